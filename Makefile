@@ -1,0 +1,154 @@
+# fusedcomm: every target sets up what it needs, and reuses it the next time.
+#
+#   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
+#   make test    run the tests; those that need a GPU skip themselves                       ARGS="-k codec -x"
+#   make bench   run every benchmark in bench/                                              ARGS=...
+#   make build, sanitize, lint, format, clean
+#
+# Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables:
+#
+#   PYTHON    the interpreter that makes the environment (python3)
+#   VENV      where the environment is (.venv). Empty, `make test VENV=`: use the packages that PYTHON has, in place, and
+#             install nothing, e.g. where a CUDA build of torch must stay as it is.
+#   TORCH     what pip installs when the environment is made (torch==2.13.0). If your index serves a CUDA build of several
+#             GB, a CPU build is enough: TORCH="torch==2.13.0 --index-url <an index of CPU builds>"
+#   PIP_ARGS  options for every pip install, e.g. a mirror or a proxy
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS ?=
+
+# What `VENV=` looks for; the targets below add theirs.
+PACKAGES := torch>=2.11 setuptools>=77 ninja numpy
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+# Where ninja and the formatters are, also when the environment has not been activated.
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+READY := check-packages
+BUILT := build/.built
+export PYTHONPATH := $(CURDIR)$(addprefix :,$(PYTHONPATH))
+export PATH := $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))' 2> /dev/null):$(PATH)
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.torch
+BUILT := $(VENV)/.built
+FORMATTERS := $(VENV)/.lint
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+endif
+
+.PHONY: help demo test bench build sanitize lint format clean check-tools check-packages FORCE
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: PACKAGES += scikit-learn matplotlib tqdm
+demo: build
+	$(PY) -m fusedcomm demo $(ARGS)
+
+test: PACKAGES += pytest pytest-timeout hypothesis
+test: build
+	$(PY) -m pytest $(ARGS)
+
+bench: PACKAGES += scikit-learn matplotlib tqdm
+bench: build
+	for file in bench/[!_]*.py; do echo "== $$file"; $(PY) "$$file" $(ARGS); done
+
+sanitize: build
+	PYTHON=$(PY) bash tests/native/run_sanitizers.sh $(ARGS)
+
+# ---- the extension
+
+build: $(BUILT)
+
+# Either way compiles once: pip's editable install builds the extension too, but forgets its object files.
+$(BUILT): pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*.h) build/.built-for | $(READY)
+	@echo "Building fusedcomm._C (a minute or two the first time)"
+	@if [ -n '$(strip $(VENV))' ] && [ ! '$(VENV)/.installed' -nt pyproject.toml ]; then \
+	  PYTHONWARNINGS=ignore::UserWarning $(PY) -m pip install --quiet --no-build-isolation $(PIP_ARGS) -e '.[test,bench]'; \
+	  touch '$(VENV)/.installed'; \
+	else \
+	  $(PY) setup.py --quiet build_ext --inplace --force; \
+	fi
+	touch $@
+
+# Python and torch share the name of the library that is built, so a change of either has to be noticed here.
+build/.built-for: FORCE | $(READY)
+	@mkdir -p build
+	@$(PY) -c 'import sys; from importlib.metadata import version; print(sys.executable, sys.version, version("torch"))' > $@.now
+	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
+
+# ---- the environment
+
+ifneq ($(strip $(VENV)),)
+$(VENV)/.torch: | check-tools
+	@echo "Making $(VENV) with $(TORCH) (once; a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade pip 'setuptools>=77' wheel ninja numpy
+	$(PY) -m pip install $(PIP_ARGS) $(TORCH)
+	touch $@
+
+$(VENV)/.lint: pyproject.toml $(VENV)/.torch
+	$(PY) -m pip install --quiet $(PIP_ARGS) --group lint
+	touch $@
+endif
+
+check-tools:
+	@command -v $(PYTHON) > /dev/null || { echo "$(PYTHON): not found. Install Python >= 3.10 (apt: python3 python3-venv python3-dev; dnf: python3 python3-devel), or name another: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	@command -v $${CXX:-c++} > /dev/null || { echo "$${CXX:-c++}: no such C++ compiler. Install one (apt: g++; dnf: gcc-c++), or name another: make CXX=..." >&2; exit 1; }
+
+# VENV=: what PYTHON has is used as it is, so all that can be done is to name what is missing.
+check-packages: check-tools
+	@$(PYTHON) -c "$$CHECK_PACKAGES" $(foreach package,$(PACKAGES),'$(package)')
+	@# The installed package maps fusedcomm.kernels to kernels/; used in place, a link does.
+	@ln -sfn ../kernels fusedcomm/kernels
+
+define CHECK_PYTHON
+import importlib.util, pathlib, sys, sysconfig
+name = sys.executable
+if sys.version_info < (3, 10):
+    sys.exit(f'{name} is Python {sys.version.split()[0]}, and fusedcomm needs 3.10 or later. Name another: make PYTHON=python3.12')
+if not pathlib.Path(sysconfig.get_path('include'), 'Python.h').exists():
+    sys.exit(f'{name} has no Python.h, which the extension includes. Install it (apt: python3-dev; dnf: python3-devel)')
+if not all(map(importlib.util.find_spec, ('venv', 'ensurepip'))) and '$(strip $(VENV))':
+    sys.exit(f'{name} cannot make virtual environments. Install what is missing (apt: python3-venv), or use the packages it has: make VENV=')
+endef
+export CHECK_PYTHON
+
+define CHECK_PACKAGES
+import re, shutil, sys
+from importlib.metadata import PackageNotFoundError, version
+def numbers(text): return tuple(int(n) for n in re.findall(r'\d+', text.split('+')[0])[:3])
+def problem(wanted):
+    name, _, least = wanted.partition('>=')
+    if name == 'ninja' and shutil.which('ninja'): return None
+    try: seen = version(name)
+    except PackageNotFoundError: return wanted + ' (not there)'
+    return f'{wanted} (it has {seen})' if numbers(seen) < numbers(least) else None
+problems = list(filter(None, map(problem, sys.argv[1:])))
+if problems: sys.exit(f'{sys.executable} lacks: ' + ', '.join(problems) + '. Install these with its pip, or let make do it in an environment of its own: make VENV=.venv')
+endef
+export CHECK_PACKAGES
+
+# ---- style
+
+lint: $(FORMATTERS)
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
+
+format: $(FORMATTERS)
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
+
+# The environment stays: remove $(VENV) by hand to have it made anew.
+clean:
+	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache fusedcomm/*.so
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

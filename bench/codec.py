@@ -1,0 +1,240 @@
+"""How near to the memory's speed are the CPU codec's stages, and how far ahead of what PyTorch offers?
+
+    pack     fp32 gradients → wire bytes
+    reduce   4 ranks' encodings of a quarter of them → the encoded mean
+    unpack   wire bytes → fp32 gradients
+
+beside a memcpy that moves as many bytes in all, the eager PyTorch expression for the same step, and the same under
+torch.compile. Every call works on another buffer of a ring that no cache holds, all implementations take turns, and a
+result is checked before it is timed: ours bit for bit against fusedcomm.reference, the others against float64.
+"""
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import torch
+from _common import Row, interleave, make_row, print_table, with_ratios, write_json
+from tqdm import tqdm
+
+from fusedcomm import reference
+from fusedcomm.native import _C
+
+MIB = 1 << 20
+BLOCK = _C.DEFAULT_BLOCK_NUMEL
+NUM_RANKS = 4
+RING_NBYTES = 256 * MIB
+WHOLE = 1 << 62  # one chunk, whatever its size
+WIRES = ("fp32", "bf16", "fp16", "int8")
+# Half a step relative to the greatest value of a block, twice over where an expression rounds before it divides.
+TOLERANCE = {"fp32": 2.0**-22, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1.01 / 127}
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass
+class Case:
+    """One stage and wire. `impls` take the index of a buffer, `checks` look at what index 0 gave."""
+
+    name: str
+    numel: int
+    traffic_bytes: int
+    num_buffers: int
+    impls: dict[str, Callable[[int], object]]
+    checks: dict[str, Callable[[], bool]]
+
+
+# ---- what PyTorch offers: (codes, scales) of a tensor [numel]; no scales unless the wire is int8
+
+
+def torch_encode(wire: str, x: torch.Tensor, factor: float) -> Tensors:
+    """The stock hooks' expression for 16 bits; the usual one for block-int8, in blocks of BLOCK."""
+    if wire == "int8":
+        blocks = x.view(-1, BLOCK) * factor
+        scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+        return (blocks / scales).round().to(torch.int8), scales
+    return (x.to(reference.WIRE_DTYPES[wire]).div_(1 / factor) if wire != "fp32" else x * factor,)
+
+
+def torch_reduce(wire: str, codes: torch.Tensor, scales: torch.Tensor | None) -> Tensors:
+    """codes [NUM_RANKS, …], summed in fp32."""
+    if wire == "int8":
+        return torch_encode(wire, (codes.float() * scales).sum(0).view(-1), 1 / NUM_RANKS)
+    return (codes.float().sum(0).mul_(1 / NUM_RANKS).to(codes.dtype),)
+
+
+def torch_decode(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if wire == "int8":
+        return out.view(-1, BLOCK).copy_(codes.view(-1, BLOCK) * scales)
+    return out.copy_(codes)
+
+
+# ---- cases
+
+
+def layout_of(wire: str, num_parts: int, numel: int) -> "_C.BucketLayout":
+    return _C.bucket_layout(wire, BLOCK, num_parts, 0, numel, WHOLE)
+
+
+def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(codes, scales) as views into one part's bytes; int8 by blocks."""
+    part = layout.part
+    codes = part_bytes[part.code_offset : part.nbytes].view(reference.WIRE_DTYPES[layout.wire])
+    if layout.wire != "int8":
+        return codes, None
+    scale_end = part.scale_offset + part.lossy_numel // BLOCK * 4
+    scales = part_bytes[part.scale_offset : scale_end].view(torch.float32)
+    return codes.view(-1, BLOCK), scales.view(-1, 1)
+
+
+def ring(num_buffers: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Written once, so that every page is memory of its own."""
+    return [torch.empty(numel, dtype=dtype).fill_(1) for _ in range(num_buffers)]
+
+
+def gradients(numel: int, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def close(wire: str, result: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Within the wire's step, relative to the greatest value of a block or to the value itself.
+
+    Terms of order one may cancel in a sum, which leaves fp32's rounding at that order.
+    """
+    result, truth = result.double().view(-1, BLOCK), truth.double().view(-1, BLOCK)
+    size = truth.abs().amax(1, keepdim=True) if wire == "int8" else truth.abs() + (1 if wire == "fp32" else 1e-4)
+    return bool(((result - truth).abs() <= TOLERANCE[wire] * size).all())
+
+
+def decoded(wire: str, result: Tensors) -> torch.Tensor:
+    return (result[0] * result[1] if wire == "int8" else result[0]).float().view(-1)
+
+
+def add_memcpy(case: Case) -> None:
+    numel = case.traffic_bytes // 8
+    src, dst = ring(case.num_buffers, numel, torch.float32), ring(case.num_buffers, numel, torch.float32)
+    src[0].copy_(gradients(numel, seed=0))
+    case.impls["memcpy"] = lambda i: dst[i].copy_(src[i])
+    case.checks["memcpy"] = lambda: torch.equal(dst[0], src[0])
+
+
+def pack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_impls: dict[str, Callable]) -> Case:
+    layout, scale = layout_of(wire, 1, numel), 1 / NUM_RANKS
+    grads = [gradients(numel, seed) for seed in range(num_buffers)]
+    packed = ring(num_buffers, layout.chunk_nbytes, torch.uint8)
+    case = Case(f"pack/{wire}", numel, numel * 4 + layout.chunk_nbytes, num_buffers, {}, {})
+    case.impls["fusedcomm"] = lambda i: codec.pack(layout, 0, [grads[i]], [], scale, packed[i])
+    case.checks["fusedcomm"] = lambda: torch.equal(
+        packed[0], reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale)
+    )
+    add_memcpy(case)
+    for name, wrap in torch_impls.items():
+        function = wrap(torch_encode)
+        case.impls[name] = lambda i, function=function: function(wire, grads[i], scale)
+        case.checks[name] = lambda name=name: close(wire, decoded(wire, case.impls[name](0)), grads[0] * scale)
+    return case
+
+
+def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_impls: dict[str, Callable]) -> Case:
+    part_numel = numel // NUM_RANKS
+    single, layout = layout_of(wire, 1, part_numel), layout_of(wire, NUM_RANKS, numel)
+    values = torch.stack([gradients(part_numel, seed) for seed in range(NUM_RANKS)])
+    parts = ring(num_buffers, layout.chunk_nbytes, torch.uint8)
+    for buffer in parts:
+        for part, value in zip(buffer.view(NUM_RANKS, -1), values, strict=True):
+            codec.pack(single, 0, [value], [], 1.0, part)
+    out = ring(num_buffers, layout.part.nbytes, torch.uint8)
+    case = Case(f"reduce/{wire}", part_numel, layout.chunk_nbytes + layout.part.nbytes, num_buffers, {}, {})
+    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i])
+    case.checks["fusedcomm"] = lambda: torch.equal(out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS))
+    add_memcpy(case)
+    # The expressions get codes and scales in tensors of their own, as they would have them.
+    split = [[sections(layout, part) for part in buffer.view(NUM_RANKS, -1)] for buffer in parts]
+    codes = [torch.stack([codes for codes, _ in ranks]) for ranks in split]
+    scales = [torch.stack([scales for _, scales in ranks]) if wire == "int8" else None for ranks in split]
+    truth = (codes[0].double() * (scales[0] if wire == "int8" else 1)).mean(0)
+    for name, wrap in torch_impls.items():
+        function = wrap(torch_reduce)
+        case.impls[name] = lambda i, function=function: function(wire, codes[i], scales[i])
+        case.checks[name] = lambda name=name: close(wire, decoded(wire, case.impls[name](0)), truth)
+    return case
+
+
+def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_impls: dict[str, Callable]) -> Case:
+    layout = layout_of(wire, 1, numel)
+    packed, grads = ring(num_buffers, layout.chunk_nbytes, torch.uint8), ring(num_buffers, numel, torch.float32)
+    for seed, buffer in enumerate(packed):
+        codec.pack(layout, 0, [gradients(numel, seed)], [], 1.0, buffer)
+    views = [sections(layout, buffer) for buffer in packed]
+    case = Case(f"unpack/{wire}", numel, numel * 4 + layout.chunk_nbytes, num_buffers, {}, {})
+
+    def is_right() -> bool:
+        return torch.equal(grads[0], reference.unpack(layout, 0, packed[0], 1.0, torch.float32)[0])
+
+    case.impls["fusedcomm"] = lambda i: codec.unpack(layout, 0, packed[i], 1.0, [grads[i]], [])
+    case.checks["fusedcomm"] = is_right
+    add_memcpy(case)
+    for name, wrap in torch_impls.items():
+        function = wrap(torch_decode)
+        case.impls[name] = lambda i, function=function: function(wire, *views[i], grads[i])
+        case.checks[name] = is_right
+    return case
+
+
+STAGES = {"pack": pack_case, "reduce": reduce_case, "unpack": unpack_case}
+
+
+def measure(case: Case, rounds: int) -> list[Row]:
+    checked = {}
+    for name in list(case.impls):
+        try:
+            case.impls[name](0)
+            checked[name] = case.checks[name]()
+        except Exception as error:  # torch.compile fails in more ways than can be listed
+            if name != "torch.compile":
+                raise
+            print(f"{case.name}: torch.compile is not measured: {str(error).splitlines()[0]}")
+            del case.impls[name]
+    # One ring for all: a buffer comes round again only after all the others.
+    turns = itertools.count(1)
+    functions = {name: lambda _, impl=impl: impl(next(turns) % case.num_buffers) for name, impl in case.impls.items()}
+    seconds = interleave(functions, rounds)
+    return [make_row(case.name, name, case.numel, case.traffic_bytes, seconds[name], checked[name]) for name in seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[16, 64, 256], help="MiB of fp32 gradients (16 64 256)")
+    parser.add_argument("--wires", nargs="+", choices=WIRES, default=WIRES)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--isa", default="auto", help=f"one of auto, {', '.join(_C.available_isas())} (auto)")
+    parser.add_argument("--threads", type=int, default=1, help="of the codec and of torch (1)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--quick", action="store_true", help="4 MiB, 5 rounds")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there")
+    arguments = parser.parse_args()
+    sizes, rounds = ([4], 5) if arguments.quick else (arguments.mib, arguments.rounds)
+    torch.set_num_threads(arguments.threads)
+    codec = _C.Codec(arguments.isa, arguments.threads)
+    torch_impls = {"torch": lambda function: function}
+    if not arguments.no_compile:
+        torch_impls["torch.compile"] = torch.compile
+
+    rows = []
+    for mib, stage, wire in tqdm(list(itertools.product(sizes, arguments.stages, arguments.wires)), disable=None):
+        num_buffers = max(2, RING_NBYTES // (mib * MIB))
+        rows += measure(STAGES[stage](wire, mib * MIB // 4, num_buffers, codec, torch_impls), rounds)
+    rows = with_ratios(rows, ["memcpy", "torch"])
+    print(f"codec {codec.isa}, {codec.num_threads} thread(s)")
+    print_table(rows)
+    if arguments.json:
+        write_json(arguments.json, rows, isa=codec.isa, rounds=rounds)
+    wrong = [f"{row.case} {row.impl}" for row in rows if not row.checked]
+    if wrong:
+        raise SystemExit(f"wrong results: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+// The Python boundary: a table of contents, nothing else.
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/extension.h>
+
+#include "codec_bindings.h"
+#include "ddp_hook.h"
+#include "wire_names.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+void bind_plan(py::module_& m) {
+  py::class_<WireConfig>(m, "WireConfig")
+      .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
+                       int64_t chunk_nbytes, int64_t chunks_in_flight) {
+             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide, chunk_nbytes, chunks_in_flight};
+             check_config(config);
+             return config;
+           }),
+           py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
+           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"));
+
+  py::class_<BucketPlan>(m, "BucketPlan")
+      .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })
+      .def_readonly("in_place", &BucketPlan::in_place)
+      .def_readonly("layout", &BucketPlan::layout)
+      .def_readonly("pack_scale", &BucketPlan::pack_scale)
+      .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
+      .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
+      .def_readonly("reason", &BucketPlan::reason)
+      .def("sent_nbytes", &sent_nbytes, py::arg("world_size"));
+
+  m.def(
+      "plan_bucket",
+      [](const WireConfig& config, int world_size, const at::Tensor& like, int64_t exact_numel, int64_t lossy_numel) {
+        return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel, lossy_numel);
+      },
+      py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
+  m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
+}
+
+void bind_hook(py::module_& m) {
+  py::class_<EngineStats>(m, "EngineStats")
+      .def_readonly("num_steps", &EngineStats::num_steps)
+      .def_readonly("num_buckets", &EngineStats::num_buckets)
+      .def_readonly("grad_nbytes", &EngineStats::grad_nbytes)
+      .def_readonly("sent_nbytes", &EngineStats::sent_nbytes)
+      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
+      .def_readonly("busy_ms", &EngineStats::busy_ms)
+      .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
+      .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
+
+  py::class_<BucketRecord, std::shared_ptr<BucketRecord>>(m, "BucketRecord")
+      .def_property_readonly("label", [](const BucketRecord& record) { return *record.label; })
+      .def_readonly("plan", &BucketRecord::plan)
+      .def_readonly("numel", &BucketRecord::numel)
+      .def_readonly("foreign", &BucketRecord::foreign)
+      .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
+      .def_property_readonly("parameters", [](const BucketRecord& record) {
+        std::vector<std::string> names;
+        for (const auto& member : record.members) names.push_back(member.state->name);
+        return names;
+      });
+
+  py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
+      .def(py::init([](const WireConfig& config, C10dTransport::BackendPtr scatter, C10dTransport::BackendPtr gather,
+                       const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters, bool exempt_1d,
+                       int64_t max_exact_numel, int64_t max_lossy_numel, const std::string& isa, int codec_threads) {
+             auto transport = std::make_shared<C10dTransport>(std::move(scatter), std::move(gather));
+             auto engine = std::make_shared<Engine>(config, std::make_shared<CpuDevice>(isa, codec_threads), transport,
+                                                    max_exact_numel, max_lossy_numel);
+             std::vector<GradHook::Parameter> table;
+             for (const auto& [tensor, name, exempt] : parameters) table.push_back({tensor, name, exempt});
+             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d);
+           }),
+           py::kw_only(), py::arg("config"), py::arg("scatter"), py::arg("gather"), py::arg("parameters"),
+           py::arg("exempt_1d"), py::arg("max_exact_numel"), py::arg("max_lossy_numel"), py::arg("isa"),
+           py::arg("codec_threads"))
+      .def("run",
+           [](GradHook& hook, c10d::GradBucket& bucket) {
+             return std::make_shared<torch::jit::PythonFutureWrapper>(hook.run(bucket));
+           })
+      .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
+      .def("stats", [](const GradHook& hook) { return hook.engine().stats(); })
+      .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })
+      .def_property_readonly("scratch_nbytes", [](const GradHook& hook) { return hook.engine().scratch_nbytes(); })
+      .def("nonfinite_by_parameter",
+           [](const GradHook& hook) {
+             std::map<std::string, int64_t> counts;
+             for (const auto& count : hook.nonfinite_by_parameter()) counts[count.name] = count.num_nonfinite;
+             return counts;
+           })
+      .def("restore_nonfinite",
+           [](GradHook& hook, const std::map<std::string, int64_t>& counts) {
+             std::vector<GradHook::ParameterCount> list;
+             for (const auto& [name, num_nonfinite] : counts) list.push_back({name, num_nonfinite});
+             hook.restore_nonfinite(list);
+           })
+      .def("buckets", [](const GradHook& hook) {
+        std::vector<std::shared_ptr<BucketRecord>> records;
+        for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));
+        return records;
+      });
+
+  py::class_<HookTarget, std::shared_ptr<HookTarget>>(m, "HookTarget")
+      .def(py::init<ProcessGroupPtr>(), py::arg("process_group"))
+      .def("set", &HookTarget::set, py::arg("hook"), py::arg("process_group"), NoGil());
+
+  m.def(
+      "register_ddp_hook",
+      [](c10d::Reducer& reducer, std::shared_ptr<HookTarget> target) {
+        reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(target)));
+      },
+      py::arg("reducer"), py::arg("target"));
+}
+
+}  // namespace
+}  // namespace fusedcomm
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  fusedcomm::bind_codec(m);
+  fusedcomm::bind_plan(m);
+  fusedcomm::bind_hook(m);
+}

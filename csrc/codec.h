@@ -1,0 +1,104 @@
+// The CPU codec: gradients ⇄ wire bytes, one pass over memory each way. No torch in here.
+//
+//   pack    gradient slices → wire bytes      y = x·scale, rounded to the wire dtype
+//   reduce  one part from every rank → the encoded mean of that part: fp32 sum in rank order, ·scale, one rounding
+//   unpack  wire bytes → gradient slices      x = decoded·scale
+//
+// Every function gives the same bytes as fusedcomm/reference.py, whatever the instruction set and thread count.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "wire_layout.h"
+
+namespace fusedcomm {
+
+enum class GradDtype : uint8_t { kFloat32, kBFloat16, kFloat16 };
+
+inline constexpr int64_t grad_nbytes(GradDtype dtype) { return dtype == GradDtype::kFloat32 ? 4 : 2; }
+
+// A contiguous run of gradient elements; `data` need only be aligned to its element.
+struct Slice {
+  void* data = nullptr;
+  int64_t numel = 0;
+};
+
+// Slices laid end to end: element i of the stream lives in the slice whose [starts[k], starts[k+1]) holds i.
+class Stream {
+ public:
+  void clear();
+  // Empty slices are dropped; a slice that continues the one before it in memory is merged with it.
+  void append(void* data, int64_t numel, GradDtype dtype);
+  int64_t numel() const { return starts_.back(); }
+  GradDtype dtype() const { return dtype_; }
+  const std::vector<Slice>& slices() const { return slices_; }
+  const std::vector<int64_t>& starts() const { return starts_; }  // one more entry than slices
+
+ private:
+  std::vector<Slice> slices_;
+  std::vector<int64_t> starts_ = {0};
+  GradDtype dtype_ = GradDtype::kFloat32;
+};
+
+// A bucket as the codec sees it. Both streams have the same dtype.
+struct BucketStreams {
+  Stream lossy;
+  Stream exact;
+};
+
+struct PackArgs {
+  const BucketLayout& layout;
+  int64_t chunk;
+  const BucketStreams& streams;
+  float scale;
+  std::byte* out;  // layout.chunk_nbytes(): every part, padding zeroed
+};
+
+struct ReduceArgs {
+  const BucketLayout& layout;
+  const std::byte* parts;  // num_parts encodings of the same part, one from each rank, in rank order
+  float scale;             // 1/world_size times what pack divided by
+  std::byte* out;          // `num_copies` identical encoded parts, part.nbytes apart
+  int64_t num_copies;
+};
+
+struct UnpackArgs {
+  const BucketLayout& layout;
+  int64_t chunk;
+  const std::byte* parts;  // layout.chunk_nbytes()
+  float scale;
+  const BucketStreams& streams;  // written
+};
+
+// Instruction sets this build can dispatch to and this machine can run, slowest first; always has "portable".
+std::vector<std::string> available_isas();
+
+class Codec {
+ public:
+  // isa: one of available_isas(), or "auto" for the last of them. num_threads ≥ 1 counts the calling thread.
+  // Throws std::invalid_argument naming what was given and what is possible.
+  Codec(const std::string& isa, int num_threads);
+  ~Codec();
+  Codec(const Codec&) = delete;
+  Codec& operator=(const Codec&) = delete;
+
+  // Returns how many elements of this chunk are not finite (after scaling).
+  int64_t pack(const PackArgs& args) const;
+  void reduce(const ReduceArgs& args) const;
+  void unpack(const UnpackArgs& args) const;
+  // The exact wire of an fp32 bucket travels in place: x *= scale. Returns the non-finite count.
+  int64_t scale_in_place(const Stream& stream, float scale) const;
+
+  const std::string& isa() const;
+  int num_threads() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusedcomm

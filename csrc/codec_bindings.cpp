@@ -1,0 +1,182 @@
+#include "codec_bindings.h"
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "codec.h"
+#include "wire_names.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+
+// Every tensor is checked here: the codec trusts its pointers.
+void check_on_cpu(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.is_contiguous(), name, " must be a contiguous CPU tensor, not ",
+                    tensor.is_contiguous() ? "one on " : "a strided one on ", tensor.device());
+}
+
+std::byte* wire_bytes(const at::Tensor& tensor, int64_t nbytes, const char* name) {
+  check_on_cpu(tensor, name);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kByte, name, " must be uint8, not ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.numel() == nbytes, name, " must have ", nbytes, " bytes, not ", tensor.numel());
+  auto* data = static_cast<std::byte*>(tensor.data_ptr());
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(data) % kAlignNbytes == 0, name, " must start at a multiple of ",
+                    kAlignNbytes, " bytes");
+  return data;
+}
+
+GradDtype dtype_of(const at::Tensor& slice) {
+  switch (slice.scalar_type()) {
+    case at::kFloat:
+      return GradDtype::kFloat32;
+    case at::kBFloat16:
+      return GradDtype::kBFloat16;
+    case at::kHalf:
+      return GradDtype::kFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, "a slice must be float32, bfloat16 or float16, not ", slice.scalar_type());
+  }
+}
+
+Stream stream_of(const std::vector<at::Tensor>& slices) {
+  Stream stream;
+  for (const at::Tensor& slice : slices) {
+    check_on_cpu(slice, "a slice");
+    stream.append(slice.data_ptr(), slice.numel(), dtype_of(slice));
+  }
+  return stream;
+}
+
+BucketStreams streams_of(const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
+  return {stream_of(lossy), stream_of(exact)};
+}
+
+int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const std::vector<at::Tensor>& lossy,
+             const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out) {
+  const BucketStreams streams = streams_of(lossy, exact);
+  std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
+  py::gil_scoped_release no_gil;
+  return codec.pack({layout, chunk, streams, scale, bytes});
+}
+
+void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& parts, float scale, const at::Tensor& out,
+            int64_t num_copies) {
+  TORCH_CHECK_VALUE(num_copies >= 1, "num_copies=", num_copies, " is not possible: use 1 or more");
+  const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
+  std::byte* bytes = wire_bytes(out, layout.part.nbytes * num_copies, "out");
+  py::gil_scoped_release no_gil;
+  codec.reduce({layout, in, scale, bytes, num_copies});
+}
+
+void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
+            const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
+  const BucketStreams streams = streams_of(lossy, exact);
+  const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
+  py::gil_scoped_release no_gil;
+  codec.unpack({layout, chunk, in, scale, streams});
+}
+
+int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
+  const Stream stream = stream_of(slices);
+  py::gil_scoped_release no_gil;
+  return codec.scale_in_place(stream, scale);
+}
+
+std::string to_string(const PartLayout& part) {
+  std::ostringstream text;
+  text << "PartLayout(exact_numel=" << part.exact_numel << ", lossy_numel=" << part.lossy_numel
+       << ", scale_offset=" << part.scale_offset << ", code_offset=" << part.code_offset << ", nbytes=" << part.nbytes
+       << ")";
+  return text.str();
+}
+
+std::string to_string(const BucketLayout& layout) {
+  std::ostringstream text;
+  text << "BucketLayout(wire='" << wire_name(layout.wire) << "', block_numel=" << layout.block_numel
+       << ", num_parts=" << layout.num_parts << ", num_chunks=" << layout.num_chunks
+       << ", exact_numel=" << layout.exact_numel << ", lossy_numel=" << layout.lossy_numel
+       << ", part=" << to_string(layout.part) << ")";
+  return text.str();
+}
+
+std::pair<int64_t, int64_t> bounds(const Range& range) { return {range.begin, range.end}; }
+
+void bind_layout(py::module_& m) {
+  m.attr("WIRE_LAYOUT_VERSION") = kWireLayoutVersion;
+  m.attr("ALIGN_NBYTES") = kAlignNbytes;
+  m.attr("DEFAULT_BLOCK_NUMEL") = kDefaultBlockNumel;
+  m.attr("MIN_BLOCK_NUMEL") = kMinBlockNumel;
+  m.attr("MAX_BLOCK_NUMEL") = kMaxBlockNumel;
+
+  py::class_<PartLayout>(m, "PartLayout")
+      .def_readonly("exact_numel", &PartLayout::exact_numel)
+      .def_readonly("lossy_numel", &PartLayout::lossy_numel)
+      .def_readonly("scale_offset", &PartLayout::scale_offset)
+      .def_readonly("code_offset", &PartLayout::code_offset)
+      .def_readonly("nbytes", &PartLayout::nbytes)
+      .def("__repr__", [](const PartLayout& part) { return to_string(part); });
+
+  py::class_<BucketLayout>(m, "BucketLayout")
+      .def_property_readonly("wire", [](const BucketLayout& layout) { return wire_name(layout.wire); })
+      .def_readonly("block_numel", &BucketLayout::block_numel)
+      .def_readonly("num_parts", &BucketLayout::num_parts)
+      .def_readonly("num_chunks", &BucketLayout::num_chunks)
+      .def_readonly("exact_numel", &BucketLayout::exact_numel)
+      .def_readonly("lossy_numel", &BucketLayout::lossy_numel)
+      .def_readonly("part", &BucketLayout::part)
+      .def_property_readonly("chunk_nbytes", &BucketLayout::chunk_nbytes)
+      .def(
+          "lossy_range",
+          [](const BucketLayout& layout, int64_t chunk, int64_t part) {
+            return bounds(layout.lossy_range(chunk, part));
+          },
+          py::arg("chunk"), py::arg("part"))
+      .def(
+          "exact_range",
+          [](const BucketLayout& layout, int64_t chunk, int64_t part) {
+            return bounds(layout.exact_range(chunk, part));
+          },
+          py::arg("chunk"), py::arg("part"))
+      .def("__repr__", [](const BucketLayout& layout) { return to_string(layout); });
+
+  m.def(
+      "part_layout",
+      [](const std::string& wire, int64_t block, int64_t exact_numel, int64_t lossy_numel) {
+        check_block_numel(block);
+        TORCH_CHECK_VALUE(exact_numel >= 0 && lossy_numel >= 0, "part_layout: numels must not be negative");
+        return part_layout(wire_from_name(wire), block, exact_numel, lossy_numel);
+      },
+      py::arg("wire"), py::arg("block"), py::arg("exact_numel"), py::arg("lossy_numel"));
+  m.def(
+      "bucket_layout",
+      [](const std::string& wire, int64_t block, int64_t num_parts, int64_t exact_numel, int64_t lossy_numel,
+         int64_t max_chunk_nbytes) {
+        return bucket_layout(wire_from_name(wire), block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes);
+      },
+      py::arg("wire"), py::arg("block"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("lossy_numel"),
+      py::arg("max_chunk_nbytes"));
+}
+
+}  // namespace
+
+void bind_codec(py::module_& m) {
+  bind_layout(m);
+  m.def("available_isas", &available_isas);
+  py::class_<Codec>(m, "Codec")
+      .def(py::init<const std::string&, int>(), py::arg("isa") = "auto", py::arg("num_threads") = 1)
+      .def("pack", &pack, py::arg("layout"), py::arg("chunk"), py::arg("lossy"), py::arg("exact"), py::arg("scale"),
+           py::arg("out"))
+      .def("reduce", &reduce, py::arg("layout"), py::arg("parts"), py::arg("scale"), py::arg("out"),
+           py::arg("num_copies") = 1)
+      .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
+           py::arg("exact"))
+      .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))
+      .def_property_readonly("isa", &Codec::isa)
+      .def_property_readonly("num_threads", &Codec::num_threads);
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,141 @@
+// The engine: takes buckets in the order in which the backward pass fills them and has them summed across ranks.
+//
+//   pack lane ──► scatter lane ──► reduce lane ──► gather lane ──► unpack lane        two-shot
+//   pack lane ──► scatter lane ───────────────────────────────────► unpack lane       all-reduce (exact, direct)
+//
+// A bucket travels as chunks through a small ring of workspaces. Every lane takes the chunks of all buckets in the same
+// order, so the order of collectives on each channel is a matter of the buckets alone and never of timing; and while
+// chunk k is on the wire, chunk k+1, of this bucket or the next, is packed. Nothing here waits: submit() returns at
+// once, and on_done is called from the unpack lane. No torch in here.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "plan.h"
+#include "transport.h"
+
+namespace fusedcomm {
+
+using Clock = std::chrono::steady_clock;
+
+// One bucket under way.
+struct BucketJob {
+  BucketPlan plan;
+  // Keeps the gradients alive as long as the job: after a failure or a stop, on_done comes before the transport has let
+  // go of memory that it was given.
+  std::shared_ptr<void> owner;
+  BucketStreams streams;  // in_place: everything is in `lossy`
+  std::shared_ptr<const std::string> label;  // names the bucket in errors
+  bool is_last = false;   // of this backward pass
+  int64_t grad_nbytes = 0;
+
+  // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.
+  std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
+  // Called exactly once, with an error or null.
+  std::function<void(std::exception_ptr)> on_done;
+
+  Clock::time_point submitted;
+  int64_t num_nonfinite = 0;  // written on the pack lane, read in on_done
+};
+
+// The first error of an engine, which every later job gets. Shared with transfers, which may outlive the engine.
+class FailureLatch {
+ public:
+  FailureLatch(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
+  std::exception_ptr get() const;
+  // Keeps `error` if it is the first.
+  void set(std::exception_ptr error);
+  // `cause` with the rank, the stage, the chunk and the bucket in its text; also kept if it is the first.
+  std::exception_ptr fail(const BucketJob& job, const char* stage, int64_t chunk, std::exception_ptr cause);
+
+ private:
+  const int rank_, world_size_;
+  mutable std::mutex mutex_;
+  std::exception_ptr first_;
+};
+
+// Sums since the engine was made; a step ends with a bucket that is_last.
+struct EngineStats {
+  int64_t num_steps = 0;
+  int64_t num_buckets = 0;
+  int64_t grad_nbytes = 0;
+  int64_t sent_nbytes = 0;
+  int64_t num_nonfinite = 0;
+  double busy_ms = 0;  // time during which at least one bucket was under way
+  // Of the last steps, unordered. Exposed: from the last bucket's hand-over to its completion.
+  std::vector<float> recent_exposed_ms;
+  std::vector<float> recent_busy_ms;
+};
+
+class Engine {
+ public:
+  // `max_exact_numel` and `max_lossy_numel` bound the elements of any bucket (the whole model is a safe bound): the
+  // workspaces are allocated from them, once.
+  Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport,
+         int64_t max_exact_numel, int64_t max_lossy_numel);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Same order on every rank. After a failure every further job fails at once with the first error.
+  void submit(std::shared_ptr<BucketJob> job);
+
+  // For what the codec cannot carry (sparse, float64): `prepare` on the pack lane, `transfer` on the scatter lane, in
+  // the order of the buckets. Of the job only label, is_last, grad_nbytes and on_done are used.
+  void submit_foreign(std::shared_ptr<BucketJob> job, Lane::Task prepare, Lane::Transfer transfer);
+
+  // Fails what is under way with `reason` and ends the lanes. Idempotent.
+  void stop(const std::string& reason);
+
+  EngineStats stats() const;
+  int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * 2 * slot_nbytes_; }
+  const WireConfig& config() const { return config_; }
+  const Device& device() const { return *device_; }
+  int world_size() const { return transport_->world_size(); }
+  int rank() const { return transport_->rank(); }
+
+ private:
+  // The workspace of one chunk. Two buffers serve four uses, since the first collective's input is dead when reduce
+  // writes and its output is dead when the second collective receives.
+  struct Slot {
+    std::shared_ptr<std::byte> outgoing;  // packed parts, then the encoded mean
+    std::shared_ptr<std::byte> incoming;  // parts to sum, then every owner's encoded mean
+    EventPtr free;                        // the last use has ended
+  };
+
+  EventPtr submit_in_place(const std::shared_ptr<BucketJob>& job);
+  EventPtr submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chunk);
+  void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
+
+  // A task or transfer whose error goes through the failure latch.
+  Lane::Task stage(const std::shared_ptr<BucketJob>& job, const char* name, int64_t chunk, Lane::Task body);
+  Lane::Transfer wire_stage(const std::shared_ptr<BucketJob>& job, const char* name, int64_t chunk,
+                            Lane::Transfer body);
+
+  const WireConfig config_;
+  const std::shared_ptr<Device> device_;
+  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<FailureLatch> failure_;
+
+  std::mutex submit_mutex_;   // order of submission, slots_ and next_slot_
+  mutable std::mutex mutex_;  // what follows, down to step_busy_ms_
+  EngineStats stats_;
+  Clock::time_point last_done_{};
+  double step_busy_ms_ = 0;
+
+  int64_t slot_nbytes_ = 0;
+  std::vector<Slot> slots_;
+  size_t next_slot_ = 0;
+
+  // Last, so that they are gone before what their tasks use.
+  std::unique_ptr<Lane> pack_lane_, scatter_lane_, reduce_lane_, gather_lane_, unpack_lane_;
+};
+
+}  // namespace fusedcomm

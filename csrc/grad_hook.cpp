@@ -1,0 +1,248 @@
+#include "grad_hook.h"
+
+#include <ATen/ATen.h>
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <sstream>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+bool carried_by_codec(const at::Tensor& buffer) {
+  if (buffer.layout() != at::kStrided) return false;
+  const auto dtype = buffer.scalar_type();
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// Elements the parameter has in its bucket's buffer: complex buckets arrive as floats of twice the numel.
+int64_t numel_in_bucket(const at::Tensor& parameter) {
+  return parameter.numel() * (parameter.is_complex() ? 2 : 1);
+}
+
+std::shared_ptr<const std::string> make_label(size_t index, const BucketRecord& record, double nbytes) {
+  std::ostringstream label;
+  label << "bucket " << index << " (";
+  if (!record.members.empty()) label << record.members.front().state->name;
+  if (record.members.size() > 1) label << " … " << record.members.back().state->name;
+  label << "; " << record.members.size() << " parameters, " << nbytes / (1 << 20) << " MiB)";
+  return std::make_shared<const std::string>(label.str());
+}
+
+template <typename T>
+int64_t count_nonfinite(const T* values, int64_t numel) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < numel; ++i) count += !std::isfinite(static_cast<float>(values[i]));
+  return count;
+}
+
+int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel) {
+  switch (flat.scalar_type()) {
+    case at::kFloat:
+      return count_nonfinite(flat.const_data_ptr<float>() + begin, numel);
+    case at::kBFloat16:
+      return count_nonfinite(flat.const_data_ptr<at::BFloat16>() + begin, numel);
+    default:
+      return count_nonfinite(flat.const_data_ptr<at::Half>() + begin, numel);
+  }
+}
+
+// Which parameters the chunk's non-finite elements belong to. Rare, so it reads the chunk a second time.
+void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, const BucketJob& job, int64_t chunk) {
+  const BucketLayout& layout = job.plan.layout;
+  const int64_t last_part = layout.num_parts - 1;
+  Range lossy{layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last_part).end};
+  const Range exact{layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last_part).end};
+  if (job.plan.in_place) lossy = {0, flat.numel()};
+  int64_t lossy_seen = 0, exact_seen = 0;
+  for (const BucketRecord::Member& member : record.members) {
+    const bool in_exact = member.state->exempt && layout.exact_numel != 0;
+    int64_t& seen = in_exact ? exact_seen : lossy_seen;
+    const Range& range = in_exact ? exact : lossy;
+    const int64_t begin = std::max(range.begin, seen);
+    const int64_t end = std::min(range.end, seen + member.numel);
+    if (begin < end) {
+      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - seen, end - begin);
+    }
+    seen += member.numel;
+  }
+}
+
+}  // namespace
+
+GradDtype grad_dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return GradDtype::kFloat32;
+    case at::kBFloat16:
+      return GradDtype::kBFloat16;
+    case at::kHalf:
+      return GradDtype::kFloat16;
+    default:
+      TORCH_CHECK_VALUE(false, "fusedcomm: gradients of dtype ", dtype, " have no wire format");
+  }
+}
+
+GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
+                   const std::vector<Parameter>& parameters, bool exempt_1d)
+    : engine_(std::move(engine)), transport_(std::move(transport)), exempt_1d_(exempt_1d) {
+  for (const Parameter& parameter : parameters) {
+    auto state = std::make_shared<ParameterState>();
+    state->parameter = parameter.tensor;
+    state->name = parameter.name;
+    state->exempt = parameter.exempt;
+    states_.emplace(parameter.tensor.unsafeGetTensorImpl(), std::move(state));
+  }
+}
+
+GradHook::~GradHook() {
+  if (PyGILState_Check()) {
+    pybind11::gil_scoped_release no_gil;
+    engine_.reset();
+  } else {
+    engine_.reset();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
+  const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
+  auto record = record_of(bucket);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+
+  auto job = std::make_shared<BucketJob>();
+  job->owner = std::make_shared<at::Tensor>(buffer);
+  job->label = record->label;
+  job->is_last = bucket.isLast();
+  job->on_done = [future, buffer](std::exception_ptr error) {
+    if (error) {
+      future->setError(std::move(error));
+    } else {
+      future->markCompleted(buffer);
+    }
+  };
+
+  if (record->foreign) {
+    submit_foreign(std::move(job), buffer);
+    return future;
+  }
+
+  job->grad_nbytes = static_cast<int64_t>(buffer.nbytes());
+  job->plan = record->plan;
+  job->on_nonfinite = [record, buffer](const BucketJob& packed, int64_t chunk) {
+    attribute_nonfinite(*record, buffer, packed, chunk);
+  };
+  // Addresses are taken anew each time: the reducer may allocate its buckets at every backward pass.
+  auto* data = static_cast<std::byte*>(buffer.data_ptr());
+  const GradDtype dtype = grad_dtype_of(record->dtype);
+  for (const BucketRecord::Member& member : record->members) {
+    Stream& stream = member.state->exempt && record->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
+    stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
+  }
+  engine_->submit(std::move(job));
+  return future;
+}
+
+void GradHook::submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer) {
+  if (buffer.is_sparse()) {
+    TORCH_WARN_ONCE("fusedcomm: ", *job->label, " is sparse and travels exactly, uncompressed, as under DDP's default");
+  }
+  const double mean = 1.0 / engine_->world_size();
+  engine_->submit_foreign(
+      std::move(job),
+      [buffer, mean] {
+        at::NoGradGuard no_grad;
+        at::Tensor(buffer).mul_(mean);
+      },
+      [transport = transport_, buffer](Lane::Completion done) {
+        transport->all_reduce_tensor(buffer, std::move(done));
+      });
+}
+
+std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {
+  const at::Tensor& buffer = bucket.getBuffer();
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  const size_t index = bucket.getIndex();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (records_.size() <= index) records_.resize(index + 1);
+  auto& record = records_[index];
+  const auto same = [&] {
+    if (!record || record->dtype != buffer.scalar_type() || record->parameters.size() != parameters.size()) return false;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (record->parameters[i] != parameters[i].unsafeGetTensorImpl()) return false;
+    }
+    return record->foreign == !carried_by_codec(buffer);
+  };
+  if (!same()) record = make_record(buffer, parameters, index);
+  // An index past the last bucket is left over from before a rebuild.
+  if (bucket.isLast()) records_.resize(index + 1);
+  return records_[index];
+}
+
+std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buffer,
+                                                          const std::vector<at::Tensor>& parameters, size_t index) {
+  TORCH_CHECK(buffer.device().is_cpu(), "fusedcomm: bucket ", index, " is on ", buffer.device(),
+              "; this build moves gradients on cpu only. Use DDP's default all-reduce for other devices.");
+  auto record = std::make_shared<BucketRecord>();
+  record->dtype = buffer.scalar_type();
+  record->foreign = !carried_by_codec(buffer);
+  int64_t offset = 0, exact_numel = 0;
+  for (const at::Tensor& parameter : parameters) {
+    BucketRecord::Member member{state_of(parameter), offset, numel_in_bucket(parameter)};
+    offset += member.numel;
+    if (member.state->exempt) exact_numel += member.numel;
+    record->parameters.push_back(parameter.unsafeGetTensorImpl());
+    record->members.push_back(std::move(member));
+  }
+  record->numel = offset;
+  record->label = make_label(index, *record, static_cast<double>(offset) * c10::elementSize(record->dtype));
+  if (!record->foreign) {
+    TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == offset, "fusedcomm: ", *record->label, " holds ",
+                buffer.numel(), " elements where its parameters have ", offset,
+                ": this layout of buckets is not known. Please report it with your DDP options.");
+    record->plan = plan_bucket(engine_->config(), engine_->world_size(), grad_dtype_of(record->dtype), exact_numel,
+                               offset - exact_numel);
+  }
+  return record;
+}
+
+std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) {
+  auto& state = states_[parameter.unsafeGetTensorImpl()];
+  if (!state) {
+    std::ostringstream name;
+    name << "parameter " << states_.size() - 1 << " of shape " << parameter.sizes();
+    state = std::make_shared<ParameterState>();
+    state->parameter = parameter;
+    state->name = name.str();
+    state->exempt = exempt_1d_ && parameter.dim() <= 1;
+  }
+  return state;
+}
+
+std::vector<GradHook::ParameterCount> GradHook::nonfinite_by_parameter() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<ParameterCount> counts;
+  for (const auto& [impl, state] : states_) {
+    if (state->num_nonfinite != 0) counts.push_back({state->name, state->num_nonfinite});
+  }
+  return counts;
+}
+
+void GradHook::restore_nonfinite(const std::vector<ParameterCount>& counts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unordered_map<std::string, ParameterState*> by_name;
+  for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
+  for (const ParameterCount& count : counts) {
+    const auto found = by_name.find(count.name);
+    TORCH_CHECK_VALUE(found != by_name.end(), "fusedcomm: the state has a parameter '", count.name,
+                      "' which this model does not have");
+    found->second->num_nonfinite = count.num_nonfinite;
+  }
+}
+
+std::vector<std::shared_ptr<const BucketRecord>> GradHook::buckets() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return records_;
+}
+
+}  // namespace fusedcomm

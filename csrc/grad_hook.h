@@ -1,0 +1,89 @@
+// From DDP's buckets to the engine's jobs, and from a finished job to the reducer's future.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "c10d_transport.h"
+#include "engine.h"
+
+namespace fusedcomm {
+
+// fp32, bf16 and fp16 gradients are the codec's; anything else throws.
+GradDtype grad_dtype_of(at::ScalarType dtype);
+
+// What is known of one parameter. Keyed by the parameter, never by its bucket: buckets are rebuilt and renumbered.
+struct ParameterState {
+  at::Tensor parameter;  // held, so that its address stays its own
+  std::string name;
+  bool exempt = false;
+  std::atomic<int64_t> num_nonfinite{0};  // elements of local gradients that were not finite when packed
+};
+
+// A bucket as DDP last showed it. Valid for as long as the same parameters come in the same order.
+struct BucketRecord {
+  struct Member {
+    std::shared_ptr<ParameterState> state;
+    int64_t offset = 0;  // elements from the start of the bucket's buffer
+    int64_t numel = 0;   // of the buffer's dtype: a complex parameter counts twice
+  };
+  std::vector<c10::TensorImpl*> parameters;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<Member> members;
+  int64_t numel = 0;
+  bool foreign = false;  // sparse, or of a dtype the codec does not carry: summed as it is
+  BucketPlan plan;
+  std::shared_ptr<const std::string> label;
+};
+
+class GradHook {
+ public:
+  struct Parameter {
+    at::Tensor tensor;
+    std::string name;
+    bool exempt;
+  };
+
+  // Parameters that turn up later (a hook registered without the module) are named by their shape, and are exempt if
+  // `exempt_1d` and they have at most one dimension.
+  GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
+           const std::vector<Parameter>& parameters, bool exempt_1d);
+  // Ends the engine without holding the GIL, which one of its callbacks may be waiting for.
+  ~GradHook();
+
+  // Returns at once; the future holds the bucket's own buffer, or the error.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+
+  void stop(const std::string& reason) { engine_->stop(reason); }
+  const Engine& engine() const { return *engine_; }
+
+  struct ParameterCount {
+    std::string name;
+    int64_t num_nonfinite;
+  };
+  std::vector<ParameterCount> nonfinite_by_parameter() const;
+  void restore_nonfinite(const std::vector<ParameterCount>& counts);
+  // The buckets of the last backward pass, by index.
+  std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
+
+ private:
+  std::shared_ptr<const BucketRecord> record_of(const c10d::GradBucket& bucket);
+  std::shared_ptr<const BucketRecord> make_record(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
+                                                  size_t index);
+  std::shared_ptr<ParameterState> state_of(const at::Tensor& parameter);
+  void submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer);
+
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<C10dTransport> transport_;
+  const bool exempt_1d_;
+  mutable std::mutex mutex_;  // the two tables
+  std::unordered_map<c10::TensorImpl*, std::shared_ptr<ParameterState>> states_;
+  std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,45 @@
+// Ordered work and the events between it: all that the engine knows about time.
+//
+// A lane runs what it is given one after another; an event marks the end of one piece of work. On CPU a lane is a
+// worker thread and an event a completion flag (cpu_lane.h); on an accelerator a lane is a stream and an event a
+// stream event. The engine only ever says "run this on that lane, after this event".
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+
+namespace fusedcomm {
+
+class Event {
+ public:
+  virtual ~Event() = default;
+};
+using EventPtr = std::shared_ptr<Event>;
+
+class Lane {
+ public:
+  using Task = std::function<void()>;
+  // Called once, from any thread, when a transfer has ended; a null pointer means success.
+  using Completion = std::function<void(std::exception_ptr)>;
+  using Transfer = std::function<void(Completion)>;
+  using Finally = std::function<void(std::exception_ptr)>;
+
+  virtual ~Lane() = default;
+
+  // Runs `task` after `after` (may be null) and after everything submitted before. If `after` failed, the task is
+  // skipped and the returned event fails with the same error; an exception from the task fails it too.
+  virtual EventPtr run(EventPtr after, Task task) = 0;
+
+  // The same for work that goes on after the call that starts it: the event completes with the transfer, the lane
+  // goes on at once, so several transfers can be in flight.
+  virtual EventPtr start(EventPtr after, Transfer transfer) = 0;
+
+  // Runs `task` whether or not `after` failed, with its error.
+  virtual void finally(EventPtr after, Finally task) = 0;
+
+  // Fails everything not yet run with `reason` and ends the lane. Idempotent.
+  virtual void stop(std::exception_ptr reason) = 0;
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,59 @@
+// How a bucket will travel: which sum, how it is cut, and where the mean is taken. Decided here, from the numbers
+// that every rank shares, so that all ranks decide alike.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "codec.h"
+#include "wire_layout.h"
+
+namespace fusedcomm {
+
+enum class Sum : uint8_t {
+  kAuto,
+  kExact,   // all-reduce in fp32
+  kDirect,  // all-reduce in the 16-bit wire dtype; the transport rounds at every addition
+  kTwoShot  // all-to-all, fp32 sum in rank order by the owner, one re-encode, all-gather
+};
+
+// "auto", "exact", "direct", "two-shot"; anything else throws std::invalid_argument.
+Sum sum_from_name(const std::string& name);
+std::string sum_name(Sum sum);
+
+struct WireConfig {
+  Wire wire = Wire::kBf16;
+  Sum sum = Sum::kAuto;
+  int64_t block_numel = kDefaultBlockNumel;
+  double predivide = 0;  // fp16 only; 0: chosen here
+  int64_t max_chunk_nbytes = 1 << 20;
+  int64_t num_slots = 4;  // chunks that may be under way at once
+};
+
+struct BucketPlan {
+  Sum sum = Sum::kExact;
+  bool in_place = false;  // the collective works on the bucket's own memory; nothing is packed or unpacked
+  BucketLayout layout;
+  float pack_scale = 1;
+  float reduce_scale = 1;  // two-shot only
+  float unpack_scale = 1;
+  std::string reason;  // why not what the configuration's wire would lead one to expect; empty if it is
+};
+
+// Buckets of at most this many gradient bytes are summed exactly when the sum is left to us: see bench/small_bucket.py.
+inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
+
+// Throws std::invalid_argument naming the field, its value and what is possible.
+void check_config(const WireConfig& config);
+
+BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
+                       int64_t lossy_numel);
+
+// Upper bound of chunk_nbytes() over every bucket with at most these numels: the size of one workspace.
+int64_t workspace_nbytes(const WireConfig& config, int world_size, int64_t exact_numel, int64_t lossy_numel);
+
+// Bytes that one rank sends for this bucket: (p−1)/p of each chunk for each of two collectives. A ring all-reduce
+// sends as much.
+int64_t sent_nbytes(const BucketPlan& plan, int world_size);
+
+}  // namespace fusedcomm

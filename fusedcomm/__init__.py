@@ -1,0 +1,40 @@
+"""fusedcomm: fused gradient communication for PyTorch's DistributedDataParallel.
+
+    comm = fusedcomm.attach(ddp, wire="bf16")
+
+Names are loaded when first used, so that ``fusedcomm doctor`` can run where the extension is not built.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusedcomm.handle import Handle, attach
+    from fusedcomm.comm_state import CommState, comm_hook
+    from fusedcomm.config import SUMS, WIRES
+    from fusedcomm.stats import Stats
+
+__version__ = "0.1.0"
+__all__ = ["SUMS", "WIRES", "CommState", "Handle", "Stats", "attach", "comm_hook"]
+
+_HOME = {
+    "attach": "handle",
+    "Handle": "handle",
+    "CommState": "comm_state",
+    "comm_hook": "comm_state",
+    "WIRES": "config",
+    "SUMS": "config",
+    "Stats": "stats",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'fusedcomm' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"fusedcomm.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,78 @@
+"""Before the first step the ranks compare what they are about to do. Plain JSON through the store; no pickle.
+
+Every rank publishes its record; rank 0 compares each with its own and publishes one verdict, so that all ranks fail
+alike, with the same text.
+"""
+
+import datetime
+import json
+
+import torch.distributed as dist
+
+_OK = "ok"
+# Rank 0 needs a moment to notice that a rank is missing and to say so; the others wait that much longer.
+_MARGIN = datetime.timedelta(seconds=15)
+
+
+def agree(store: dist.Store, rank: int, world_size: int, record: dict, timeout: datetime.timedelta) -> None:
+    """Returns when all ranks have published an equal `record` (JSON-serialisable, the same keys everywhere).
+
+    Raises:
+        RuntimeError: on every rank, naming the first rank that differs, the field and both values; or naming the
+            ranks that did not attach within `timeout`.
+    """
+    store.set(f"record/{rank}", json.dumps(record))
+    if rank == 0:
+        verdict = _compare(store, world_size, record, timeout)
+        store.set("verdict", verdict)
+    else:
+        try:
+            store.wait(["verdict"], timeout + _MARGIN)
+        except (RuntimeError, dist.DistStoreError) as error:
+            raise RuntimeError(
+                f"fusedcomm: rank {rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
+                "attaching: attach must be called on every rank of the process group"
+            ) from error
+        verdict = store.get("verdict").decode()
+    if verdict != _OK:
+        raise RuntimeError(verdict)
+
+
+def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.timedelta) -> str:
+    keys = [f"record/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except (RuntimeError, dist.DistStoreError):
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return (
+            f"fusedcomm: rank(s) {missing} did not attach within {timeout.total_seconds():.0f} s: attach must be called "
+            "on every rank of the process group, the same number of times"
+        )
+    # As the others' records, so that tuples and lists compare equal.
+    own = json.loads(json.dumps(own))
+    for rank, key in enumerate(keys):
+        difference = _first_difference(own, json.loads(store.get(key)))
+        if difference:
+            field, on_rank_0, on_rank = difference
+            return (
+                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0!r} on rank 0 and {on_rank!r} on rank {rank}. "
+                "Give every rank the same arguments, model and versions."
+            )
+    return _OK
+
+
+def _first_difference(left: object, right: object, field: str = "") -> tuple[str, object, object] | None:
+    """The path and the two values of the first difference between two JSON values."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in sorted({*left, *right}):
+            found = _first_difference(left.get(key), right.get(key), f"{field}.{key}" if field else key)
+            if found:
+                return found
+        return None
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            found = _first_difference(a, b, f"{field}[{index}]")
+            if found:
+                return found
+        return None
+    return None if left == right else (field, left, right)

@@ -1,0 +1,67 @@
+"""The ``fusedcomm`` command. Each subcommand loads what it needs itself: ``doctor`` has to run on a broken install."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except UsageError as error:
+        parser.error(str(error))
+    except ImportError as error:
+        print(f"fusedcomm {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+class UsageError(Exception):
+    """The arguments ask for something impossible; the text says what and what to change."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fusedcomm", description="Compressed gradient communication for PyTorch DDP.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what this machine has, and what fusedcomm will do on it")
+    doctor.set_defaults(run=_run_doctor)
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a small network under DDP and under each wire, and compare",
+        description="Trains a small convolutional network on handwritten digits under DDP, its fp16 hook and each "
+        "fusedcomm wire, from the same seeds, on local processes over gloo; or as a rank of torchrun.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each run")
+    demo.add_argument("--seeds", type=_positive, default=3, help="each run is repeated so often, from other seeds")
+    demo.add_argument("--wires", nargs="+", metavar="WIRE", help="fusedcomm wires to run (default: all)")
+    demo.add_argument("--ranks", type=_positive, help="processes to start (default: 2; under torchrun: its own)")
+    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.json and demo.png")
+    demo.set_defaults(run=_run_demo)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not possible: use at least 1")
+    return value
+
+
+_positive.__name__ = "whole number"  # how argparse names it in an error
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
+    from fusedcomm.doctor import main
+
+    return main()
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from fusedcomm.demo.launch import Options, launch
+
+    wires = None if args.wires is None else tuple(args.wires)
+    return launch(Options(steps=args.steps, seeds=args.seeds, wires=wires, ranks=args.ranks, out=args.out))

@@ -1,0 +1,98 @@
+"""The ecosystem's convention, ``ddp.register_comm_hook(state, hook)``, over the same engine.
+
+For trainers that register hooks themselves (Lightning, Accelerate). The engine starts at the first bucket; each bucket
+costs one call from the reducer into Python.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.config import Config
+from fusedcomm.session import NamedParameter, Session
+from fusedcomm.stats import Stats
+
+
+class CommState:
+    """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
+
+    Args:
+        wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa: as for
+            :func:`fusedcomm.attach`.
+        process_group: the group that DDP uses; None: the default group.
+        module: the model, needed only if `exempt` has patterns of names: a hook sees parameters without names.
+
+    Raises:
+        ValueError: an argument is out of range, or two cannot go together.
+    """
+
+    def __init__(
+        self,
+        wire: str = "bf16",
+        *,
+        sum: str = "auto",
+        exempt: tuple[str, ...] | None = None,
+        block: int = 128,
+        predivide: float | str = "auto",
+        chunk_nbytes: int = 1 << 20,
+        chunks_in_flight: int = 4,
+        codec_threads: int | None = None,
+        isa: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        self.config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight)
+        if self.config.exempt_names and module is None:
+            raise ValueError(
+                f"exempt={self.config.exempt!r} has patterns of names, and a communication hook sees no names: pass "
+                "module=model, or use fusedcomm.attach"
+            )
+        self.process_group = process_group
+        self._module = module
+        self._codec_threads, self._isa = codec_threads, isa
+        self._session: Session | None = None
+
+    def session(self) -> Session:
+        """The running engine; the first call starts it, on every rank alike."""
+        if self._session is None:
+            group = self.process_group if self.process_group is not None else dist.group.WORLD
+            self._session = Session(self.config, group, self._parameters(), self._isa, self._codec_threads)
+        return self._session
+
+    def stats(self) -> Stats | None:
+        """Counts and times of this rank, or None before the first bucket."""
+        return None if self._session is None else self._session.stats()
+
+    def _parameters(self) -> list[NamedParameter] | None:
+        if self._module is None:
+            return None
+        named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+        self.config.check_patterns([name for name, _ in named])
+        return [NamedParameter(name, p, self.config.is_exempt(name, p)) for name, p in named]
+
+    def __getstate__(self) -> dict:
+        # A copy is a configuration; the engine, the group and the model stay with the original.
+        state = copy.copy(self.__dict__)
+        state.update(process_group=None, _module=None, _session=None)
+        return state
+
+
+def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(fusedcomm.CommState(wire="bf16"), fusedcomm.comm_hook)``.
+
+    Returns a future of the bucket's buffer (1-D, the bucket's dtype), holding the mean over the ranks.
+
+    Raises:
+        TypeError: `state` is not a CommState.
+        RuntimeError: called by compiled autograd's python reducer; or as :class:`fusedcomm.session.Session`.
+    """
+    if not isinstance(state, CommState):
+        raise TypeError(f"fusedcomm.comm_hook needs a fusedcomm.CommState as its state, not {type(state).__name__}")
+    if not isinstance(bucket, dist.GradBucket):
+        raise RuntimeError(
+            f"fusedcomm.comm_hook was given a {type(bucket).__name__} instead of a GradBucket, as compiled autograd's "
+            "python reducer does, which ignores the result: set torch._dynamo.config.optimize_ddp to something other than "
+            "'python_reducer'"
+        )
+    return state.session().hook.run(bucket)

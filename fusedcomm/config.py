@@ -1,0 +1,123 @@
+"""What a user can choose, checked when it is chosen."""
+
+import dataclasses
+import fnmatch
+import os
+
+import torch
+
+from fusedcomm import env
+from fusedcomm.native import _C
+
+WIRES = ("fp32", "bf16", "fp16", "int8")
+SUMS = ("auto", "exact", "direct", "two-shot")
+
+ONE_DIMENSIONAL = "1d"
+
+# Biases and norms: a fraction of a percent of the elements, and most of the damage when they are quantised.
+_DEFAULT_EXEMPT = {"int8": (ONE_DIMENSIONAL,)}
+
+MAX_CODEC_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One configuration of the engine; the arguments of :func:`fusedcomm.attach`, which documents them.
+
+    Raises:
+        ValueError: a field is out of range or two fields cannot go together; names the field, its value and what
+            is possible.
+    """
+
+    wire: str = "bf16"
+    sum: str = "auto"
+    exempt: tuple[str, ...] | None = None
+    block: int = 128
+    predivide: float | str = "auto"
+    chunk_nbytes: int = 1 << 20
+    chunks_in_flight: int = 4
+
+    def __post_init__(self) -> None:
+        _check_choice("wire", self.wire, WIRES)
+        _check_choice("sum", self.sum, SUMS)
+        if self.exempt is None:
+            object.__setattr__(self, "exempt", _DEFAULT_EXEMPT.get(self.wire, ()))
+        if isinstance(self.exempt, str):
+            raise ValueError(
+                f"exempt={self.exempt!r} is one string: pass a tuple of patterns, exempt=({self.exempt!r},)"
+            )
+        object.__setattr__(self, "exempt", tuple(self.exempt))
+        if any(not isinstance(pattern, str) or not pattern for pattern in self.exempt):
+            raise ValueError(
+                f"exempt={self.exempt!r}: every pattern must be '1d' or a parameter name, wildcards allowed"
+            )
+        for field in ("block", "chunk_nbytes", "chunks_in_flight"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
+        if self.predivide != "auto" and (
+            isinstance(self.predivide, (bool, str))
+            or not isinstance(self.predivide, (int, float))
+            or self.predivide <= 0
+        ):
+            raise ValueError(f"predivide={self.predivide!r} is not possible: use 'auto' or a positive number")
+        if self.sum == "direct" and self.exempt:
+            raise ValueError(
+                f"sum='direct' adds the whole bucket in {self.wire} and cannot carry exempt={self.exempt!r} exactly: "
+                "use sum='two-shot' or exempt=()"
+            )
+        self.native()
+
+    def native(self) -> "_C.WireConfig":
+        return _C.WireConfig(
+            wire=self.wire,
+            sum=self.sum,
+            block=self.block,
+            predivide=0.0 if self.predivide == "auto" else float(self.predivide),
+            chunk_nbytes=self.chunk_nbytes,
+            chunks_in_flight=self.chunks_in_flight,
+        )
+
+    @property
+    def exempt_1d(self) -> bool:
+        return ONE_DIMENSIONAL in self.exempt
+
+    @property
+    def exempt_names(self) -> tuple[str, ...]:
+        return tuple(pattern for pattern in self.exempt if pattern != ONE_DIMENSIONAL)
+
+    def is_exempt(self, name: str, parameter: torch.Tensor) -> bool:
+        if self.exempt_1d and parameter.dim() <= 1:
+            return True
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exempt_names)
+
+    def check_patterns(self, names: list[str]) -> None:
+        """Raises ValueError for a pattern that no parameter's name matches: a typo would otherwise do nothing."""
+        for pattern in self.exempt_names:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise ValueError(
+                    f"exempt pattern {pattern!r} matches none of the {len(names)} parameters that DDP synchronises, "
+                    f"for example {', '.join(names[:3])}"
+                )
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{field}={value!r} is not known: use one of {', '.join(map(repr, choices))}")
+
+
+def choose_isa(isa: str | None) -> str:
+    return env.isa() if isa is None else isa
+
+
+def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
+    """The argument, else the environment, else half of this rank's share of the cores, from 1 to 4."""
+    if codec_threads is None:
+        codec_threads = env.codec_threads()
+    if codec_threads is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        local_ranks = env.local_world_size() or world_size
+        return max(1, min(MAX_CODEC_THREADS, cores // (2 * local_ranks)))
+    if isinstance(codec_threads, bool) or not isinstance(codec_threads, int) or codec_threads < 1:
+        raise ValueError(f"codec_threads={codec_threads!r} is not possible: use a whole number, at least 1")
+    return codec_threads

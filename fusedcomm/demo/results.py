@@ -1,0 +1,96 @@
+"""What a run measured, and what the runs of all seeds say together."""
+
+import dataclasses
+
+import numpy as np
+
+DEFAULT_NAME = "DDP default"
+STOCK_FP16_NAME = "DDP fp16 hook"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    name: str
+    wire: str  # the dtype that travels
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """Of all ranks together; the same on every rank."""
+
+    spec: RunSpec
+    accuracy: float  # on the digits held out
+    final_loss: float  # on all training digits, after the last step
+    wire_bytes_per_step: float | None  # that left a rank over TCP, mean over ranks; None: cannot be measured here
+    step_ms: np.ndarray  # every measured step of every rank
+    exposed_ms: np.ndarray  # as many
+    loss_curve: list[float]  # of each step's batch, mean over ranks
+    ranks_identical: bool  # every rank ended with the same parameters, bit for bit
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Over the seeds."""
+
+    mean: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: list[float]) -> "Spread":
+        return Spread(sum(values) / len(values), min(values), max(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One way of synchronising, over all seeds."""
+
+    name: str
+    wire: str
+    accuracy: Spread
+    final_loss: Spread
+    wire_bytes_per_step: float | None
+    bytes_ratio: float | None  # over DDP's default
+    step_ms_p50: float
+    step_ms_p95: float
+    exposed_ms_p50: float
+    ranks_identical: bool
+
+
+def summaries(results: list[RunResult]) -> list[Summary]:
+    """In the order of the runs; DDP's default is among them."""
+    names = dict.fromkeys(result.spec.name for result in results)
+    by_name = {name: [result for result in results if result.spec.name == name] for name in names}
+    default_nbytes = mean_nbytes(by_name[DEFAULT_NAME])
+    return [summary(runs, default_nbytes) for runs in by_name.values()]
+
+
+def summary(runs: list[RunResult], default_nbytes: float | None) -> Summary:
+    nbytes = mean_nbytes(runs)
+    return Summary(
+        name=runs[0].spec.name,
+        wire=runs[0].spec.wire,
+        accuracy=Spread.of([run.accuracy for run in runs]),
+        final_loss=Spread.of([run.final_loss for run in runs]),
+        wire_bytes_per_step=nbytes,
+        bytes_ratio=nbytes / default_nbytes if nbytes and default_nbytes else None,
+        **timings(runs),
+        ranks_identical=all(run.ranks_identical for run in runs),
+    )
+
+
+def mean_nbytes(runs: list[RunResult]) -> float | None:
+    nbytes = [run.wire_bytes_per_step for run in runs]
+    return None if None in nbytes else sum(nbytes) / len(nbytes)
+
+
+def timings(runs: list[RunResult]) -> dict[str, float]:
+    """Percentiles over all steps, ranks and seeds together."""
+    step_ms = np.concatenate([run.step_ms for run in runs])
+    exposed_ms = np.concatenate([run.exposed_ms for run in runs])
+    return {
+        "step_ms_p50": float(np.percentile(step_ms, 50)),
+        "step_ms_p95": float(np.percentile(step_ms, 95)),
+        "exposed_ms_p50": float(np.percentile(exposed_ms, 50)),
+    }

@@ -1,0 +1,35 @@
+"""Every environment variable that fusedcomm reads, and nothing else. Arguments of ``attach`` win over all of them."""
+
+import os
+
+ISA = "FUSEDCOMM_ISA"
+"""Instruction set of the CPU codec: "auto" (the default) or one that ``fusedcomm doctor`` lists."""
+
+CODEC_THREADS = "FUSEDCOMM_CODEC_THREADS"
+"""Threads that share one codec stage, at least 1. By default from the cores and the ranks on this host."""
+
+QUIET = "FUSEDCOMM_QUIET"
+"""1: rank 0 does not print the plan."""
+
+
+def isa() -> str:
+    return os.environ.get(ISA, "auto")
+
+
+def codec_threads() -> int | None:
+    text = os.environ.get(CODEC_THREADS)
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{CODEC_THREADS}={text!r} is not possible: use a whole number of threads, at least 1")
+    return int(text)
+
+
+def quiet() -> bool:
+    return os.environ.get(QUIET, "0") not in ("", "0")
+
+
+def local_world_size() -> int | None:
+    """Ranks on this host, as torchrun tells them."""
+    text = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(text) if text and text.isdigit() else None

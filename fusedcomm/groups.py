@@ -1,0 +1,70 @@
+"""Process-group plumbing: the user's group in, two channels of our own over the same ranks out."""
+
+import dataclasses
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# Threads of one channel's gloo context: as many of its collectives move at once. One 8–32 MiB all-to-all uses half of
+# a link, four chunks in flight fill it.
+GLOO_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Backends of our own, one for each collective of a two-shot, and a store that only this attachment uses."""
+
+    scatter: dist.Backend
+    gather: dist.Backend
+    store: dist.Store
+    timeout: datetime.timedelta
+
+
+def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError unless the group moves tensors of this device over gloo."""
+    name = dist.get_backend_config(process_group)
+    backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
+    if backend != "gloo":
+        raise RuntimeError(
+            f"the process group's backend for {device.type} tensors is {backend or 'missing'} (group backend {name!r}); "
+            "fusedcomm moves cpu gradients over gloo: use init_process_group('gloo') or leave DDP's default all-reduce"
+        )
+
+
+def private_store(process_group: dist.ProcessGroup) -> dist.Store:
+    """A prefix of the group's own store that no other attachment uses; attachments come in the same order everywhere."""
+    _, store = c10d._world.pg_map[process_group]
+    ours = dist.PrefixStore(f"fusedcomm/{process_group.group_name}", store)
+    # Counted in the store and not in this process: a group made anew after another was destroyed starts again at 1.
+    count = ours.add(f"attachments/{process_group.rank()}", 1)
+    return dist.PrefixStore(str(count), ours)
+
+
+def group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+    return process_group._get_backend(device).options._timeout
+
+
+def make_channels(process_group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Channels:
+    """Connects the ranks of `process_group` twice more, with the group's own timeout. A collective call."""
+    timeout = group_timeout(process_group, device)
+    rank, world_size = process_group.rank(), process_group.size()
+    scatter, gather = (
+        dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, _gloo_options(timeout))
+        for name in ("scatter", "gather")
+    )
+    return Channels(scatter, gather, store, timeout)
+
+
+def _gloo_options(timeout: datetime.timedelta) -> "dist.ProcessGroupGloo._Options":
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # The same interfaces that torch gives a gloo group of the user's.
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+        dist.ProcessGroupGloo.create_default_device()
+    ]
+    options._threads = GLOO_THREADS * len(options._devices)
+    return options

@@ -1,0 +1,264 @@
+"""``fusedcomm.attach``: one line that gives a DDP module the native hook."""
+
+import warnings
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm import env
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+from fusedcomm.plan import Plan
+from fusedcomm.session import NamedParameter, Session
+from fusedcomm.stats import Stats
+
+STATE_VERSION = 1
+
+# A reducer keeps its hook for life; detaching and attaching again reuse it.
+_targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookTarget]" = weakref.WeakKeyDictionary()
+_handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    wire: str = "bf16",
+    *,
+    sum: str = "auto",
+    exempt: tuple[str, ...] | None = None,
+    block: int = 128,
+    predivide: float | str = "auto",
+    chunk_nbytes: int = 1 << 20,
+    chunks_in_flight: int = 4,
+    codec_threads: int | None = None,
+    isa: str | None = None,
+    quiet: bool = False,
+) -> "Handle":
+    """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
+
+    Args:
+        ddp: the module that DistributedDataParallel wraps, parameters on cpu, over a gloo group.
+        wire: what travels: "fp32", "bf16", "fp16", or "int8" (with one fp32 scale for every `block` elements).
+        sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (fp32 sum of encoded
+            chunks in rank order), or "auto": by world size and bucket size, as the printed plan says.
+        exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
+            None means ("1d",) for int8 and () for the others.
+        block: elements that share a scale; a power of two from 32 to 4096. Only int8 uses it.
+        predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
+            the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
+        chunk_nbytes: most bytes of a bucket that one collective carries, at least 4096.
+        chunks_in_flight: chunks under way at once, 1 to 64. Scratch memory is 2 · chunk_nbytes · chunks_in_flight.
+        codec_threads: threads that share a codec stage; None: the environment, else by the cores of this host.
+        isa: instruction set of the codec; None: the environment, else the best this machine has.
+        quiet: do not print the plan on rank 0.
+
+    Returns:
+        A handle with ``stats()``, ``plan()``, ``detach()``, ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        TypeError: `ddp` is not a DistributedDataParallel.
+        ValueError: an argument is out of range, or two cannot go together.
+        RuntimeError: the module already has a hook or a DDP option that cannot combine, a device or backend has no
+            path, or the ranks do not agree; the last with the same text on every rank.
+    """
+    config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight)
+    _check_module(ddp)
+    parameters = _synchronised_parameters(ddp, config)
+    session = Session(config, ddp.process_group, parameters, isa, codec_threads)
+    target = _targets.get(ddp)
+    if target is None:
+        target = _C.HookTarget(ddp.process_group)
+        try:
+            _C.register_ddp_hook(ddp.reducer, target)
+        except RuntimeError as error:
+            session.stop("its module refused the hook")
+            raise RuntimeError(
+                "fusedcomm: this DDP module already has a built-in communication hook; a reducer takes one hook for "
+                "life, so wrap the model in a new DistributedDataParallel"
+            ) from error
+        ddp.logger._set_comm_hook_name("fusedcomm")
+        _targets[ddp] = target
+    target.set(session.hook, ddp.process_group)
+    handle = Handle(ddp, session, target, codec_threads, isa)
+    _handles[ddp] = handle
+    if session.rank == 0 and not (quiet or env.quiet()):
+        print(handle.plan(), flush=True)
+    return handle
+
+
+class Handle:
+    """One attachment of fusedcomm to a DDP module; made by :func:`attach`."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        session: Session,
+        target: "_C.HookTarget",
+        codec_threads: int | None,
+        isa: str | None,
+    ) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._session = session
+        self._target = target
+        self._codec_threads, self._isa = codec_threads, isa
+        self._attached = True
+        # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
+        self._registered = (_native_hook, None)
+        ddp._comm_hooks.append(self._registered)
+        self._guard = ddp.register_forward_pre_hook(_ForwardGuard())
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank since attach."""
+        return self._session.stats()
+
+    def plan(self) -> Plan:
+        """What travels how; printable. By DDP's actual buckets once there has been a backward pass."""
+        return self._session.plan(_bucket_nbytes_caps(self._ddp()))
+
+    def detach(self) -> None:
+        """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.
+
+        Idempotent. ``attach`` may be called on the module again.
+        """
+        if not self._attached:
+            return
+        self._attached = False
+        ddp = self._ddp()
+        if ddp is not None:
+            self._target.set(None, ddp.process_group)
+            ddp._comm_hooks.remove(self._registered)
+            _handles.pop(ddp, None)
+        self._guard.remove()
+        self._session.stop("fusedcomm was detached")
+
+    def state_dict(self) -> dict:
+        """State by parameter name, for a checkpoint: independent of buckets and world size."""
+        return {
+            "version": STATE_VERSION,
+            "wire": self._session.config.wire,
+            "nonfinite": self._session.hook.nonfinite_by_parameter(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: another version, a missing key, or a parameter this model does not have.
+        """
+        missing = {"version", "wire", "nonfinite"} - state.keys()
+        if missing:
+            raise ValueError(f"not a fusedcomm state: {sorted(missing)} missing, found {sorted(state)}")
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"state version {state['version']!r} is not known; this fusedcomm reads {STATE_VERSION}")
+        self._session.hook.restore_nonfinite(state["nonfinite"])
+
+    def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
+        """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
+        old = self._session
+        old.stop("the module moved to another process group")
+        self._session = Session(old.config, ddp.process_group, old.parameters, self._isa, self._codec_threads)
+        self._session.hook.restore_nonfinite(old.hook.nonfinite_by_parameter())
+        self._target.set(self._session.hook, ddp.process_group)
+
+
+def _native_hook(state: object, bucket: object) -> None:
+    """Stands in ``ddp._comm_hooks`` for the native hook, which Python never calls."""
+    raise RuntimeError(
+        "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would be "
+        "ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
+    )
+
+
+class _ForwardGuard:
+    """Forward pre-hook: notices, once a step, what a communication hook cannot see. Copied with the module."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
+        handle = _handles.get(ddp)
+        if handle is None:
+            self._warn_lost()
+        elif handle._session.process_group is not ddp.process_group:
+            handle._follow_process_group(ddp)
+
+    def _warn_lost(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "this DDP module is a copy of one with fusedcomm attached; copying and pickling rebuild the reducer "
+                "without its hook, so gradients are all-reduced exactly. Call fusedcomm.attach on the copy.",
+                stacklevel=3,
+            )
+
+
+def _check_module(ddp: DistributedDataParallel) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
+            "ddp = DistributedDataParallel(model)"
+        )
+    if ddp in _handles:
+        raise RuntimeError(
+            "fusedcomm: this module already has fusedcomm attached; call .detach() on the handle before attaching again"
+        )
+    _refuse_options(ddp)
+    # A copy brings the mark along, but not the hook.
+    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not _native_hook]
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
+        raise RuntimeError(
+            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
+            "so wrap the model in a new DistributedDataParallel"
+        )
+
+
+def _refuse_options(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError for DDP options that bring a hook or a reducer of their own, naming the option."""
+    if ddp.mixed_precision is not None:
+        raise RuntimeError(
+            "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
+            "torch.autocast, and choose what travels with wire="
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
+        raise RuntimeError(
+            "fusedcomm: _apply_optimizer_in_backward registers a communication hook of its own and cannot be combined; "
+            "call optimizer.step() after backward() instead"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a hook "
+            "returns; set it to something else before wrapping the model"
+        )
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        raise RuntimeError(
+            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
+        )
+
+
+def _synchronised_parameters(ddp: DistributedDataParallel, config: Config) -> list[NamedParameter]:
+    """What the reducer has: trainable, not ignored, not delayed. Order of named_parameters()."""
+    delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
+    ignored = ddp.parameters_to_ignore
+    parameters = [
+        NamedParameter(name, tensor, config.is_exempt(name, tensor))
+        for name, tensor in ddp.module.named_parameters()
+        if tensor.requires_grad and name not in ignored and id(tensor) not in delayed
+    ]
+    devices = sorted({str(p.tensor.device) for p in parameters})
+    if len(devices) > 1:
+        raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
+    if devices and devices != ["cpu"]:
+        raise RuntimeError(
+            f"fusedcomm: the module's gradients are on {devices[0]}; this build moves gradients on cpu only. Leave DDP's "
+            "default all-reduce on other devices."
+        )
+    config.check_patterns([p.name for p in parameters])
+    return parameters
+
+
+def _bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
+    if ddp is None:
+        return None
+    return [dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap]

@@ -1,0 +1,134 @@
+"""What fusedcomm will do, in words: printed by rank 0 at attach and returned by ``Handle.plan()``."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketRow:
+    """One bucket. `wire` is the dtype its lossy elements travel in, `sum` the algorithm."""
+
+    parameters: tuple[str, ...]
+    grad_nbytes: int
+    wire: str
+    sum: str
+    num_chunks: int
+    sent_nbytes: int
+    """Bytes this rank sends for it in one step, or None-like 0 where the transport alone decides (sparse)."""
+    reason: str
+    """Why it does not travel in the configured wire; empty if it does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The effective plan. ``str(plan)`` is what rank 0 prints."""
+
+    config: Config
+    world_size: int
+    isa: str
+    codec_threads: int
+    scratch_nbytes: int
+    exempt: tuple[str, ...]
+    buckets: tuple[BucketRow, ...]
+    predicted: bool
+    """True before the first backward pass: DDP may cut its buckets differently when it rebuilds them."""
+
+    @property
+    def grad_nbytes(self) -> int:
+        return sum(row.grad_nbytes for row in self.buckets)
+
+    @property
+    def sent_nbytes(self) -> int:
+        return sum(row.sent_nbytes for row in self.buckets)
+
+    def __str__(self) -> str:
+        config = self.config
+        lines = [
+            f"fusedcomm: wire {config.wire}, sum {config.sum}, {self.world_size} ranks, codec {self.isa} × "
+            f"{self.codec_threads} thread(s), scratch {self.scratch_nbytes / _MIB:.1f} MiB"
+        ]
+        lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>6} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
+        for index, row in enumerate(self.buckets):
+            first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
+            names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
+            lines.append(
+                f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>6} {row.sum:>9} {row.num_chunks:>6} "
+                f"{row.sent_nbytes / _MIB:>9.3f}  {names}{'  [' + row.reason + ']' if row.reason else ''}"
+            )
+        plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
+        ratio = f", {self.sent_nbytes / plain:.3f} of an uncompressed all-reduce" if plain else ""
+        lines.append(f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}")
+        if self.exempt:
+            shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
+            lines.append(f"  exact in the same payload: {shown}")
+        if self.predicted:
+            lines.append("  buckets as DDP is expected to cut them; plan() after two steps shows them as they are")
+        return "\n".join(lines)
+
+
+def predicted_rows(
+    config: Config, world_size: int, parameters: list[tuple[str, torch.nn.Parameter]], bucket_nbytes_caps: list[int]
+) -> tuple[BucketRow, ...]:
+    """Rows for `parameters` (name, tensor) cut as DDP cuts them: from the last parameter to the first."""
+    backwards = parameters[::-1]
+    indices, _ = dist._compute_bucket_assignment_by_size([tensor for _, tensor in backwards], bucket_nbytes_caps)
+    rows = []
+    for bucket in indices:
+        members = [backwards[index] for index in bucket]
+        numels = [tensor.numel() * (2 if tensor.is_complex() else 1) for _, tensor in members]
+        exact = sum(n for n, (name, tensor) in zip(numels, members, strict=True) if config.is_exempt(name, tensor))
+        dtype = members[0][1].dtype
+        names = tuple(name for name, _ in members)
+        rows.append(_row(config, world_size, names, dtype.to_real() if dtype.is_complex else dtype, exact, sum(numels)))
+    return tuple(rows)
+
+
+def actual_rows(config: Config, world_size: int, hook: "_C.GradHook") -> tuple[BucketRow, ...]:
+    """Rows for the buckets of the last backward pass."""
+    rows = []
+    for record in hook.buckets():
+        layout = record.plan.layout
+        numel = record.numel
+        names = tuple(record.parameters)
+        if record.foreign:
+            rows.append(_foreign_row(world_size, names, record.dtype, numel))
+        else:
+            rows.append(_planned_row(world_size, names, record.dtype, numel, record.plan, layout))
+    return tuple(rows)
+
+
+def _row(
+    config: Config, world_size: int, names: tuple[str, ...], dtype: torch.dtype, exact_numel: int, numel: int
+) -> BucketRow:
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return _foreign_row(world_size, names, dtype, numel)
+    like = torch.empty(0, dtype=dtype)
+    plan = _C.plan_bucket(config.native(), world_size, like, exact_numel, numel - exact_numel)
+    return _planned_row(world_size, names, dtype, numel, plan, plan.layout)
+
+
+def _planned_row(
+    world_size: int, names: tuple[str, ...], dtype: torch.dtype, numel: int, plan: "_C.BucketPlan", layout: object
+) -> BucketRow:
+    return BucketRow(
+        parameters=names,
+        grad_nbytes=numel * dtype.itemsize,
+        wire=layout.wire,
+        sum=plan.sum,
+        num_chunks=1 if plan.in_place else layout.num_chunks,
+        sent_nbytes=plan.sent_nbytes(world_size),
+        reason=plan.reason,
+    )
+
+
+def _foreign_row(world_size: int, names: tuple[str, ...], dtype: torch.dtype, numel: int) -> BucketRow:
+    name = str(dtype).removeprefix("torch.")
+    nbytes = numel * dtype.itemsize
+    return BucketRow(names, nbytes, name, "exact", 1, 2 * nbytes * (world_size - 1) // world_size, "travels as it is")

@@ -1,0 +1,211 @@
+"""The oracle: the codec in plain eager PyTorch. Slow, obvious, right.
+
+The C++ codec and any device kernel must produce the same bytes as `pack` and `reduce`, and the same bits as `unpack`.
+Sizes and offsets are asked of the layout (csrc/wire_layout.h); the arithmetic is defined here:
+
+    pack     y = float(x)·scale                       one fp32 multiplication, also by 1
+    fp32     code = y
+    bf16     code = y rounded to nearest even         overflow becomes Inf
+    fp16     code = y rounded to nearest even         overflow becomes Inf, subnormals are kept
+    int8     absmax = max |y| of a block, scale = absmax / 127, code = round(y · (127 / absmax)), half to even
+               a block with absmax < 2^-100           scale = 0, code = 0
+               a block with an Inf or a NaN           scale = Inf, code = ±127 for ±Inf, 0 for all others
+    decode   the code as fp32; int8: code · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
+               (and 127 · scale may overflow to Inf where absmax is within an ulp of the greatest float)
+    reduce   ((part 0 + part 1) + part 2) … in fp32, · scale, encoded again
+    unpack   x = decoded · scale, rounded to the gradient's dtype
+
+Every NaN that is stored is the canonical one, 0x7FC00000 and its like in 16 bits.
+"""
+
+import torch
+
+from fusedcomm.native import _C
+
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+
+_LEAST_ABSMAX = 2.0**-100
+"""Blocks below it become zeros, so that neither scale nor 127/absmax comes near overflow or a denormal."""
+
+
+# ---- elements
+
+
+def canonical(x: torch.Tensor) -> torch.Tensor:
+    """`x` (fp32, bf16 or fp16) with every NaN replaced by the positive quiet NaN without payload."""
+    bits, nan = {
+        torch.float32: (torch.int32, 0x7FC00000),
+        torch.bfloat16: (torch.int16, 0x7FC0),
+        torch.float16: (torch.int16, 0x7E00),
+    }[x.dtype]
+    return torch.where(x.isnan(), torch.tensor(nan, dtype=bits, device=x.device), x.view(bits)).view(x.dtype)
+
+
+def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """float(x)·float(scale): fp32, rounded once."""
+    return x.float() * torch.tensor(scale, dtype=torch.float32, device=x.device)
+
+
+def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`y` (fp32) to nearest even in `dtype` (fp32, bf16 or fp16), NaNs canonical."""
+    if dtype == torch.bfloat16:
+        # By integers, because not every conversion instruction keeps denormals: half an ulp less one, plus the lowest
+        # kept bit, carries exactly where nearest-even rounds up.
+        bits = canonical(y).view(torch.int32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return canonical(y.to(dtype))
+
+
+def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wire codes of `y` (fp32, [numel]) and the scales of its blocks.
+
+    Returns (codes [numel] in the wire's dtype, scales fp32 [ceil(numel / block)]; no scales unless the wire is int8).
+    Elements missing from the last block count as zeros.
+    """
+    if wire != "int8":
+        return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
+    blocks = torch.nn.functional.pad(y, (0, -y.numel() % block)).view(-1, block)
+    if blocks.numel() == 0:
+        return y.to(torch.int8), y.new_empty(0)
+    absmax = blocks.abs().amax(dim=1)
+    finite = blocks.isfinite().all(dim=1)
+    normal = finite & (absmax >= _LEAST_ABSMAX)
+    absmax = torch.where(normal, absmax, 127.0)
+    # A tensor of 127s: dividing by a Python number may be done as multiplying by its reciprocal.
+    inverse = torch.full_like(absmax, 127.0) / absmax
+    codes = torch.where(normal[:, None], (blocks * inverse[:, None]).round(), 0.0)
+    codes = torch.where(blocks.isinf(), 127.0 * blocks.sign(), codes)
+    scales = torch.where(normal, absmax / torch.full_like(absmax, 127.0), 0.0)
+    scales = torch.where(finite, scales, torch.inf)
+    return codes.to(torch.int8).view(-1)[: y.numel()], scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
+    """fp32 [numel] of what `encode` returned."""
+    if wire != "int8":
+        return canonical(codes.float())
+    return canonical(codes.float() * scales.repeat_interleave(block)[: codes.numel()])
+
+
+# ---- parts and chunks
+
+
+def pack(
+    layout: "_C.BucketLayout", chunk: int, lossy_flat: torch.Tensor, exact_flat: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One chunk's bytes: uint8 [layout.chunk_nbytes].
+
+    `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's streams, in fp32, bf16 or
+    fp16. Raises ValueError if they have other lengths.
+    """
+    _check_streams(layout, lossy_flat, exact_flat)
+    parts = []
+    for part in range(layout.num_parts):
+        lossy = _padded(lossy_flat, layout.lossy_range(chunk, part), layout.part.lossy_numel, scale)
+        exact = _padded(exact_flat, layout.exact_range(chunk, part), layout.part.exact_numel, scale)
+        parts.append(_part_bytes(layout, lossy, exact))
+    return torch.cat(parts)
+
+
+def reduce(layout: "_C.BucketLayout", parts: torch.Tensor, scale: float) -> torch.Tensor:
+    """One part's bytes, uint8 [layout.part.nbytes]: the scaled sum of `parts`, uint8 [layout.chunk_nbytes].
+
+    `parts` holds every rank's encoding of the same part, in rank order, which is the order of summation.
+    """
+    lossy_sum, exact_sum = None, None
+    for part in parts.view(layout.num_parts, layout.part.nbytes):
+        lossy, exact = _part_values(layout, part)
+        lossy_sum = lossy if lossy_sum is None else lossy_sum + lossy
+        exact_sum = exact if exact_sum is None else exact_sum + exact
+    return _part_bytes(layout, scaled(lossy_sum, scale), scaled(exact_sum, scale))
+
+
+def unpack(
+    layout: "_C.BucketLayout", chunk: int, parts: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values that a chunk's `parts`, uint8 [layout.chunk_nbytes], hold for its two streams.
+
+    Returns (lossy, exact) in `dtype`: the elements from lossy_range(chunk, 0)'s begin to the end of the last part's
+    range, likewise for the exact stream.
+    """
+    lossy_values, exact_values = [], []
+    for index, part in enumerate(parts.view(layout.num_parts, layout.part.nbytes)):
+        lossy, exact = _part_values(layout, part)
+        lossy_values.append(lossy[: _numel(layout.lossy_range(chunk, index))])
+        exact_values.append(exact[: _numel(layout.exact_range(chunk, index))])
+    lossy, exact = torch.cat(lossy_values), torch.cat(exact_values)
+    return round_to(scaled(lossy, scale), dtype), round_to(scaled(exact, scale), dtype)
+
+
+def _check_streams(layout: "_C.BucketLayout", lossy_flat: torch.Tensor, exact_flat: torch.Tensor) -> None:
+    for name, flat, numel in (("lossy", lossy_flat, layout.lossy_numel), ("exact", exact_flat, layout.exact_numel)):
+        if tuple(flat.shape) != (numel,):
+            raise ValueError(f"the {name} stream must have shape ({numel},) for this layout, not {tuple(flat.shape)}")
+
+
+def _numel(bounds: tuple[int, int]) -> int:
+    return bounds[1] - bounds[0]
+
+
+def _padded(flat: torch.Tensor, bounds: tuple[int, int], numel: int, scale: float) -> torch.Tensor:
+    """fp32 [numel]: the scaled elements within `bounds`, then zeros."""
+    begin, end = bounds
+    return torch.nn.functional.pad(scaled(flat[begin:end], scale), (0, numel - (end - begin)))
+
+
+def _part_bytes(layout: "_C.BucketLayout", lossy: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    part = layout.part
+    out = torch.zeros(part.nbytes, dtype=torch.uint8, device=lossy.device)
+    codes, scales = encode(lossy, layout.wire, layout.block_numel)
+    for offset, section in ((0, canonical(exact)), (part.scale_offset, scales), (part.code_offset, codes)):
+        section_bytes = section.view(torch.uint8)
+        out[offset : offset + section_bytes.numel()] = section_bytes
+    return out
+
+
+def _part_values(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lossy, exact) of one part as fp32, padding elements included."""
+    part, dtype = layout.part, WIRE_DTYPES[layout.wire]
+    exact = part_bytes[: part.exact_numel * 4].view(torch.float32)
+    num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire == "int8" else 0
+    scales = part_bytes[part.scale_offset : part.scale_offset + num_scales * 4].view(torch.float32)
+    code_end = part.code_offset + part.lossy_numel * dtype.itemsize
+    codes = part_bytes[part.code_offset : code_end].view(dtype)
+    return decode(codes, scales, layout.wire, layout.block_numel), exact
+
+
+# ---- all ranks
+
+
+def all_reduce_mean(
+    grads: list[torch.Tensor],
+    wire: str,
+    sum: str = "two-shot",
+    block: int = _C.DEFAULT_BLOCK_NUMEL,
+    predivide: float = 1.0,
+    exempt_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What every rank ends with after the two-shot sum, bit for bit: [numel] in the gradients' dtype.
+
+    `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Elements where `exempt_mask`
+    (bool [numel]) is True travel in fp32. Neither the cut into chunks nor into parts appears here: the result does not
+    depend on them. Raises ValueError for other sums, whose order of addition is the transport's.
+    """
+    if sum != "two-shot":
+        raise ValueError(f"sum='{sum}' has no reference: the transport chooses its order of addition; use 'two-shot'")
+    if wire not in WIRE_DTYPES:
+        raise ValueError(f"wire='{wire}' is not possible: use one of {', '.join(WIRE_DTYPES)}")
+    exempt = torch.zeros_like(grads[0], dtype=torch.bool) if exempt_mask is None else exempt_mask
+    result = torch.empty_like(grads[0])
+    for mask, wire_of_stream in ((~exempt, wire), (exempt, "fp32")):
+        total = None
+        for grad in grads:
+            value = _through_wire(scaled(grad[mask], 1 / predivide), wire_of_stream, block)
+            total = value if total is None else total + value
+        mean = _through_wire(scaled(total, predivide / len(grads)), wire_of_stream, block)
+        result[mask] = round_to(scaled(mean, 1.0), result.dtype)
+    return result
+
+
+def _through_wire(y: torch.Tensor, wire: str, block: int) -> torch.Tensor:
+    return decode(*encode(y, wire, block), wire, block)

@@ -1,0 +1,50 @@
+"""What the engine has seen and done, summed up for a person or a log."""
+
+import dataclasses
+import statistics
+
+from fusedcomm.native import _C
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Of this rank, since attach. Times in milliseconds; medians are over the last 512 steps, None before the first.
+
+    A step ends with DDP's last bucket. Sparse and float64 buckets count as buckets but not as bytes.
+    """
+
+    steps: int
+    buckets: int
+    grad_nbytes: int
+    """Gradient bytes handed to the hook."""
+    sent_nbytes: int
+    """Bytes this rank gave to the transport to send."""
+    wire_ratio: float | None
+    """sent_nbytes over what an all-reduce of the gradients in their own dtype would have sent."""
+    exposed_ms_p50: float | None
+    """From the last bucket's hand-over to its completion: what the step waits for."""
+    busy_ms_p50: float | None
+    """Time in a step during which at least one bucket was under way."""
+    overlap: float | None
+    """Share of the busy time that was hidden behind the backward pass."""
+    nonfinite: int
+    """Elements of local gradients that were NaN or Inf when packed."""
+    nonfinite_by_parameter: dict[str, int]
+
+
+def collect(hook: "_C.GradHook", world_size: int) -> Stats:
+    native = hook.stats()
+    exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
+    uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
+    return Stats(
+        steps=native.num_steps,
+        buckets=native.num_buckets,
+        grad_nbytes=native.grad_nbytes,
+        sent_nbytes=native.sent_nbytes,
+        wire_ratio=native.sent_nbytes / uncompressed if uncompressed else None,
+        exposed_ms_p50=statistics.median(exposed) if exposed else None,
+        busy_ms_p50=statistics.median(busy) if busy else None,
+        overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
+        nonfinite=native.num_nonfinite,
+        nonfinite_by_parameter=hook.nonfinite_by_parameter(),
+    )

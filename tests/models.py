@@ -1,0 +1,193 @@
+"""Small models, one for each thing that DDP can do to a bucket, and gradients with known means. Shared by the tests."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Gradients(nn.Module):
+    """A model whose gradients are whatever it is given: loss = Σ parameter · gradient."""
+
+    def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True))
+
+
+def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], steps: int = 1) -> list[torch.Tensor]:
+    """The gradients after `steps` backward passes, each from zero."""
+    for _ in range(steps):
+        ddp.zero_grad(set_to_none=True)
+        ddp(gradients).backward()
+    return [weight.grad.clone() for weight in ddp.module.weights]
+
+
+def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Signed integers in [-8, 8], other ones on every rank: any sum of few is exact in every wire but int8."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return sum(integers(rank, shape, torch.float64) for rank in range(world_size)).div(world_size).to(dtype)
+
+
+class Mlp(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 5)
+        ).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Conv(nn.Module):
+    """Some of its parameters are in channels_last order, so their flat order is not their logical order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.Flatten(), nn.Linear(12 * 16, 5)
+        ).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.to(memory_format=torch.channels_last))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(10, 33, dtype=torch.complex64))
+        self.b = nn.Parameter(torch.randn(33, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.a @ self.b).abs()
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16, sparse=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = (x[:, :3].abs() * 10).long() % 40
+        return self.head(self.embedding(index).mean(1))
+
+
+class Mixed(nn.Module):
+    """Parameters of four dtypes: DDP gives each its own buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+        self.layers = nn.ModuleList(nn.Linear(10, 10).to(dtype) for dtype in dtypes)
+        self.head = nn.Linear(10, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return self.head(x.float())
+
+
+class Branches(nn.Module):
+    """`never` is used by nobody, `even` only by even ranks, in even steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(10, 16)
+        self.even = nn.Linear(16, 16)
+        self.odd = nn.Linear(16, 16)
+        self.never = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 5)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        branch = self.even if (dist.get_rank() + self.step) % 2 == 0 else self.odd
+        return self.head(torch.relu(branch(torch.relu(self.trunk(x)))))
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """Communicates in forward and in backward on the default group, as SyncBatchNorm does on accelerators."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient / dist.get_world_size()
+
+
+class Synchronised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(10 if i == 0 else 32, 32) for i in range(4))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = torch.relu(x - MeanOverRanks.apply(x.mean(0)))
+        return self.head(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """How a model is wrapped and fed."""
+
+    model: type[nn.Module] = Mlp
+    ddp: dict = dataclasses.field(default_factory=dict)
+    model_kwargs: dict = dataclasses.field(default_factory=dict)
+    accumulate: int = 1  # backward passes for each synchronised one, under no_sync
+    uneven: bool = False  # ranks have different numbers of batches, under Join
+    image: bool = False
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(5)
+        return self.model(**self.model_kwargs)
+
+    def batch(self, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (8, 10) or (8, 3, 8, 8) and targets (8, 5), other ones on each rank and in each step."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        shape = (8, 3, 8, 8) if self.image else (8, 10)
+        return torch.randn(shape, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+SMALL_BUCKETS = {"bucket_cap_mb": 0.01}
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "views": Scenario(ddp={"gradient_as_bucket_view": True}),
+    "small_buckets": Scenario(ddp=SMALL_BUCKETS),
+    "static_graph": Scenario(ddp={"static_graph": True, **SMALL_BUCKETS}),
+    "static_graph_views": Scenario(ddp={"static_graph": True, "gradient_as_bucket_view": True}),
+    "find_unused": Scenario(model=Branches, ddp={"find_unused_parameters": True, **SMALL_BUCKETS}),
+    "find_unused_views": Scenario(
+        model=Branches, ddp={"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    ),
+    "no_sync": Scenario(accumulate=3),
+    "no_sync_views": Scenario(accumulate=3, ddp={"gradient_as_bucket_view": True}),
+    "join": Scenario(uneven=True),
+    "join_views": Scenario(uneven=True, ddp={"gradient_as_bucket_view": True, **SMALL_BUCKETS}),
+    "channels_last": Scenario(model=Conv, image=True),
+    "channels_last_views": Scenario(model=Conv, image=True, ddp={"gradient_as_bucket_view": True}),
+    "complex": Scenario(model=Complex),
+    "sparse": Scenario(model=Sparse),
+    "bf16_parameters": Scenario(model_kwargs={"dtype": torch.bfloat16}),
+    "float64_parameters": Scenario(model_kwargs={"dtype": torch.float64}),
+    "mixed_dtypes": Scenario(model=Mixed, ddp=SMALL_BUCKETS),
+    "collectives_in_backward": Scenario(model=Synchronised, ddp=SMALL_BUCKETS),
+}

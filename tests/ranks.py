@@ -1,0 +1,114 @@
+"""Real ranks for tests: processes that stay alive between tests, joined over gloo anew for each call.
+
+Starting Python and importing torch costs seconds; a fresh process group costs milliseconds.
+"""
+
+import contextlib
+import datetime
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+import warnings
+
+GROUP_TIMEOUT_S = 30
+CALL_TIMEOUT_S = 100
+
+
+class RankError(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+def _serve(pipe) -> None:
+    # A rank is one core's worth of work; more threads would only make ranks wait for each other.
+    os.environ.update(OMP_NUM_THREADS="1", FUSEDCOMM_QUIET="1")
+    import torch
+
+    torch.set_num_threads(1)
+    while (call := pipe.recv()) is not None:
+        function, rank, world_size, store_path, args = call
+        try:
+            pipe.send(("value", _run(function, rank, world_size, store_path, args)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+
+
+def _run(function, rank, world_size, store_path, args):
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(rank, world_size, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+class Ranks:
+    """`num_ranks` processes. ``run(function, *args)`` calls ``function(rank, world_size, *args)`` on the first
+    `world_size` of them and returns their results in rank order; functions must be importable."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._pipes, self.processes = [], []
+        for _ in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *args, world_size: int | None = None) -> list:
+        results = self.outcomes(function, *args, world_size=world_size)
+        errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(results) if kind != "value"]
+        if errors:
+            raise RankError("\n".join(errors))
+        return [value for _, value in results]
+
+    def outcomes(self, function, *args, world_size: int | None = None, lost: int | None = None) -> list:
+        """As `run`, but errors are results too: ("value", result) or ("error", traceback). Nothing is asked of the rank
+        `lost`, which the function kills or stops; it is ("lost", None), and the ranks start anew."""
+        world_size = world_size or self.num_ranks
+        results = []
+        with tempfile.TemporaryDirectory() as folder:
+            store_path = os.path.join(folder, "store")
+            for rank in range(world_size):
+                self._pipes[rank].send((function, rank, world_size, store_path, args))
+            for rank in range(world_size):
+                results.append(("lost", None) if rank == lost else self._receive(rank))
+        if lost is not None or any(kind == "silent" for kind, _ in results):
+            # What such ranks do next would be taken for the answer to the next call.
+            self._kill()
+            self._start()
+        return results
+
+    def _receive(self, rank: int) -> tuple[str, object]:
+        if not self._pipes[rank].poll(CALL_TIMEOUT_S):
+            return ("silent", f"no answer within {CALL_TIMEOUT_S} s")
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return ("silent", "its process ended")
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,311 @@
+"""``fusedcomm.attach`` and its handle."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from models import Gradients, integers, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def refused(rank, world_size, kwargs):
+    ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
+    try:
+        fusedcomm.attach(ddp, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"wire": "fp7"}, ["wire='fp7'", "'fp32', 'bf16', 'fp16', 'int8'"]),
+        ({"wire": None}, ["wire=None"]),
+        ({"sum": "ring"}, ["sum='ring'", "'two-shot'"]),
+        ({"wire": "int8", "block": 100}, ["block=100", "power of two", "32", "4096"]),
+        ({"wire": "int8", "block": 16}, ["block=16"]),
+        ({"wire": "int8", "block": 8192}, ["block=8192"]),
+        ({"wire": "int8", "block": "128"}, ["block='128'", "whole number"]),
+        ({"wire": "int8", "sum": "direct", "exempt": ()}, ["sum='direct'", "two-shot"]),
+        ({"wire": "fp32", "sum": "direct"}, ["sum='direct'", "exact"]),
+        ({"wire": "bf16", "sum": "exact"}, ["sum='exact'", "wire='fp32'"]),
+        ({"wire": "bf16", "sum": "direct", "exempt": ("1d",)}, ["sum='direct'", "exempt"]),
+        ({"wire": "bf16", "predivide": 2.0}, ["predivide=2", "fp16"]),
+        ({"wire": "fp16", "predivide": -1.0}, ["predivide=-1.0"]),
+        ({"wire": "fp16", "predivide": float("inf")}, ["predivide=inf"]),
+        ({"wire": "fp16", "predivide": "half"}, ["predivide='half'"]),
+        ({"chunk_nbytes": 100}, ["chunk_nbytes=100", "4096"]),
+        ({"chunks_in_flight": 0}, ["chunks_in_flight=0", "1 to 64"]),
+        ({"codec_threads": 0}, ["codec_threads=0"]),
+        ({"isa": "sse9"}, ["sse9", "portable"]),
+        ({"exempt": "1d"}, ["exempt='1d'", "('1d',)"]),
+        ({"exempt": ("wieghts*",)}, ["'wieghts*'", "matches none of the 2 parameters", "weights.0"]),
+    ],
+)
+def test_impossible_arguments_are_refused_with_what_is_possible(ranks, kwargs, words):
+    for error in ranks.run(refused, kwargs, world_size=2):
+        for word in words:
+            assert word in error
+
+
+def test_only_ddp_can_be_attached():
+    with pytest.raises(TypeError, match="not Linear: wrap the model first"):
+        fusedcomm.attach(torch.nn.Linear(2, 2))
+
+
+def test_comm_state_needs_the_module_for_names():
+    with pytest.raises(ValueError, match="module=model"):
+        fusedcomm.CommState(wire="bf16", exempt=("embed*",))
+    with pytest.raises(TypeError, match="CommState as its state, not dict"):
+        fusedcomm.comm_hook({}, None)
+
+
+def test_an_environment_variable_out_of_range_is_named(monkeypatch):
+    from fusedcomm import config
+
+    monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "many")
+    with pytest.raises(ValueError, match="FUSEDCOMM_CODEC_THREADS='many'"):
+        config.choose_codec_threads(None, 2)
+    monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "3")
+    assert config.choose_codec_threads(None, 2) == 3
+    assert config.choose_codec_threads(1, 2) == 1
+
+
+# --- the handle -----------------------------------------------------------------------------------------------------
+
+
+def handle_life(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((128, 64), (9,)))
+    comm = fusedcomm.attach(ddp, wire="int8")
+    gradients = [integers(rank, (128, 64)), integers(rank, (9,))]
+    predicted = str(comm.plan())
+    synchronise(ddp, gradients, steps=5)
+    stats, plan = comm.stats(), comm.plan()
+    comm.detach()
+    comm.detach()
+    after_detach = synchronise(ddp, gradients)
+    again = fusedcomm.attach(ddp, wire="fp32")
+    after_attach = synchronise(ddp, gradients)
+    return predicted, stats, plan, after_detach, after_attach, again.stats().buckets
+
+
+def test_stats_plan_detach_and_attach_again(ranks):
+    gradients = [[integers(rank, shape) for shape in ((128, 64), (9,))] for rank in range(2)]
+    means = [(a + b) / 2 for a, b in zip(*gradients, strict=True)]
+    for predicted, stats, plan, after_detach, after_attach, buckets in ranks.run(handle_life, world_size=2):
+        assert "wire int8" in predicted and "weights.1" in predicted and "expected to cut them" in predicted
+        assert stats.steps == stats.buckets == 5
+        assert stats.grad_nbytes == 5 * 4 * (128 * 64 + 9)
+        # Per step and part: the half of 8192 codes, 32 scales, and (9 → 2 × 8) exact floats; two collectives, and one
+        # of two parts leaves the rank.
+        assert stats.sent_nbytes == 5 * 2 * (4096 + 4 * 32 + 4 * 8)
+        assert stats.wire_ratio == pytest.approx(0.26, abs=0.01)
+        assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 and 0 <= stats.overlap < 1
+        assert not plan.predicted and len(plan.buckets) == 1 and plan.exempt == ("weights.1",)
+        assert plan.sent_nbytes * 5 == stats.sent_nbytes
+        for seen in (after_detach, after_attach):
+            assert all(torch.equal(a, b) for a, b in zip(seen, means, strict=True))
+        assert buckets == 1
+
+
+def checkpointed(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((70, 80), (30,)))
+    comm = fusedcomm.attach(ddp, wire="int8")
+    gradients = [torch.ones(70, 80), torch.ones(30)]
+    gradients[1][rank] = float("nan")
+    synchronise(ddp, gradients, steps=2)
+    state = comm.state_dict()
+    comm.detach()
+    comm = fusedcomm.attach(ddp, wire="int8")
+    fresh = comm.stats().nonfinite_by_parameter
+    comm.load_state_dict(state)
+    errors = []
+    for bad in ({}, {**state, "version": 99}, {**state, "nonfinite": {"nobody": 1}}):
+        try:
+            comm.load_state_dict(bad)
+        except ValueError as error:
+            errors.append(str(error))
+    return state, fresh, comm.stats().nonfinite_by_parameter, errors
+
+
+def test_state_is_by_parameter_and_survives_a_checkpoint(ranks):
+    for state, fresh, restored, errors in ranks.run(checkpointed, world_size=2):
+        assert state["nonfinite"] == restored == {"weights.1": 2} and fresh == {}
+        assert "missing" in errors[0] and "version 99" in errors[1] and "'nobody'" in errors[2]
+
+
+def printed(rank, world_size, quiet):
+    import contextlib
+    import io
+
+    os.environ.pop("FUSEDCOMM_QUIET", None)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        ddp = DistributedDataParallel(Gradients((4000,), (40, 400)))
+        fusedcomm.attach(ddp, wire="bf16", quiet=quiet)
+    os.environ["FUSEDCOMM_QUIET"] = "1"
+    return out.getvalue()
+
+
+def test_rank_0_prints_the_plan_once(ranks):
+    first, second = ranks.run(printed, False, world_size=2)
+    assert first.count("fusedcomm: wire bf16") == 1 and "each rank sends" in first and second == ""
+    assert ranks.run(printed, True, world_size=2) == ["", ""]
+
+
+# --- no allocation in a steady state --------------------------------------------------------------------------------
+
+COUNTER_SOURCE = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <stddef.h>
+static atomic_long counted;
+long fc_large_allocations(void) { return counted; }
+static void count(size_t nbytes) { if (nbytes >= 4096) counted++; }
+void* malloc(size_t n) { static void* (*f)(size_t); if (!f) f = dlsym(RTLD_NEXT, "malloc"); count(n); return f(n); }
+void* aligned_alloc(size_t a, size_t n) {
+  static void* (*f)(size_t, size_t); if (!f) f = dlsym(RTLD_NEXT, "aligned_alloc"); count(n); return f(a, n); }
+int posix_memalign(void** p, size_t a, size_t n) {
+  static int (*f)(void**, size_t, size_t); if (!f) f = dlsym(RTLD_NEXT, "posix_memalign"); count(n); return f(p, a, n); }
+"""
+
+COUNTING_SCRIPT = r"""
+import ctypes, os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import fusedcomm
+from models import Gradients
+
+def main(rank, wire, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    count = ctypes.CDLL(None).fc_large_allocations
+    ddp = DistributedDataParallel(Gradients((700, 800)), gradient_as_bucket_view=True)
+    gradient = torch.ones(700, 800)
+    torch.empty(1 << 20)
+    assert count() > 0, "the counter counts nothing"
+    if wire != "noop":
+        fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
+    else:
+        def noop(state, bucket: dist.GradBucket):
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+        ddp.register_comm_hook(None, noop)
+    # In the gradient's own memory: only the hook's allocations are left to count.
+    def step():
+        ddp.zero_grad(set_to_none=False)
+        ddp([gradient]).backward()
+    for _ in range(5):
+        step()
+    before = count()
+    for _ in range(20):
+        step()
+    print("LARGE", count() - before)
+    dist.destroy_process_group()
+
+main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def allocation_counter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counter")
+    (folder / "counter.c").write_text(COUNTER_SOURCE)
+    library = folder / "counter.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", str(folder / "counter.c"), "-o", str(library), "-ldl"], check=True)
+    return library
+
+
+def count_large_allocations(library, folder, wire: str) -> list[int]:
+    """Allocations of 4 KiB or more in 20 steady steps, on each of two ranks."""
+    (folder / "script.py").write_text(COUNTING_SCRIPT)
+    environment = {**os.environ, "LD_PRELOAD": str(library), "FUSEDCOMM_QUIET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(folder / "script.py"), str(rank), wire, str(folder / f"store-{wire}")],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]
+    counts = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        counts.append(int(out.split("LARGE")[1]))
+    return counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts allocations with LD_PRELOAD")
+def test_a_steady_step_allocates_no_more_than_a_hook_that_does_nothing(allocation_counter, tmp_path):
+    baseline = max(count_large_allocations(allocation_counter, tmp_path, "noop"))
+    for wire in fusedcomm.WIRES:
+        assert max(count_large_allocations(allocation_counter, tmp_path, wire)) <= baseline
+
+
+# --- lifetime -------------------------------------------------------------------------------------------------------
+
+
+def threads_of_engine() -> int:
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read())
+    return sum(name.startswith("fc-") for name in names)
+
+
+def lifetimes(rank, world_size):
+    before = threads_of_engine()
+    ddp = DistributedDataParallel(Gradients((40, 40)))
+    comm = fusedcomm.attach(ddp)
+    synchronise(ddp, [torch.ones(40, 40)])
+    during = threads_of_engine()
+    comm.detach()
+    return before, during, threads_of_engine(), threading.active_count()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
+def test_detach_ends_the_threads(ranks):
+    for before, during, after, _ in ranks.run(lifetimes, world_size=2):
+        assert during == before + 5 and after == before
+
+
+def test_a_script_that_forgets_to_detach_exits(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, fusedcomm\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1), rank=0, world_size=1)\n"
+        "ddp = DistributedDataParallel(torch.nn.Linear(9, 9))\n"
+        "fusedcomm.attach(ddp, wire='int8')\n"
+        "ddp(torch.ones(2, 9)).sum().backward()\n"
+        "print('trained')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "trained" in done.stdout and "fusedcomm: wire int8" in done.stdout
+
+
+def test_without_the_extension_the_error_says_how_to_build_it():
+    code = (
+        "import sys; sys.modules['fusedcomm._C'] = None\n"
+        "import fusedcomm\n"
+        "try:\n    fusedcomm.attach\nexcept ImportError as error:\n    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "make build" in done.stdout and "pip install --no-build-isolation" in done.stdout

@@ -1,0 +1,462 @@
+"""The C++ codec against the oracle: the same bytes, on every instruction set and with any number of threads."""
+
+import math
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedcomm import reference
+from fusedcomm.native import _C
+
+WIRES = ("fp32", "bf16", "fp16", "int8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALES = (1.0, 0.25, 1 / 3, -3.0)
+NOTHING = torch.empty(0)
+
+CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}
+
+
+@pytest.fixture(params=CODECS)
+def codec(request):
+    return CODECS[request.param]
+
+
+@pytest.fixture(params=WIRES)
+def wire(request):
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def signed(numel, dtype=torch.float32, seed=0, specials=False):
+    """Both signs, 40 binades; with `specials`, one element in 300 is of any bit pattern at all."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-20, 20, (numel,), generator=generator).float()
+    x = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
+    if specials:
+        integers = torch.int32 if dtype == torch.float32 else torch.int16
+        limits = torch.iinfo(integers)
+        patterns = torch.randint(limits.min, limits.max + 1, (numel,), generator=generator).to(integers).view(dtype)
+        x = torch.where(torch.rand(numel, generator=generator) < 1 / 300, patterns, x)
+    return x
+
+
+def uninitialised(nbytes):
+    """Wire memory in which a byte that nobody wrote shows."""
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+
+def pack(codec, layout, chunk, lossy, exact, scale):
+    out = uninitialised(layout.chunk_nbytes)
+    num_nonfinite = codec.pack(layout, chunk, lossy, exact, scale, out)
+    return out, num_nonfinite
+
+
+def count_nonfinite(x, scale):
+    return int((~reference.scaled(x, scale).isfinite()).sum())
+
+
+def sliced(flat, numels, dtype, offset):
+    """`flat` cut into views of one larger tensor with `offset` foreign elements before each.
+
+    Returns (slices, gaps): writing to the slices must leave the gaps at 7.
+    """
+    memory = torch.full((flat.numel() + offset * (len(numels) + 1),), 7.0, dtype=dtype)
+    in_gap = torch.ones(memory.numel(), dtype=torch.bool)
+    slices, position, taken = [], 0, 0
+    for numel in numels:
+        position += offset
+        slices.append(memory[position : position + numel])
+        slices[-1].copy_(flat[taken : taken + numel])
+        in_gap[position : position + numel] = False
+        position, taken = position + numel, taken + numel
+    return slices, lambda: memory[in_gap]
+
+
+# ---- every stage against the oracle
+
+# (lossy numel, exact numel, parts, block, max_chunk_nbytes)
+SHAPES = {
+    "one element": (1, 0, 1, 128, 1 << 20),
+    "only exact": (0, 777, 2, 128, 1000),
+    "small chunks": (5003, 37, 3, 32, 4096),
+    "largest block": (20011, 3, 2, 4096, 1 << 20),
+    "more parts than blocks": (100, 1, 7, 128, 1 << 20),
+    "several units": (300_007, 70_001, 1, 128, 1 << 30),
+    "streamed": (1_200_011, 5, 1, 128, 1 << 30),  # past the size from which outputs bypass the caches
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pack_reduce_and_unpack_give_the_bytes_of_the_oracle(codec, wire, dtype, shape):
+    lossy_numel, exact_numel, num_parts, block, max_chunk_nbytes = SHAPES[shape]
+    layout = _C.bucket_layout(wire, block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes)
+    lossy = signed(lossy_numel, dtype, seed=1, specials=True)
+    exact = signed(exact_numel, dtype, seed=2, specials=True)
+    scale = SCALES[len(shape) % len(SCALES)]
+    unpacked = [torch.zeros_like(lossy), torch.zeros_like(exact)]
+    expected_unpacked = [torch.zeros_like(lossy), torch.zeros_like(exact)]
+    num_nonfinite = 0
+    for chunk in range(layout.num_chunks):
+        packed, chunk_nonfinite = pack(codec, layout, chunk, [lossy], [exact], scale)
+        assert torch.equal(packed, reference.pack(layout, chunk, lossy, exact, scale))
+        num_nonfinite += chunk_nonfinite
+
+        reduced = uninitialised(layout.part.nbytes)
+        codec.reduce(layout, packed, scale, reduced)
+        assert torch.equal(reduced, reference.reduce(layout, packed, scale))
+
+        codec.unpack(layout, chunk, packed, scale, [unpacked[0]], [unpacked[1]])
+        values = reference.unpack(layout, chunk, packed, scale, dtype)
+        ranges = (layout.lossy_range, layout.exact_range)
+        for result, range_of, value in zip(expected_unpacked, ranges, values, strict=True):
+            result[range_of(chunk, 0)[0] : range_of(chunk, num_parts - 1)[1]] = value
+    assert num_nonfinite == count_nonfinite(lossy, scale) + count_nonfinite(exact, scale)
+    assert all(same_bits(*pair) for pair in zip(unpacked, expected_unpacked, strict=True))
+
+
+slice_numels = st.lists(st.one_of(st.just(0), st.just(1), st.integers(0, 50), st.integers(0, 700)), max_size=12)
+
+
+@given(
+    wire=st.sampled_from(WIRES),
+    dtype=st.sampled_from(DTYPES),
+    lossy_numels=slice_numels,
+    exact_numels=slice_numels,
+    offset=st.integers(0, 5),
+    num_parts=st.integers(1, 4),
+    block=st.sampled_from([32, 64, 128, 1024]),
+    max_chunk_nbytes=st.integers(1, 5000),
+    scale=st.sampled_from(SCALES),
+    seed=st.integers(0, 1000),
+)
+def test_ragged_and_misaligned_slices(
+    wire, dtype, lossy_numels, exact_numels, offset, num_parts, block, max_chunk_nbytes, scale, seed
+):
+    layout = _C.bucket_layout(wire, block, num_parts, sum(exact_numels), sum(lossy_numels), max_chunk_nbytes)
+    flats = [signed(sum(numels), dtype, seed + i, True) for i, numels in enumerate((lossy_numels, exact_numels))]
+    for codec in CODECS.values():
+        lossy, lossy_gaps = sliced(flats[0], lossy_numels, dtype, offset)
+        exact, exact_gaps = sliced(flats[1], exact_numels, dtype, offset)
+        chunks = [pack(codec, layout, chunk, lossy, exact, scale)[0] for chunk in range(layout.num_chunks)]
+        for chunk, packed in enumerate(chunks):
+            assert torch.equal(packed, reference.pack(layout, chunk, *flats, scale))
+            codec.unpack(layout, chunk, packed, 0.5, lossy, exact)
+        results = [torch.cat([*slices, NOTHING.to(dtype)]) for slices in (lossy, exact)]
+        for chunk, packed in enumerate(chunks):
+            values = reference.unpack(layout, chunk, packed, 0.5, dtype)
+            for result, range_of, value in zip(results, (layout.lossy_range, layout.exact_range), values, strict=True):
+                assert same_bits(result[range_of(chunk, 0)[0] : range_of(chunk, num_parts - 1)[1]], value)
+        assert torch.all(lossy_gaps() == 7)
+        assert torch.all(exact_gaps() == 7)
+
+
+def test_slices_of_a_large_bucket_that_suit_no_streaming(codec, wire):
+    """Enough for outputs to bypass the caches, but one element off the alignment that this needs."""
+    numels = [700_001, 3, 500_000]
+    flat = signed(sum(numels), seed=3, specials=True)
+    slices, gaps = sliced(flat, numels, torch.float32, offset=1)
+    layout = _C.bucket_layout(wire, 128, 1, 0, flat.numel(), 1 << 30)
+    packed, _ = pack(codec, layout, 0, slices, [], 0.5)
+    assert torch.equal(packed, reference.pack(layout, 0, flat, NOTHING, 0.5))
+    codec.unpack(layout, 0, packed, 2.0, slices, [])
+    assert same_bits(torch.cat(slices), reference.unpack(layout, 0, packed, 2.0, torch.float32)[0])
+    assert torch.all(gaps() == 7)
+
+
+# ---- every value
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_every_16_bit_code_and_its_neighbourhood(codec, wire):
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    layout = _C.bucket_layout(wire, 128, 1, 0, 2**16, 1 << 30)
+    codes = patterns.view(torch.uint8).clone()
+    values = torch.empty(2**16)
+    codec.unpack(layout, 0, codes, 1.0, [values], [])
+    assert same_bits(values, reference.unpack(layout, 0, codes, 1.0, torch.float32)[0])
+    # Each value's fp32 pattern, what lies half way to the next, and an ulp to either side of both.
+    bits = values.view(torch.int32)
+    half_step = 1 << (15 if wire == "bf16" else 12)
+    for distance in (-1, 0, 1, half_step - 1, half_step, half_step + 1):
+        x = (bits + distance).view(torch.float32)
+        packed, _ = pack(codec, layout, 0, [x], [], 1.0)
+        assert torch.equal(packed, reference.pack(layout, 0, x, NOTHING, 1.0))
+
+
+def test_fp16_subnormals_round_to_nearest_even(codec):
+    steps = torch.arange(-5000, 5000, dtype=torch.float64) / 8  # in units of fp16's least subnormal
+    x = (steps * 2.0**-24).float()
+    layout = _C.bucket_layout("fp16", 128, 1, 0, x.numel(), 1 << 30)
+    packed, _ = pack(codec, layout, 0, [x], [], 1.0)
+    assert torch.equal(packed.view(torch.float16)[: x.numel()].double() * 2.0**24, steps.round())
+
+
+@pytest.mark.parametrize("block", [32, 128, 4096])
+def test_int8_special_blocks(codec, dtype, block):
+    rows = torch.zeros(12, block)
+    rows[1] = -3.0
+    rows[2, 5], rows[2, 6] = 60000.0, 1.0
+    rows[3] = 2.0**-140
+    rows[4] = 2.0**-100
+    rows[5] = 2.0**-100 * (1 - 2**-24)
+    rows[6, -1] = math.inf
+    rows[7, 0], rows[7, 1], rows[7, 2] = -math.inf, math.nan, 1.0
+    rows[8] = math.nan
+    rows[9] = torch.finfo(torch.float32).max
+    rows[10, : block // 2] = torch.arange(block // 2) * -0.5
+    rows[11] = -0.0
+    flat = rows.view(-1).to(dtype)
+    layout = _C.bucket_layout("int8", block, 1, 0, flat.numel(), 1 << 30)
+    packed, num_nonfinite = pack(codec, layout, 0, [flat], [], 1.0)
+    assert torch.equal(packed, reference.pack(layout, 0, flat, NOTHING, 1.0))
+    assert num_nonfinite == count_nonfinite(flat, 1.0)
+    unpacked = torch.empty_like(flat)
+    codec.unpack(layout, 0, packed, -0.5, [unpacked], [])
+    assert same_bits(unpacked, reference.unpack(layout, 0, packed, -0.5, dtype)[0])
+
+
+def test_int8_error_is_at_most_half_a_step_and_reaches_it(codec):
+    y = torch.rand(128 * 1000, generator=torch.Generator().manual_seed(4)) * 2 - 1
+    layout = _C.bucket_layout("int8", 128, 1, 0, y.numel(), 1 << 30)
+    packed, _ = pack(codec, layout, 0, [y], [], 1.0)
+    decoded = torch.empty_like(y)
+    codec.unpack(layout, 0, packed, 1.0, [decoded], [])
+    steps = y.view(-1, 128).abs().amax(1).double() / 127
+    errors = (decoded.double() - y.double()).abs().view(-1, 128) / steps[:, None]
+    assert 0.499 < errors.max() <= 0.5 * (1 + 2**-16)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 1e30, 1e-40])
+def test_scales_that_overflow_or_vanish(codec, wire, scale):
+    x = signed(5003, seed=5)
+    layout = _C.bucket_layout(wire, 128, 2, 0, x.numel(), 1 << 30)
+    packed, num_nonfinite = pack(codec, layout, 0, [x], [], scale)
+    assert torch.equal(packed, reference.pack(layout, 0, x, NOTHING, scale))
+    assert num_nonfinite == count_nonfinite(x, scale)
+
+
+# ---- reduce
+
+
+def encoded_parts(layout, values):
+    """One part for each rank's value, the value in every element."""
+    numel = layout.part.lossy_numel
+    single = _C.bucket_layout(layout.wire, layout.block_numel, 1, 0, numel, 1 << 30)
+    return torch.cat([reference.pack(single, 0, torch.full((numel,), value), NOTHING, 1.0) for value in values])
+
+
+def reduced_values(codec, wire, values, scale, numel=300):
+    num_ranks = len(values)
+    layout = _C.bucket_layout(wire, 128, num_ranks, 0, numel * num_ranks, 1 << 30)
+    out = uninitialised(layout.part.nbytes)
+    codec.reduce(layout, encoded_parts(layout, values), scale, out)
+    return out[layout.part.code_offset :].view(reference.WIRE_DTYPES[wire])[:numel].unique().tolist()
+
+
+def test_sums_are_accumulated_in_fp32(codec):
+    """In bf16, 256 + 1 is 256 again."""
+    assert reduced_values(codec, "bf16", [256.0, 1.0, 1.0], 1.0) == [258.0]
+    assert reduced_values(codec, "bf16", [256.0, 1.0], 1 / 257) == [1.0]
+    assert reduced_values(codec, "fp16", [2048.0, 1.0, 1.0], 1.0) == [2050.0]
+
+
+def test_sums_are_taken_in_rank_order(codec):
+    big = 2.0**24  # adding 1 to it in fp32 changes nothing
+    assert reduced_values(codec, "bf16", [big, 1.0, -big], 1.0) == [0.0]
+    assert reduced_values(codec, "bf16", [big, -big, 1.0], 1.0) == [1.0]
+    assert reduced_values(codec, "fp32", [1.0, big, -big], 1.0) == [0.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8, 9, 17])
+def test_any_number_of_ranks(codec, wire, num_ranks):
+    part_numel, exact_numel = 5000, 333
+    layout = _C.bucket_layout(wire, 64, num_ranks, exact_numel * num_ranks, part_numel * num_ranks, 1 << 30)
+    single = _C.bucket_layout(wire, 64, 1, layout.part.exact_numel, layout.part.lossy_numel, 1 << 30)
+    assert single.part.nbytes == layout.part.nbytes
+    parts = torch.cat(
+        [
+            reference.pack(
+                single,
+                0,
+                signed(single.lossy_numel, seed=rank, specials=True),
+                signed(single.exact_numel, seed=100 + rank, specials=True),
+                1.0,
+            )
+            for rank in range(num_ranks)
+        ]
+    )
+    out = uninitialised(layout.part.nbytes)
+    codec.reduce(layout, parts, 1 / num_ranks, out)
+    assert torch.equal(out, reference.reduce(layout, parts, 1 / num_ranks))
+
+
+def test_copies_are_identical_padding_included(codec, wire):
+    layout = _C.bucket_layout(wire, 128, 2, 101, 100_001, 1 << 30)
+    packed = reference.pack(layout, 0, signed(100_001), signed(101, seed=1), 1.0)
+    out = uninitialised(layout.part.nbytes * 3)
+    codec.reduce(layout, packed, 0.5, out, num_copies=3)
+    assert torch.equal(out, reference.reduce(layout, packed, 0.5).repeat(3))
+
+
+# ---- what the result does not depend on
+
+
+def test_chunk_size_changes_nothing(codec, wire, dtype):
+    lossy, exact = signed(40_009, dtype, seed=6), signed(1_003, dtype, seed=7)
+    results = set()
+    for max_chunk_nbytes in (1, 5000, 65536, 1 << 30):
+        layout = _C.bucket_layout(wire, 128, 2, exact.numel(), lossy.numel(), max_chunk_nbytes)
+        unpacked = [torch.empty_like(lossy), torch.empty_like(exact)]
+        for chunk in range(layout.num_chunks):
+            packed, _ = pack(codec, layout, chunk, [lossy], [exact], 0.5)
+            codec.unpack(layout, chunk, packed, 2.0, [unpacked[0]], [unpacked[1]])
+        results.add(b"".join(bytes(x.view(torch.uint8).tolist()) for x in unpacked))
+    assert len(results) == 1
+
+
+def test_the_threads_floating_point_mode_changes_nothing(codec, wire):
+    x = torch.cat([signed(4000, seed=8) * 2.0**-130, signed(1003, seed=9)])
+    layout = _C.bucket_layout(wire, 128, 1, 0, x.numel(), 1 << 30)
+    expected = reference.pack(layout, 0, x, NOTHING, 0.5)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        packed, _ = pack(codec, layout, 0, [x], [], 0.5)
+        assert torch.tensor(1e-40).mul(1.0).item() == 0  # the mode is still set
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(packed, expected)
+
+
+def test_one_codec_serves_several_threads(codec):
+    layout = _C.bucket_layout("int8", 128, 2, 500, 200_003, 1 << 30)
+    inputs = [(signed(200_003, seed=s), signed(500, seed=s)) for s in range(4)]
+    expected = [reference.pack(layout, 0, *streams, 1.0) for streams in inputs]
+    failures = []
+
+    def work(index):
+        lossy, exact = inputs[index]
+        unpacked = torch.empty_like(lossy)
+        wanted = reference.unpack(layout, 0, expected[index], 1.0, torch.float32)[0]
+        for _ in range(20):
+            packed, _ = pack(codec, layout, 0, [lossy], [exact], 1.0)
+            codec.unpack(layout, 0, packed, 1.0, [unpacked], [torch.empty_like(exact)])
+            if not torch.equal(packed, expected[index]) or not torch.equal(unpacked, wanted):
+                failures.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_more_than_2_to_the_31_elements(wire):
+    """Only the end is ever touched, so this takes address space and no memory to speak of."""
+    x = torch.empty(2**31 + 1003, dtype=torch.bfloat16)
+    layout = _C.bucket_layout(wire, 128, 2, 0, x.numel(), 1 << 20)
+    chunk = layout.num_chunks - 1
+    ranges = [layout.lossy_range(chunk, part) for part in range(2)]
+    assert ranges[0][0] > 2**31 - 2**20
+    assert ranges[1][1] == x.numel()
+    begin = ranges[0][0]
+    x[begin:] = signed(x.numel() - begin, torch.bfloat16, seed=10)
+    codec = _C.Codec()
+    packed, _ = pack(codec, layout, chunk, [x], [], 0.5)
+    unpacked = []
+    for part, (first, last) in enumerate(ranges):
+        section = packed[part * layout.part.nbytes + layout.part.code_offset :].view(reference.WIRE_DTYPES[wire])
+        codes, scales = reference.encode(reference.scaled(x[first:last], 0.5), wire)
+        assert torch.equal(section[: last - first], codes)
+        unpacked.append(reference.round_to(2 * reference.decode(codes, scales, wire), torch.bfloat16))
+    codec.unpack(layout, chunk, packed, 2.0, [x], [])
+    assert same_bits(x[begin:], torch.cat(unpacked))
+
+
+# ---- in place
+
+
+def test_scale_in_place(codec, dtype):
+    numels = [100_000, 0, 1, 4097]
+    flat = signed(sum(numels), dtype, seed=11, specials=True)
+    slices, gaps = sliced(flat, numels, dtype, offset=3)
+    assert codec.scale_in_place(slices, 1 / 3) == count_nonfinite(flat, 1 / 3)
+    assert same_bits(torch.cat(slices), reference.round_to(reference.scaled(flat, 1 / 3), dtype))
+    assert torch.all(gaps() == 7)
+
+
+def test_scale_in_place_of_nothing(codec):
+    assert codec.scale_in_place([], 0.5) == 0
+
+
+# ---- arguments
+
+
+def test_isa_and_threads():
+    assert _C.available_isas()[0] == "portable"
+    assert _C.Codec().isa == _C.available_isas()[-1]
+    assert _C.Codec("portable", 3).num_threads == 3
+    with pytest.raises(ValueError, match="isa='sse9' is not possible here: use one of auto, portable"):
+        _C.Codec("sse9")
+    with pytest.raises(ValueError, match="num_threads=0 is not possible"):
+        _C.Codec("auto", 0)
+
+
+LAYOUT = _C.bucket_layout("bf16", 128, 1, 16, 1000, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"chunk": 1}, ValueError, "chunk 1 is not one of 1"),
+        ({"chunk": -1}, ValueError, "chunk -1 is not one of 1"),
+        ({"lossy": [torch.zeros(999)]}, ValueError, "lossy stream has 999 elements, its layout 1000"),
+        ({"exact": []}, ValueError, "exact stream has 0 elements, its layout 16"),
+        ({"lossy": [torch.zeros(1000).double()]}, TypeError, "float32, bfloat16 or float16, not Double"),
+        ({"lossy": [torch.zeros(500), torch.zeros(500).half()]}, ValueError, "must have one dtype"),
+        ({"lossy": [torch.zeros(2000)[::2]]}, ValueError, "a slice must be a contiguous CPU tensor"),
+        ({"lossy": [torch.zeros(1000, device="meta")]}, ValueError, "not one on meta"),
+        ({"wire_bytes": torch.zeros(LAYOUT.chunk_nbytes - 1, dtype=torch.uint8)}, ValueError, "bytes, not"),
+        ({"wire_bytes": torch.zeros(LAYOUT.chunk_nbytes, dtype=torch.int8)}, TypeError, "must be uint8, not Char"),
+        ({"wire_bytes": torch.zeros(LAYOUT.chunk_nbytes + 1, dtype=torch.uint8)[1:]}, ValueError, "multiple of 16"),
+    ],
+    ids=lambda value: str(list(value)[0]) if isinstance(value, dict) else None,
+)
+def test_wrong_arguments_are_named(changed, error, message):
+    codec = _C.Codec()
+    right = {
+        "chunk": 0,
+        "lossy": [torch.zeros(1000)],
+        "exact": [torch.zeros(16)],
+        "wire_bytes": torch.zeros(LAYOUT.chunk_nbytes, dtype=torch.uint8),
+    }
+    given_arguments = {**right, **changed}
+    chunk, lossy, exact, wire_bytes = given_arguments.values()
+    with pytest.raises(error, match=message):
+        codec.pack(LAYOUT, chunk, lossy, exact, 1.0, wire_bytes)
+    with pytest.raises(error, match=message):
+        codec.unpack(LAYOUT, chunk, wire_bytes, 1.0, lossy, exact)
+
+
+def test_reduce_refuses_other_sizes():
+    layout = _C.bucket_layout("bf16", 128, 2, 0, 1000, 1 << 20)
+    parts, out = torch.zeros(layout.chunk_nbytes, dtype=torch.uint8), uninitialised(layout.part.nbytes)
+    with pytest.raises(ValueError, match=f"parts must have {layout.chunk_nbytes} bytes"):
+        _C.Codec().reduce(layout, parts[:16], 1.0, out)
+    with pytest.raises(ValueError, match=f"out must have {2 * layout.part.nbytes} bytes"):
+        _C.Codec().reduce(layout, parts, 1.0, out, num_copies=2)
+    with pytest.raises(ValueError, match="num_copies=0"):
+        _C.Codec().reduce(layout, parts, 1.0, out, num_copies=0)

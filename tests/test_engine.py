@@ -1,0 +1,331 @@
+"""The engine from end to end: real ranks over gloo, gradients through DDP's reducer, results known exactly."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, integers, mean_of_integers, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import reference
+
+CODEC_WIRES = ("fp32", "bf16", "fp16", "int8")
+
+# --- results that are exactly predictable ---------------------------------------------------------------------------
+
+
+def exact_means(rank, world_size, wire, kwargs, shapes, dtype):
+    ddp = DistributedDataParallel(Gradients(*shapes, dtype=dtype), bucket_cap_mb=0.02)
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in shapes], steps=3)
+    return [
+        bool(torch.equal(s, mean_of_integers(world_size, shape, dtype))) for s, shape in zip(seen, shapes, strict=True)
+    ]
+
+
+SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("wire", "kwargs"),
+    [
+        ("fp32", {}),
+        ("fp32", {"sum": "two-shot"}),
+        ("bf16", {}),
+        ("bf16", {"sum": "two-shot"}),
+        ("bf16", {"sum": "direct"}),
+        ("bf16", {"exempt": ("1d",)}),
+        ("fp16", {}),
+        ("fp16", {"sum": "direct", "predivide": 4.0}),
+        ("fp16", {"sum": "two-shot", "predivide": 0.5}),
+    ],
+    ids=str,
+)
+def test_means_are_exact_where_the_wire_can_carry_them(ranks, world_size, dtype, wire, kwargs):
+    for on_rank in ranks.run(exact_means, wire, kwargs, SHAPES, dtype, world_size=world_size):
+        assert all(on_rank)
+
+
+def int8_result(rank, world_size, kwargs, numel):
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
+    ddp = DistributedDataParallel(Gradients((numel,)))
+    fusedcomm.attach(ddp, wire="int8", exempt=(), sum="two-shot", **kwargs)
+    (seen,) = synchronise(ddp, [gradient])
+    return gradient, seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 127, 128, 129, 5003, 300007])
+def test_int8_two_shot_gives_the_bits_of_the_reference(ranks, world_size, numel):
+    outcome = ranks.run(int8_result, {}, numel, world_size=world_size)
+    gradients = [gradient for gradient, _ in outcome]
+    expected = reference.all_reduce_mean(gradients, wire="int8", sum="two-shot", block=128, predivide=1.0)
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+def bf16_result(rank, world_size, numel):
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    ddp = DistributedDataParallel(Gradients((numel,)))
+    fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    (seen,) = synchronise(ddp, [gradient])
+    return gradient, seen
+
+
+def test_bf16_two_shot_gives_the_bits_of_the_reference_on_three_ranks(ranks):
+    outcome = ranks.run(bf16_result, 40009, world_size=3)
+    expected = reference.all_reduce_mean(
+        [gradient for gradient, _ in outcome], wire="bf16", sum="two-shot", block=128, predivide=1.0
+    )
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+def absorbed(rank, world_size, sum):
+    """256 on rank 0 and 1 on the others: in bf16, 256 + 1 is 256 again."""
+    ddp = DistributedDataParallel(Gradients((20000,)))
+    fusedcomm.attach(ddp, wire="bf16", sum=sum)
+    (seen,) = synchronise(ddp, [torch.full((20000,), 256.0 if rank == 0 else 1.0)])
+    return seen.unique().tolist()
+
+
+def test_sums_are_accumulated_in_fp32(ranks):
+    # (256 + 1 + 1) / 3 = 86, which bf16 holds; rounding after each addition would give 256/3 → 85.5.
+    assert ranks.run(absorbed, "two-shot", world_size=3) == [[86.0]] * 3
+    assert ranks.run(absorbed, "auto", world_size=3) == [[86.0]] * 3
+
+
+def half_gradients_fp32_wire(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5000,), dtype=torch.bfloat16))
+    fusedcomm.attach(ddp, wire="fp32")
+    (seen,) = synchronise(ddp, [torch.full((5000,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)])
+    return seen.unique().tolist()
+
+
+def test_bf16_gradients_are_summed_in_fp32_under_an_fp32_wire(ranks):
+    assert ranks.run(half_gradients_fp32_wire, world_size=3) == [[86.0]] * 3
+
+
+# --- independence of chunks, slots, threads and instruction set; determinism ----------------------------------------
+
+
+def random_result(rank, world_size, wire, kwargs):
+    shapes = ((301, 77), (1000,), (7,), (50021,))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=2)])
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire, world_size):
+    results = [
+        ranks.run(random_result, wire, {"sum": "two-shot", **kwargs}, world_size=world_size)
+        for kwargs in (
+            {},
+            {"chunk_nbytes": 4096},
+            {"chunk_nbytes": 12345, "chunks_in_flight": 1},
+            {"codec_threads": 3, "chunk_nbytes": 65536},
+            {"isa": "portable", "chunks_in_flight": 7},
+        )
+    ]
+    for on_ranks in results:
+        for seen in on_ranks:
+            assert torch.equal(seen, results[0][0])
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_all_ranks_end_with_the_same_bits_and_so_do_two_runs(ranks, wire):
+    first = ranks.run(random_result, wire, {})
+    second = ranks.run(random_result, wire, {})
+    for seen in first + second:
+        assert torch.equal(seen, first[0])
+
+
+def direct_result(rank, world_size, chunk_nbytes):
+    return random_result(rank, world_size, "bf16", {"sum": "direct", "chunk_nbytes": chunk_nbytes})
+
+
+def test_direct_on_two_ranks_does_not_depend_on_the_chunk_size(ranks):
+    results = [seen for size in (4096, 1 << 20) for seen in ranks.run(direct_result, size, world_size=2)]
+    for seen in results:
+        assert torch.equal(seen, results[0])
+
+
+# --- exempt parameters ----------------------------------------------------------------------------------------------
+
+
+def exempt_result(rank, world_size):
+    shapes = ((5000,), (200, 300), (333,))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    comm = fusedcomm.attach(ddp, wire="int8")
+    seen = synchronise(ddp, gradients)
+    return gradients, seen, [row.num_chunks for row in comm.plan().buckets], comm.plan().exempt
+
+
+def test_exempt_parameters_are_exact_and_travel_with_the_others(ranks):
+    outcome = ranks.run(exempt_result, world_size=3)
+    for index, exact in ((0, True), (1, False), (2, True)):
+        in_rank_order = outcome[0][0][index] + outcome[1][0][index] + outcome[2][0][index]
+        mean = in_rank_order * torch.tensor(1 / 3)
+        for _, seen, _, exempt in outcome:
+            assert torch.equal(seen[index], mean) == exact
+            assert exempt == ("weights.0", "weights.2")
+    # One bucket, one chunk: nothing travels beside the payload.
+    assert outcome[0][2] == [1]
+
+
+# --- non-finite gradients -------------------------------------------------------------------------------------------
+
+
+def nonfinite_result(rank, world_size, wire, sum):
+    gradients = [torch.ones(70, 100), torch.ones(9000)]
+    if rank == 1:
+        gradients[0].view(-1)[17] = float("nan")
+        gradients[1][5000] = float("inf")
+        gradients[1][7000] = float("-inf")
+    ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
+    comm = fusedcomm.attach(ddp, wire=wire, sum=sum, exempt=())
+    a, b = synchronise(ddp, gradients)
+    far = torch.isfinite(a.view(-1)[1024:]).all() and torch.isfinite(b[:4000]).all()
+    stats = comm.stats()
+    return (a.view(-1)[17].item(), b[5000].item(), b[7000].item(), bool(far)), stats.nonfinite_by_parameter
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("wire", "sum"),
+    [(wire, "two-shot") for wire in CODEC_WIRES] + [("fp32", "exact"), ("bf16", "direct"), ("fp16", "direct")],
+)
+def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire, sum, world_size):
+    for rank, (values, counts) in enumerate(ranks.run(nonfinite_result, wire, sum, world_size=world_size)):
+        nan, plus, minus, far = values
+        assert nan != nan and plus == float("inf") and minus == float("-inf")
+        assert far, "a non-finite element must not spread beyond its block"
+        assert counts == ({"weights.0": 1, "weights.1": 2} if rank == 1 else {})
+
+
+def scaler_steps(rank, world_size, wire):
+    """A GradScaler must skip the step on all ranks if one rank overflowed."""
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    fusedcomm.attach(ddp, wire=wire)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = ddp.module.weight.detach().clone()
+    loss = ddp(torch.ones(2, 64)).sum()
+    if rank == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return bool(torch.equal(before, ddp.module.weight)), scaler.get_scale()
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_a_grad_scaler_skips_the_step_everywhere(ranks, wire):
+    assert ranks.run(scaler_steps, wire, world_size=2) == [(True, 4.0)] * 2
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def shapes_result(rank, world_size, wire):
+    shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+    gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
+    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_empty_single_and_odd_sized_parameters(ranks, wire):
+    # Ranks hold -1, 1, 3, 5: equal values quantise without error even in int8 blocks, the mean is 2.
+    for on_rank in ranks.run(shapes_result, wire):
+        assert on_rank == [[], [2.0], [2.0], [], [2.0], [], [2.0]]
+
+
+# --- the wire as the process group sees it --------------------------------------------------------------------------
+
+
+def recorded_collectives(rank, world_size, wire, kwargs, numel):
+    ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    synchronise(ddp, [integers(rank, (numel,))])
+    torch._C._distributed_c10d._reset_fr_recording_nccl()
+    synchronise(ddp, [integers(rank, (numel,))])
+    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
+    return [(e["profiling_name"], e["input_dtypes"][0], e["input_sizes"][0][0]) for e in entries]
+
+
+@pytest.fixture(scope="module")
+def recording_ranks():
+    """Two ranks whose torch records every collective that a gloo backend is given (its flight recorder)."""
+    import os
+
+    from ranks import Ranks
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "4096"
+    try:
+        pool = Ranks(2)
+    finally:
+        del os.environ["TORCH_FR_BUFFER_SIZE"]
+    yield pool
+    pool.close()
+
+
+NUMEL = 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("wire", "kwargs", "expected"),
+    [
+        ("fp32", {}, [("gloo:all_reduce", "Float", NUMEL)]),
+        ("bf16", {"sum": "direct"}, [("gloo:all_reduce", "BFloat16", NUMEL)]),
+        ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)]),
+        ("bf16", {"sum": "two-shot"}, [("gloo:all_to_all", "Byte", 2 * NUMEL)] * 2),
+        ("int8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
+    ],
+)
+def test_the_process_group_sees_the_wire_that_was_asked_for(recording_ranks, wire, kwargs, expected):
+    for on_rank in recording_ranks.run(recorded_collectives, wire, kwargs, NUMEL):
+        assert on_rank == expected
+
+
+# --- small things that would hurt -----------------------------------------------------------------------------------
+
+
+def private_order(rank, world_size):
+    """The user's own collectives on the user's group, mixed with ours, ranks skewed in time."""
+    import time
+
+    shapes = ((300, 301),) * 6
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
+    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=16384)
+    seen_sums = []
+
+    def user_hook(gradient):
+        time.sleep(0.002 * ((rank * 7) % 3))
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value)
+        seen_sums.append(value.item())
+        return gradient
+
+    for weight in ddp.module.weights:
+        weight.register_hook(user_hook)
+    gradients = [torch.full(shape, float(rank + 1)) for shape in shapes]
+    seen = synchronise(ddp, gradients, steps=5)
+    expected = (world_size + 1) / 2
+    return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
+
+
+def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
+    assert ranks.run(private_order) == [(True, {6.0})] * 4

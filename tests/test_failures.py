@@ -1,0 +1,161 @@
+"""When a rank dies, leaves, stops or differs: a clear error on every surviving rank within the group's timeout."""
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+
+def train_until_error(rank, world_size, wire, fate, through_state):
+    """Trains; in step 3 the last rank meets its fate in the middle of the backward pass. Returns the survivors' error
+    and how long they waited for it."""
+    timeout = datetime.timedelta(seconds=6)
+    group = dist.new_group(list(range(world_size)), timeout=timeout)
+    ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
+    if through_state:
+        state = fusedcomm.CommState(wire=wire, process_group=group)
+        ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    else:
+        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
+    gradients = [torch.ones(400, 300), torch.ones(500, 600)]
+    synchronise(ddp, gradients, steps=3)
+
+    def meet_fate(gradient):
+        if fate == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fate == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return gradient
+
+    if rank == world_size - 1:
+        ddp.module.weights[0].register_hook(meet_fate)
+    started = time.monotonic()
+    try:
+        synchronise(ddp, gradients)
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        # The error stays: no later step may pass as if nothing had happened.
+        with pytest.raises(RuntimeError, match="fusedcomm: rank"):
+            if through_state:
+                raise error
+            ddp.module.weights[0].grad = None
+            bucket_error_again(ddp, gradients)
+        if not through_state:
+            comm.detach()
+        return str(error), waited
+    return None, time.monotonic() - started
+
+
+def bucket_error_again(ddp, gradients):
+    """A reducer that raised in backward is not usable, a new module over the same engine target is not made: the
+    engine itself must refuse, which its hook shows without the reducer."""
+    zero_buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    ddp.reducer._run_comm_hook(zero_buckets[0]).wait()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("fate", ["killed", "stopped"])
+@pytest.mark.parametrize("through_state", [False, True])
+def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, wire, fate, through_state):
+    outcome = ranks.outcomes(train_until_error, wire, fate, through_state, world_size=3, lost=2)
+    for rank in (0, 1):
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, waited = value
+        assert f"fusedcomm: rank {rank} of 3" in error
+        assert "bucket" in error and "weights." in error or through_state and "parameter" in error
+        assert "restart the job" in error
+        assert waited < 15
+
+
+def disagree(rank, world_size, field):
+    """Rank 1 differs in one field; returns the error's text."""
+    arguments = {"wire": "int8", "block": 128}
+    shapes = [(5000,), (10, 10)]
+    if rank == 1:
+        if field == "block":
+            arguments["block"] = 64
+        elif field == "wire":
+            arguments["wire"] = "bf16"
+        elif field == "exempt":
+            arguments["exempt"] = ("weights.1",)
+        elif field == "version":
+            fusedcomm.__version__ = "9.9.9"
+    try:
+        ddp = DistributedDataParallel(Gradients(*shapes))
+        if field == "parameters":
+            name = "weights" if rank == 0 else "other"
+            ddp.module._modules[name] = ddp.module._modules.pop("weights")
+        try:
+            fusedcomm.attach(ddp, **arguments)
+        except RuntimeError as error:
+            return str(error)
+    finally:
+        fusedcomm.__version__ = "0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("block", ["config.block", "128", "64"]),
+        ("wire", ["config.", "'int8'", "'bf16'"]),
+        ("exempt", ["config.exempt", "weights.1"]),
+        ("version", ["versions.fusedcomm", "9.9.9"]),
+        ("parameters", ["parameters.list[0]", "weights.0", "other.0"]),
+    ],
+)
+def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, named):
+    errors = ranks.run(disagree, field, world_size=3)
+    assert len(set(errors)) == 1
+    assert "rank 0" in errors[0] and "rank 1" in errors[0]
+    if field == "wire":
+        named = ["rank 1"]  # int8 and bf16 differ in exempt, too, and the first difference is the one reported
+    for word in named:
+        assert word in errors[0]
+
+
+def absent(rank, world_size):
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=2))
+    ddp = DistributedDataParallel(Gradients((5,)), process_group=group)
+    if rank == 1:
+        time.sleep(4)
+        return None
+    try:
+        fusedcomm.attach(ddp)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_attach_is_named(ranks):
+    errors = ranks.run(absent, world_size=3)
+    assert "rank(s) [1] did not attach within 2 s" in errors[0] and errors[0] == errors[2]
+
+
+def stopped_under_way(rank, world_size):
+    """Detaching or exiting with buckets under way ends them with an error instead of hanging."""
+    ddp = DistributedDataParallel(Gradients((300000,)))
+    comm = fusedcomm.attach(ddp, wire="int8")
+    synchronise(ddp, [torch.ones(300000)])
+    if rank == 1:
+        comm.detach()
+        return None
+    bucket = ddp.reducer._get_zeros_like_grad_buckets()[0]
+    future = ddp.reducer._run_comm_hook(bucket)
+    comm.detach()
+    try:
+        future.wait()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_detaching_with_a_bucket_under_way_fails_that_bucket(ranks):
+    error, _ = ranks.run(stopped_under_way, world_size=2)
+    assert "fusedcomm: rank 0" in error

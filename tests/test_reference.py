@@ -1,0 +1,285 @@
+"""The oracle itself, against formulas that share no code with it: bit patterns, float64, and numbers known by heart."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedcomm import reference
+from fusedcomm.native import _C
+
+WIRES = ("fp32", "bf16", "fp16", "int8")
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Explicit mantissa bits, and the exponent of the least normal number.
+HALF_FORMATS = {"bf16": (7, -126), "fp16": (10, -14)}
+
+finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+# Within an ulp of the greatest float, 127 · scale may round to Inf.
+int8_floats = st.floats(min_value=-(2.0**127), max_value=2.0**127, width=32)
+
+
+def bits(x):
+    return x.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()])
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def every_half(dtype):
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def signed(numel, seed, spread=20):
+    """fp32 of both signs over 2·spread binades."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-spread, spread, (numel,), generator=generator).float()
+    return torch.randn(numel, generator=generator) * exponents.exp2()
+
+
+# ---- 16-bit wires
+
+
+@pytest.mark.parametrize("wire", HALF_DTYPES)
+def test_every_16_bit_value_survives(wire):
+    values = every_half(HALF_DTYPES[wire])
+    codes, scales = reference.encode(values.float(), wire)
+    number = ~values.isnan()
+    assert scales.numel() == 0
+    assert same_bits(codes[number], values[number])
+    assert bits(codes[~number]).unique().tolist() == [{"bf16": 0x7FC0, "fp16": 0x7E00}[wire]]
+
+
+@pytest.mark.parametrize("wire", HALF_DTYPES)
+@given(x=finite_floats)
+def test_16_bit_rounding_is_to_nearest_even(wire, x):
+    mantissa_bits, least_exponent = HALF_FORMATS[wire]
+    exponent = max(math.frexp(x)[1] - 1, least_exponent) if x else least_exponent
+    ulp = 2.0 ** (exponent - mantissa_bits)
+    expected = round(x / ulp) * ulp  # exact in float64, and Python rounds halves to even
+    greatest = torch.finfo(HALF_DTYPES[wire]).max
+    if abs(expected) > greatest:
+        expected = math.copysign(math.inf, x)
+    code, _ = reference.encode(torch.tensor([x], dtype=torch.float32), wire)
+    assert code.double().item() == expected
+
+
+@pytest.mark.parametrize("wire", HALF_DTYPES)
+def test_torch_rounds_alike(wire):
+    x = signed(100_000, seed=1, spread=40)
+    assert same_bits(reference.encode(x, wire)[0], x.to(HALF_DTYPES[wire]))
+
+
+@pytest.mark.parametrize(
+    ("wire", "x", "expected"),
+    [
+        ("bf16", 1 + 2**-8, 1.0),
+        ("bf16", 1 + 3 * 2**-8, 1 + 2**-6),
+        ("bf16", -(1 + 2**-8 + 2**-20), -(1 + 2**-7)),
+        ("bf16", 257.0, 256.0),
+        ("bf16", 3.4e38, math.inf),
+        ("bf16", 2.0**-140, 0.0),
+        ("bf16", 2.0**-133, 2.0**-133),
+        ("fp16", 65519.0, 65504.0),
+        ("fp16", 65520.0, math.inf),
+        ("fp16", -65520.0, -math.inf),
+        ("fp16", 2.0**-24, 2.0**-24),
+        ("fp16", 2.0**-25, 0.0),
+        ("fp16", 1.5 * 2.0**-25, 2.0**-24),
+    ],
+)
+def test_ties_overflow_and_subnormals(wire, x, expected):
+    assert reference.encode(torch.tensor([x]), wire)[0].item() == expected
+
+
+def test_fp32_keeps_all_but_the_kind_of_nan():
+    x = torch.tensor([0x7F800001, 0xFFC00000 - 2**32, 0x00000001, 0x80000000 - 2**32], dtype=torch.int32)
+    codes, _ = reference.encode(x.view(torch.float32), "fp32")
+    assert bits(codes).tolist() == [0x7FC00000, 0x7FC00000, 0x00000001, 0x80000000 - 2**32]
+
+
+# ---- int8
+
+
+@given(st.lists(int8_floats, min_size=1, max_size=100), st.sampled_from([32, 64, 128]))
+def test_int8_codes_stay_within_127_and_errors_within_half_a_step(values, block):
+    y = torch.tensor(values, dtype=torch.float32)
+    codes, scales = reference.encode(y, "int8", block)
+    steps = scales.repeat_interleave(block)[: y.numel()].double()
+    assert codes.abs().max() <= 127
+    decoded = reference.decode(codes, scales, "int8", block).double()
+    ulp = 2.0**-23 * y.double().abs()
+    flushed = steps == 0
+    assert torch.all(y.abs()[flushed] < 2.0**-100)
+    # Scale, quotient and product are each rounded once: a few ulps of the value beside half a step.
+    assert torch.all((decoded - y.double()).abs()[~flushed] <= (steps / 2 * (1 + 2**-20) + 2 * ulp)[~flushed])
+
+
+def test_the_int8_error_bound_is_tight():
+    """Uniform values come within 1% of half a step, and never farther than half a step and an ulp."""
+    y = torch.rand(128 * 1000, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    codes, scales = reference.encode(y, "int8", 128)
+    steps = scales.repeat_interleave(128).double()
+    errors = (reference.decode(codes, scales, "int8", 128).double() - y.double()).abs() / steps
+    assert 0.499 < errors.max() <= 0.5 * (1 + 2**-16)
+    assert 0.24 < errors.mean() < 0.26
+
+
+def test_int8_rounds_halves_to_even():
+    y = torch.zeros(32)
+    y[:6] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5])
+    codes, scales = reference.encode(y, "int8", 32)
+    assert codes[:6].tolist() == [127, 0, 2, 2, 0, -2]
+    assert scales.tolist() == [1.0]
+
+
+def test_int8_extremes_reach_127_whatever_the_maximum():
+    absmax = torch.cat([signed(20_000, seed=3, spread=90).abs(), torch.tensor([2.0**-100, 3.4028235e38])])
+    absmax = absmax[absmax >= 2.0**-100]
+    y = torch.zeros(absmax.numel(), 32)
+    y[:, 0], y[:, 1] = absmax, -absmax
+    codes, _ = reference.encode(y.view(-1), "int8", 32)
+    assert codes.view(-1, 32)[:, 0].unique().tolist() == [127]
+    assert codes.view(-1, 32)[:, 1].unique().tolist() == [-127]
+
+
+def test_int8_special_blocks():
+    y = torch.zeros(6, 32)
+    y[1] = -3.0  # all equal
+    y[2, 5] = 1e30  # an outlier leaves its neighbours no codes
+    y[2, 6] = 1e20
+    y[3] = 2.0**-130  # denormals
+    y[4] = 2.0**-100
+    y[5] = 2.0**-100 * (1 - 2**-24)
+    codes, scales = reference.encode(y.view(-1), "int8", 32)
+    codes = codes.view(6, 32)
+    assert scales[0] == scales[3] == scales[5] == 0
+    assert not codes[[0, 3, 5]].any()
+    assert codes[1].unique().tolist() == [-127]
+    assert codes[2].nonzero().tolist() == [[5]]
+    assert codes[4].unique().tolist() == [127]
+    decoded = reference.decode(codes.view(-1), scales, "int8", 32).view(6, 32)
+    assert torch.equal(decoded[0], torch.zeros(32))
+    assert torch.allclose(decoded[[1, 4]], y[[1, 4]], rtol=2**-22, atol=0)
+
+
+def test_int8_non_finite_blocks():
+    y = torch.zeros(3, 32)
+    y[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 5.0])
+    y[1] = 1.0
+    y[2, 7] = math.nan
+    codes, scales = reference.encode(y.view(-1), "int8", 32)
+    assert scales.tolist()[::2] == [math.inf, math.inf]
+    assert codes[:5].tolist() == [127, -127, 0, 0, 0]
+    assert not codes[64:].any()
+    decoded = reference.decode(codes, scales, "int8", 32).view(3, 32)
+    assert decoded[0, 0] == math.inf
+    assert decoded[0, 1] == -math.inf
+    assert bits(decoded[0, 2:]).unique().tolist() == [0x7FC00000]
+    assert bits(decoded[2]).unique().tolist() == [0x7FC00000]
+    assert torch.allclose(decoded[1], y[1])
+
+
+def test_int8_last_block_counts_missing_elements_as_zeros():
+    y = signed(150, seed=4)
+    codes, scales = reference.encode(y, "int8", 128)
+    padded_codes, padded_scales = reference.encode(torch.nn.functional.pad(y, (0, 106)), "int8", 128)
+    assert torch.equal(codes, padded_codes[:150])
+    assert torch.equal(scales, padded_scales)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_nothing_encodes_to_nothing(wire):
+    codes, scales = reference.encode(torch.empty(0), wire)
+    assert codes.numel() == scales.numel() == 0
+    assert reference.decode(codes, scales, wire).numel() == 0
+
+
+# ---- chunks
+
+
+def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes):
+    """The two-shot sum as the engine performs it, every rank here: pack, exchange, reduce, gather, unpack."""
+    world_size, dtype = len(grads), grads[0].dtype
+    lossy, exact = [grad[~exempt] for grad in grads], [grad[exempt] for grad in grads]
+    layout = _C.bucket_layout(wire, block, world_size, exact[0].numel(), lossy[0].numel(), max_chunk_nbytes)
+    results = [torch.empty_like(lossy[0]), torch.empty_like(exact[0])]
+    for chunk in range(layout.num_chunks):
+        sent = [reference.pack(layout, chunk, *streams, 1 / predivide) for streams in zip(lossy, exact, strict=True)]
+        by_owner = torch.stack(sent).view(world_size, world_size, -1).transpose(0, 1)
+        means = [reference.reduce(layout, parts.reshape(-1), predivide / world_size) for parts in by_owner]
+        values = reference.unpack(layout, chunk, torch.cat(means), 1.0, dtype)
+        ranges = (layout.lossy_range, layout.exact_range)
+        for result, range_of, value in zip(results, ranges, values, strict=True):
+            result[range_of(chunk, 0)[0] : range_of(chunk, world_size - 1)[1]] = value
+    mean = torch.empty_like(grads[0])
+    mean[~exempt], mean[exempt] = results
+    return mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_mean_depends_on_neither_chunks_nor_parts(wire, dtype):
+    grads = [(signed(5003, seed=rank, spread=4)).to(dtype) for rank in range(3)]
+    grads[1][77], grads[2][300] = math.inf, math.nan
+    exempt = torch.zeros(5003, dtype=torch.bool)
+    exempt[1000:1237] = True
+    expected = reference.all_reduce_mean(grads, wire, block=64, predivide=2.0, exempt_mask=exempt)
+    for max_chunk_nbytes in (1, 1000, 4096, 1 << 20):
+        assert same_bits(through_chunks(grads, exempt, wire, 64, 2.0, max_chunk_nbytes), expected)
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 3e-7), ("bf16", 2**-7), ("fp16", 2**-10), ("int8", 3 / 127)])
+def test_the_mean_is_near_the_truth(wire, tolerance):
+    grads = [signed(4096, seed=rank, spread=1) * (rank + 1) for rank in range(4)]
+    truth = torch.stack(grads).double().mean(0)
+    result = reference.all_reduce_mean(grads, wire)
+    error = (result.double() - truth).abs().max() / torch.stack(grads).abs().max()
+    assert error < tolerance
+    if wire != "fp32":
+        assert error > tolerance / 200  # it is that wire and no better one
+
+
+def test_sums_are_kept_in_fp32():
+    """256 + 1 is 256 in bf16 and 257 in fp32; a third rank's 1 makes it 258, which bf16 has again."""
+    grads = [torch.full((100,), value) for value in (256.0, 1.0, 1.0)]
+    assert reference.all_reduce_mean(grads, "bf16").unique().tolist() == [86.0]  # 258 / 3; 256 / 3 would be 85.5
+
+
+def test_ranks_are_added_in_order():
+    """(2^24 + 1) − 2^24 is 0 in fp32; in any order that starts with the big ones, 1."""
+    big, one = torch.full((8,), 2.0**24), torch.ones(8)
+    assert reference.all_reduce_mean([big, one, -big], "fp32").unique().tolist() == [0.0]
+    third = torch.tensor(1 / 3).item()
+    assert reference.all_reduce_mean([big, -big, one], "fp32").unique().tolist() == [third]
+
+
+def test_exempt_elements_travel_in_fp32():
+    grads = [torch.full((64,), 1 + 2.0**-20), torch.full((64,), 1 + 2.0**-20)]
+    exempt = torch.arange(64) % 3 == 0
+    mean = reference.all_reduce_mean(grads, "bf16", exempt_mask=exempt)
+    assert mean[exempt].unique().tolist() == [1 + 2.0**-20]
+    assert mean[~exempt].unique().tolist() == [1.0]
+
+
+def test_predivide_keeps_fp16_from_overflowing():
+    grads = [torch.full((8,), 60032.0), torch.full((8,), 70016.0)]
+    assert reference.all_reduce_mean(grads, "fp16").unique().tolist() == [math.inf]
+    assert reference.all_reduce_mean(grads, "fp16", predivide=2.0).unique().tolist() == [65024.0]
+
+
+def test_other_sums_have_no_reference():
+    with pytest.raises(ValueError, match="sum='direct' has no reference"):
+        reference.all_reduce_mean([torch.ones(1)], "bf16", sum="direct")
+    with pytest.raises(ValueError, match="wire='int4' is not possible"):
+        reference.all_reduce_mean([torch.ones(1)], "int4")
+
+
+def test_streams_of_another_length_are_refused():
+    layout = _C.bucket_layout("bf16", 128, 2, 10, 100, 1 << 20)
+    with pytest.raises(ValueError, match=r"lossy stream must have shape \(100,\).* not \(99,\)"):
+        reference.pack(layout, 0, torch.zeros(99), torch.zeros(10), 1.0)
+    with pytest.raises(ValueError, match=r"exact stream must have shape \(10,\).* not \(11,\)"):
+        reference.pack(layout, 0, torch.zeros(100), torch.zeros(11), 1.0)

@@ -1,0 +1,143 @@
+"""The wire layout: every element has one place, cuts respect the block grid, offsets are aligned."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusedcomm.native import _C
+
+WIRES = ("fp32", "bf16", "fp16", "int8")
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+
+blocks = st.sampled_from([2**k for k in range(5, 13)])
+numels = st.one_of(st.integers(0, 300), st.integers(0, 2**22), st.integers(2**31, 2**42))
+
+
+@st.composite
+def layouts(draw):
+    exact_numel, lossy_numel = draw(numels), draw(numels)
+    # At most about 1000 chunks, so that a test can visit all of them.
+    least = max(1, (exact_numel + lossy_numel) * 5 // 1000)
+    max_chunk_nbytes = draw(st.integers(least, max(4 * least, 1 << 20)))
+    wire, num_parts = draw(st.sampled_from(WIRES)), draw(st.integers(1, 9))
+    return _C.bucket_layout(wire, draw(blocks), num_parts, exact_numel, lossy_numel, max_chunk_nbytes), max_chunk_nbytes
+
+
+def grain_numel(layout):
+    return layout.block_numel if layout.wire == "int8" else _C.ALIGN_NBYTES // CODE_NBYTES[layout.wire]
+
+
+def test_constants():
+    assert _C.WIRE_LAYOUT_VERSION == 1
+    assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
+    assert _C.ALIGN_NBYTES == 16
+
+
+def test_an_int8_part_byte_by_byte():
+    part = _C.part_layout("int8", block=128, exact_numel=5, lossy_numel=384)
+    # 5 fp32 = 20 bytes, padded to 32; 3 scales = 12 bytes, padded to 48; 384 codes.
+    assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 384)
+    assert (part.exact_numel, part.lossy_numel) == (5, 384)
+
+
+@pytest.mark.parametrize(("wire", "nbytes"), [("fp32", 400), ("bf16", 208), ("fp16", 208), ("int8", 16 + 112)])
+def test_a_part_without_exact_elements(wire, nbytes):
+    part = _C.part_layout(wire, block=128, exact_numel=0, lossy_numel=100)
+    assert part.scale_offset == 0
+    assert part.code_offset == (16 if wire == "int8" else 0)
+    assert part.nbytes == nbytes
+
+
+@given(layouts())
+def test_every_element_has_one_place(case):
+    layout, _ = case
+    for ranges_of, numel in ((layout.lossy_range, layout.lossy_numel), (layout.exact_range, layout.exact_numel)):
+        position = 0
+        for chunk in range(layout.num_chunks):
+            for part in range(layout.num_parts):
+                begin, end = ranges_of(chunk, part)
+                assert begin == position
+                assert begin <= end
+                position = end
+        assert position == numel
+
+
+@given(layouts())
+def test_cuts_fall_on_the_grain_and_blocks_are_counted_from_the_start(case):
+    layout, _ = case
+    for chunk in {0, layout.num_chunks // 2, max(layout.num_chunks - 1, 0)}:
+        for part in range(layout.num_parts):
+            begin, _ = layout.lossy_range(chunk, part)
+            assert begin % grain_numel(layout) == 0 or begin == layout.lossy_numel
+            begin, _ = layout.exact_range(chunk, part)
+            assert begin % 4 == 0 or begin == layout.exact_numel
+
+
+@given(layouts())
+def test_sections_are_aligned_disjoint_and_long_enough(case):
+    layout, _ = case
+    part = layout.part
+    num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire == "int8" else 0
+    assert part.scale_offset % 16 == part.code_offset % 16 == part.nbytes % 16 == 0
+    assert 0 <= part.scale_offset - part.exact_numel * 4 < 16
+    assert 0 <= part.code_offset - (part.scale_offset + num_scales * 4) < 16
+    assert 0 <= part.nbytes - (part.code_offset + part.lossy_numel * CODE_NBYTES[layout.wire]) < 16
+    assert layout.chunk_nbytes == part.nbytes * layout.num_parts
+
+
+@given(layouts())
+def test_no_chunk_is_empty(case):
+    layout, _ = case
+    for chunk in range(layout.num_chunks):
+        ranges = [layout.lossy_range(chunk, 0), layout.exact_range(chunk, 0)]
+        assert any(begin < end for begin, end in ranges)
+
+
+@given(layouts())
+def test_chunks_are_bounded(case):
+    """A part may exceed its share by a grain of lossy elements, four exact ones, and the rounding of three sections."""
+    layout, max_chunk_nbytes = case
+    slack = grain_numel(layout) * CODE_NBYTES[layout.wire] + 4 + 16 + 3 * 16
+    assert layout.chunk_nbytes <= max_chunk_nbytes + layout.num_parts * slack
+
+
+def test_an_empty_bucket_has_no_chunks():
+    layout = _C.bucket_layout("bf16", 128, 4, 0, 0, 1 << 20)
+    assert (layout.num_chunks, layout.chunk_nbytes) == (0, 0)
+
+
+def test_offsets_beyond_32_bits():
+    numel = 2**40 + 12345
+    layout = _C.bucket_layout("int8", 128, 8, 0, numel, 1 << 20)
+    assert layout.lossy_range(layout.num_chunks - 1, 0)[0] > 2**39
+    assert layout.lossy_range(layout.num_chunks - 1, 7)[1] == numel
+    assert _C.bucket_layout("fp32", 128, 1, 0, numel, 2**50).chunk_nbytes == 4 * numel + (-4 * numel) % 16
+
+
+@pytest.mark.parametrize("block", [-128, 0, 1, 16, 100, 129, 8192])
+def test_a_block_must_be_a_power_of_two_within_limits(block):
+    with pytest.raises(ValueError, match=f"block={block} .*32 to 4096"):
+        _C.bucket_layout("int8", block, 1, 0, 1000, 1 << 20)
+    with pytest.raises(ValueError, match=f"block={block} .*32 to 4096"):
+        _C.part_layout("int8", block, 0, 1000)
+
+
+@pytest.mark.parametrize("wire", ["int4", "", "BF16"])
+def test_an_unknown_wire_is_named_with_the_choices(wire):
+    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8"):
+        _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 1, 1), (1, -1, 1, 1), (1, 0, -1, 1), (1, 0, 1, 0)])
+def test_impossible_numbers(numbers):
+    with pytest.raises(ValueError, match="must be positive"):
+        _C.bucket_layout("bf16", 128, *numbers)
+
+
+def test_layouts_are_read_only():
+    layout = _C.bucket_layout("bf16", 128, 1, 0, 1000, 1 << 20)
+    with pytest.raises(AttributeError):
+        layout.num_parts = 2
+    with pytest.raises(AttributeError):
+        layout.part.nbytes = 2
+    assert "wire='bf16'" in repr(layout)
