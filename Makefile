@@ -59,8 +59,8 @@ bench: PACKAGES += scikit-learn matplotlib tqdm
 bench: build
 	for file in bench/[!_]*.py; do echo "== $$file"; $(PY) "$$file" $(ARGS); done
 
-sanitize: build
-	PYTHON=$(PY) bash tests/native/run_sanitizers.sh $(ARGS)
+sanitize:
+	bash tests/native/run_sanitizers.sh $(ARGS)
 
 # ---- the extension
 

@@ -24,8 +24,12 @@ namespace {
 constexpr int64_t kUnitNumel = 32 << 10;
 static_assert(kUnitNumel % kMaxBlockNumel == 0, "units must fall on the block grid");
 
-// Outputs beyond what caches hold bypass them: it saves reading each line before it is overwritten.
-constexpr int64_t kStreamedNbytes = 2 << 20;
+// Outputs from these sizes on bypass the caches, which saves reading each line before it is overwritten: 10 to 15% of
+// the stage. A smaller chunk should be in cache for the transport that sends it next, and a smaller bucket for its
+// reader: pack, unpack and a first read of a 4 MiB bucket take 0.34 ns per element, and 0.40 with bypassing; at 16 MiB
+// it is 0.47 and 0.44.
+constexpr int64_t kStreamedChunkNbytes = 4 << 20;
+constexpr int64_t kStreamedBucketNbytes = 16 << 20;
 
 Format format_of(Wire wire) {
   return wire == Wire::kBf16 ? Format::kBf16 : wire == Wire::kFp16 ? Format::kFp16 : Format::kFp32;
@@ -479,7 +483,7 @@ Codec::~Codec() = default;
 
 int64_t Codec::pack(const PackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.streams);
-  const bool streamed = args.layout.chunk_nbytes() >= kStreamedNbytes;
+  const bool streamed = args.layout.chunk_nbytes() >= kStreamedChunkNbytes;
   std::atomic<int64_t> nonfinite{0};
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool first_of_part) {
     if (first_of_part) zero_padding(args.layout, args.out + unit.part * args.layout.part.nbytes);
@@ -500,7 +504,7 @@ void Codec::reduce(const ReduceArgs& args) const {
 
 void Codec::unpack(const UnpackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.streams);
-  const bool streamed = args.streams.lossy.numel() * grad_nbytes(args.streams.lossy.dtype()) >= kStreamedNbytes;
+  const bool streamed = args.streams.lossy.numel() * grad_nbytes(args.streams.lossy.dtype()) >= kStreamedBucketNbytes;
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts),
                        [&](const Unit& unit, bool) { unpack_unit(impl_->kernels, args, unit, streamed); });
 }

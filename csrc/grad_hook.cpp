@@ -97,11 +97,16 @@ GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport
 }
 
 GradHook::~GradHook() {
+  // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
+  const auto end = [this] {
+    engine_.reset();
+    transport_.reset();
+  };
   if (PyGILState_Check()) {
     pybind11::gil_scoped_release no_gil;
-    engine_.reset();
+    end();
   } else {
-    engine_.reset();
+    end();
   }
 }
 

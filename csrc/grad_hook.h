@@ -53,7 +53,7 @@ class GradHook {
   // `exempt_1d` and they have at most one dimension.
   GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
            const std::vector<Parameter>& parameters, bool exempt_1d);
-  // Ends the engine without holding the GIL, which one of its callbacks may be waiting for.
+  // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
   // Returns at once; the future holds the bucket's own buffer, or the error.

@@ -95,4 +95,9 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
             "python reducer does, which ignores the result: set torch._dynamo.config.optimize_ddp to something other than "
             "'python_reducer'"
         )
-    return state.session().hook.run(bucket)
+    # The reducer takes nothing but a Python object from a hook that was registered in Python.
+    return state.session().hook.run(bucket).then(_value)
+
+
+def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    return future.value()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedcomm import reference
@@ -93,7 +93,6 @@ SHAPES = {
     "largest block": (20011, 3, 2, 4096, 1 << 20),
     "more parts than blocks": (100, 1, 7, 128, 1 << 20),
     "several units": (300_007, 70_001, 1, 128, 1 << 30),
-    "streamed": (1_200_011, 5, 1, 128, 1 << 30),  # past the size from which outputs bypass the caches
 }
 
 
@@ -125,53 +124,71 @@ def test_pack_reduce_and_unpack_give_the_bytes_of_the_oracle(codec, wire, dtype,
     assert all(same_bits(*pair) for pair in zip(unpacked, expected_unpacked, strict=True))
 
 
-slice_numels = st.lists(st.one_of(st.just(0), st.just(1), st.integers(0, 50), st.integers(0, 700)), max_size=12)
+def check_slices(codec, layout, flats, numels, offset, scale):
+    """Packs from and unpacks into slices of `numels` elements, `offset` apart, of the lossy and the exact stream."""
+    dtype = flats[0].dtype
+    (lossy, lossy_gaps), (exact, exact_gaps) = (
+        sliced(flat, sizes, dtype, offset) for flat, sizes in zip(flats, numels, strict=True)
+    )
+    chunks = [pack(codec, layout, chunk, lossy, exact, scale)[0] for chunk in range(layout.num_chunks)]
+    for chunk, packed in enumerate(chunks):
+        assert torch.equal(packed, reference.pack(layout, chunk, *flats, scale))
+        codec.unpack(layout, chunk, packed, 0.5, lossy, exact)
+    results = [torch.cat([*slices, NOTHING.to(dtype)]) for slices in (lossy, exact)]
+    for chunk, packed in enumerate(chunks):
+        values = reference.unpack(layout, chunk, packed, 0.5, dtype)
+        for result, range_of, value in zip(results, (layout.lossy_range, layout.exact_range), values, strict=True):
+            assert same_bits(result[range_of(chunk, 0)[0] : range_of(chunk, layout.num_parts - 1)[1]], value)
+    assert torch.all(lossy_gaps() == 7)
+    assert torch.all(exact_gaps() == 7)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("block", [32, 128])
+def test_blocks_that_straddle_slices(codec, wire, dtype, block, offset):
+    numels = [1, 31, 129, 0, 300, 64, 7, 500, 33, 2, 2, 2, 1024], [5, 0, 1, 40]
+    flats = [signed(sum(sizes), dtype, seed) for seed, sizes in enumerate(numels)]
+    layout = _C.bucket_layout(wire, block, 2, flats[1].numel(), flats[0].numel(), 1500)
+    check_slices(codec, layout, flats, numels, offset, 1 / 3)
+
+
+slice_numels = st.lists(st.one_of(st.integers(0, 3), st.integers(30, 700)), max_size=8)
+
+
+@settings(deadline=None, max_examples=60)
 @given(
     wire=st.sampled_from(WIRES),
     dtype=st.sampled_from(DTYPES),
-    lossy_numels=slice_numels,
-    exact_numels=slice_numels,
+    numels=st.tuples(slice_numels, slice_numels),
     offset=st.integers(0, 5),
     num_parts=st.integers(1, 4),
     block=st.sampled_from([32, 64, 128, 1024]),
-    max_chunk_nbytes=st.integers(1, 5000),
+    max_chunk_nbytes=st.sampled_from([300, 1500, 1 << 20]),
     scale=st.sampled_from(SCALES),
     seed=st.integers(0, 1000),
 )
-def test_ragged_and_misaligned_slices(
-    wire, dtype, lossy_numels, exact_numels, offset, num_parts, block, max_chunk_nbytes, scale, seed
-):
-    layout = _C.bucket_layout(wire, block, num_parts, sum(exact_numels), sum(lossy_numels), max_chunk_nbytes)
-    flats = [signed(sum(numels), dtype, seed + i, True) for i, numels in enumerate((lossy_numels, exact_numels))]
+def test_ragged_and_misaligned_slices(wire, dtype, numels, offset, num_parts, block, max_chunk_nbytes, scale, seed):
+    layout = _C.bucket_layout(wire, block, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
+    flats = [signed(sum(sizes), dtype, seed + i, specials=True) for i, sizes in enumerate(numels)]
     for codec in CODECS.values():
-        lossy, lossy_gaps = sliced(flats[0], lossy_numels, dtype, offset)
-        exact, exact_gaps = sliced(flats[1], exact_numels, dtype, offset)
-        chunks = [pack(codec, layout, chunk, lossy, exact, scale)[0] for chunk in range(layout.num_chunks)]
-        for chunk, packed in enumerate(chunks):
-            assert torch.equal(packed, reference.pack(layout, chunk, *flats, scale))
-            codec.unpack(layout, chunk, packed, 0.5, lossy, exact)
-        results = [torch.cat([*slices, NOTHING.to(dtype)]) for slices in (lossy, exact)]
-        for chunk, packed in enumerate(chunks):
-            values = reference.unpack(layout, chunk, packed, 0.5, dtype)
-            for result, range_of, value in zip(results, (layout.lossy_range, layout.exact_range), values, strict=True):
-                assert same_bits(result[range_of(chunk, 0)[0] : range_of(chunk, num_parts - 1)[1]], value)
-        assert torch.all(lossy_gaps() == 7)
-        assert torch.all(exact_gaps() == 7)
+        check_slices(codec, layout, flats, numels, offset, scale)
 
 
-def test_slices_of_a_large_bucket_that_suit_no_streaming(codec, wire):
-    """Enough for outputs to bypass the caches, but one element off the alignment that this needs."""
-    numels = [700_001, 3, 500_000]
-    flat = signed(sum(numels), seed=3, specials=True)
-    slices, gaps = sliced(flat, numels, torch.float32, offset=1)
+@pytest.mark.parametrize(("dtype", "offset"), [*((dtype, 0) for dtype in DTYPES), (torch.float32, 1)], ids=str)
+def test_outputs_that_bypass_the_caches(wire, dtype, offset):
+    """Large enough for that in every dtype; with an offset, off the alignment that it needs."""
+    numels = [4_000_000, 3, 2**23 - 4_000_000]
+    flat = signed(sum(numels), dtype, seed=3, specials=True)
     layout = _C.bucket_layout(wire, 128, 1, 0, flat.numel(), 1 << 30)
-    packed, _ = pack(codec, layout, 0, slices, [], 0.5)
-    assert torch.equal(packed, reference.pack(layout, 0, flat, NOTHING, 0.5))
-    codec.unpack(layout, 0, packed, 2.0, slices, [])
-    assert same_bits(torch.cat(slices), reference.unpack(layout, 0, packed, 2.0, torch.float32)[0])
-    assert torch.all(gaps() == 7)
+    expected = reference.pack(layout, 0, flat, NOTHING, 0.5)
+    expected_unpacked = reference.unpack(layout, 0, expected, 2.0, dtype)[0]
+    for codec in CODECS.values():
+        slices, gaps = sliced(flat, numels, dtype, offset)
+        packed, _ = pack(codec, layout, 0, slices, [], 0.5)
+        assert torch.equal(packed, expected)
+        codec.unpack(layout, 0, packed, 2.0, slices, [])
+        assert same_bits(torch.cat(slices), expected_unpacked)
+        assert torch.all(gaps() == 7)
 
 
 # ---- every value

@@ -259,11 +259,14 @@ def test_empty_single_and_odd_sized_parameters(ranks, wire):
 def recorded_collectives(rank, world_size, wire, kwargs, numel):
     ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
     fusedcomm.attach(ddp, wire=wire, **kwargs)
+    synchronise(ddp, [integers(rank, (numel,))], steps=3)  # past the rebuilding of buckets, which broadcasts
+    before = len(flight_record())
     synchronise(ddp, [integers(rank, (numel,))])
-    torch._C._distributed_c10d._reset_fr_recording_nccl()
-    synchronise(ddp, [integers(rank, (numel,))])
-    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
-    return [(e["profiling_name"], e["input_dtypes"][0], e["input_sizes"][0][0]) for e in entries]
+    return [(e["profiling_name"], e["input_dtypes"][0], e["input_sizes"][0][0]) for e in flight_record()[before:]]
+
+
+def flight_record() -> list[dict]:
+    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +276,7 @@ def recording_ranks():
 
     from ranks import Ranks
 
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "4096"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100000"
     try:
         pool = Ranks(2)
     finally:

@@ -341,12 +341,12 @@ def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
 
 def joined(rank, world_size, wire):
     """Rank 0 has two batches, rank 1 has five: rank 0 then takes part with zero buckets at new addresses."""
-    ddp = DistributedDataParallel(Gradients((5000,), (77, 33)), **SMALL_BUCKETS)
+    ddp = DistributedDataParallel(Gradients((5120,), (64, 40)), **SMALL_BUCKETS)
     fusedcomm.attach(ddp, wire=wire, exempt=())
     seen = []
     with Join([ddp]):
         for _ in range(2 + 3 * rank):
-            values = synchronise(ddp, [torch.full((5000,), 4.0), torch.full((77, 33), 8.0)])
+            values = synchronise(ddp, [torch.full((5120,), 4.0), torch.full((64, 40), 8.0)])
             seen.append([value.unique().tolist() for value in values])
     return seen
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedcomm import reference
@@ -53,6 +53,7 @@ def test_every_16_bit_value_survives(wire):
 
 
 @pytest.mark.parametrize("wire", HALF_DTYPES)
+@settings(deadline=None)
 @given(x=finite_floats)
 def test_16_bit_rounding_is_to_nearest_even(wire, x):
     mantissa_bits, least_exponent = HALF_FORMATS[wire]
@@ -103,6 +104,7 @@ def test_fp32_keeps_all_but_the_kind_of_nan():
 # ---- int8
 
 
+@settings(deadline=None)
 @given(st.lists(int8_floats, min_size=1, max_size=100), st.sampled_from([32, 64, 128]))
 def test_int8_codes_stay_within_127_and_errors_within_half_a_step(values, block):
     y = torch.tensor(values, dtype=torch.float32)

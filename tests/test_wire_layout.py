@@ -1,7 +1,7 @@
 """The wire layout: every element has one place, cuts respect the block grid, offsets are aligned."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedcomm.native import _C
@@ -48,6 +48,7 @@ def test_a_part_without_exact_elements(wire, nbytes):
     assert part.nbytes == nbytes
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_every_element_has_one_place(case):
     layout, _ = case
@@ -62,6 +63,7 @@ def test_every_element_has_one_place(case):
         assert position == numel
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_cuts_fall_on_the_grain_and_blocks_are_counted_from_the_start(case):
     layout, _ = case
@@ -73,6 +75,7 @@ def test_cuts_fall_on_the_grain_and_blocks_are_counted_from_the_start(case):
             assert begin % 4 == 0 or begin == layout.exact_numel
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_sections_are_aligned_disjoint_and_long_enough(case):
     layout, _ = case
@@ -85,6 +88,7 @@ def test_sections_are_aligned_disjoint_and_long_enough(case):
     assert layout.chunk_nbytes == part.nbytes * layout.num_parts
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_no_chunk_is_empty(case):
     layout, _ = case
@@ -93,6 +97,7 @@ def test_no_chunk_is_empty(case):
         assert any(begin < end for begin, end in ranges)
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_chunks_are_bounded(case):
     """A part may exceed its share by a grain of lossy elements, four exact ones, and the rounding of three sections."""
