@@ -53,9 +53,15 @@ void C10dTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane:
   on_end(backend(channel).allreduce(tensors), std::move(done));
 }
 
-void C10dTransport::all_reduce_tensor(const at::Tensor& tensor, Lane::Completion done) {
+void C10dTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
   std::vector<at::Tensor> tensors = {tensor};
-  on_end(backend(Channel::kScatter).allreduce(tensors), std::move(done));
+  on_end(backend(channel).allreduce(tensors), std::move(done));
+}
+
+void C10dTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
+                                      Lane::Completion done) {
+  at::Tensor to = output, from = input;
+  on_end(backend(channel)._allgather_base(to, from), std::move(done));
 }
 
 }  // namespace fusedcomm

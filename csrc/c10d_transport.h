@@ -20,8 +20,11 @@ class C10dTransport : public Transport {
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;
 
-  // Sum in place of any tensor that the backend can reduce (sparse, float64), on the scatter channel.
-  void all_reduce_tensor(const at::Tensor& tensor, Lane::Completion done);
+  // The sum, in place, of a dense tensor of any dtype that the backend can reduce.
+  void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done);
+
+  // Every rank's `input` (1-D, as long everywhere), one after the other in `output` (1-D).
+  void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input, Lane::Completion done);
 
  private:
   c10d::Backend& backend(Channel channel) { return channel == Channel::kScatter ? *scatter_ : *gather_; }

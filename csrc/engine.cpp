@@ -100,12 +100,15 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
   unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
-void Engine::submit_foreign(std::shared_ptr<BucketJob> job, Lane::Task prepare, Lane::Transfer transfer) {
+void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   job->submitted = Clock::now();
   if (auto error = failure_->get()) return finish(job, error);
-  EventPtr prepared = pack_lane_->run(nullptr, stage(job, "pack", 0, std::move(prepare)));
-  EventPtr end = scatter_lane_->start(prepared, wire_stage(job, "all-reduce", 0, std::move(transfer)));
+  EventPtr end = pack_lane_->run(nullptr, stage(job, "pack", 0, std::move(stages.pack)));
+  end = scatter_lane_->start(end, wire_stage(job, "first collective", 0, std::move(stages.scatter)));
+  if (stages.reduce) end = reduce_lane_->run(end, stage(job, "reduce", 0, std::move(stages.reduce)));
+  if (stages.gather) end = gather_lane_->start(end, wire_stage(job, "second collective", 0, std::move(stages.gather)));
+  if (stages.unpack) end = unpack_lane_->run(end, stage(job, "unpack", 0, std::move(stages.unpack)));
   unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 

@@ -45,6 +45,15 @@ struct BucketJob {
   int64_t num_nonfinite = 0;  // written on the pack lane, read in on_done
 };
 
+// What a bucket that the codec cannot carry does at each stage; empty ones are left out.
+struct ForeignStages {
+  Lane::Task pack;
+  Lane::Transfer scatter;
+  Lane::Task reduce;
+  Lane::Transfer gather;
+  Lane::Task unpack;
+};
+
 // The first error of an engine, which every later job gets. Shared with transfers, which may outlive the engine.
 class FailureLatch {
  public:
@@ -87,9 +96,9 @@ class Engine {
   // Same order on every rank. After a failure every further job fails at once with the first error.
   void submit(std::shared_ptr<BucketJob> job);
 
-  // For what the codec cannot carry (sparse, float64): `prepare` on the pack lane, `transfer` on the scatter lane, in
-  // the order of the buckets. Of the job only label, is_last, grad_nbytes and on_done are used.
-  void submit_foreign(std::shared_ptr<BucketJob> job, Lane::Task prepare, Lane::Transfer transfer);
+  // For what the codec cannot carry (sparse, float64): the caller's own stages on the same lanes, in the order of the
+  // buckets. Of the job only owner, label, is_last and on_done are used.
+  void submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages);
 
   // Fails what is under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);

@@ -1,5 +1,7 @@
 #include "grad_hook.h"
 
+#include "foreign.h"
+
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
 
@@ -116,19 +118,25 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
 
   auto job = std::make_shared<BucketJob>();
-  job->owner = std::make_shared<at::Tensor>(buffer);
+  auto result = std::make_shared<at::Tensor>(buffer);
+  job->owner = result;
   job->label = record->label;
   job->is_last = bucket.isLast();
-  job->on_done = [future, buffer](std::exception_ptr error) {
+  job->on_done = [future, result](std::exception_ptr error) {
     if (error) {
       future->setError(std::move(error));
     } else {
-      future->markCompleted(buffer);
+      future->markCompleted(*result);
     }
   };
 
   if (record->foreign) {
-    submit_foreign(std::move(job), buffer);
+    if (buffer.is_sparse()) {
+      TORCH_WARN_ONCE("fusedcomm: ", *job->label, " is sparse and travels exactly, uncompressed");
+      engine_->submit_foreign(std::move(job), sparse_stages(transport_, buffer, result));
+    } else {
+      engine_->submit_foreign(std::move(job), dense_stages(transport_, buffer));
+    }
     return future;
   }
 
@@ -146,22 +154,6 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   }
   engine_->submit(std::move(job));
   return future;
-}
-
-void GradHook::submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer) {
-  if (buffer.is_sparse()) {
-    TORCH_WARN_ONCE("fusedcomm: ", *job->label, " is sparse and travels exactly, uncompressed, as under DDP's default");
-  }
-  const double mean = 1.0 / engine_->world_size();
-  engine_->submit_foreign(
-      std::move(job),
-      [buffer, mean] {
-        at::NoGradGuard no_grad;
-        at::Tensor(buffer).mul_(mean);
-      },
-      [transport = transport_, buffer](Lane::Completion done) {
-        transport->all_reduce_tensor(buffer, std::move(done));
-      });
 }
 
 std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {

@@ -76,7 +76,6 @@ class GradHook {
   std::shared_ptr<const BucketRecord> make_record(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
                                                   size_t index);
   std::shared_ptr<ParameterState> state_of(const at::Tensor& parameter);
-  void submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<C10dTransport> transport_;
