@@ -10,7 +10,15 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 # No -std: torch adds the one its own headers need.
 # -ffp-contract=off: a fused multiply-add rounds once where the reference rounds twice, and the bytes must match.
-COMPILE_FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+COMPILE_FLAGS = [
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+]
 
 setup(
     ext_modules=[

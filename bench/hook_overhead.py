@@ -36,15 +36,27 @@ def noop_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[to
     return future
 
 
+class Parameters(torch.nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(numel) for _ in range(NUM_BUCKETS))
+
+    def forward(self) -> torch.Tensor:
+        return sum(weight.sum() for weight in self.weights)
+
+
 class Impl:
     """One hook on one module of NUM_BUCKETS buckets of `numel` elements."""
 
-    def __init__(self, name: str, register: Callable[[DistributedDataParallel], object], numel: int, scale: float) -> None:
+    def __init__(
+        self, name: str, register: Callable[[DistributedDataParallel], object], numel: int, scale: float
+    ) -> None:
         self.name = name
-        layers = [torch.nn.Linear(numel, 1, bias=False) for _ in range(NUM_BUCKETS)]
-        # A cap below one parameter's size puts each parameter into a bucket of its own.
-        self.ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1e-6)
+        # A cap of one byte puts each parameter into a bucket of its own, once DDP has rebuilt its buckets.
+        self.ddp = DistributedDataParallel(Parameters(numel), bucket_cap_mb=1 / (1 << 20))
         self.has_hook = register(self.ddp) is not False
+        for _ in range(3):
+            self.ddp().backward()
         self.buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
         self.scale = scale  # a no-op leaves the sum undone, DDP's default divides before its hook
         self.call_s: list[float] = []

@@ -1,8 +1,9 @@
 // The Python boundary: a table of contents, nothing else.
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "codec_bindings.h"
 #include "ddp_hook.h"
@@ -19,7 +20,8 @@ void bind_plan(py::module_& m) {
   py::class_<WireConfig>(m, "WireConfig")
       .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
                        int64_t chunk_nbytes, int64_t chunks_in_flight) {
-             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide, chunk_nbytes, chunks_in_flight};
+             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
+                               chunk_nbytes,         chunks_in_flight};
              check_config(config);
              return config;
            }),

@@ -1,11 +1,10 @@
 // The native DDP communication hook: no Python and no GIL between the backward pass and the wire.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 #include <memory>
 #include <mutex>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "grad_hook.h"
 

@@ -44,8 +44,9 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const char* stage, i
   }
   const int64_t num_chunks = std::max<int64_t>(1, job.plan.in_place ? 1 : job.plan.layout.num_chunks);
   auto error = std::make_exception_ptr(std::runtime_error(
-      "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": the " + stage + " of chunk " +
-      std::to_string(chunk + 1) + "/" + std::to_string(num_chunks) + " failed for " + *job.label + ": " + what +
+      "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": the " + stage +
+      " of chunk " + std::to_string(chunk + 1) + "/" + std::to_string(num_chunks) + " failed for " + *job.label + ": " +
+      what +
       "\nThe gradients of this step are not valid. If another rank died or left, its own log says why; restart the "
       "job from a checkpoint."));
   set(error);
@@ -77,11 +78,12 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
 Engine::~Engine() { stop("its engine was destroyed"); }
 
 void Engine::stop(const std::string& reason) {
-  const auto error = std::make_exception_ptr(
-      std::runtime_error("fusedcomm: rank " + std::to_string(transport_->rank()) + ": a bucket was given up because " + reason));
+  const auto error = std::make_exception_ptr(std::runtime_error(
+      "fusedcomm: rank " + std::to_string(transport_->rank()) + ": a bucket was given up because " + reason));
   failure_->set(error);
   // Upstream first: what fails there is passed down and its jobs end on the unpack lane.
-  for (Lane* lane : {pack_lane_.get(), scatter_lane_.get(), reduce_lane_.get(), gather_lane_.get(), unpack_lane_.get()}) {
+  for (Lane* lane :
+       {pack_lane_.get(), scatter_lane_.get(), reduce_lane_.get(), gather_lane_.get(), unpack_lane_.get()}) {
     lane->stop(error);
   }
 }
@@ -115,14 +117,16 @@ void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages
 EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
   if (job->streams.lossy.numel() == 0) return nullptr;
   EventPtr scaled = pack_lane_->run(nullptr, stage(job, "pack", 0, [this, job] {
-    job->num_nonfinite = device_->scale_in_place(job->streams.lossy, job->plan.pack_scale);
-    if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
-  }));
+                                      job->num_nonfinite =
+                                          device_->scale_in_place(job->streams.lossy, job->plan.pack_scale);
+                                      if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
+                                    }));
   return scatter_lane_->start(scaled, wire_stage(job, "all-reduce", 0, [this, job](Lane::Completion done) {
-    const Slice& bucket = job->streams.lossy.slices().front();
-    WireSpan span{static_cast<std::byte*>(bucket.data), bucket.numel * grad_nbytes(GradDtype::kFloat32), job};
-    transport_->all_reduce(Channel::kScatter, span, Wire::kFp32, std::move(done));
-  }));
+                                const Slice& bucket = job->streams.lossy.slices().front();
+                                WireSpan span{static_cast<std::byte*>(bucket.data),
+                                              bucket.numel * grad_nbytes(GradDtype::kFloat32), job};
+                                transport_->all_reduce(Channel::kScatter, span, Wire::kFp32, std::move(done));
+                              }));
 }
 
 EventPtr Engine::submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
@@ -132,11 +136,11 @@ EventPtr Engine::submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chu
   const WireSpan incoming{slot.incoming.get(), nbytes, slot.incoming};
 
   EventPtr packed = pack_lane_->run(slot.free, stage(job, "pack", chunk, [this, job, chunk, outgoing] {
-    const int64_t count =
-        device_->pack({job->plan.layout, chunk, job->streams, job->plan.pack_scale, outgoing.data});
-    job->num_nonfinite += count;
-    if (count != 0 && job->on_nonfinite) job->on_nonfinite(*job, chunk);
-  }));
+                                      const int64_t count = device_->pack(
+                                          {job->plan.layout, chunk, job->streams, job->plan.pack_scale, outgoing.data});
+                                      job->num_nonfinite += count;
+                                      if (count != 0 && job->on_nonfinite) job->on_nonfinite(*job, chunk);
+                                    }));
 
   EventPtr summed;
   WireSpan result = outgoing;
@@ -145,9 +149,10 @@ EventPtr Engine::submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chu
         packed, wire_stage(job, "all-to-all", chunk, [this, outgoing, incoming](Lane::Completion done) {
           transport_->all_to_all(Channel::kScatter, outgoing, incoming, std::move(done));
         }));
-    EventPtr reduced = reduce_lane_->run(scattered, stage(job, "reduce", chunk, [this, job, outgoing, incoming] {
-      device_->reduce({job->plan.layout, incoming.data, job->plan.reduce_scale, outgoing.data, world_size()});
-    }));
+    EventPtr reduced = reduce_lane_->run(
+        scattered, stage(job, "reduce", chunk, [this, job, outgoing, incoming] {
+          device_->reduce({job->plan.layout, incoming.data, job->plan.reduce_scale, outgoing.data, world_size()});
+        }));
     // The all-gather is an all-to-all of equal parts: gloo's own all-gather allocates and copies at every call.
     summed = gather_lane_->start(
         reduced, wire_stage(job, "all-gather", chunk, [this, outgoing, incoming](Lane::Completion done) {
@@ -155,16 +160,16 @@ EventPtr Engine::submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chu
         }));
     result = incoming;
   } else {
-    summed = scatter_lane_->start(packed,
-                                  wire_stage(job, "all-reduce", chunk, [this, job, outgoing](Lane::Completion done) {
-                                    transport_->all_reduce(Channel::kScatter, outgoing, job->plan.layout.wire,
-                                                           std::move(done));
-                                  }));
+    summed = scatter_lane_->start(
+        packed, wire_stage(job, "all-reduce", chunk, [this, job, outgoing](Lane::Completion done) {
+          transport_->all_reduce(Channel::kScatter, outgoing, job->plan.layout.wire, std::move(done));
+        }));
   }
 
-  slot.free = unpack_lane_->run(summed, stage(job, "unpack", chunk, [this, job, chunk, result] {
-    device_->unpack({job->plan.layout, chunk, result.data, job->plan.unpack_scale, job->streams});
-  }));
+  slot.free =
+      unpack_lane_->run(summed, stage(job, "unpack", chunk, [this, job, chunk, result] {
+                          device_->unpack({job->plan.layout, chunk, result.data, job->plan.unpack_scale, job->streams});
+                        }));
   return slot.free;
 }
 

@@ -31,9 +31,9 @@ struct BucketJob {
   // Keeps the gradients alive as long as the job: after a failure or a stop, on_done comes before the transport has let
   // go of memory that it was given.
   std::shared_ptr<void> owner;
-  BucketStreams streams;  // in_place: everything is in `lossy`
+  BucketStreams streams;                     // in_place: everything is in `lossy`
   std::shared_ptr<const std::string> label;  // names the bucket in errors
-  bool is_last = false;   // of this backward pass
+  bool is_last = false;                      // of this backward pass
   int64_t grad_nbytes = 0;
 
   // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.

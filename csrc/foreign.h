@@ -1,4 +1,5 @@
-// Buckets that the codec cannot carry travel exactly, as they are: dense ones of another dtype (float64) and sparse ones.
+// Buckets that the codec cannot carry travel exactly, as they are: dense ones of another dtype (float64) and sparse
+// ones.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,13 +1,13 @@
 #include "grad_hook.h"
 
-#include "foreign.h"
-
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
 
 #include <cmath>
 #include <sstream>
 #include <utility>
+
+#include "foreign.h"
 
 namespace fusedcomm {
 namespace {
@@ -19,9 +19,7 @@ bool carried_by_codec(const at::Tensor& buffer) {
 }
 
 // Elements the parameter has in its bucket's buffer: complex buckets arrive as floats of twice the numel.
-int64_t numel_in_bucket(const at::Tensor& parameter) {
-  return parameter.numel() * (parameter.is_complex() ? 2 : 1);
-}
+int64_t numel_in_bucket(const at::Tensor& parameter) { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
 
 std::shared_ptr<const std::string> make_label(size_t index, const BucketRecord& record, double nbytes) {
   std::ostringstream label;
@@ -149,7 +147,8 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   auto* data = static_cast<std::byte*>(buffer.data_ptr());
   const GradDtype dtype = grad_dtype_of(record->dtype);
   for (const BucketRecord::Member& member : record->members) {
-    Stream& stream = member.state->exempt && record->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
+    Stream& stream =
+        member.state->exempt && record->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
     stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
   }
   engine_->submit(std::move(job));
@@ -164,7 +163,8 @@ std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& 
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
   const auto same = [&] {
-    if (!record || record->dtype != buffer.scalar_type() || record->parameters.size() != parameters.size()) return false;
+    if (!record || record->dtype != buffer.scalar_type() || record->parameters.size() != parameters.size())
+      return false;
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (record->parameters[i] != parameters[i].unsafeGetTensorImpl()) return false;
     }

@@ -1,11 +1,10 @@
 // From DDP's buckets to the engine's jobs, and from a finished job to the reducer's future.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 #include <atomic>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <unordered_map>
 #include <vector>
 

@@ -63,8 +63,9 @@ void check_config(const WireConfig& config) {
   if (config.predivide != 0 && (config.wire != Wire::kFp16 || !(config.predivide > 0) ||
                                 !std::isfinite(static_cast<float>(1 / config.predivide)) ||
                                 !std::isfinite(static_cast<float>(config.predivide)))) {
-    throw std::invalid_argument("predivide=" + std::to_string(config.predivide) +
-                                " is not possible: it must be positive and finite, and only wire='fp16' has use for it");
+    throw std::invalid_argument(
+        "predivide=" + std::to_string(config.predivide) +
+        " is not possible: it must be positive and finite, and only wire='fp16' has use for it");
   }
   if (config.max_chunk_nbytes < 4096) {
     throw std::invalid_argument("chunk_nbytes=" + std::to_string(config.max_chunk_nbytes) +
@@ -86,8 +87,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
     const double predivide = config.predivide != 0 ? config.predivide : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.reduce_scale = static_cast<float>(predivide / p);
-    plan.layout = bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel,
-                                config.max_chunk_nbytes);
+    plan.layout =
+        bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel, config.max_chunk_nbytes);
     return plan;
   }
 
@@ -100,12 +101,13 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
     plan.in_place = dtype == GradDtype::kFloat32;
   } else {
     if (exact_numel != 0) {
-      throw std::invalid_argument("sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
-                                  "parameters: use sum='two-shot' or exempt=()");
+      throw std::invalid_argument(
+          "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
+          "parameters: use sum='two-shot' or exempt=()");
     }
-    const double predivide = config.predivide != 0     ? config.predivide
+    const double predivide = config.predivide != 0 ? config.predivide
                              : wire == Wire::kFp16 ? balanced_predivide(world_size)
-                                                       : 1;
+                                                   : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.unpack_scale = static_cast<float>(predivide / p);
   }
@@ -124,7 +126,8 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size, int64_t exact
 }
 
 int64_t sent_nbytes(const BucketPlan& plan, int world_size) {
-  const int64_t nbytes = plan.in_place ? plan.layout.lossy_numel * 4 : plan.layout.chunk_nbytes() * plan.layout.num_chunks;
+  const int64_t nbytes =
+      plan.in_place ? plan.layout.lossy_numel * 4 : plan.layout.chunk_nbytes() * plan.layout.num_chunks;
   return 2 * nbytes * (world_size - 1) / world_size;
 }
 

@@ -4,8 +4,8 @@
 // (exempt parameters, always fp32). Both are cut into the same chunks, and every chunk into one *part* for each owner:
 //
 //   bucket   = chunk 0 | chunk 1 | …          a chunk is what one collective carries; its size is bounded
-//   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; all-reduce: 1 part
-//   part     = exact fp32 | scales fp32 | codes      each section starts on a 16-byte boundary
+//   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; all-reduce: 1
+//   part part     = exact fp32 | scales fp32 | codes      each section starts on a 16-byte boundary
 //
 // Cuts fall on multiples of the block, counted from the start of the stream, so neither the block grid nor the sum
 // depends on the chunk size. Elements past the end of a stream are zeros.
@@ -32,9 +32,7 @@ inline constexpr int64_t kMaxBlockNumel = 4096;
 
 enum class Wire : uint8_t { kFp32, kBf16, kFp16, kInt8 };
 
-inline constexpr int64_t code_nbytes(Wire wire) {
-  return wire == Wire::kFp32 ? 4 : wire == Wire::kInt8 ? 1 : 2;
-}
+inline constexpr int64_t code_nbytes(Wire wire) { return wire == Wire::kFp32 ? 4 : wire == Wire::kInt8 ? 1 : 2; }
 
 // Wires that quantise carry one fp32 scale for every block of elements.
 inline constexpr bool has_scales(Wire wire) { return wire == Wire::kInt8; }
@@ -49,9 +47,8 @@ inline constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (valu
 inline void check_block_numel(int64_t block_numel) {
   const bool power_of_two = block_numel > 0 && (block_numel & (block_numel - 1)) == 0;
   if (!power_of_two || block_numel < kMinBlockNumel || block_numel > kMaxBlockNumel) {
-    throw std::invalid_argument(
-        "block=" + std::to_string(block_numel) + " is not possible: use a power of two from " +
-        std::to_string(kMinBlockNumel) + " to " + std::to_string(kMaxBlockNumel) + " elements");
+    throw std::invalid_argument("block=" + std::to_string(block_numel) + " is not possible: use a power of two from " +
+                                std::to_string(kMinBlockNumel) + " to " + std::to_string(kMaxBlockNumel) + " elements");
   }
 }
 

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusedcomm.handle import Handle, attach
     from fusedcomm.comm_state import CommState, comm_hook
     from fusedcomm.config import SUMS, WIRES
+    from fusedcomm.handle import Handle, attach
     from fusedcomm.stats import Stats
 
 __version__ = "0.1.0"

@@ -45,8 +45,8 @@ def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.ti
     except (RuntimeError, dist.DistStoreError):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return (
-            f"fusedcomm: rank(s) {missing} did not attach within {timeout.total_seconds():.0f} s: attach must be called "
-            "on every rank of the process group, the same number of times"
+            f"fusedcomm: rank(s) {missing} did not attach within {timeout.total_seconds():.0f} s: attach must be "
+            "called on every rank of the process group, the same number of times"
         )
     # As the others' records, so that tuples and lists compare equal.
     own = json.loads(json.dumps(own))
@@ -55,8 +55,8 @@ def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.ti
         if difference:
             field, on_rank_0, on_rank = difference
             return (
-                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0!r} on rank 0 and {on_rank!r} on rank {rank}. "
-                "Give every rank the same arguments, model and versions."
+                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0!r} on rank 0 and {on_rank!r} on rank "
+                f"{rank}. Give every rank the same arguments, model and versions."
             )
     return _OK
 

@@ -92,8 +92,8 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
     if not isinstance(bucket, dist.GradBucket):
         raise RuntimeError(
             f"fusedcomm.comm_hook was given a {type(bucket).__name__} instead of a GradBucket, as compiled autograd's "
-            "python reducer does, which ignores the result: set torch._dynamo.config.optimize_ddp to something other than "
-            "'python_reducer'"
+            "python reducer does, which ignores the result: set torch._dynamo.config.optimize_ddp to something other "
+            "than 'python_reducer'"
         )
     # The reducer takes nothing but a Python object from a hook that was registered in Python.
     return state.session().hook.run(bucket).then(_value)

@@ -29,13 +29,13 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
     backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
     if backend != "gloo":
         raise RuntimeError(
-            f"the process group's backend for {device.type} tensors is {backend or 'missing'} (group backend {name!r}); "
+            f"fusedcomm: the process group's backend for {device.type} tensors is {backend or 'missing'} (of {name!r}); "
             "fusedcomm moves cpu gradients over gloo: use init_process_group('gloo') or leave DDP's default all-reduce"
         )
 
 
 def private_store(process_group: dist.ProcessGroup) -> dist.Store:
-    """A prefix of the group's own store that no other attachment uses; attachments come in the same order everywhere."""
+    """A prefix of the group's own store for this attachment; all ranks attach in the same order."""
     _, store = c10d._world.pg_map[process_group]
     ours = dist.PrefixStore(f"fusedcomm/{process_group.group_name}", store)
     # Counted in the store and not in this process: a group made anew after another was destroyed starts again at 1.

@@ -3,7 +3,6 @@
 import warnings
 import weakref
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -165,8 +164,8 @@ class Handle:
 def _native_hook(state: object, bucket: object) -> None:
     """Stands in ``ddp._comm_hooks`` for the native hook, which Python never calls."""
     raise RuntimeError(
-        "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would be "
-        "ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
+        "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would "
+        "be ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
     )
 
 
@@ -228,8 +227,8 @@ def _refuse_options(ddp: DistributedDataParallel) -> None:
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise RuntimeError(
-            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a hook "
-            "returns; set it to something else before wrapping the model"
+            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a "
+            "hook returns; set it to something else before wrapping the model"
         )
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         raise RuntimeError(
@@ -251,14 +250,20 @@ def _synchronised_parameters(ddp: DistributedDataParallel, config: Config) -> li
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
     if devices and devices != ["cpu"]:
         raise RuntimeError(
-            f"fusedcomm: the module's gradients are on {devices[0]}; this build moves gradients on cpu only. Leave DDP's "
-            "default all-reduce on other devices."
+            f"fusedcomm: the module's gradients are on {devices[0]}; this build moves gradients on cpu only. Leave "
+            "DDP's default all-reduce on other devices."
         )
     config.check_patterns([p.name for p in parameters])
     return parameters
 
 
 def _bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
+    """The caps by which DDP rebuilds its buckets: one for each bucket, the last for all that follow."""
     if ddp is None:
         return None
-    return [dist._DEFAULT_FIRST_BUCKET_BYTES, ddp.bucket_bytes_cap]
+    config = getattr(ddp, "_bucket_config", None)
+    if config is not None:
+        return list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+    # torch 2.11
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return list(ddp.bucket_bytes_cap_list) or [first, ddp.bucket_bytes_cap]

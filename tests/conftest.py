@@ -10,4 +10,3 @@ def ranks():
     pool = Ranks(4)
     yield pool
     pool.close()
-

@@ -83,11 +83,14 @@ def incompatible(rank, world_size):
 
 def test_options_and_devices_that_cannot_combine_are_refused_by_name(ranks):
     for errors in ranks.run(incompatible, world_size=2):
-        assert [any(word in error for word in words) for error, words in zip(
-            errors,
-            (["mixed_precision="], ["_apply_optimizer_in_backward"], ["are on meta"], ["several devices"]),
-            strict=True,
-        )] == [True] * 4
+        assert [
+            any(word in error for word in words)
+            for error, words in zip(
+                errors,
+                (["mixed_precision="], ["_apply_optimizer_in_backward"], ["are on meta"], ["several devices"]),
+                strict=True,
+            )
+        ] == [True] * 4
 
 
 def copies(rank, world_size):

@@ -16,9 +16,9 @@ import fusedcomm
 
 NUM_STEPS = 100
 
-# Bound of |seen − exact| / max|exact| of one parameter's gradient (for int8: of all gradients). Two roundings of half a unit in the last place each,
-# the unit being 2⁻⁸ (bf16), 2⁻¹¹ (fp16) or 1/127 of the block's largest value (int8), and local gradients being up to
-# 8 times the mean here. Summing in bf16 on 3 ranks, or quantising a rank at a time, exceeds them.
+# Bound of |seen − exact| / max|exact| of one parameter's gradient (for int8: of all gradients). Two roundings of half a
+# unit in the last place each, the unit being 2⁻⁸ (bf16), 2⁻¹¹ (fp16) or 1/127 of the block's largest value (int8), and
+# local gradients being up to 8 times the mean here. Quantising a rank at a time exceeds them.
 TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127}
 
 

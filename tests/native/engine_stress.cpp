@@ -20,14 +20,14 @@ using namespace fusedcomm;
 
 namespace {
 
-#define REQUIRE(condition, ...)                                                  \
-  do {                                                                           \
-    if (!(condition)) {                                                          \
-      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);       \
-      std::fprintf(stderr, __VA_ARGS__);                                         \
-      std::fprintf(stderr, "\n");                                                \
-      std::abort();                                                              \
-    }                                                                            \
+#define REQUIRE(condition, ...)                                            \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fprintf(stderr, "\n");                                          \
+      std::abort();                                                        \
+    }                                                                      \
   } while (0)
 
 // Collectives between threads: the last rank to arrive hands the meeting to a thread of the network, which waits a
@@ -186,8 +186,8 @@ int train(Engine& engine, const std::vector<std::pair<int64_t, int64_t>>& shapes
         }
         const bool lossy = engine.config().wire == Wire::kInt8 && static_cast<int64_t>(i) >= buckets[b]->exact_numel;
         const double tolerance = lossy ? 2 * largest / 127 : 1e-6;
-        REQUIRE(std::fabs(buckets[b]->gradients[i] - mean) <= tolerance, "step %d bucket %zu element %zu: %g, not %g", step,
-                b, i, buckets[b]->gradients[i], mean);
+        REQUIRE(std::fabs(buckets[b]->gradients[i] - mean) <= tolerance, "step %d bucket %zu element %zu: %g, not %g",
+                step, b, i, buckets[b]->gradients[i], mean);
       }
     }
   }
