@@ -21,7 +21,7 @@ PIP_ARGS ?=
 ARGS ?=
 
 # What `VENV=` looks for; the targets below add theirs.
-PACKAGES := torch>=2.11 setuptools>=77 ninja numpy
+PACKAGES := torch>=2.11 setuptools>=65 ninja numpy
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

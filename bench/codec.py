@@ -65,6 +65,14 @@ def torch_reduce(wire: str, codes: torch.Tensor, scales: torch.Tensor | None) ->
 
 
 def torch_decode(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Decoded and divided by the world size, in fresh memory, as an eager hook does; `out` is not used."""
+    if wire == "int8":
+        return (codes.view(-1, BLOCK) * scales).div_(NUM_RANKS)
+    return codes.to(torch.float32, copy=True).div_(NUM_RANKS)
+
+
+def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Decoded into the bucket, nothing more: what the stock hooks do after their sum."""
     if wire == "int8":
         return out.view(-1, BLOCK).copy_(codes.view(-1, BLOCK) * scales)
     return out.copy_(codes)
@@ -169,16 +177,20 @@ def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     views = [sections(layout, buffer) for buffer in packed]
     case = Case(f"unpack/{wire}", numel, numel * 4 + layout.chunk_nbytes, num_buffers, {}, {})
 
-    def is_right() -> bool:
-        return torch.equal(grads[0], reference.unpack(layout, 0, packed[0], 1.0, torch.float32)[0])
+    mean = 1 / NUM_RANKS
 
-    case.impls["fusedcomm"] = lambda i: codec.unpack(layout, 0, packed[i], 1.0, [grads[i]], [])
-    case.checks["fusedcomm"] = is_right
+    def expected(scale: float) -> torch.Tensor:
+        return reference.unpack(layout, 0, packed[0], scale, torch.float32)[0]
+
+    case.impls["fusedcomm"] = lambda i: codec.unpack(layout, 0, packed[i], mean, [grads[i]], [])
+    case.checks["fusedcomm"] = lambda: torch.equal(grads[0], expected(mean))
     add_memcpy(case)
     for name, wrap in torch_impls.items():
         function = wrap(torch_decode)
         case.impls[name] = lambda i, function=function: function(wire, *views[i], grads[i])
-        case.checks[name] = is_right
+        case.checks[name] = lambda name=name: torch.equal(case.impls[name](0).view(-1), expected(mean))
+    case.impls["torch copy_"] = lambda i: torch_copy(wire, *views[i], grads[i])
+    case.checks["torch copy_"] = lambda: torch.equal(grads[0], expected(1.0))
     return case
 
 

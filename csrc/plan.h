@@ -40,7 +40,8 @@ struct BucketPlan {
   std::string reason;  // why not what the configuration's wire would lead one to expect; empty if it is
 };
 
-// Buckets of at most this many gradient bytes are summed exactly when the sum is left to us: see bench/small_bucket.py.
+// Buckets of at most this many gradient bytes are summed exactly when the sum is left to us: on them an exact
+// all-reduce takes as long as the two collectives of a two-shot (bench/hook_overhead.py --ranks 2, buckets of 4 KiB).
 inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 
 // Throws std::invalid_argument naming the field, its value and what is possible.

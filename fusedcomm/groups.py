@@ -29,7 +29,7 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
     backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
     if backend != "gloo":
         raise RuntimeError(
-            f"fusedcomm: the process group's backend for {device.type} tensors is {backend or 'missing'} (of {name!r}); "
+            f"fusedcomm: the process group's backend for {device.type} tensors is {backend!r} (of {name!r}); "
             "fusedcomm moves cpu gradients over gloo: use init_process_group('gloo') or leave DDP's default all-reduce"
         )
 
