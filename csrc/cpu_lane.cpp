@@ -112,18 +112,23 @@ void CpuLane::loop() {
 }
 
 void CpuLane::stop(std::exception_ptr reason) {
+  std::lock_guard<std::mutex> one_at_a_time(stop_mutex_);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stop_reason_) stop_reason_ = std::move(reason);
   }
   wake_.notify_one();
   if (thread_.joinable()) thread_.join();
-  // The thread is gone and push() refuses: the queue is ours.
-  for (Item& item : queue_) {
+  // The thread is gone and push() refuses, but an event may still wake this lane and look at the queue.
+  std::deque<Item> abandoned;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    abandoned.swap(queue_);
+  }
+  for (Item& item : abandoned) {
     if (item.after) item.after->unsubscribe(this);
     item.work(stop_reason_);
   }
-  queue_.clear();
 }
 
 }  // namespace fusedcomm

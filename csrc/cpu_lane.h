@@ -61,7 +61,8 @@ class CpuLane : public Lane {
   void loop();
   bool head_is_ready() const;
 
-  std::mutex mutex_;
+  std::mutex stop_mutex_;
+  std::mutex mutex_;  // the queue and the reason
   std::condition_variable wake_;
   std::deque<Item> queue_;
   std::exception_ptr stop_reason_;
