@@ -26,7 +26,7 @@ struct WireConfig {
   Sum sum = Sum::kAuto;
   int64_t block_numel = kDefaultBlockNumel;
   double predivide = 0;  // fp16 only; 0: chosen here
-  int64_t max_chunk_nbytes = 1 << 20;
+  int64_t max_chunk_nbytes = 512 << 10;
   int64_t num_slots = 4;  // chunks that may be under way at once
 };
 

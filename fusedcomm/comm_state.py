@@ -35,7 +35,7 @@ class CommState:
         exempt: tuple[str, ...] | None = None,
         block: int = 128,
         predivide: float | str = "auto",
-        chunk_nbytes: int = 1 << 20,
+        chunk_nbytes: int | None = None,
         chunks_in_flight: int = 4,
         codec_threads: int | None = None,
         isa: str | None = None,

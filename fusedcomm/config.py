@@ -19,6 +19,11 @@ _DEFAULT_EXEMPT = {"int8": (ONE_DIMENSIONAL,)}
 
 MAX_CODEC_THREADS = 4
 
+# What a chunk carries to each rank by default. Two network namespaces, one 32 MiB bucket, int8 two-shot, a step's
+# speed-up over DDP's default at 1 and 10 Gbit/s by chunk: 128 KiB ×2.4 ×1.1, 512 KiB ×2.9 ×1.55, 1 MiB ×2.8 ×1.5.
+CHUNK_NBYTES_PER_RANK = 256 << 10
+MIN_DEFAULT_CHUNK_NBYTES, MAX_DEFAULT_CHUNK_NBYTES = 512 << 10, 8 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -34,7 +39,7 @@ class Config:
     exempt: tuple[str, ...] | None = None
     block: int = 128
     predivide: float | str = "auto"
-    chunk_nbytes: int = 1 << 20
+    chunk_nbytes: int | None = None
     chunks_in_flight: int = 4
 
     def __post_init__(self) -> None:
@@ -53,6 +58,8 @@ class Config:
             )
         for field in ("block", "chunk_nbytes", "chunks_in_flight"):
             value = getattr(self, field)
+            if field == "chunk_nbytes" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
         if self.predivide != "auto" and (
@@ -66,15 +73,20 @@ class Config:
                 f"sum='direct' adds the whole bucket in {self.wire} and cannot carry exempt={self.exempt!r} exactly: "
                 "use sum='two-shot' or exempt=()"
             )
-        self.native()
+        self.native(world_size=1)
 
-    def native(self) -> "_C.WireConfig":
+    def chunk_nbytes_for(self, world_size: int) -> int:
+        if self.chunk_nbytes is not None:
+            return self.chunk_nbytes
+        return min(max(CHUNK_NBYTES_PER_RANK * world_size, MIN_DEFAULT_CHUNK_NBYTES), MAX_DEFAULT_CHUNK_NBYTES)
+
+    def native(self, world_size: int) -> "_C.WireConfig":
         return _C.WireConfig(
             wire=self.wire,
             sum=self.sum,
             block=self.block,
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
-            chunk_nbytes=self.chunk_nbytes,
+            chunk_nbytes=self.chunk_nbytes_for(world_size),
             chunks_in_flight=self.chunks_in_flight,
         )
 

@@ -28,7 +28,7 @@ def attach(
     exempt: tuple[str, ...] | None = None,
     block: int = 128,
     predivide: float | str = "auto",
-    chunk_nbytes: int = 1 << 20,
+    chunk_nbytes: int | None = None,
     chunks_in_flight: int = 4,
     codec_threads: int | None = None,
     isa: str | None = None,
@@ -46,7 +46,8 @@ def attach(
         block: elements that share a scale; a power of two from 32 to 4096. Only int8 uses it.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
-        chunk_nbytes: most bytes of a bucket that one collective carries, at least 4096.
+        chunk_nbytes: most bytes of a bucket that one collective carries, at least 4096. None: 256 KiB for each rank,
+            from 512 KiB to 8 MiB in all.
         chunks_in_flight: chunks under way at once, 1 to 64. Scratch memory is 2 · chunk_nbytes · chunks_in_flight.
         codec_threads: threads that share a codec stage; None: the environment, else by the cores of this host.
         isa: instruction set of the codec; None: the environment, else the best this machine has.

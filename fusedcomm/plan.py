@@ -21,7 +21,7 @@ class BucketRow:
     sum: str
     num_chunks: int
     sent_nbytes: int
-    """Bytes this rank sends for it in one step, or None-like 0 where the transport alone decides (sparse)."""
+    """Bytes this rank sends for it in one step; for sparse gradients, what a dense one would send."""
     reason: str
     """Why it does not travel in the configured wire; empty if it does."""
 
@@ -52,7 +52,8 @@ class Plan:
         config = self.config
         lines = [
             f"fusedcomm: wire {config.wire}, sum {config.sum}, {self.world_size} ranks, codec {self.isa} × "
-            f"{self.codec_threads} thread(s), scratch {self.scratch_nbytes / _MIB:.1f} MiB"
+            f"{self.codec_threads} thread(s), chunks of {config.chunk_nbytes_for(self.world_size) >> 10} KiB, "
+            f"scratch {self.scratch_nbytes / _MIB:.1f} MiB"
         ]
         lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>6} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
         for index, row in enumerate(self.buckets):
@@ -110,7 +111,7 @@ def _row(
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _foreign_row(world_size, names, dtype, numel)
     like = torch.empty(0, dtype=dtype)
-    plan = _C.plan_bucket(config.native(), world_size, like, exact_numel, numel - exact_numel)
+    plan = _C.plan_bucket(config.native(world_size), world_size, like, exact_numel, numel - exact_numel)
     return _planned_row(world_size, names, dtype, numel, plan, plan.layout)
 
 

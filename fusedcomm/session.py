@@ -64,7 +64,7 @@ class Session:
         channels = groups.make_channels(process_group, device, store)
         known = parameters or []
         self.hook = _C.GradHook(
-            config=cfg.native(),
+            config=cfg.native(self.world_size),
             scatter=channels.scatter,
             gather=channels.gather,
             parameters=[(p.tensor, p.name, p.exempt) for p in known],
