@@ -66,7 +66,12 @@ def incompatible(rank, world_size):
     from torch.nn.parallel.distributed import _MixedPrecision
 
     seen = []
-    mixed = DistributedDataParallel(Mlp(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    if torch.version.cuda and not torch.cuda.is_available():
+        mixed = DistributedDataParallel(Mlp())  # such a build cannot make one, for want of a stream
+        mixed.mixed_precision = precision
+    else:
+        mixed = DistributedDataParallel(Mlp(), mixed_precision=precision)
     model = Mlp()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     moved = DistributedDataParallel(Mlp())
