@@ -44,6 +44,8 @@ void bind_plan(py::module_& m) {
         return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel, lossy_numel);
       },
       py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
+  m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"), py::arg("exact_numel"),
+        py::arg("lossy_numel"));
   m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
 }
 

@@ -1,0 +1,76 @@
+"""How a bucket's way is chosen, and that a workspace holds every chunk."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedcomm.config import WIRES, Config
+from fusedcomm.native import _C
+
+FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
+LARGE = 1 << 20
+
+
+def plan(world_size: int, like: torch.Tensor, exact_numel: int, lossy_numel: int, **config) -> "_C.BucketPlan":
+    return _C.plan_bucket(Config(**config).native(world_size), world_size, like, exact_numel, lossy_numel)
+
+
+@pytest.mark.parametrize(
+    ("wire", "world_size", "like", "exact_numel", "lossy_numel", "expected"),
+    [
+        ("fp32", 4, FP32, 0, LARGE, ("exact", True)),
+        ("fp32", 4, BF16, 0, LARGE, ("two-shot", False)),
+        ("bf16", 2, FP32, 0, LARGE, ("direct", False)),
+        ("bf16", 3, FP32, 0, LARGE, ("two-shot", False)),
+        ("bf16", 2, FP32, 8, LARGE, ("two-shot", False)),
+        ("fp16", 2, BF16, 0, LARGE, ("direct", False)),
+        ("int8", 2, FP32, 0, LARGE, ("two-shot", False)),
+        ("int8", 2, FP32, 8, LARGE, ("two-shot", False)),
+        ("int8", 2, FP32, LARGE, 0, ("exact", True)),
+        ("int8", 2, FP32, 0, _C.SMALL_BUCKET_NBYTES // 4, ("exact", True)),
+        ("int8", 2, FP32, 0, _C.SMALL_BUCKET_NBYTES // 4 + 1, ("two-shot", False)),
+    ],
+)
+def test_the_sum_is_chosen_by_wire_world_size_and_bytes(wire, world_size, like, exact_numel, lossy_numel, expected):
+    chosen = plan(world_size, like, exact_numel, lossy_numel, wire=wire)
+    assert (chosen.sum, chosen.in_place) == expected
+    explained = chosen.sum == "exact" and wire != "fp32"
+    assert bool(chosen.reason) == explained
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 512])
+def test_the_scales_of_every_way_make_a_mean(world_size):
+    for config, like in (
+        ({"wire": "fp32"}, FP32),
+        ({"wire": "fp16", "sum": "direct"}, FP32),
+        ({"wire": "fp16", "sum": "direct", "predivide": 3.0}, FP32),
+        ({"wire": "fp16", "sum": "two-shot", "predivide": 0.25}, FP32),
+        ({"wire": "int8"}, BF16),
+    ):
+        chosen = plan(world_size, like, 0, LARGE, **config)
+        product = chosen.pack_scale * chosen.reduce_scale * chosen.unpack_scale
+        assert product == pytest.approx(1 / world_size, rel=1e-6)
+
+
+@pytest.mark.parametrize(("world_size", "predivide"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (16, 4), (512, 32)])
+def test_fp16_direct_divides_by_about_the_root_of_the_world_size(world_size, predivide):
+    assert plan(world_size, FP32, 0, LARGE, wire="fp16", sum="direct").pack_scale == 1 / predivide
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    wire=st.sampled_from(WIRES),
+    like=st.sampled_from([FP32, BF16]),
+    block=st.sampled_from([32, 128, 4096]),
+    world_size=st.integers(1, 600),
+    chunk_nbytes=st.integers(4096, 1 << 21),
+    most=st.tuples(st.integers(0, 1 << 18), st.integers(0, 1 << 22)),
+    share=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, chunk_nbytes, most, share):
+    config = Config(wire=wire, block=block, chunk_nbytes=chunk_nbytes).native(world_size)
+    exact, lossy = (int(numel * part) for numel, part in zip(most, share, strict=True))
+    chosen = _C.plan_bucket(config, world_size, like, exact, lossy)
+    if not chosen.in_place:
+        assert chosen.layout.chunk_nbytes <= _C.workspace_nbytes(config, world_size, *most)
