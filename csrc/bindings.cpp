@@ -7,6 +7,7 @@
 
 #include "codec_bindings.h"
 #include "ddp_hook.h"
+#include "grad_dtype.h"
 #include "wire_names.h"
 
 namespace fusedcomm {

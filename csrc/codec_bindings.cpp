@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "codec.h"
+#include "grad_dtype.h"
 #include "wire_names.h"
 
 namespace fusedcomm {
@@ -29,24 +30,11 @@ std::byte* wire_bytes(const at::Tensor& tensor, int64_t nbytes, const char* name
   return data;
 }
 
-GradDtype dtype_of(const at::Tensor& slice) {
-  switch (slice.scalar_type()) {
-    case at::kFloat:
-      return GradDtype::kFloat32;
-    case at::kBFloat16:
-      return GradDtype::kBFloat16;
-    case at::kHalf:
-      return GradDtype::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, "a slice must be float32, bfloat16 or float16, not ", slice.scalar_type());
-  }
-}
-
 Stream stream_of(const std::vector<at::Tensor>& slices) {
   Stream stream;
   for (const at::Tensor& slice : slices) {
     check_on_cpu(slice, "a slice");
-    stream.append(slice.data_ptr(), slice.numel(), dtype_of(slice));
+    stream.append(slice.data_ptr(), slice.numel(), grad_dtype_of(slice.scalar_type()));
   }
   return stream;
 }

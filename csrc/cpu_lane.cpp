@@ -105,6 +105,8 @@ void CpuLane::loop() {
     Item item = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
+    // Waits for the event's complete() to have left this lane, which might be destroyed once the item has run.
+    if (item.after) item.after->unsubscribe(this);
     item.work(item.after ? item.after->error() : nullptr);
     item = {};  // what the closure holds (buffers, the bucket's tensor) is released here, not while waiting
     lock.lock();

@@ -93,6 +93,12 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
   job->submitted = Clock::now();
   if (auto error = failure_->get()) return finish(job, error);
 
+  if (!job->plan.in_place && job->plan.layout.chunk_nbytes() > slot_nbytes_) {
+    return finish(job, failure_->fail(*job, "planning", 0,
+                                      std::make_exception_ptr(std::length_error(
+                                          "a chunk of " + std::to_string(job->plan.layout.chunk_nbytes()) +
+                                          " bytes does not fit a workspace of " + std::to_string(slot_nbytes_)))));
+  }
   EventPtr end;
   if (job->plan.in_place) {
     end = submit_in_place(job);

@@ -8,14 +8,13 @@
 #include <utility>
 
 #include "foreign.h"
+#include "grad_dtype.h"
 
 namespace fusedcomm {
 namespace {
 
 bool carried_by_codec(const at::Tensor& buffer) {
-  if (buffer.layout() != at::kStrided) return false;
-  const auto dtype = buffer.scalar_type();
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  return buffer.layout() == at::kStrided && has_wire_format(buffer.scalar_type());
 }
 
 // Elements the parameter has in its bucket's buffer: complex buckets arrive as floats of twice the numel.
@@ -31,20 +30,20 @@ std::shared_ptr<const std::string> make_label(size_t index, const BucketRecord& 
 }
 
 template <typename T>
-int64_t count_nonfinite(const T* values, int64_t numel) {
+int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
   int64_t count = 0;
-  for (int64_t i = 0; i < numel; ++i) count += !std::isfinite(static_cast<float>(values[i]));
+  for (int64_t i = 0; i < numel; ++i) count += !std::isfinite(static_cast<float>(values[i]) * scale);
   return count;
 }
 
-int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel) {
+int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel, float scale) {
   switch (flat.scalar_type()) {
     case at::kFloat:
-      return count_nonfinite(flat.const_data_ptr<float>() + begin, numel);
+      return count_nonfinite(flat.const_data_ptr<float>() + begin, numel, scale);
     case at::kBFloat16:
-      return count_nonfinite(flat.const_data_ptr<at::BFloat16>() + begin, numel);
+      return count_nonfinite(flat.const_data_ptr<at::BFloat16>() + begin, numel, scale);
     default:
-      return count_nonfinite(flat.const_data_ptr<at::Half>() + begin, numel);
+      return count_nonfinite(flat.const_data_ptr<at::Half>() + begin, numel, scale);
   }
 }
 
@@ -55,6 +54,8 @@ void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, con
   Range lossy{layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last_part).end};
   const Range exact{layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last_part).end};
   if (job.plan.in_place) lossy = {0, flat.numel()};
+  // In place they have been scaled already.
+  const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
   int64_t lossy_seen = 0, exact_seen = 0;
   for (const BucketRecord::Member& member : record.members) {
     const bool in_exact = member.state->exempt && layout.exact_numel != 0;
@@ -63,26 +64,13 @@ void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, con
     const int64_t begin = std::max(range.begin, seen);
     const int64_t end = std::min(range.end, seen + member.numel);
     if (begin < end) {
-      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - seen, end - begin);
+      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - seen, end - begin, scale);
     }
     seen += member.numel;
   }
 }
 
 }  // namespace
-
-GradDtype grad_dtype_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return GradDtype::kFloat32;
-    case at::kBFloat16:
-      return GradDtype::kBFloat16;
-    case at::kHalf:
-      return GradDtype::kFloat16;
-    default:
-      TORCH_CHECK_VALUE(false, "fusedcomm: gradients of dtype ", dtype, " have no wire format");
-  }
-}
 
 GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
                    const std::vector<Parameter>& parameters, bool exempt_1d)
@@ -230,11 +218,10 @@ void GradHook::restore_nonfinite(const std::vector<ParameterCount>& counts) {
   std::unordered_map<std::string, ParameterState*> by_name;
   for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
   for (const ParameterCount& count : counts) {
-    const auto found = by_name.find(count.name);
-    TORCH_CHECK_VALUE(found != by_name.end(), "fusedcomm: the state has a parameter '", count.name,
+    TORCH_CHECK_VALUE(by_name.count(count.name) != 0, "fusedcomm: the state has a parameter '", count.name,
                       "' which this model does not have");
-    found->second->num_nonfinite = count.num_nonfinite;
   }
+  for (const ParameterCount& count : counts) by_name[count.name]->num_nonfinite = count.num_nonfinite;
 }
 
 std::vector<std::shared_ptr<const BucketRecord>> GradHook::buckets() const {

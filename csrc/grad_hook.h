@@ -13,9 +13,6 @@
 
 namespace fusedcomm {
 
-// fp32, bf16 and fp16 gradients are the codec's; anything else throws.
-GradDtype grad_dtype_of(at::ScalarType dtype);
-
 // What is known of one parameter. Keyed by the parameter, never by its bucket: buckets are rebuilt and renumbered.
 struct ParameterState {
   at::Tensor parameter;  // held, so that its address stays its own

@@ -10,7 +10,10 @@ import json
 import torch.distributed as dist
 
 _OK = "ok"
+# The key of a record that says nothing but why its rank cannot attach.
+PROBLEM = "problem"
 # Rank 0 needs a moment to notice that a rank is missing and to say so; the others wait that much longer.
+_MAX_SHOWN = 300  # characters of a value in an error
 _MARGIN = datetime.timedelta(seconds=15)
 
 
@@ -50,12 +53,17 @@ def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.ti
         )
     # As the others' records, so that tuples and lists compare equal.
     own = json.loads(json.dumps(own))
-    for rank, key in enumerate(keys):
-        difference = _first_difference(own, json.loads(store.get(key)))
+    records = [json.loads(store.get(key)) for key in keys]
+    for rank, record in enumerate(records):
+        if PROBLEM in record:
+            return f"fusedcomm: rank {rank} cannot attach: {record[PROBLEM]}"
+    for rank, record in enumerate(records):
+        difference = _first_difference(own, record)
         if difference:
             field, on_rank_0, on_rank = difference
+            on_rank_0, on_rank = repr(on_rank_0)[:_MAX_SHOWN], repr(on_rank)[:_MAX_SHOWN]
             return (
-                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0!r} on rank 0 and {on_rank!r} on rank "
+                f"fusedcomm: the ranks do not agree: {field} is {on_rank_0} on rank 0 and {on_rank} on rank "
                 f"{rank}. Give every rank the same arguments, model and versions."
             )
     return _OK

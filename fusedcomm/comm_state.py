@@ -20,7 +20,8 @@ class CommState:
     Args:
         wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa: as for
             :func:`fusedcomm.attach`.
-        process_group: the group that DDP uses; None: the default group.
+        process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
+            attribute of this name to the new one: a hook cannot see it.
         module: the model, needed only if `exempt` has patterns of names: a hook sees parameters without names.
 
     Raises:
@@ -52,11 +53,20 @@ class CommState:
         self._module = module
         self._codec_threads, self._isa = codec_threads, isa
         self._session: Session | None = None
+        self._lost: list[str] = []  # of a copy: arguments that could not be copied
 
     def session(self) -> Session:
-        """The running engine; the first call starts it, on every rank alike."""
+        """The running engine. The first call, and the first after the group has changed, starts it on every rank."""
+        if self._lost:
+            raise RuntimeError(
+                f"this CommState is a copy, and {' and '.join(self._lost)} did not come along: make a new one with the "
+                "same arguments"
+            )
+        group = self.process_group if self.process_group is not None else dist.group.WORLD
+        if self._session is not None and self._session.process_group is not group:
+            self._session.stop("its CommState moved to another process group")
+            self._session = None
         if self._session is None:
-            group = self.process_group if self.process_group is not None else dist.group.WORLD
             self._session = Session(self.config, group, self._parameters(), self._isa, self._codec_threads)
         return self._session
 
@@ -74,7 +84,9 @@ class CommState:
     def __getstate__(self) -> dict:
         # A copy is a configuration; the engine, the group and the model stay with the original.
         state = copy.copy(self.__dict__)
-        state.update(process_group=None, _module=None, _session=None)
+        held = {"process_group": self.process_group, "module": self._module}
+        lost = [name for name, value in held.items() if value is not None]
+        state.update(process_group=None, _module=None, _session=None, _lost=self._lost + lost)
         return state
 
 

@@ -119,7 +119,10 @@ def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def choose_isa(isa: str | None) -> str:
-    return env.isa() if isa is None else isa
+    """The argument, else the environment. Raises ValueError for what this machine cannot run."""
+    chosen = env.isa() if isa is None else isa
+    _check_choice("isa", chosen, ("auto", *_C.available_isas()))
+    return chosen
 
 
 def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:

@@ -46,15 +46,17 @@ def attach(
         block: elements that share a scale; a power of two from 32 to 4096. Only int8 uses it.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
-        chunk_nbytes: most bytes of a bucket that one collective carries, at least 4096. None: 256 KiB for each rank,
-            from 512 KiB to 8 MiB in all.
-        chunks_in_flight: chunks under way at once, 1 to 64. Scratch memory is 2 · chunk_nbytes · chunks_in_flight.
+        chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 256 KiB for each
+            rank, from 512 KiB to 8 MiB in all. A bucket summed exactly in its own memory is not cut.
+        chunks_in_flight: chunks under way at once, 1 to 64. Scratch is about 2 · chunk_nbytes · chunks_in_flight.
         codec_threads: threads that share a codec stage; None: the environment, else by the cores of this host.
         isa: instruction set of the codec; None: the environment, else the best this machine has.
         quiet: do not print the plan on rank 0.
 
     Returns:
         A handle with ``stats()``, ``plan()``, ``detach()``, ``state_dict()`` and ``load_state_dict()``.
+
+    The mean is over the ranks of DDP's group: ``Join(divide_by_initial_world_size=False)`` cannot be seen by a hook.
 
     Raises:
         TypeError: `ddp` is not a DistributedDataParallel.
@@ -106,10 +108,12 @@ class Handle:
         # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
         self._registered = (_native_hook, None)
         ddp._comm_hooks.append(self._registered)
-        self._guard = ddp.register_forward_pre_hook(_ForwardGuard())
+        # Stays when detached, and comes along with a copy.
+        if not any(isinstance(hook, _ForwardGuard) for hook in ddp._forward_pre_hooks.values()):
+            ddp.register_forward_pre_hook(_ForwardGuard())
 
     def stats(self) -> Stats:
-        """Counts and times of this rank since attach."""
+        """Counts and times of this rank since attach, or since the module moved to another process group."""
         return self._session.stats()
 
     def plan(self) -> Plan:
@@ -119,7 +123,8 @@ class Handle:
     def detach(self) -> None:
         """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.
 
-        Idempotent. ``attach`` may be called on the module again.
+        Idempotent. ``attach`` may be called on the module again. Sparse gradients then go through the backend's own
+        sparse all-reduce, as under DDP's default.
         """
         if not self._attached:
             return
@@ -129,14 +134,12 @@ class Handle:
             self._target.set(None, ddp.process_group)
             ddp._comm_hooks.remove(self._registered)
             _handles.pop(ddp, None)
-        self._guard.remove()
         self._session.stop("fusedcomm was detached")
 
     def state_dict(self) -> dict:
         """State by parameter name, for a checkpoint: independent of buckets and world size."""
         return {
             "version": STATE_VERSION,
-            "wire": self._session.config.wire,
             "nonfinite": self._session.hook.nonfinite_by_parameter(),
         }
 
@@ -146,7 +149,7 @@ class Handle:
         Raises:
             ValueError: another version, a missing key, or a parameter this model does not have.
         """
-        missing = {"version", "wire", "nonfinite"} - state.keys()
+        missing = {"version", "nonfinite"} - state.keys()
         if missing:
             raise ValueError(f"not a fusedcomm state: {sorted(missing)} missing, found {sorted(state)}")
         if state["version"] != STATE_VERSION:
@@ -156,10 +159,13 @@ class Handle:
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
         old = self._session
+        new = Session(old.config, ddp.process_group, old.parameters, self._isa, self._codec_threads)
+        known = {parameter.name for parameter in new.parameters or []}
+        counts = {name: count for name, count in old.hook.nonfinite_by_parameter().items() if name in known}
+        new.hook.restore_nonfinite(counts)
+        self._target.set(new.hook, ddp.process_group)
+        self._session = new
         old.stop("the module moved to another process group")
-        self._session = Session(old.config, ddp.process_group, old.parameters, self._isa, self._codec_threads)
-        self._session.hook.restore_nonfinite(old.hook.nonfinite_by_parameter())
-        self._target.set(self._session.hook, ddp.process_group)
 
 
 def _native_hook(state: object, bucket: object) -> None:
@@ -178,7 +184,9 @@ class _ForwardGuard:
 
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = _handles.get(ddp)
-        if handle is None:
+        if handle is None and ddp in _targets:
+            _targets[ddp].set(None, ddp.process_group)  # detached: as DDP's default would, follow its group
+        elif handle is None:
             self._warn_lost()
         elif handle._session.process_group is not ddp.process_group:
             handle._follow_process_group(ddp)

@@ -13,7 +13,8 @@ from fusedcomm import agreement, config, groups, plan, stats
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 
-# More elements than any bucket has: without the model the workspaces are bounded by the chunk alone.
+# More elements than any bucket has: the chunk alone bounds the workspaces, since what a reducer will bring cannot be
+# told for sure from the module (parameters frozen, tied or ignored since it was made).
 _ANY_NUMEL = 1 << 40
 
 _running: "weakref.WeakSet[Session]" = weakref.WeakSet()
@@ -24,11 +25,6 @@ class NamedParameter:
     name: str
     tensor: torch.Tensor
     exempt: bool
-
-    @property
-    def bucket_numel(self) -> int:
-        """Elements in its bucket: a complex parameter travels as twice as many real ones."""
-        return self.tensor.numel() * (2 if self.tensor.is_complex() else 1)
 
 
 class Session:
@@ -55,12 +51,22 @@ class Session:
         self.config = cfg
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.isa = config.choose_isa(isa)
-        self.codec_threads = config.choose_codec_threads(codec_threads, self.world_size)
         self.parameters = parameters
-
+        # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
+        problem = None
+        try:
+            self.isa = config.choose_isa(isa)
+            self.codec_threads = config.choose_codec_threads(codec_threads, self.world_size)
+        except ValueError as error:
+            problem = error
         store = groups.private_store(process_group)
-        agreement.agree(store, self.rank, self.world_size, self._record(), groups.group_timeout(process_group, device))
+        record = self._record() if problem is None else {agreement.PROBLEM: str(problem)}
+        try:
+            agreement.agree(store, self.rank, self.world_size, record, groups.group_timeout(process_group, device))
+        except RuntimeError:
+            if problem is not None:
+                raise problem from None
+            raise
         channels = groups.make_channels(process_group, device, store)
         known = parameters or []
         self.hook = _C.GradHook(
@@ -69,10 +75,8 @@ class Session:
             gather=channels.gather,
             parameters=[(p.tensor, p.name, p.exempt) for p in known],
             exempt_1d=cfg.exempt_1d,
-            max_exact_numel=sum(p.bucket_numel for p in known if p.exempt) if parameters is not None else _ANY_NUMEL,
-            max_lossy_numel=sum(p.bucket_numel for p in known if not p.exempt)
-            if parameters is not None
-            else _ANY_NUMEL,
+            max_exact_numel=_ANY_NUMEL,
+            max_lossy_numel=_ANY_NUMEL,
             isa=self.isa,
             codec_threads=self.codec_threads,
         )

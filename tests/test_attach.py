@@ -1,5 +1,6 @@
 """``fusedcomm.attach`` and its handle."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -66,6 +67,12 @@ def test_comm_state_needs_the_module_for_names():
         fusedcomm.CommState(wire="bf16", exempt=("embed*",))
     with pytest.raises(TypeError, match="CommState as its state, not dict"):
         fusedcomm.comm_hook({}, None)
+
+
+def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
+    state = fusedcomm.CommState(exempt=("0.weight",), module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="is a copy, and module did not come along"):
+        copy.deepcopy(state).session()
 
 
 def test_an_environment_variable_out_of_range_is_named(monkeypatch):

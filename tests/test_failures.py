@@ -122,6 +122,20 @@ def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, 
         assert word in errors[0]
 
 
+def wrong_on_one_rank(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5,)))
+    try:
+        fusedcomm.attach(ddp, isa="sse9" if rank == 1 else None)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_is_wrong_on_one_rank_alone_is_an_error_on_all(ranks):
+    errors = ranks.run(wrong_on_one_rank, world_size=3)
+    assert errors[1].startswith("ValueError: isa='sse9'")
+    assert errors[0] == errors[2] and "rank 1 cannot attach: isa='sse9'" in errors[0]
+
+
 def absent(rank, world_size):
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=2))
     ddp = DistributedDataParallel(Gradients((5,)), process_group=group)

@@ -365,3 +365,46 @@ def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
     outcome = ranks.run(joined, wire, world_size=2)
     assert outcome[0] == [[[4.0], [8.0]]] * 2
     assert outcome[1] == [[[4.0], [8.0]]] * 2 + [[[2.0], [4.0]]] * 3
+
+
+def frozen_after_wrapping(rank, world_size):
+    """The reducer keeps a parameter that was frozen since: its bucket is larger than the module lets one think."""
+    ddp = DistributedDataParallel(Gradients((600, 700), (64,)), find_unused_parameters=True)
+    ddp.module.weights[0].requires_grad_(False)
+    fusedcomm.attach(ddp, wire="int8", exempt=())
+    ddp([torch.ones(600, 700), torch.full((64,), float(rank))]).backward()
+    return ddp.module.weights[1].grad.unique().tolist()
+
+
+def test_a_parameter_frozen_after_wrapping_still_travels(ranks):
+    for seen in ranks.run(frozen_after_wrapping, world_size=2):
+        assert seen == pytest.approx([0.5], abs=0.01)
+
+
+def moved_while_detached(rank, world_size):
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients((6000,)))
+    fusedcomm.attach(ddp).detach()
+    ddp._update_process_group(subgroup)
+    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist() if rank < 2 else None
+
+
+def test_a_detached_module_follows_its_group_as_ddps_default_does(ranks):
+    assert ranks.run(moved_while_detached, world_size=3) == [[0.5], [0.5], None]
+
+
+def state_of_another_group(rank, world_size):
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients((6000,)))
+    state = fusedcomm.CommState(wire="int8", exempt=())
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    before = synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
+    ddp._update_process_group(subgroup)
+    if rank > 1:
+        return before, None
+    state.process_group = subgroup
+    return before, synchronise(ddp, [torch.full((6000,), float(rank))], steps=2)[0].unique().tolist()
+
+
+def test_a_comm_state_follows_the_group_it_is_given(ranks):
+    assert ranks.run(state_of_another_group, world_size=3) == [([1.0], [0.5]), ([1.0], [0.5]), ([1.0], None)]
