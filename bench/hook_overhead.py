@@ -102,11 +102,8 @@ def make_impls(numel: int, world_size: int) -> list[Impl]:
     def python(hook: Callable) -> Callable[[DistributedDataParallel], None]:
         return lambda ddp: ddp.register_comm_hook(group, hook)
 
-    def ours(wire: str) -> Callable[[DistributedDataParallel], object]:
-        return lambda ddp: fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True)
-
-    def ours_two_shot(wire: str) -> Callable[[DistributedDataParallel], object]:
-        return lambda ddp: fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=(), quiet=True)
+    def ours(wire: str, sum: str = "auto") -> Callable[[DistributedDataParallel], object]:
+        return lambda ddp: fusedcomm.attach(ddp, wire=wire, sum=sum, exempt=(), quiet=True)
 
     def state(ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(fusedcomm.CommState(wire="fp16"), fusedcomm.comm_hook)
@@ -120,8 +117,8 @@ def make_impls(numel: int, world_size: int) -> list[Impl]:
         Impl("fusedcomm fp32", ours("fp32"), numel, 1),
         Impl("fusedcomm fp16", ours("fp16"), numel, 1),
         Impl("fusedcomm bf16", ours("bf16"), numel, 1),
-        Impl("fusedcomm fp16 two-shot", ours_two_shot("fp16"), numel, 1),
-        Impl("fusedcomm int8 two-shot", ours_two_shot("int8"), numel, 1),
+        Impl("fusedcomm fp16 two-shot", ours("fp16", "two-shot"), numel, 1),
+        Impl("fusedcomm int8 two-shot", ours("int8", "two-shot"), numel, 1),
         Impl("fusedcomm.comm_hook fp16", state, numel, 1),
     ]
 

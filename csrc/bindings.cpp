@@ -45,8 +45,7 @@ void bind_plan(py::module_& m) {
         return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel, lossy_numel);
       },
       py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
-  m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"), py::arg("exact_numel"),
-        py::arg("lossy_numel"));
+  m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"));
   m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
 }
 
@@ -76,17 +75,15 @@ void bind_hook(py::module_& m) {
   py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
       .def(py::init([](const WireConfig& config, C10dTransport::BackendPtr scatter, C10dTransport::BackendPtr gather,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters, bool exempt_1d,
-                       int64_t max_exact_numel, int64_t max_lossy_numel, const std::string& isa, int codec_threads) {
+                       const std::string& isa, int codec_threads) {
              auto transport = std::make_shared<C10dTransport>(std::move(scatter), std::move(gather));
-             auto engine = std::make_shared<Engine>(config, std::make_shared<CpuDevice>(isa, codec_threads), transport,
-                                                    max_exact_numel, max_lossy_numel);
+             auto engine = std::make_shared<Engine>(config, std::make_shared<CpuDevice>(isa, codec_threads), transport);
              std::vector<GradHook::Parameter> table;
              for (const auto& [tensor, name, exempt] : parameters) table.push_back({tensor, name, exempt});
              return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d);
            }),
            py::kw_only(), py::arg("config"), py::arg("scatter"), py::arg("gather"), py::arg("parameters"),
-           py::arg("exempt_1d"), py::arg("max_exact_numel"), py::arg("max_lossy_numel"), py::arg("isa"),
-           py::arg("codec_threads"))
+           py::arg("exempt_1d"), py::arg("isa"), py::arg("codec_threads"))
       .def("run",
            [](GradHook& hook, c10d::GradBucket& bucket) {
              return std::make_shared<torch::jit::PythonFutureWrapper>(hook.run(bucket));

@@ -53,8 +53,7 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const char* stage, i
   return error;
 }
 
-Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport,
-               int64_t max_exact_numel, int64_t max_lossy_numel)
+Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport)
     : config_(config),
       device_(std::move(device)),
       transport_(std::move(transport)),
@@ -62,7 +61,7 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
   check_config(config_);
   stats_.recent_exposed_ms.reserve(kNumRecentSteps);
   stats_.recent_busy_ms.reserve(kNumRecentSteps);
-  slot_nbytes_ = workspace_nbytes(config_, transport_->world_size(), max_exact_numel, max_lossy_numel);
+  slot_nbytes_ = workspace_nbytes(config_, transport_->world_size());
   slots_.resize(static_cast<size_t>(config_.num_slots));
   for (Slot& slot : slots_) {
     slot.outgoing = device_->allocate(slot_nbytes_);

@@ -85,10 +85,8 @@ struct EngineStats {
 
 class Engine {
  public:
-  // `max_exact_numel` and `max_lossy_numel` bound the elements of any bucket (the whole model is a safe bound): the
-  // workspaces are allocated from them, once.
-  Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport,
-         int64_t max_exact_numel, int64_t max_lossy_numel);
+  // Allocates the workspaces, once; the chunk bounds them, whatever buckets come.
+  Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;

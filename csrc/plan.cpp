@@ -115,14 +115,11 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   return plan;
 }
 
-int64_t workspace_nbytes(const WireConfig& config, int world_size, int64_t exact_numel, int64_t lossy_numel) {
+int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   const Wire wire = config.wire;
-  // A bucket that is exact throughout is an fp32 payload whatever the wire.
-  const int64_t payload_nbytes = part_layout(wire, config.block_numel, exact_numel, lossy_numel).nbytes;
-  const int64_t bounded = std::min(payload_nbytes, config.max_chunk_nbytes);
   // Each part is rounded up to one more grain and each of its three sections to 16 bytes.
   const int64_t slack = grain_numel(wire, config.block_numel) * code_nbytes(wire) + kScaleNbytes + 4 * kAlignNbytes;
-  return round_up(bounded + world_size * slack, kAlignNbytes);
+  return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }
 
 int64_t sent_nbytes(const BucketPlan& plan, int world_size) {

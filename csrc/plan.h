@@ -50,8 +50,9 @@ void check_config(const WireConfig& config);
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        int64_t lossy_numel);
 
-// Upper bound of chunk_nbytes() over every bucket with at most these numels: the size of one workspace.
-int64_t workspace_nbytes(const WireConfig& config, int world_size, int64_t exact_numel, int64_t lossy_numel);
+// Upper bound of chunk_nbytes() over every bucket: the size of one workspace. The module does not bound it more
+// tightly, since what a reducer will bring cannot be told for sure from it (parameters frozen, tied or ignored since).
+int64_t workspace_nbytes(const WireConfig& config, int world_size);
 
 // Bytes that one rank sends for this bucket: (p−1)/p of each chunk for each of two collectives. A ring all-reduce
 // sends as much.

@@ -13,10 +13,6 @@ from fusedcomm import agreement, config, groups, plan, stats
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 
-# More elements than any bucket has: the chunk alone bounds the workspaces, since what a reducer will bring cannot be
-# told for sure from the module (parameters frozen, tied or ignored since it was made).
-_ANY_NUMEL = 1 << 40
-
 _running: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
@@ -75,8 +71,6 @@ class Session:
             gather=channels.gather,
             parameters=[(p.tensor, p.name, p.exempt) for p in known],
             exempt_1d=cfg.exempt_1d,
-            max_exact_numel=_ANY_NUMEL,
-            max_lossy_numel=_ANY_NUMEL,
             isa=self.isa,
             codec_threads=self.codec_threads,
         )

@@ -211,7 +211,7 @@ void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads) {
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.emplace_back([&, rank] {
       Engine engine(config, std::make_shared<CpuDevice>("auto", num_threads),
-                    std::make_shared<ThreadTransport>(network, rank, world_size), 1 << 20, 1 << 20);
+                    std::make_shared<ThreadTransport>(network, rank, world_size));
       std::thread stopper;
       if (scene == Scene::kStopped) {
         stopper = std::thread([&engine] {
