@@ -7,6 +7,7 @@
 
 #include "codec_bindings.h"
 #include "ddp_hook.h"
+#include "device_bindings.h"
 #include "grad_dtype.h"
 #include "wire_names.h"
 
@@ -60,8 +61,17 @@ void bind_hook(py::module_& m) {
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
       .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
 
+  py::class_<TraceSpan>(m, "TraceSpan")
+      .def_property_readonly("bucket", [](const TraceSpan& span) { return span.label->name; })
+      .def_property_readonly("text", [](const TraceSpan& span) { return span.label->text; })
+      .def_property_readonly("stage", [](const TraceSpan& span) { return stage_name(span.stage); })
+      .def_readonly("step", &TraceSpan::step)
+      .def_readonly("chunk", &TraceSpan::chunk)
+      .def_readonly("begin_ms", &TraceSpan::begin_ms)
+      .def_readonly("end_ms", &TraceSpan::end_ms);
+
   py::class_<BucketRecord, std::shared_ptr<BucketRecord>>(m, "BucketRecord")
-      .def_property_readonly("label", [](const BucketRecord& record) { return *record.label; })
+      .def_property_readonly("label", [](const BucketRecord& record) { return record.label->text; })
       .def_readonly("plan", &BucketRecord::plan)
       .def_readonly("numel", &BucketRecord::numel)
       .def_readonly("foreign", &BucketRecord::foreign)
@@ -73,23 +83,26 @@ void bind_hook(py::module_& m) {
       });
 
   py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
-      .def(py::init([](const WireConfig& config, C10dTransport::BackendPtr scatter, C10dTransport::BackendPtr gather,
+      .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
+                       std::shared_ptr<C10dTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters, bool exempt_1d,
-                       const std::string& isa, int codec_threads) {
-             auto transport = std::make_shared<C10dTransport>(std::move(scatter), std::move(gather));
-             auto engine = std::make_shared<Engine>(config, std::make_shared<CpuDevice>(isa, codec_threads), transport);
+                       at::Device grad_device) {
+             auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<GradHook::Parameter> table;
              for (const auto& [tensor, name, exempt] : parameters) table.push_back({tensor, name, exempt});
-             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d);
+             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d, grad_device);
            }),
-           py::kw_only(), py::arg("config"), py::arg("scatter"), py::arg("gather"), py::arg("parameters"),
-           py::arg("exempt_1d"), py::arg("isa"), py::arg("codec_threads"))
+           py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
+           py::arg("exempt_1d"), py::arg("grad_device"))
       .def("run",
            [](GradHook& hook, c10d::GradBucket& bucket) {
              return std::make_shared<torch::jit::PythonFutureWrapper>(hook.run(bucket));
            })
       .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
-      .def("stats", [](const GradHook& hook) { return hook.engine().stats(); })
+      .def("stats", &GradHook::stats, NoGil())
+      .def("start_trace", [](const GradHook& hook) { hook.engine().start_trace(); })
+      .def(
+          "stop_trace", [](const GradHook& hook) { return hook.engine().stop_trace(); }, NoGil())
       .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })
       .def_property_readonly("scratch_nbytes", [](const GradHook& hook) { return hook.engine().scratch_nbytes(); })
       .def("nonfinite_by_parameter",
@@ -128,5 +141,6 @@ void bind_hook(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_codec(m);
   fusedcomm::bind_plan(m);
+  fusedcomm::bind_devices(m);
   fusedcomm::bind_hook(m);
 }

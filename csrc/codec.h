@@ -44,10 +44,21 @@ class Stream {
   GradDtype dtype_ = GradDtype::kFloat32;
 };
 
+// What a device keeps of a bucket between steps, so that a step need not tell it anew; see Device::prepare.
+class BucketTables {
+ public:
+  virtual ~BucketTables() = default;
+  // Elements met so far that were not finite: one count for each slice of the lossy stream, then of the exact one.
+  // Waits for the device.
+  virtual std::vector<int64_t> nonfinite() const = 0;
+};
+
 // A bucket as the codec sees it. Both streams have the same dtype.
 struct BucketStreams {
   Stream lossy;
   Stream exact;
+  void* origin = nullptr;                      // where the bucket starts: what the tables' offsets count from
+  std::shared_ptr<const BucketTables> tables;  // null where the device keeps none
 };
 
 struct PackArgs {

@@ -7,6 +7,7 @@
 
 #include "codec.h"
 #include "grad_dtype.h"
+#include "slice_table.h"
 #include "wire_names.h"
 
 namespace fusedcomm {
@@ -91,6 +92,22 @@ std::string to_string(const BucketLayout& layout) {
   return text.str();
 }
 
+template <typename T>
+at::Tensor tensor_of(const std::vector<T>& values) {
+  return at::from_blob(const_cast<T*>(values.data()), {static_cast<int64_t>(values.size())},
+                       at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value))
+      .clone();
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> stream_table(const BucketLayout& layout, bool exact,
+                                                            const std::vector<std::pair<int64_t, int64_t>>& slices,
+                                                            int64_t tile) {
+  std::vector<SlicePlace> places;
+  for (const auto& [offset, numel] : slices) places.push_back({offset, numel});
+  const SliceTable table = slice_table(layout, exact, places, tile);
+  return {tensor_of(table.starts), tensor_of(table.offsets), tensor_of(table.first)};
+}
+
 std::pair<int64_t, int64_t> bounds(const Range& range) { return {range.begin, range.end}; }
 
 void bind_layout(py::module_& m) {
@@ -147,6 +164,7 @@ void bind_layout(py::module_& m) {
       },
       py::arg("wire"), py::arg("block"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("lossy_numel"),
       py::arg("max_chunk_nbytes"));
+  m.def("stream_table", &stream_table, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
 }
 
 }  // namespace

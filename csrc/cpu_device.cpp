@@ -1,12 +1,50 @@
+#include <chrono>
 #include <cstring>
 #include <new>
 
 #include "cpu_lane.h"
 #include "device.h"
+#include "inline_lane.h"
 
 namespace fusedcomm {
+namespace {
 
-std::unique_ptr<Lane> CpuDevice::make_lane(const std::string& name) { return std::make_unique<CpuLane>(name); }
+const char* thread_name(LaneRole role) {
+  switch (role) {
+    case LaneRole::kPack:
+      return "fc-pack";
+    case LaneRole::kScatter:
+      return "fc-scatter";
+    case LaneRole::kReduce:
+      return "fc-reduce";
+    case LaneRole::kGather:
+      return "fc-gather";
+    default:
+      return "fc-unpack";
+  }
+}
+
+class HostStamp : public Stamp {
+ public:
+  bool reached() const override { return true; }
+  double ms_since(const Stamp& earlier) const override {
+    return std::chrono::duration<double, std::milli>(time_ - static_cast<const HostStamp&>(earlier).time_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point time_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+StampPtr host_stamp() { return std::make_shared<HostStamp>(); }
+
+StampPtr CpuDevice::stamp() { return host_stamp(); }
+
+std::unique_ptr<Lane> CpuDevice::make_lane(LaneRole role) {
+  if (forced_sync_) return std::make_unique<InlineLane>();
+  return std::make_unique<CpuLane>(thread_name(role));
+}
 
 std::shared_ptr<std::byte> CpuDevice::allocate(int64_t nbytes) {
   constexpr std::align_val_t kCacheLine{64};

@@ -42,6 +42,9 @@ class CpuLane : public Lane {
   explicit CpuLane(const std::string& name);
   ~CpuLane() override;
 
+  void wait(EventPtr event) override {
+    if (event) finally(std::move(event), [](std::exception_ptr) {});
+  }
   EventPtr run(EventPtr after, Task task) override;
   EventPtr start(EventPtr after, Transfer transfer) override;
   void finally(EventPtr after, Finally task) override;

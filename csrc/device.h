@@ -1,12 +1,14 @@
-// What the engine asks of the device that holds the gradients: lanes to run on, scratch memory, and the three codec
-// stages. The CPU's is below; another device is another subclass, not another engine.
+// What the engine asks of the device that holds the gradients: lanes to run on, scratch memory, the time, and the codec
+// stages. The CPU's is below, cuda_device.h has the other; a new device is another subclass, not another engine.
 #pragma once
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "codec.h"
 #include "lane.h"
+#include "slice_table.h"
 
 namespace fusedcomm {
 
@@ -14,34 +16,63 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Which code the codec stages run, for people: an instruction set, an architecture.
+  // What the codec stages run on, for people: an instruction set, an architecture.
   virtual const std::string& isa() const = 0;
-  virtual std::unique_ptr<Lane> make_lane(const std::string& name) = 0;
+  // Lives as long as the device does; roles may share a stream.
+  virtual std::unique_ptr<Lane> make_lane(LaneRole role) = 0;
   // Aligned to at least 64 bytes and zeroed; freed with the last owner.
   virtual std::shared_ptr<std::byte> allocate(int64_t nbytes) = 0;
 
-  // Called from within a lane's task. The counts are of non-finite elements.
+  // Throws if buckets cannot be taken over as the calling thread hands them over now.
+  virtual void check_caller() const {}
+  // What the calling thread has enqueued so far, gradients included; null where nothing is ever enqueued.
+  virtual EventPtr caller_event() { return nullptr; }
+  // Now, for the calling thread; within a lane's task, on that lane.
+  virtual StampPtr stamp() = 0;
+  // Under forced synchronisation, returns when the work of this lane's task has ended, or throws what it died of.
+  virtual void settle() {}
+
+  // Tables of a bucket whose streams consist of these slices; null where they would serve nothing.
+  virtual std::shared_ptr<const BucketTables> prepare(const BucketLayout&, const std::vector<SlicePlace>& /*lossy*/,
+                                                      const std::vector<SlicePlace>& /*exact*/) {
+    return nullptr;
+  }
+
+  // Called from within a lane's task. The counts are of non-finite elements; 0 where the tables count them.
   virtual int64_t pack(const PackArgs& args) = 0;
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;
-  virtual int64_t scale_in_place(const Stream& stream, float scale) = 0;
+  virtual int64_t scale_in_place(const BucketStreams& streams, float scale) = 0;
+
+  // A named range around a stage, for profilers that show them.
+  virtual void range_push(const std::string& /*name*/) {}
+  virtual void range_pop() {}
 };
 
 class CpuDevice : public Device {
  public:
-  CpuDevice(const std::string& isa, int num_threads) : codec_(isa, num_threads) {}
+  // forced_sync: every stage ends before the next begins, on the thread that calls the hook.
+  CpuDevice(const std::string& isa, int num_threads, bool forced_sync = false)
+      : codec_(isa, num_threads), forced_sync_(forced_sync) {}
 
   const std::string& isa() const override { return codec_.isa(); }
-  std::unique_ptr<Lane> make_lane(const std::string& name) override;
+  std::unique_ptr<Lane> make_lane(LaneRole role) override;
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
+  StampPtr stamp() override;
 
   int64_t pack(const PackArgs& args) override { return codec_.pack(args); }
   void reduce(const ReduceArgs& args) override { codec_.reduce(args); }
   void unpack(const UnpackArgs& args) override { codec_.unpack(args); }
-  int64_t scale_in_place(const Stream& stream, float scale) override { return codec_.scale_in_place(stream, scale); }
+  int64_t scale_in_place(const BucketStreams& streams, float scale) override {
+    return codec_.scale_in_place(streams.lossy, scale);
+  }
 
  private:
   Codec codec_;
+  const bool forced_sync_;
 };
+
+// The host's clock.
+StampPtr host_stamp();
 
 }  // namespace fusedcomm

@@ -9,10 +9,6 @@ namespace {
 
 constexpr size_t kNumRecentSteps = 512;
 
-double elapsed_ms(Clock::time_point from, Clock::time_point to) {
-  return std::chrono::duration<double, std::milli>(to - from).count();
-}
-
 void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
   if (recent->size() < kNumRecentSteps) {
     recent->push_back(static_cast<float>(value));
@@ -20,6 +16,32 @@ void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
     (*recent)[static_cast<size_t>(num_steps) % kNumRecentSteps] = static_cast<float>(value);
   }
 }
+
+// Around the body of a stage: a range for profilers, and while somebody traces, when it was.
+class StageScope {
+ public:
+  StageScope(Device& device, Tracer& tracer, const BucketJob& job, Stage stage, int64_t chunk)
+      : device_(device), tracer_(tracer), job_(job), stage_(stage), chunk_(chunk) {
+    device_.range_push(job.label->ranges[static_cast<size_t>(stage)]);
+    if (tracer_.on()) begin_ = device_.stamp();
+  }
+  ~StageScope() { device_.range_pop(); }
+  StageScope(const StageScope&) = delete;
+  StageScope& operator=(const StageScope&) = delete;
+
+  const StampPtr& began() const { return begin_; }
+  void end() const {
+    if (begin_) tracer_.add(job_.label, stage_, job_.step, chunk_, begin_, device_.stamp());
+  }
+
+ private:
+  Device& device_;
+  Tracer& tracer_;
+  const BucketJob& job_;
+  const Stage stage_;
+  const int64_t chunk_;
+  StampPtr begin_;
+};
 
 }  // namespace
 
@@ -33,7 +55,7 @@ void FailureLatch::set(std::exception_ptr error) {
   if (!first_) first_ = std::move(error);
 }
 
-std::exception_ptr FailureLatch::fail(const BucketJob& job, const char* stage, int64_t chunk,
+std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& stage, int64_t chunk,
                                       std::exception_ptr cause) {
   std::string what = "unknown error";
   try {
@@ -45,8 +67,8 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const char* stage, i
   const int64_t num_chunks = std::max<int64_t>(1, job.plan.in_place ? 1 : job.plan.layout.num_chunks);
   auto error = std::make_exception_ptr(std::runtime_error(
       "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": the " + stage +
-      " of chunk " + std::to_string(chunk + 1) + "/" + std::to_string(num_chunks) + " failed for " + *job.label + ": " +
-      what +
+      " of chunk " + std::to_string(chunk + 1) + "/" + std::to_string(num_chunks) + " failed for " + job.label->text +
+      ": " + what +
       "\nThe gradients of this step are not valid. If another rank died or left, its own log says why; restart the "
       "job from a checkpoint."));
   set(error);
@@ -67,11 +89,11 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
     slot.outgoing = device_->allocate(slot_nbytes_);
     slot.incoming = device_->allocate(slot_nbytes_);
   }
-  pack_lane_ = device_->make_lane("fc-pack");
-  scatter_lane_ = device_->make_lane("fc-scatter");
-  reduce_lane_ = device_->make_lane("fc-reduce");
-  gather_lane_ = device_->make_lane("fc-gather");
-  unpack_lane_ = device_->make_lane("fc-unpack");
+  pack_lane_ = device_->make_lane(LaneRole::kPack);
+  scatter_lane_ = device_->make_lane(LaneRole::kScatter);
+  reduce_lane_ = device_->make_lane(LaneRole::kReduce);
+  gather_lane_ = device_->make_lane(LaneRole::kGather);
+  unpack_lane_ = device_->make_lane(LaneRole::kUnpack);
 }
 
 Engine::~Engine() { stop("its engine was destroyed"); }
@@ -87,46 +109,76 @@ void Engine::stop(const std::string& reason) {
   }
 }
 
+bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
+  device_->check_caller();
+  job->step = submitted_steps_;
+  if (job->is_last) ++submitted_steps_;
+  std::exception_ptr error = failure_->get();
+  if (!error && !job->plan.in_place && job->plan.layout.chunk_nbytes() > slot_nbytes_) {
+    error = failure_->fail(*job, "planning", 0,
+                           std::make_exception_ptr(std::length_error(
+                               "a chunk of " + std::to_string(job->plan.layout.chunk_nbytes()) +
+                               " bytes does not fit a workspace of " + std::to_string(slot_nbytes_))));
+  }
+  if (!error) {
+    try {
+      job->submitted = device_->stamp();
+      pack_lane_->wait(device_->caller_event());
+    } catch (...) {
+      error = failure_->fail(*job, "hand-over", 0, std::current_exception());
+    }
+  }
+  if (error) finish(job, error);
+  return !error;
+}
+
 void Engine::submit(std::shared_ptr<BucketJob> job) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
-  job->submitted = Clock::now();
-  if (auto error = failure_->get()) return finish(job, error);
-
-  if (!job->plan.in_place && job->plan.layout.chunk_nbytes() > slot_nbytes_) {
-    return finish(job, failure_->fail(*job, "planning", 0,
-                                      std::make_exception_ptr(std::length_error(
-                                          "a chunk of " + std::to_string(job->plan.layout.chunk_nbytes()) +
-                                          " bytes does not fit a workspace of " + std::to_string(slot_nbytes_)))));
-  }
+  if (!begin(job)) return;
   EventPtr end;
   if (job->plan.in_place) {
     end = submit_in_place(job);
   } else {
-    for (int64_t chunk = 0; chunk < job->plan.layout.num_chunks; ++chunk) end = submit_chunk(job, chunk);
+    // With a single workspace, a chunk has to be through before the next begins.
+    const size_t max_half_done = std::min<size_t>(1, slots_.size() - 1);
+    std::deque<HalfDone> half_done;
+    for (int64_t chunk = 0; chunk < job->plan.layout.num_chunks; ++chunk) {
+      half_done.push_back(submit_first_half(job, chunk));
+      if (half_done.size() > max_half_done) {
+        end = submit_second_half(job, half_done.front());
+        half_done.pop_front();
+      }
+    }
+    for (const HalfDone& half : half_done) end = submit_second_half(job, half);
   }
   unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
 void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
-  job->submitted = Clock::now();
-  if (auto error = failure_->get()) return finish(job, error);
-  EventPtr end = pack_lane_->run(nullptr, stage(job, "pack", 0, std::move(stages.pack)));
-  end = scatter_lane_->start(end, wire_stage(job, "first collective", 0, std::move(stages.scatter)));
-  if (stages.reduce) end = reduce_lane_->run(end, stage(job, "reduce", 0, std::move(stages.reduce)));
-  if (stages.gather) end = gather_lane_->start(end, wire_stage(job, "second collective", 0, std::move(stages.gather)));
-  if (stages.unpack) end = unpack_lane_->run(end, stage(job, "unpack", 0, std::move(stages.unpack)));
+  if (!begin(job)) return;
+  EventPtr end;
+  if (stages.pack) {
+    end = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, std::move(stages.pack)));
+  } else {
+    scatter_lane_->wait(device_->caller_event());
+  }
+  end = scatter_lane_->start(end, wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter)));
+  if (stages.reduce) end = reduce_lane_->run(end, stage(job, Stage::kReduce, 0, std::move(stages.reduce)));
+  if (stages.gather) {
+    end = gather_lane_->start(end, wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather)));
+  }
+  if (stages.unpack) end = unpack_lane_->run(end, stage(job, Stage::kUnpack, 0, std::move(stages.unpack)));
   unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
 EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
   if (job->streams.lossy.numel() == 0) return nullptr;
-  EventPtr scaled = pack_lane_->run(nullptr, stage(job, "pack", 0, [this, job] {
-                                      job->num_nonfinite =
-                                          device_->scale_in_place(job->streams.lossy, job->plan.pack_scale);
+  EventPtr scaled = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, [this, job] {
+                                      job->num_nonfinite = device_->scale_in_place(job->streams, job->plan.pack_scale);
                                       if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
                                     }));
-  return scatter_lane_->start(scaled, wire_stage(job, "all-reduce", 0, [this, job](Lane::Completion done) {
+  return scatter_lane_->start(scaled, wire_stage(job, Stage::kAllReduce, 0, [this, job](Lane::Completion done) {
                                 const Slice& bucket = job->streams.lossy.slices().front();
                                 WireSpan span{static_cast<std::byte*>(bucket.data),
                                               bucket.numel * grad_nbytes(GradDtype::kFloat32), job};
@@ -134,99 +186,133 @@ EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
                               }));
 }
 
-EventPtr Engine::submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
+Engine::HalfDone Engine::submit_first_half(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
   Slot& slot = slots_[next_slot_++ % slots_.size()];
   const int64_t nbytes = job->plan.layout.chunk_nbytes();
   const WireSpan outgoing{slot.outgoing.get(), nbytes, slot.outgoing};
   const WireSpan incoming{slot.incoming.get(), nbytes, slot.incoming};
 
-  EventPtr packed = pack_lane_->run(slot.free, stage(job, "pack", chunk, [this, job, chunk, outgoing] {
+  EventPtr packed = pack_lane_->run(slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, outgoing] {
                                       const int64_t count = device_->pack(
                                           {job->plan.layout, chunk, job->streams, job->plan.pack_scale, outgoing.data});
                                       job->num_nonfinite += count;
                                       if (count != 0 && job->on_nonfinite) job->on_nonfinite(*job, chunk);
                                     }));
-
-  EventPtr summed;
-  WireSpan result = outgoing;
-  if (job->plan.sum == Sum::kTwoShot) {
-    EventPtr scattered = scatter_lane_->start(
-        packed, wire_stage(job, "all-to-all", chunk, [this, outgoing, incoming](Lane::Completion done) {
-          transport_->all_to_all(Channel::kScatter, outgoing, incoming, std::move(done));
-        }));
-    EventPtr reduced = reduce_lane_->run(
-        scattered, stage(job, "reduce", chunk, [this, job, outgoing, incoming] {
-          device_->reduce({job->plan.layout, incoming.data, job->plan.reduce_scale, outgoing.data, world_size()});
-        }));
-    // The all-gather is an all-to-all of equal parts: gloo's own all-gather allocates and copies at every call.
-    summed = gather_lane_->start(
-        reduced, wire_stage(job, "all-gather", chunk, [this, outgoing, incoming](Lane::Completion done) {
-          transport_->all_to_all(Channel::kGather, outgoing, incoming, std::move(done));
-        }));
-    result = incoming;
-  } else {
-    summed = scatter_lane_->start(
-        packed, wire_stage(job, "all-reduce", chunk, [this, job, outgoing](Lane::Completion done) {
+  if (job->plan.sum != Sum::kTwoShot) {
+    EventPtr summed = scatter_lane_->start(
+        packed, wire_stage(job, Stage::kAllReduce, chunk, [this, job, outgoing](Lane::Completion done) {
           transport_->all_reduce(Channel::kScatter, outgoing, job->plan.layout.wire, std::move(done));
         }));
+    return {&slot, chunk, std::move(summed)};
   }
+  EventPtr scattered = scatter_lane_->start(
+      packed, wire_stage(job, Stage::kAllToAll, chunk, [this, outgoing, incoming](Lane::Completion done) {
+        transport_->all_to_all(Channel::kScatter, outgoing, incoming, std::move(done));
+      }));
+  EventPtr reduced = reduce_lane_->run(scattered, stage(job, Stage::kReduce, chunk, [this, job, outgoing, incoming] {
+                                         device_->reduce({job->plan.layout, incoming.data, job->plan.reduce_scale,
+                                                          outgoing.data, transport_->gather_copies()});
+                                       }));
+  return {&slot, chunk, std::move(reduced)};
+}
 
+EventPtr Engine::submit_second_half(const std::shared_ptr<BucketJob>& job, const HalfDone& half) {
+  Slot& slot = *half.slot;
+  const bool two_shot = job->plan.sum == Sum::kTwoShot;
+  const int64_t chunk = half.chunk;
+  EventPtr summed = half.event;
+  if (two_shot) {
+    const WireSpan outgoing{slot.outgoing.get(), job->plan.layout.part.nbytes * transport_->gather_copies(),
+                            slot.outgoing};
+    const WireSpan incoming{slot.incoming.get(), job->plan.layout.chunk_nbytes(), slot.incoming};
+    summed = gather_lane_->start(
+        summed, wire_stage(job, Stage::kAllGather, chunk, [this, outgoing, incoming](Lane::Completion done) {
+          transport_->all_gather(Channel::kGather, outgoing, incoming, std::move(done));
+        }));
+  }
+  const std::byte* result = two_shot ? slot.incoming.get() : slot.outgoing.get();
   slot.free =
-      unpack_lane_->run(summed, stage(job, "unpack", chunk, [this, job, chunk, result] {
-                          device_->unpack({job->plan.layout, chunk, result.data, job->plan.unpack_scale, job->streams});
+      unpack_lane_->run(summed, stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] {
+                          device_->unpack({job->plan.layout, chunk, result, job->plan.unpack_scale, job->streams});
                         }));
   return slot.free;
 }
 
 void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error) {
-  // A chunk before the last may have failed: the bucket is good only if nothing ever did.
-  if (!error) error = failure_->get();
+  const std::exception_ptr first = failure_->get();
+  // A chunk before the last may have failed: the bucket is good only if nothing ever did. What failed outside of a
+  // stage, between streams, has no name yet.
   if (!error) {
-    const auto now = Clock::now();
+    error = first;
+  } else if (!first) {
+    error = failure_->fail(*job, "ordering of streams", 0, error);
+  }
+  if (!error) {
+    StampPtr done = device_->stamp();
+    if (tracer_->on()) tracer_->add(job->label, Stage::kBucket, job->step, 0, job->submitted, done);
     std::lock_guard<std::mutex> lock(mutex_);
-    const double busy_ms = elapsed_ms(std::max(job->submitted, last_done_), now);
-    last_done_ = now;
-    stats_.busy_ms += busy_ms;
-    step_busy_ms_ += busy_ms;
     stats_.num_buckets += 1;
     stats_.grad_nbytes += job->grad_nbytes;
     stats_.sent_nbytes += sent_nbytes(job->plan, world_size());
     stats_.num_nonfinite += job->num_nonfinite;
-    if (job->is_last) {
-      push_recent(&stats_.recent_exposed_ms, stats_.num_steps, elapsed_ms(job->submitted, now));
-      push_recent(&stats_.recent_busy_ms, stats_.num_steps, step_busy_ms_);
-      stats_.num_steps += 1;
-      step_busy_ms_ = 0;
-    }
+    if (job->is_last) stats_.num_steps += 1;
+    untimed_.push_back({job->submitted, std::move(done), job->is_last});
+    take_times();
   }
   job->on_done(error);
 }
 
-Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, const char* name, int64_t chunk, Lane::Task body) {
-  return [failure = failure_, job, name, chunk, body = std::move(body)] {
+void Engine::take_times() {
+  for (; !untimed_.empty() && untimed_.front().done->reached(); untimed_.pop_front()) {
+    const Interval& bucket = untimed_.front();
+    const double ms = bucket.done->ms_since(*bucket.submitted);
+    const double busy_ms = last_done_ ? std::min(ms, bucket.done->ms_since(*last_done_)) : ms;
+    last_done_ = bucket.done;
+    stats_.busy_ms += busy_ms;
+    step_busy_ms_ += busy_ms;
+    if (bucket.is_last) {
+      push_recent(&stats_.recent_exposed_ms, num_timed_steps_, ms);
+      push_recent(&stats_.recent_busy_ms, num_timed_steps_, step_busy_ms_);
+      ++num_timed_steps_;
+      step_busy_ms_ = 0;
+    }
+  }
+}
+
+Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body) {
+  return [failure = failure_, device = device_, tracer = tracer_, job, stage, chunk, body = std::move(body)] {
+    const StageScope scope(*device, *tracer, *job, stage, chunk);
     try {
       body();
+      device->settle();
+      scope.end();
     } catch (...) {
-      std::rethrow_exception(failure->fail(*job, name, chunk, std::current_exception()));
+      std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
   };
 }
 
-Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, const char* name, int64_t chunk,
+Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk,
                                   Lane::Transfer body) {
-  return [failure = failure_, job, name, chunk, body = std::move(body)](Lane::Completion done) {
+  return [failure = failure_, device = device_, tracer = tracer_, job, stage, chunk,
+          body = std::move(body)](Lane::Completion done) {
+    const StageScope scope(*device, *tracer, *job, stage, chunk);
     try {
-      body([failure, job, name, chunk, done = std::move(done)](std::exception_ptr cause) {
-        done(cause ? failure->fail(*job, name, chunk, cause) : nullptr);
+      body([failure, device, tracer, job, stage, chunk, began = scope.began(),
+            done = std::move(done)](std::exception_ptr cause) {
+        if (began) tracer->add(job->label, stage, job->step, chunk, began, device->stamp());
+        done(cause ? failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);
       });
+      device->settle();
     } catch (...) {
-      std::rethrow_exception(failure->fail(*job, name, chunk, std::current_exception()));
+      std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
   };
 }
 
-EngineStats Engine::stats() const {
+EngineStats Engine::stats() {
   std::lock_guard<std::mutex> lock(mutex_);
+  take_times();
   return stats_;
 }
 

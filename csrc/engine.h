@@ -5,12 +5,13 @@
 //
 // A bucket travels as chunks through a small ring of workspaces. Every lane takes the chunks of all buckets in the same
 // order, so the order of collectives on each channel is a matter of the buckets alone and never of timing; and while
-// chunk k is on the wire, chunk k+1, of this bucket or the next, is packed. Nothing here waits: submit() returns at
-// once, and on_done is called from the unpack lane. No torch in here.
+// chunk k is on the wire, chunk k+1, of this bucket or the next, is packed. Where the lanes are streams, chunk k+1's
+// all-to-all is enqueued before chunk k's all-gather, so the wire has work while chunk k is reduced. Nothing here
+// waits: submit() returns at once, and on_done is called from the unpack lane. No torch in here.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,11 +20,10 @@
 
 #include "device.h"
 #include "plan.h"
+#include "trace.h"
 #include "transport.h"
 
 namespace fusedcomm {
-
-using Clock = std::chrono::steady_clock;
 
 // One bucket under way.
 struct BucketJob {
@@ -31,9 +31,9 @@ struct BucketJob {
   // Keeps the gradients alive as long as the job: after a failure or a stop, on_done comes before the transport has let
   // go of memory that it was given.
   std::shared_ptr<void> owner;
-  BucketStreams streams;                     // in_place: everything is in `lossy`
-  std::shared_ptr<const std::string> label;  // names the bucket in errors
-  bool is_last = false;                      // of this backward pass
+  BucketStreams streams;  // in_place: everything is in `lossy`
+  std::shared_ptr<const BucketLabel> label;
+  bool is_last = false;  // of this backward pass
   int64_t grad_nbytes = 0;
 
   // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.
@@ -41,7 +41,8 @@ struct BucketJob {
   // Called exactly once, with an error or null.
   std::function<void(std::exception_ptr)> on_done;
 
-  Clock::time_point submitted;
+  StampPtr submitted;
+  int64_t step = 0;
   int64_t num_nonfinite = 0;  // written on the pack lane, read in on_done
 };
 
@@ -62,7 +63,7 @@ class FailureLatch {
   // Keeps `error` if it is the first.
   void set(std::exception_ptr error);
   // `cause` with the rank, the stage, the chunk and the bucket in its text; also kept if it is the first.
-  std::exception_ptr fail(const BucketJob& job, const char* stage, int64_t chunk, std::exception_ptr cause);
+  std::exception_ptr fail(const BucketJob& job, const std::string& stage, int64_t chunk, std::exception_ptr cause);
 
  private:
   const int rank_, world_size_;
@@ -70,7 +71,7 @@ class FailureLatch {
   std::exception_ptr first_;
 };
 
-// Sums since the engine was made; a step ends with a bucket that is_last.
+// Sums since the engine was made; a step ends with a bucket that is_last. Times follow when the device has got there.
 struct EngineStats {
   int64_t num_steps = 0;
   int64_t num_buckets = 0;
@@ -101,10 +102,12 @@ class Engine {
   // Fails what is under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
 
-  EngineStats stats() const;
+  EngineStats stats();
+  void start_trace() { tracer_->start(device_->stamp()); }
+  std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
   int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * 2 * slot_nbytes_; }
   const WireConfig& config() const { return config_; }
-  const Device& device() const { return *device_; }
+  Device& device() const { return *device_; }
   int world_size() const { return transport_->world_size(); }
   int rank() const { return transport_->rank(); }
 
@@ -117,25 +120,46 @@ class Engine {
     EventPtr free;                        // the last use has ended
   };
 
-  EventPtr submit_in_place(const std::shared_ptr<BucketJob>& job);
-  EventPtr submit_chunk(const std::shared_ptr<BucketJob>& job, int64_t chunk);
-  void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
+  // A chunk between its two collectives, or before the unpacking of its only one.
+  struct HalfDone {
+    Slot* slot;
+    int64_t chunk;
+    EventPtr event;
+  };
 
-  // A task or transfer whose error goes through the failure latch.
-  Lane::Task stage(const std::shared_ptr<BucketJob>& job, const char* name, int64_t chunk, Lane::Task body);
-  Lane::Transfer wire_stage(const std::shared_ptr<BucketJob>& job, const char* name, int64_t chunk,
-                            Lane::Transfer body);
+  // What the calling thread has enqueued comes before; false if the job has been ended with an error.
+  bool begin(const std::shared_ptr<BucketJob>& job);
+  EventPtr submit_in_place(const std::shared_ptr<BucketJob>& job);
+  HalfDone submit_first_half(const std::shared_ptr<BucketJob>& job, int64_t chunk);
+  EventPtr submit_second_half(const std::shared_ptr<BucketJob>& job, const HalfDone& half);
+  void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
+  void take_times();
+
+  // A task or transfer whose error goes through the failure latch and whose time through the tracer.
+  Lane::Task stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body);
+  Lane::Transfer wire_stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Transfer body);
 
   const WireConfig config_;
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<FailureLatch> failure_;
+  const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
 
-  std::mutex submit_mutex_;   // order of submission, slots_ and next_slot_
-  mutable std::mutex mutex_;  // what follows, down to step_busy_ms_
+  // A bucket whose result has been ordered; on an accelerator it may be there only later.
+  struct Interval {
+    StampPtr submitted, done;
+    bool is_last;
+  };
+
+  std::mutex submit_mutex_;  // order of submission, slots_, next_slot_ and submitted_steps_
+  std::mutex mutex_;         // what follows, down to num_timed_steps_
   EngineStats stats_;
-  Clock::time_point last_done_{};
+  std::deque<Interval> untimed_;
+  StampPtr last_done_;
   double step_busy_ms_ = 0;
+  int64_t num_timed_steps_ = 0;
+
+  int64_t submitted_steps_ = 0;
 
   int64_t slot_nbytes_ = 0;
   std::vector<Slot> slots_;

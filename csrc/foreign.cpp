@@ -54,8 +54,9 @@ ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor
   stages.pack = [exchange, buffer, world_size] {
     at::NoGradGuard no_grad;
     exchange->local = buffer.coalesce().mul(1.0 / static_cast<double>(world_size));
-    exchange->nnz = at::full({1}, exchange->local._nnz(), at::kLong);
-    exchange->all_nnz = at::empty({world_size}, at::kLong);
+    const auto long_options = at::TensorOptions().dtype(at::kLong).device(buffer.device());
+    exchange->nnz = at::full({1}, exchange->local._nnz(), long_options);
+    exchange->all_nnz = at::empty({world_size}, long_options);
   };
   stages.scatter = [exchange, transport](Lane::Completion done) {
     transport->all_gather_tensor(Channel::kScatter, exchange->all_nnz, exchange->nnz, std::move(done));
@@ -66,7 +67,7 @@ ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor
     exchange->longest = std::max<int64_t>(exchange->all_nnz.max().item<int64_t>(), 1);
     exchange->payload = at::cat({padded_bytes(exchange->local._indices(), 1, exchange->longest),
                                  padded_bytes(exchange->local._values(), 0, exchange->longest)});
-    exchange->all_payload = at::empty({world_size * exchange->payload.numel()}, at::kByte);
+    exchange->all_payload = at::empty({world_size * exchange->payload.numel()}, exchange->payload.options());
   };
   stages.gather = [exchange, transport](Lane::Completion done) {
     transport->all_gather_tensor(Channel::kGather, exchange->all_payload, exchange->payload, std::move(done));
@@ -87,6 +88,22 @@ ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor
     *result = sum.coalesce();
   };
   return stages;
+}
+
+ForeignStages on_wire_lane(ForeignStages stages) {
+  ForeignStages merged;
+  merged.scatter = [stages = std::move(stages)](Lane::Completion done) {
+    const auto ended = [](std::exception_ptr error) {
+      if (error) std::rethrow_exception(error);
+    };
+    if (stages.pack) stages.pack();
+    stages.scatter(ended);
+    if (stages.reduce) stages.reduce();
+    if (stages.gather) stages.gather(ended);
+    if (stages.unpack) stages.unpack();
+    done(nullptr);
+  };
+  return merged;
 }
 
 }  // namespace fusedcomm

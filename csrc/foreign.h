@@ -20,4 +20,7 @@ ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, at::Tensor 
 ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer,
                             std::shared_ptr<at::Tensor> result);
 
+// The same stages as one transfer, for lanes whose tasks run at once (streams).
+ForeignStages on_wire_lane(ForeignStages stages);
+
 }  // namespace fusedcomm

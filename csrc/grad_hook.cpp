@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <utility>
@@ -20,13 +21,14 @@ bool carried_by_codec(const at::Tensor& buffer) {
 // Elements the parameter has in its bucket's buffer: complex buckets arrive as floats of twice the numel.
 int64_t numel_in_bucket(const at::Tensor& parameter) { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
 
-std::shared_ptr<const std::string> make_label(size_t index, const BucketRecord& record, double nbytes) {
+std::shared_ptr<const BucketLabel> make_label(size_t index, const BucketRecord& record, double nbytes) {
+  const std::string name = "bucket " + std::to_string(index);
   std::ostringstream label;
-  label << "bucket " << index << " (";
+  label << name << " (";
   if (!record.members.empty()) label << record.members.front().state->name;
   if (record.members.size() > 1) label << " … " << record.members.back().state->name;
   label << "; " << record.members.size() << " parameters, " << nbytes / (1 << 20) << " MiB)";
-  return std::make_shared<const std::string>(label.str());
+  return std::make_shared<const BucketLabel>(name, label.str());
 }
 
 template <typename T>
@@ -73,8 +75,8 @@ void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, con
 }  // namespace
 
 GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-                   const std::vector<Parameter>& parameters, bool exempt_1d)
-    : engine_(std::move(engine)), transport_(std::move(transport)), exempt_1d_(exempt_1d) {
+                   const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device)
+    : engine_(std::move(engine)), transport_(std::move(transport)), exempt_1d_(exempt_1d), device_(device) {
   for (const Parameter& parameter : parameters) {
     auto state = std::make_shared<ParameterState>();
     state->parameter = parameter.tensor;
@@ -101,7 +103,10 @@ GradHook::~GradHook() {
 c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
   const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
   auto record = record_of(bucket);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  // With its device, so that completing it records an event there and waiting for it waits for that.
+  std::vector<c10::Device> devices;
+  if (!buffer.is_cpu()) devices.push_back(buffer.device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
 
   auto job = std::make_shared<BucketJob>();
   auto result = std::make_shared<at::Tensor>(buffer);
@@ -118,11 +123,14 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
 
   if (record->foreign) {
     if (buffer.is_sparse()) {
-      TORCH_WARN_ONCE("fusedcomm: ", *job->label, " is sparse and travels exactly, uncompressed");
-      engine_->submit_foreign(std::move(job), sparse_stages(transport_, buffer, result));
-    } else {
-      engine_->submit_foreign(std::move(job), dense_stages(transport_, buffer));
+      TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
     }
+    ForeignStages stages =
+        buffer.is_sparse() ? sparse_stages(transport_, buffer, result) : dense_stages(transport_, buffer);
+    // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
+    // all.
+    if (!buffer.is_cpu()) stages = on_wire_lane(std::move(stages));
+    engine_->submit_foreign(std::move(job), std::move(stages));
     return future;
   }
 
@@ -133,6 +141,8 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   };
   // Addresses are taken anew each time: the reducer may allocate its buckets at every backward pass.
   auto* data = static_cast<std::byte*>(buffer.data_ptr());
+  job->streams.origin = data;
+  job->streams.tables = record->tables;
   const GradDtype dtype = grad_dtype_of(record->dtype);
   for (const BucketRecord::Member& member : record->members) {
     Stream& stream =
@@ -166,8 +176,8 @@ std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& 
 
 std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buffer,
                                                           const std::vector<at::Tensor>& parameters, size_t index) {
-  TORCH_CHECK(buffer.device().is_cpu(), "fusedcomm: bucket ", index, " is on ", buffer.device(),
-              "; this build moves gradients on cpu only. Use DDP's default all-reduce for other devices.");
+  TORCH_CHECK(buffer.device() == device_, "fusedcomm: bucket ", index, " is on ", buffer.device(),
+              ", and fusedcomm was attached for gradients on ", device_, "; gradients on one device are supported");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = buffer.scalar_type();
   record->foreign = !carried_by_codec(buffer);
@@ -182,13 +192,54 @@ std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buff
   record->numel = offset;
   record->label = make_label(index, *record, static_cast<double>(offset) * c10::elementSize(record->dtype));
   if (!record->foreign) {
-    TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == offset, "fusedcomm: ", *record->label, " holds ",
+    TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == offset, "fusedcomm: ", record->label->text, " holds ",
                 buffer.numel(), " elements where its parameters have ", offset,
                 ": this layout of buckets is not known. Please report it with your DDP options.");
     record->plan = plan_bucket(engine_->config(), engine_->world_size(), grad_dtype_of(record->dtype), exact_numel,
                                offset - exact_numel);
+    prepare(record.get());
   }
   return record;
+}
+
+void GradHook::prepare(BucketRecord* record) {
+  std::vector<SlicePlace> lossy, exact;
+  Counted counted;
+  std::vector<std::shared_ptr<ParameterState>> exact_states;
+  for (const BucketRecord::Member& member : record->members) {
+    const bool in_exact = member.state->exempt && record->plan.layout.exact_numel != 0;
+    (in_exact ? exact : lossy).push_back({member.offset, member.numel});
+    (in_exact ? exact_states : counted.states).push_back(member.state);
+  }
+  record->tables = engine_->device().prepare(record->plan.layout, lossy, exact);
+  if (!record->tables) return;
+  counted.tables = record->tables;
+  counted.states.insert(counted.states.end(), exact_states.begin(), exact_states.end());
+  counted.taken.resize(counted.states.size());
+  counted_.push_back(std::move(counted));
+}
+
+void GradHook::take_device_counts() const {
+  for (Counted& counted : counted_) {
+    const std::vector<int64_t> now = counted.tables->nonfinite();
+    for (size_t i = 0; i < now.size(); ++i) {
+      counted.states[i]->num_nonfinite += now[i] - counted.taken[i];
+      num_nonfinite_on_device_ += now[i] - counted.taken[i];
+    }
+    counted.taken = now;
+  }
+  // Nobody else holds the tables of a bucket that was rebuilt, and nothing more will be counted in them.
+  counted_.erase(std::remove_if(counted_.begin(), counted_.end(),
+                                [](const Counted& counted) { return counted.tables.use_count() == 1; }),
+                 counted_.end());
+}
+
+EngineStats GradHook::stats() const {
+  EngineStats stats = engine_->stats();
+  std::lock_guard<std::mutex> lock(mutex_);
+  take_device_counts();
+  stats.num_nonfinite += num_nonfinite_on_device_;
+  return stats;
 }
 
 std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) {
@@ -206,6 +257,7 @@ std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) 
 
 std::vector<GradHook::ParameterCount> GradHook::nonfinite_by_parameter() const {
   std::lock_guard<std::mutex> lock(mutex_);
+  take_device_counts();
   std::vector<ParameterCount> counts;
   for (const auto& [impl, state] : states_) {
     if (state->num_nonfinite != 0) counts.push_back({state->name, state->num_nonfinite});
@@ -215,6 +267,7 @@ std::vector<GradHook::ParameterCount> GradHook::nonfinite_by_parameter() const {
 
 void GradHook::restore_nonfinite(const std::vector<ParameterCount>& counts) {
   std::lock_guard<std::mutex> lock(mutex_);
+  take_device_counts();
   std::unordered_map<std::string, ParameterState*> by_name;
   for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
   for (const ParameterCount& count : counts) {

@@ -34,7 +34,8 @@ struct BucketRecord {
   int64_t numel = 0;
   bool foreign = false;  // sparse, or of a dtype the codec does not carry: summed as it is
   BucketPlan plan;
-  std::shared_ptr<const std::string> label;
+  std::shared_ptr<const BucketTables> tables;
+  std::shared_ptr<const BucketLabel> label;
 };
 
 class GradHook {
@@ -45,10 +46,10 @@ class GradHook {
     bool exempt;
   };
 
-  // Parameters that turn up later (a hook registered without the module) are named by their shape, and are exempt if
-  // `exempt_1d` and they have at most one dimension.
+  // device: where the gradients are. Parameters that turn up later (a hook registered without the module) are named by
+  // their shape, and are exempt if `exempt_1d` and they have at most one dimension.
   GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-           const std::vector<Parameter>& parameters, bool exempt_1d);
+           const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device);
   // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
@@ -56,12 +57,15 @@ class GradHook {
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
 
   void stop(const std::string& reason) { engine_->stop(reason); }
-  const Engine& engine() const { return *engine_; }
+  Engine& engine() const { return *engine_; }
+  // Waits for the device where it counts non-finite elements.
+  EngineStats stats() const;
 
   struct ParameterCount {
     std::string name;
     int64_t num_nonfinite;
   };
+  // Waits for the device where it counts them.
   std::vector<ParameterCount> nonfinite_by_parameter() const;
   void restore_nonfinite(const std::vector<ParameterCount>& counts);
   // The buckets of the last backward pass, by index.
@@ -72,13 +76,27 @@ class GradHook {
   std::shared_ptr<const BucketRecord> make_record(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
                                                   size_t index);
   std::shared_ptr<ParameterState> state_of(const at::Tensor& parameter);
+  // The device's tables of the record's bucket. Under mutex_, as the next.
+  void prepare(BucketRecord* record);
+  // Adds what devices have counted since the last time to the parameters' states.
+  void take_device_counts() const;
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<C10dTransport> transport_;
   const bool exempt_1d_;
+  const c10::Device device_;
   mutable std::mutex mutex_;  // the two tables
   std::unordered_map<c10::TensorImpl*, std::shared_ptr<ParameterState>> states_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
+
+  // Tables that count, whose bucket may have been rebuilt since.
+  struct Counted {
+    std::shared_ptr<const BucketTables> tables;
+    std::vector<std::shared_ptr<ParameterState>> states;  // in the order of the counts
+    std::vector<int64_t> taken;
+  };
+  mutable std::vector<Counted> counted_;
+  mutable int64_t num_nonfinite_on_device_ = 0;
 };
 
 }  // namespace fusedcomm

@@ -1,10 +1,12 @@
-// Ordered work and the events between it: all that the engine knows about time.
+// Ordered work, the events between it and the moments it reached: all that the engine knows about time.
 //
 // A lane runs what it is given one after another; an event marks the end of one piece of work. On CPU a lane is a
 // worker thread and an event a completion flag (cpu_lane.h); on an accelerator a lane is a stream and an event a
-// stream event. The engine only ever says "run this on that lane, after this event".
+// stream event (stream_lane.h): there a task runs at once and enqueues its work. The engine only ever says "run this on
+// that lane, after this event".
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -17,6 +19,19 @@ class Event {
 };
 using EventPtr = std::shared_ptr<Event>;
 
+// A moment on a lane, known once the lane has reached it.
+class Stamp {
+ public:
+  virtual ~Stamp() = default;
+  virtual bool reached() const = 0;
+  // Both of one device; waits until they are reached.
+  virtual double ms_since(const Stamp& earlier) const = 0;
+};
+using StampPtr = std::shared_ptr<Stamp>;
+
+// Which stage of a bucket a lane is for.
+enum class LaneRole : uint8_t { kPack, kScatter, kReduce, kGather, kUnpack };
+
 class Lane {
  public:
   using Task = std::function<void()>;
@@ -26,6 +41,9 @@ class Lane {
   using Finally = std::function<void(std::exception_ptr)>;
 
   virtual ~Lane() = default;
+
+  // Everything submitted from now on runs after `event` (may be null), whether or not that failed.
+  virtual void wait(EventPtr event) = 0;
 
   // Runs `task` after `after` (may be null) and after everything submitted before. If `after` failed, the task is
   // skipped and the returned event fails with the same error; an exception from the task fails it too.

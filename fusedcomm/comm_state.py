@@ -9,7 +9,7 @@ import copy
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import Config
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import Stats
 
@@ -18,8 +18,8 @@ class CommState:
     """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
 
     Args:
-        wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa: as for
-            :func:`fusedcomm.attach`.
+        wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa, sm_limit: as
+            for :func:`fusedcomm.attach`.
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
         module: the model, needed only if `exempt` has patterns of names: a hook sees parameters without names.
@@ -40,6 +40,7 @@ class CommState:
         chunks_in_flight: int = 4,
         codec_threads: int | None = None,
         isa: str | None = None,
+        sm_limit: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
@@ -51,12 +52,16 @@ class CommState:
             )
         self.process_group = process_group
         self._module = module
-        self._codec_threads, self._isa = codec_threads, isa
+        self._local = LocalOptions(isa, codec_threads, sm_limit)
         self._session: Session | None = None
         self._lost: list[str] = []  # of a copy: arguments that could not be copied
 
-    def session(self) -> Session:
-        """The running engine. The first call, and the first after the group has changed, starts it on every rank."""
+    def session(self, device: torch.device) -> Session:
+        """The running engine. The first call, and the first after the group has changed, starts it on every rank.
+
+        Args:
+            device: where the bucket at hand is; the engine moves gradients on that device.
+        """
         if self._lost:
             raise RuntimeError(
                 f"this CommState is a copy, and {' and '.join(self._lost)} did not come along: make a new one with the "
@@ -67,7 +72,7 @@ class CommState:
             self._session.stop("its CommState moved to another process group")
             self._session = None
         if self._session is None:
-            self._session = Session(self.config, group, self._parameters(), self._isa, self._codec_threads)
+            self._session = Session(self.config, group, self._parameters(), self._local, device)
         return self._session
 
     def stats(self) -> Stats | None:
@@ -108,7 +113,7 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
             "than 'python_reducer'"
         )
     # The reducer takes nothing but a Python object from a hook that was registered in Python.
-    return state.session().hook.run(bucket).then(_value)
+    return state.session(bucket.buffer().device).hook.run(bucket).then(_value)
 
 
 def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -11,6 +11,10 @@ CODEC_THREADS = "FUSEDCOMM_CODEC_THREADS"
 QUIET = "FUSEDCOMM_QUIET"
 """1: rank 0 does not print the plan."""
 
+SYNC = "FUSEDCOMM_SYNC"
+"""1: every stage ends before the next begins, so that no race can happen and a fault is named where it happened. Slow,
+for hunting errors; the gradients must be the same bits."""
+
 
 def isa() -> str:
     return os.environ.get(ISA, "auto")
@@ -27,6 +31,10 @@ def codec_threads() -> int | None:
 
 def quiet() -> bool:
     return os.environ.get(QUIET, "0") not in ("", "0")
+
+
+def sync() -> bool:
+    return os.environ.get(SYNC, "0") not in ("", "0")
 
 
 def local_world_size() -> int | None:

@@ -23,14 +23,25 @@ class Channels:
     timeout: datetime.timedelta
 
 
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend over which fusedcomm moves gradients on each type of device."""
+
+
 def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError unless the group moves tensors of this device over gloo."""
+    """Raises RuntimeError unless fusedcomm has a path for this device over the group's backend for it."""
+    wanted = _BACKENDS.get(device.type)
+    if wanted is None:
+        raise RuntimeError(
+            f"fusedcomm: the gradients are on {device}; fusedcomm moves them on {' and '.join(_BACKENDS)} only. Leave "
+            "DDP's default all-reduce on other devices."
+        )
     name = dist.get_backend_config(process_group)
     backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
-    if backend != "gloo":
+    if backend != wanted:
         raise RuntimeError(
-            f"fusedcomm: the process group's backend for {device.type} tensors is {backend!r} (of {name!r}); "
-            "fusedcomm moves cpu gradients over gloo: use init_process_group('gloo') or leave DDP's default all-reduce"
+            f"fusedcomm: the process group's backend for {device.type} tensors is {backend!r} (of {name!r}); fusedcomm "
+            f"moves {device.type} gradients over {wanted}: use init_process_group('{wanted}') or leave DDP's default "
+            "all-reduce"
         )
 
 

@@ -1,13 +1,16 @@
 """``fusedcomm.attach``: one line that gives a DDP module the native hook."""
 
+import contextlib
+import os
 import warnings
 import weakref
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
-from fusedcomm.config import Config
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
@@ -32,12 +35,14 @@ def attach(
     chunks_in_flight: int = 4,
     codec_threads: int | None = None,
     isa: str | None = None,
+    sm_limit: int | None = None,
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
 
     Args:
-        ddp: the module that DistributedDataParallel wraps, parameters on cpu, over a gloo group.
+        ddp: the module that DistributedDataParallel wraps, parameters on cpu over a gloo group or on one cuda device
+            over an NCCL group.
         wire: what travels: "fp32", "bf16", "fp16", or "int8" (with one fp32 scale for every `block` elements).
         sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (fp32 sum of encoded
             chunks in rank order), or "auto": by world size and bucket size, as the printed plan says.
@@ -46,15 +51,20 @@ def attach(
         block: elements that share a scale; a power of two from 32 to 4096. Only int8 uses it.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
-        chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 256 KiB for each
-            rank, from 512 KiB to 8 MiB in all. A bucket summed exactly in its own memory is not cut.
+        chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
+            on cuda; on cpu 256 KiB for each rank, from 512 KiB to 8 MiB in all. A bucket summed exactly in its own
+            memory is not cut.
         chunks_in_flight: chunks under way at once, 1 to 64. Scratch is about 2 · chunk_nbytes · chunks_in_flight.
-        codec_threads: threads that share a codec stage; None: the environment, else by the cores of this host.
-        isa: instruction set of the codec; None: the environment, else the best this machine has.
+        codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
+        isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
+        sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.
         quiet: do not print the plan on rank 0.
 
     Returns:
-        A handle with ``stats()``, ``plan()``, ``detach()``, ``state_dict()`` and ``load_state_dict()``.
+        A handle with ``stats()``, ``plan()``, ``trace()``, ``detach()``, ``state_dict()`` and ``load_state_dict()``.
+
+    On cuda the kernels are compiled here, which takes some seconds the first time, and a training step cannot be
+    captured into a CUDA graph: the hook raises RuntimeError under capture.
 
     The mean is over the ranks of DDP's group: ``Join(divide_by_initial_world_size=False)`` cannot be seen by a hook.
 
@@ -67,7 +77,10 @@ def attach(
     config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight)
     _check_module(ddp)
     parameters = _synchronised_parameters(ddp, config)
-    session = Session(config, ddp.process_group, parameters, isa, codec_threads)
+    local = LocalOptions(isa, codec_threads, sm_limit)
+    device = parameters[0].tensor.device if parameters else torch.device("cpu")
+    quiet = quiet or env.quiet()
+    session = Session(config, ddp.process_group, parameters, local, device, announce=not quiet)
     target = _targets.get(ddp)
     if target is None:
         target = _C.HookTarget(ddp.process_group)
@@ -82,9 +95,9 @@ def attach(
         ddp.logger._set_comm_hook_name("fusedcomm")
         _targets[ddp] = target
     target.set(session.hook, ddp.process_group)
-    handle = Handle(ddp, session, target, codec_threads, isa)
+    handle = Handle(ddp, session, target)
     _handles[ddp] = handle
-    if session.rank == 0 and not (quiet or env.quiet()):
+    if session.rank == 0 and not quiet:
         print(handle.plan(), flush=True)
     return handle
 
@@ -92,18 +105,10 @@ def attach(
 class Handle:
     """One attachment of fusedcomm to a DDP module; made by :func:`attach`."""
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        session: Session,
-        target: "_C.HookTarget",
-        codec_threads: int | None,
-        isa: str | None,
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, session: Session, target: "_C.HookTarget") -> None:
         self._ddp = weakref.ref(ddp)
         self._session = session
         self._target = target
-        self._codec_threads, self._isa = codec_threads, isa
         self._attached = True
         # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
         self._registered = (_native_hook, None)
@@ -113,12 +118,23 @@ class Handle:
             ddp.register_forward_pre_hook(_ForwardGuard())
 
     def stats(self) -> Stats:
-        """Counts and times of this rank since attach, or since the module moved to another process group."""
+        """Counts and times of this rank since attach, or since the module moved to another process group.
+
+        On cuda it waits for the kernels under way, whose counts it reads.
+        """
         return self._session.stats()
 
     def plan(self) -> Plan:
         """What travels how; printable. By DDP's actual buckets once there has been a backward pass."""
         return self._session.plan(_bucket_nbytes_caps(self._ddp()))
+
+    def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+        """Records when each stage of each bucket ran, and writes it as a Chrome trace for Perfetto at the end.
+
+        ``with comm.trace("trace-{rank}.json"): …a few steps…``. ``{rank}`` becomes the rank; without it only rank 0
+        records. On cuda the times are those of the streams; leaving the block waits for them.
+        """
+        return self._session.trace(path)
 
     def detach(self) -> None:
         """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.
@@ -159,7 +175,7 @@ class Handle:
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
         old = self._session
-        new = Session(old.config, ddp.process_group, old.parameters, self._isa, self._codec_threads)
+        new = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
         known = {parameter.name for parameter in new.parameters or []}
         counts = {name: count for name, count in old.hook.nonfinite_by_parameter().items() if name in known}
         new.hook.restore_nonfinite(counts)
@@ -257,11 +273,6 @@ def _synchronised_parameters(ddp: DistributedDataParallel, config: Config) -> li
     devices = sorted({str(p.tensor.device) for p in parameters})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
-    if devices and devices != ["cpu"]:
-        raise RuntimeError(
-            f"fusedcomm: the module's gradients are on {devices[0]}; this build moves gradients on cpu only. Leave "
-            "DDP's default all-reduce on other devices."
-        )
     config.check_patterns([p.name for p in parameters])
     return parameters
 

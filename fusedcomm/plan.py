@@ -32,8 +32,9 @@ class Plan:
 
     config: Config
     world_size: int
-    isa: str
-    codec_threads: int
+    device_type: str
+    codec: str
+    """What the codec stages run on, and where the workspaces are."""
     scratch_nbytes: int
     exempt: tuple[str, ...]
     buckets: tuple[BucketRow, ...]
@@ -51,9 +52,9 @@ class Plan:
     def __str__(self) -> str:
         config = self.config
         lines = [
-            f"fusedcomm: wire {config.wire}, sum {config.sum}, {self.world_size} ranks, codec {self.isa} × "
-            f"{self.codec_threads} thread(s), chunks of {config.chunk_nbytes_for(self.world_size) >> 10} KiB, "
-            f"scratch {self.scratch_nbytes / _MIB:.1f} MiB"
+            f"fusedcomm: wire {config.wire}, sum {config.sum}, {self.world_size} ranks, codec {self.codec}, chunks of "
+            f"{config.chunk_nbytes_for(self.world_size, self.device_type) >> 10} KiB, scratch "
+            f"{self.scratch_nbytes / _MIB:.1f} MiB"
         ]
         lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>6} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
         for index, row in enumerate(self.buckets):
@@ -75,7 +76,11 @@ class Plan:
 
 
 def predicted_rows(
-    config: Config, world_size: int, parameters: list[tuple[str, torch.nn.Parameter]], bucket_nbytes_caps: list[int]
+    config: Config,
+    world_size: int,
+    device_type: str,
+    parameters: list[tuple[str, torch.nn.Parameter]],
+    bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
     """Rows for `parameters` (name, tensor) cut as DDP cuts them: from the last parameter to the first."""
     backwards = parameters[::-1]
@@ -87,7 +92,8 @@ def predicted_rows(
         exact = sum(n for n, (name, tensor) in zip(numels, members, strict=True) if config.is_exempt(name, tensor))
         dtype = members[0][1].dtype
         names = tuple(name for name, _ in members)
-        rows.append(_row(config, world_size, names, dtype.to_real() if dtype.is_complex else dtype, exact, sum(numels)))
+        native = config.native(world_size, device_type)
+        rows.append(_row(native, world_size, names, dtype.to_real() if dtype.is_complex else dtype, exact, sum(numels)))
     return tuple(rows)
 
 
@@ -106,12 +112,12 @@ def actual_rows(config: Config, world_size: int, hook: "_C.GradHook") -> tuple[B
 
 
 def _row(
-    config: Config, world_size: int, names: tuple[str, ...], dtype: torch.dtype, exact_numel: int, numel: int
+    config: "_C.WireConfig", world_size: int, names: tuple[str, ...], dtype: torch.dtype, exact_numel: int, numel: int
 ) -> BucketRow:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _foreign_row(world_size, names, dtype, numel)
     like = torch.empty(0, dtype=dtype)
-    plan = _C.plan_bucket(config.native(world_size), world_size, like, exact_numel, numel - exact_numel)
+    plan = _C.plan_bucket(config, world_size, like, exact_numel, numel - exact_numel)
     return _planned_row(world_size, names, dtype, numel, plan, plan.layout)
 
 

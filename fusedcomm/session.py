@@ -1,17 +1,25 @@
 """One attachment's native side: channels made, ranks agreed, engine running. Shared by both ways to integrate."""
 
 import atexit
+import contextlib
 import dataclasses
+import os
 import sys
 import weakref
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, config, groups, plan, stats
-from fusedcomm.config import Config
+from fusedcomm import agreement, groups, plan, stats, trace
+from fusedcomm.config import Config, LocalOptions
+from fusedcomm.cpu import CpuPath
+from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that have a wire format."""
 
 _running: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -29,9 +37,12 @@ class Session:
     Args:
         process_group: the group that DDP uses; every rank of it makes a Session at the same time.
         parameters: what DDP synchronises, or None if it is not known; then parameters are recognised by their shapes.
+        device: where the gradients are.
+        announce: whether rank 0 may print what takes a while.
 
     Raises:
-        RuntimeError: no path for the group's backend, or the ranks do not agree (the same text on every rank).
+        RuntimeError: no path for the device over the group's backend, or the ranks do not agree (the same text on
+            every rank).
     """
 
     def __init__(
@@ -39,21 +50,22 @@ class Session:
         cfg: Config,
         process_group: dist.ProcessGroup,
         parameters: list[NamedParameter] | None,
-        isa: str | None,
-        codec_threads: int | None,
+        local: LocalOptions,
+        device: torch.device,
+        announce: bool = False,
     ) -> None:
-        device = torch.device("cpu")
         groups.check_backend(process_group, device)
         self.config = cfg
+        self.local = local
+        self.device = device
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
         # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
         problem = None
         try:
-            self.isa = config.choose_isa(isa)
-            self.codec_threads = config.choose_codec_threads(codec_threads, self.world_size)
-        except ValueError as error:
+            path = self._path(announce and self.rank == 0)
+        except (ValueError, RuntimeError) as error:
             problem = error
         store = groups.private_store(process_group)
         record = self._record() if problem is None else {agreement.PROBLEM: str(problem)}
@@ -63,22 +75,26 @@ class Session:
             if problem is not None:
                 raise problem from None
             raise
-        channels = groups.make_channels(process_group, device, store)
-        known = parameters or []
+        native_device, transport = path.connect(process_group, device, store)
+        self.codec = path.codec
         self.hook = _C.GradHook(
-            config=cfg.native(self.world_size),
-            scatter=channels.scatter,
-            gather=channels.gather,
-            parameters=[(p.tensor, p.name, p.exempt) for p in known],
+            config=cfg.native(self.world_size, device.type),
+            device=native_device,
+            transport=transport,
+            parameters=[(p.tensor, p.name, p.exempt) for p in parameters or []],
             exempt_1d=cfg.exempt_1d,
-            isa=self.isa,
-            codec_threads=self.codec_threads,
+            grad_device=device,
         )
-        self.isa = self.hook.isa
         _running.add(self)
 
+    def _path(self, announce: bool) -> "CpuPath | CudaPath":
+        if self.device.type == "cpu":
+            return CpuPath(self.local, self.world_size)
+        dtypes = sorted({p.tensor.dtype.to_real() for p in self.parameters or []} & set(GRAD_DTYPES), key=str)
+        return CudaPath(self.config, self.local, self.process_group, self.device, dtypes or list(GRAD_DTYPES), announce)
+
     def _record(self) -> dict:
-        """What all ranks must share. Threads and instruction set may differ: the bytes do not depend on them."""
+        """What all ranks must share. What LocalOptions has may differ: the bytes do not depend on it."""
         record = {
             "versions": {
                 "fusedcomm": fusedcomm.__version__,
@@ -86,6 +102,7 @@ class Session:
                 "wire layout": _C.WIRE_LAYOUT_VERSION,
                 "byte order": sys.byteorder,
             },
+            "device": self.device.type,
             "config": dataclasses.asdict(self.config),
             "world size": self.world_size,
         }
@@ -105,17 +122,30 @@ class Session:
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             named = [(p.name, p.tensor) for p in self.parameters]
-            rows = plan.predicted_rows(self.config, self.world_size, named, bucket_nbytes_caps)
+            rows = plan.predicted_rows(self.config, self.world_size, self.device.type, named, bucket_nbytes_caps)
         return plan.Plan(
             config=self.config,
             world_size=self.world_size,
-            isa=self.isa,
-            codec_threads=self.codec_threads,
+            device_type=self.device.type,
+            codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
             exempt=tuple(p.name for p in self.parameters or [] if p.exempt),
             buckets=rows,
             predicted=predicted,
         )
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike) -> Iterator[None]:
+        """See :meth:`fusedcomm.handle.Handle.trace`."""
+        own_path = trace.path_for(path, self.rank)
+        if own_path is None:
+            yield
+            return
+        self.hook.start_trace()
+        try:
+            yield
+        finally:
+            trace.write(own_path, self.hook.stop_trace(), self.rank, self.world_size)
 
     def stop(self, reason: str) -> None:
         """Ends the engine; buckets under way fail with `reason`. Idempotent."""

@@ -72,7 +72,7 @@ def test_comm_state_needs_the_module_for_names():
 def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
     state = fusedcomm.CommState(exempt=("0.weight",), module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match="is a copy, and module did not come along"):
-        copy.deepcopy(state).session()
+        copy.deepcopy(state).session(torch.device("cpu"))
 
 
 def test_an_environment_variable_out_of_range_is_named(monkeypatch):

@@ -113,6 +113,10 @@ class ThreadTransport : public Transport {
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     network_->arrive(channel, next(channel), rank_, {std::move(send), std::move(receive), std::move(done)}, false);
   }
+  int64_t gather_copies() const override { return world_size_; }
+  void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
+    all_to_all(channel, std::move(send), std::move(receive), std::move(done));
+  }
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
     REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
     network_->arrive(channel, next(channel), rank_, {std::move(data), {}, std::move(done)}, true);
@@ -158,7 +162,7 @@ int train(Engine& engine, const std::vector<std::pair<int64_t, int64_t>>& shapes
       head.append(bucket.gradients.data(), bucket.exact_numel, GradDtype::kFloat32);
       job->streams.lossy.append(bucket.gradients.data() + bucket.exact_numel, numel - bucket.exact_numel,
                                 GradDtype::kFloat32);
-      job->label = std::make_shared<const std::string>("bucket " + std::to_string(b));
+      job->label = std::make_shared<const BucketLabel>("bucket " + std::to_string(b), "bucket " + std::to_string(b));
       job->is_last = b + 1 == shapes.size();
       auto promise = std::make_shared<std::promise<void>>();
       done.push_back(promise->get_future());

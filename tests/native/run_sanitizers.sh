@@ -5,7 +5,7 @@ cd "$(dirname "$0")/../.."
 CXX=${CXX:-g++}
 build=build/sanitize
 mkdir -p "$build"
-sources=(tests/native/engine_stress.cpp csrc/engine.cpp csrc/plan.cpp csrc/cpu_lane.cpp csrc/cpu_device.cpp
+sources=(tests/native/engine_stress.cpp csrc/engine.cpp csrc/plan.cpp csrc/cpu_lane.cpp csrc/inline_lane.cpp csrc/cpu_device.cpp
          csrc/codec.cpp csrc/codec_portable.cpp csrc/codec_avx2.cpp csrc/codec_avx512.cpp csrc/codec_neon.cpp)
 for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   binary="$build/engine_stress-${sanitizer//,/-}"

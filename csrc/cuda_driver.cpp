@@ -1,0 +1,74 @@
+#include "cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+namespace fusedcomm {
+namespace {
+
+constexpr int kMaxDynamicSharedNbytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr uint32_t kDefaultMaxSharedNbytes = 48 << 10;
+
+template <typename Function>
+void find(void* library, const std::string& name, const char* symbol, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(library, symbol));
+  if (!*function) {
+    throw std::runtime_error("fusedcomm: " + name + " has no " + symbol +
+                             ": this is no CUDA driver of version 12 or later; update the NVIDIA driver");
+  }
+}
+
+}  // namespace
+
+CudaDriver::CudaDriver(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays: kernels stay loaded, too
+  if (!handle) {
+    const char* error = dlerror();
+    throw std::runtime_error("fusedcomm: no CUDA driver: " + std::string(error ? error : library) +
+                             ". Gradients on cuda need an NVIDIA driver on this machine");
+  }
+  find(handle, library, "cuInit", &init_);
+  find(handle, library, "cuGetErrorName", &get_error_name_);
+  find(handle, library, "cuGetErrorString", &get_error_string_);
+  find(handle, library, "cuModuleLoadData", &module_load_data_);
+  find(handle, library, "cuModuleGetFunction", &module_get_function_);
+  find(handle, library, "cuFuncSetAttribute", &func_set_attribute_);
+  find(handle, library, "cuLaunchKernel", &launch_kernel_);
+  find(handle, library, "cuStreamIsCapturing", &stream_is_capturing_);
+  check(init_(0), "cuInit");
+}
+
+void CudaDriver::check(Result result, const char* call) const {
+  if (result == 0) return;
+  const char *name = nullptr, *text = nullptr;
+  get_error_name_(result, &name);
+  get_error_string_(result, &text);
+  throw std::runtime_error(std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" +
+                           std::to_string(result) + "): " + (text ? text : "no description"));
+}
+
+void* CudaDriver::load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const {
+  void *module = nullptr, *function = nullptr;
+  check(module_load_data_(&module, cubin.data()), "cuModuleLoadData");
+  check(module_get_function_(&function, module, symbol.c_str()), "cuModuleGetFunction");
+  if (shared_nbytes > kDefaultMaxSharedNbytes) {
+    check(func_set_attribute_(function, kMaxDynamicSharedNbytes, static_cast<int>(shared_nbytes)),
+          "cuFuncSetAttribute");
+  }
+  return function;
+}
+
+void CudaDriver::launch(void* function, uint32_t num_programs, uint32_t num_threads, uint32_t shared_nbytes,
+                        void* stream, void** params) const {
+  check(launch_kernel_(function, num_programs, 1, 1, num_threads, 1, 1, shared_nbytes, stream, params, nullptr),
+        "cuLaunchKernel");
+}
+
+bool CudaDriver::is_capturing(void* stream) const {
+  int status = 0;
+  check(stream_is_capturing_(stream, &status), "cuStreamIsCapturing");
+  return status != 0;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,111 @@
+#include "device_bindings.h"
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "c10d_transport.h"
+#include "cuda_device.h"
+#include "grad_dtype.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+
+bool registers_memory(const BackendPtr& backend, c10::Device device) {
+  return !device.is_cpu() && backend->supportsTensorAlloc(device.index());
+}
+
+// Memory that the backend has registered with the network, if it keeps any, else of the device's allocator.
+CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  if (registers_memory(backend, device)) {
+    return [backend, options](int64_t nbytes) { return backend->allocateTensor(nbytes, options); };
+  }
+  return [options](int64_t nbytes) { return at::empty({nbytes}, options); };
+}
+
+// The kernels of one wire and block, filled in one by one.
+class KernelLoader {
+ public:
+  KernelLoader(std::shared_ptr<const CudaDriver> driver, int64_t tile_numel) : driver_(std::move(driver)) {
+    table_.tile_numel = tile_numel;
+  }
+
+  void load(const std::string& kernel, std::optional<at::ScalarType> grad_dtype, bool flat, const std::string& cubin,
+            const std::string& symbol, uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
+    place(kernel, grad_dtype, flat) = {driver_->load(cubin, symbol, shared_nbytes), num_threads, shared_nbytes,
+                                       num_scratch_pointers};
+  }
+
+  const KernelTable& table() const { return table_; }
+  const std::shared_ptr<const CudaDriver>& driver() const { return driver_; }
+
+ private:
+  Kernel& place(const std::string& kernel, std::optional<at::ScalarType> grad_dtype, bool flat) {
+    if (kernel == ScaleLaunch::kName) return table_.scale;
+    if (kernel == ReduceLaunch::kName) return table_.reduce[flat];
+    TORCH_CHECK_VALUE(grad_dtype, "fusedcomm: kernel ", kernel, " needs a gradient dtype");
+    const auto dtype = static_cast<size_t>(grad_dtype_of(*grad_dtype));
+    if (kernel == PackLaunch::kName) return table_.pack[dtype][flat];
+    TORCH_CHECK_VALUE(kernel == UnpackLaunch::kName, "fusedcomm: no kernel is called '", kernel, "'");
+    return table_.unpack[dtype][flat];
+  }
+
+  std::shared_ptr<const CudaDriver> driver_;
+  KernelTable table_;
+};
+
+std::vector<std::string> kernel_params(const std::string& kernel) {
+  if (kernel == PackLaunch::kName) return param_types<PackLaunch>();
+  if (kernel == ReduceLaunch::kName) return param_types<ReduceLaunch>();
+  if (kernel == UnpackLaunch::kName) return param_types<UnpackLaunch>();
+  TORCH_CHECK_VALUE(kernel == ScaleLaunch::kName, "fusedcomm: no kernel is called '", kernel, "'");
+  return param_types<ScaleLaunch>();
+}
+
+}  // namespace
+
+void bind_devices(py::module_& m) {
+  m.attr("MAX_SCRATCH_POINTERS") = kMaxScratchPointers;
+  m.def("kernel_params", &kernel_params, py::arg("kernel"));
+
+  py::class_<CudaDriver, std::shared_ptr<CudaDriver>>(m, "CudaDriver")
+      .def(py::init<const std::string&>(), py::arg("library"));
+  py::class_<KernelLoader>(m, "KernelLoader")
+      .def(py::init([](std::shared_ptr<CudaDriver> driver, int64_t tile_numel) {
+             return std::make_unique<KernelLoader>(std::move(driver), tile_numel);
+           }),
+           py::arg("driver"), py::arg("tile_numel"))
+      .def("load", &KernelLoader::load, py::kw_only(), py::arg("kernel"), py::arg("grad_dtype"), py::arg("flat"),
+           py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"), py::arg("shared_nbytes"),
+           py::arg("num_scratch_pointers"));
+
+  py::class_<Device, std::shared_ptr<Device>>(m, "Device").def_property_readonly("isa", &Device::isa);
+  py::class_<CpuDevice, Device, std::shared_ptr<CpuDevice>>(m, "CpuDevice")
+      .def(py::init<const std::string&, int, bool>(), py::kw_only(), py::arg("isa"), py::arg("codec_threads"),
+           py::arg("forced_sync"));
+  py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
+      .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
+                       bool forced_sync, const BackendPtr& backend) {
+             return std::make_shared<CudaDevice>(kernels.driver(), kernels.table(), device, isa, max_programs,
+                                                 forced_sync, registers_memory(backend, device),
+                                                 allocator(backend, device));
+           }),
+           py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
+           py::arg("forced_sync"), py::arg("backend"))
+      .def("warm_up", &CudaDevice::warm_up, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("registered_memory", &CudaDevice::registered_memory)
+      .def_property_readonly("streams", &CudaDevice::streams)
+      .def_property_readonly("num_launches", &CudaDevice::num_launches);
+
+  py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
+  py::class_<WorkTransport, C10dTransport, std::shared_ptr<WorkTransport>>(m, "WorkTransport")
+      .def(py::init<BackendPtr, BackendPtr>(), py::arg("scatter"), py::arg("gather"));
+  py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
+      .def(py::init<BackendPtr, at::Device>(), py::arg("backend"), py::arg("device"));
+}
+
+}  // namespace fusedcomm

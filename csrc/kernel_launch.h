@@ -1,0 +1,146 @@
+// The device kernels' parameters, typed: each struct below is one kernel of kernels/ and lists its parameters in the
+// kernel's order. attach() compares them with what the compiler put into the kernel.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cuda_driver.h"
+
+namespace fusedcomm {
+
+// Pointers, all null, that Triton appends to a kernel's parameters for scratch memory that these kernels do not use.
+inline constexpr int kMaxScratchPointers = 2;
+
+// A compiled kernel. `function` is null where none was loaded.
+struct Kernel {
+  void* function = nullptr;
+  uint32_t num_threads = 0;
+  uint32_t shared_nbytes = 0;
+  int num_scratch_pointers = 0;
+};
+
+// A stream's slices; see slice_table.h.
+struct SliceArgs {
+  const int64_t* starts = nullptr;
+  const int64_t* offsets = nullptr;
+  const int32_t* first = nullptr;
+  int64_t* counts = nullptr;  // non-finite elements of each slice
+  int32_t num_slices = 0;
+  int64_t numel = 0;
+};
+
+// The sections of part 0, and how to get to the other parts'.
+struct PartArgs {
+  void* exact = nullptr;
+  void* scales = nullptr;
+  void* codes = nullptr;
+};
+
+struct PartShape {
+  int64_t nbytes = 0;
+  int64_t numel = 0;  // lossy
+  int64_t exact_numel = 0;
+};
+
+struct PackLaunch {
+  static constexpr const char* kName = "pack";
+  void* grads = nullptr;
+  SliceArgs lossy, exact;
+  PartArgs out;
+  PartShape part;
+  int64_t first_part = 0;
+  int32_t num_parts = 0;
+  float scale = 1;
+
+  auto params() {
+    return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.counts, lossy.num_slices, lossy.numel,
+                    exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel, out.exact,
+                    out.scales, out.codes, part.nbytes, part.numel, part.exact_numel, first_part, num_parts, scale);
+  }
+};
+
+struct ReduceLaunch {
+  static constexpr const char* kName = "reduce";
+  PartArgs in, out;
+  PartShape part;
+  int32_t world_size = 0;
+  float scale = 1;
+
+  auto params() {
+    return std::tie(in.exact, in.scales, in.codes, out.exact, out.scales, out.codes, part.nbytes, part.numel,
+                    part.exact_numel, world_size, scale);
+  }
+};
+
+struct UnpackLaunch {
+  static constexpr const char* kName = "unpack";
+  void* grads = nullptr;
+  SliceArgs lossy, exact;
+  PartArgs in;
+  PartShape part;
+  int64_t first_part = 0;
+  int32_t num_parts = 0;
+  float scale = 1;
+  int64_t* nonfinite = nullptr;  // the epilogue's, which the engine does not ask for
+  double* sum_sq = nullptr;
+
+  auto params() {
+    return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel, exact.starts,
+                    exact.offsets, exact.first, exact.num_slices, exact.numel, in.exact, in.scales, in.codes,
+                    part.nbytes, part.numel, part.exact_numel, first_part, num_parts, scale, nonfinite, sum_sq);
+  }
+};
+
+struct ScaleLaunch {
+  static constexpr const char* kName = "scale";
+  void* data = nullptr;
+  int64_t numel = 0;
+  float scale = 1;
+  const int64_t* starts = nullptr;
+  int64_t* counts = nullptr;
+  int32_t num_slices = 0;
+
+  auto params() { return std::tie(data, numel, scale, starts, counts, num_slices); }
+};
+
+template <typename T>
+const char* param_type() {
+  if constexpr (std::is_pointer_v<T>) return "ptr";
+  if constexpr (std::is_same_v<T, int64_t>) return "i64";
+  if constexpr (std::is_same_v<T, int32_t>) return "i32";
+  if constexpr (std::is_same_v<T, float>) return "f32";
+}
+
+// "ptr", "i64", "i32", "f32" in the kernel's order.
+template <typename Launch>
+std::vector<std::string> param_types() {
+  Launch launch;
+  return std::apply(
+      [](auto&... param) {
+        return std::vector<std::string>{param_type<std::remove_reference_t<decltype(param)>>()...};
+      },
+      launch.params());
+}
+
+template <typename Launch>
+void launch(const CudaDriver& driver, const Kernel& kernel, int64_t num_programs, void* stream, Launch args) {
+  if (!kernel.function) {
+    throw std::logic_error(std::string("no ") + Launch::kName + " kernel was compiled for this bucket's dtype");
+  }
+  void* scratch = nullptr;
+  auto params = std::apply(
+      [&scratch](auto&... param) {
+        return std::array<void*, sizeof...(param) + kMaxScratchPointers>{
+            const_cast<void*>(static_cast<const void*>(&param))..., &scratch, &scratch};
+      },
+      args.params());
+  driver.launch(kernel.function, static_cast<uint32_t>(num_programs), kernel.num_threads, kernel.shared_nbytes, stream,
+                params.data());
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,92 @@
+// Which stage of which bucket was under way when: recorded only while somebody traces.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lane.h"
+
+namespace fusedcomm {
+
+enum class Stage : uint8_t { kPack, kAllToAll, kReduce, kAllGather, kAllReduce, kUnpack, kBucket };
+inline constexpr int kNumStages = 7;
+
+inline const char* stage_name(Stage stage) {
+  constexpr std::array<const char*, kNumStages> kNames = {"pack",       "all-to-all", "reduce", "all-gather",
+                                                          "all-reduce", "unpack",     "bucket"};
+  return kNames[static_cast<size_t>(stage)];
+}
+
+// What a bucket is called.
+struct BucketLabel {
+  BucketLabel(std::string bucket_name, std::string bucket_text)
+      : name(std::move(bucket_name)), text(std::move(bucket_text)) {
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      ranges[static_cast<size_t>(stage)] = "fusedcomm/" + name + "/" + stage_name(static_cast<Stage>(stage));
+    }
+  }
+  std::string name;                            // "bucket 3"
+  std::string text;                            // with its parameters and size, for errors
+  std::array<std::string, kNumStages> ranges;  // by stage, for profilers
+};
+
+// Milliseconds since the trace began. The stage kBucket spans from the hand-over to the result.
+struct TraceSpan {
+  std::shared_ptr<const BucketLabel> label;
+  Stage stage;
+  int64_t step;
+  int64_t chunk;
+  double begin_ms;
+  double end_ms;
+};
+
+class Tracer {
+ public:
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+
+  void start(StampPtr origin) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    origin_ = std::move(origin);
+    entries_.clear();
+    on_ = true;
+  }
+
+  void add(std::shared_ptr<const BucketLabel> label, Stage stage, int64_t step, int64_t chunk, StampPtr begin,
+           StampPtr end) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (on_) entries_.push_back({std::move(label), stage, step, chunk, std::move(begin), std::move(end)});
+  }
+
+  // What has been recorded since start(); waits for the device to get there.
+  std::vector<TraceSpan> stop() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    on_ = false;
+    std::vector<TraceSpan> spans;
+    for (const Entry& entry : entries_) {
+      spans.push_back({entry.label, entry.stage, entry.step, entry.chunk, entry.begin->ms_since(*origin_),
+                       entry.end->ms_since(*origin_)});
+    }
+    entries_.clear();
+    origin_ = nullptr;
+    return spans;
+  }
+
+ private:
+  struct Entry {
+    std::shared_ptr<const BucketLabel> label;
+    Stage stage;
+    int64_t step, chunk;
+    StampPtr begin, end;
+  };
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  StampPtr origin_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace fusedcomm

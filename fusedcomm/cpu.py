@@ -1,0 +1,33 @@
+"""Gradients on CPU: the native codec on worker threads, over gloo contexts of our own."""
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm import config, env, groups
+from fusedcomm.native import _C
+
+
+class CpuPath:
+    """What one rank brings before the ranks have agreed; ``connect`` makes the engine's device and transport of it.
+
+    Raises:
+        RuntimeError: the group does not move CPU tensors over gloo.
+        ValueError: an option is out of range, or is for another device.
+    """
+
+    def __init__(self, local: config.LocalOptions, world_size: int) -> None:
+        if local.sm_limit is not None:
+            raise ValueError(
+                f"sm_limit={local.sm_limit!r} is for gradients on cuda, and these are on cpu: leave it out"
+            )
+        self._isa = config.choose_isa(local.isa)
+        self._threads = config.choose_codec_threads(local.codec_threads, world_size)
+
+    def connect(
+        self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
+    ) -> tuple["_C.Device", "_C.C10dTransport"]:
+        """A collective call."""
+        channels = groups.make_channels(process_group, device, store)
+        native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
+        self.codec = f"{native.isa} × {self._threads} thread(s)"
+        return native, _C.WorkTransport(channels.scatter, channels.gather)

@@ -1,0 +1,129 @@
+"""Gradients on a CUDA device: kernels compiled once at attach, launched natively, over the process group's own NCCL."""
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm import config, env
+from fusedcomm.native import _C
+
+DRIVER = "libcuda.so.1"
+
+LEAST_CAPABILITY = 75
+"""Of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
+
+SM_SHARE = 8
+"""By default a kernel uses one in so many of the GPU's multiprocessors; the others go on with the backward pass."""
+
+
+class CudaPath:
+    """What one rank brings before the ranks have agreed: its kernels, compiled, loaded and launched once.
+
+    Raises:
+        RuntimeError: no driver, a GPU or a Triton that is not supported, or a kernel that cannot be loaded.
+        ValueError: an option is out of range, or is for another device.
+    """
+
+    def __init__(
+        self,
+        cfg: config.Config,
+        local: config.LocalOptions,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        grad_dtypes: list[torch.dtype],
+        announce: bool,
+    ) -> None:
+        for field in ("isa", "codec_threads"):
+            if getattr(local, field) is not None:
+                raise ValueError(
+                    f"{field}={getattr(local, field)!r} is for gradients on cpu, and these are on {device}: leave it "
+                    "out"
+                )
+        driver = _C.CudaDriver(DRIVER)
+        capability = check_capability(device)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        sm_limit = choose_sm_limit(local.sm_limit, num_sms)
+        with torch.cuda.device(device):
+            kernels, version = load_kernels(driver, cfg, grad_dtypes, capability, announce)
+            self._backend = process_group._get_backend(device)
+            self._device = _C.CudaDevice(
+                kernels=kernels,
+                device=device,
+                isa=f"triton {version} sm_{capability}",
+                max_programs=sm_limit,
+                forced_sync=env.sync(),
+                backend=self._backend,
+            )
+            self._device.warm_up()
+        where = "registered with the network" if self._device.registered_memory else "plain device memory"
+        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors, workspaces in {where}"
+
+    def connect(
+        self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
+    ) -> tuple["_C.Device", "_C.C10dTransport"]:
+        return self._device, _C.StreamTransport(self._backend, device)
+
+
+def check_capability(device: torch.device) -> int:
+    """10·major + minor of the GPU; RuntimeError for one that is too old."""
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    if capability < LEAST_CAPABILITY:
+        raise RuntimeError(
+            f"fusedcomm: {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; "
+            f"{LEAST_CAPABILITY // 10}.{LEAST_CAPABILITY % 10} or later is supported. Leave DDP's default all-reduce "
+            "on it."
+        )
+    return capability
+
+
+def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
+    """The argument, else one in SM_SHARE; ValueError for what the GPU does not have."""
+    if sm_limit is None:
+        return max(1, num_sms // SM_SHARE)
+    if isinstance(sm_limit, bool) or not isinstance(sm_limit, int) or not 1 <= sm_limit <= num_sms:
+        raise ValueError(f"sm_limit={sm_limit!r} is not possible: use a whole number from 1 to {num_sms}")
+    return sm_limit
+
+
+def load_kernels(
+    driver: "_C.CudaDriver", cfg: config.Config, grad_dtypes: list[torch.dtype], capability: int, announce: bool
+) -> tuple["_C.KernelLoader", str]:
+    """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
+    try:
+        from fusedcomm.kernels import compile, constants
+    except ImportError as error:
+        raise RuntimeError(f"fusedcomm: gradients on cuda need Triton, which cannot be imported: {error}") from error
+    version = compile.check_triton()
+    variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes)
+    if announce:
+        print(
+            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
+            "keeps them)",
+            flush=True,
+        )
+    loader = _C.KernelLoader(driver, constants.TILE)
+    for variant in variants:
+        load(loader, compile.compile(variant, capability))
+    return loader, version
+
+
+def load(loader: "_C.KernelLoader", compiled: object) -> None:
+    """Hands one compiled kernel to the engine. RuntimeError if its parameters are not what the engine packs."""
+    variant = compiled.variant
+    expected = tuple(_C.kernel_params(variant.kernel))
+    if tuple(compiled.params) != expected or compiled.num_scratch_pointers > _C.MAX_SCRATCH_POINTERS:
+        raise RuntimeError(
+            f"fusedcomm: kernel {variant.kernel} was compiled with parameters {compiled.params} and "
+            f"{compiled.num_scratch_pointers} scratch pointers; the engine passes {expected} and at most "
+            f"{_C.MAX_SCRATCH_POINTERS}. Kernels and extension are of different versions: build fusedcomm again"
+        )
+    loader.load(
+        kernel=variant.kernel,
+        grad_dtype=variant.grad_dtype,
+        flat=variant.flat,
+        cubin=compiled.cubin,
+        symbol=compiled.symbol,
+        num_threads=32 * compiled.num_warps,
+        shared_nbytes=compiled.shared_nbytes,
+        num_scratch_pointers=compiled.num_scratch_pointers,
+    )
