@@ -1,0 +1,79 @@
+// Stands in for the CUDA driver in tests: modules are names, functions are numbers, and a launch calls back into the
+// test, which sees exactly what the engine passed and may run the kernel in the host's memory.
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using Result = int;
+// function: the number of a function; params: as given to cuLaunchKernel.
+using Launch = Result (*)(int64_t function, unsigned num_programs, unsigned num_threads, unsigned shared_nbytes,
+                          void* stream, void** params);
+
+Launch on_launch = nullptr;
+std::vector<std::string> functions;  // "image:symbol", by number − 1
+std::string failing_call;
+Result failing_result = 0;
+
+Result result_of(const char* call) { return failing_call == call ? failing_result : 0; }
+
+}  // namespace
+
+extern "C" {
+
+// ---- for the test
+
+void fake_on_launch(Launch callback) { on_launch = callback; }
+
+// From now on `call` returns `result`; an empty name ends it.
+void fake_fail(const char* call, Result result) {
+  failing_call = call;
+  failing_result = result;
+}
+
+const char* fake_function_name(int64_t function) { return functions[static_cast<size_t>(function) - 1].c_str(); }
+
+// ---- the driver
+
+Result cuInit(unsigned) { return result_of("cuInit"); }
+
+Result cuGetErrorName(Result result, const char** name) {
+  *name = result == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OF_THE_TEST";
+  return 0;
+}
+
+Result cuGetErrorString(Result, const char** text) {
+  *text = "the test wants it so";
+  return 0;
+}
+
+Result cuModuleLoadData(void** module, const void* image) {
+  *module = new std::string(static_cast<const char*>(image));  // for the life of the process, as the driver's own
+  return result_of("cuModuleLoadData");
+}
+
+Result cuModuleGetFunction(void** function, void* module, const char* name) {
+  functions.push_back(*static_cast<std::string*>(module) + ":" + name);
+  *function = reinterpret_cast<void*>(functions.size());
+  return result_of("cuModuleGetFunction");
+}
+
+Result cuFuncSetAttribute(void*, int, int) { return result_of("cuFuncSetAttribute"); }
+
+Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned block_y, unsigned block_z, unsigned shared_nbytes, void* stream, void** params,
+                      void** extra) {
+  if (const Result result = result_of("cuLaunchKernel")) return result;
+  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra) return 1;
+  return on_launch ? on_launch(reinterpret_cast<int64_t>(function), grid_x, block_x, shared_nbytes, stream, params) : 0;
+}
+
+Result cuStreamIsCapturing(void*, int* status) {
+  *status = 0;
+  return result_of("cuStreamIsCapturing");
+}
+
+}  // extern "C"

@@ -1,0 +1,258 @@
+"""The engine's CUDA path where there is no GPU: the launcher against a driver that records and runs what it is given.
+
+Streams are not in it (tests/test_streams.py simulates those), nor the compiler (tests/test_kernel_code.py).
+"""
+
+import shutil
+
+import fake_cuda
+import pytest
+import torch
+from models import Gradients, Mlp, Sparse, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import cuda
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+
+pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/test_cuda.py runs the same on it"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
+]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def fake(library):
+    fake = fake_cuda.gpu(library)
+    yield fake
+    fake.fail("", 0)
+
+
+# --- the same bits as on the CPU ------------------------------------------------------------------------------------
+
+
+SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
+
+
+def both_paths(rank, world_size, library, kwargs, dtype):
+    """The gradients by the CPU path and by the CUDA path, twice each since DDP rebuilds its buckets; the launches."""
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    gradients[0].view(-1)[3] = -torch.inf
+    gradients[3][17 * rank : 17 * rank + 2] = torch.nan
+    results, fake = [], fake_cuda.gpu(library)
+    for path in ("cpu", "cuda"):
+        ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.016)
+        if path == "cpu":
+            comm = fusedcomm.attach(ddp, **kwargs)
+            seen = synchronise(ddp, gradients, steps=2)
+        else:
+            with fake.takes_over(kwargs["wire"], kwargs.get("block", 128)):
+                comm = fusedcomm.attach(ddp, **kwargs)
+                seen = synchronise(ddp, gradients, steps=2)
+        stats = comm.stats()
+        num_buckets = len(comm.plan().buckets)
+        comm.detach()
+        bits = torch.cat([gradient.flatten() for gradient in seen]).view(torch.uint8)
+        results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes))
+    return results, [kernel for kernel, _ in fake.launches], num_buckets
+
+
+CONFIGS = {
+    "fp32": {"wire": "fp32"},
+    "fp32 two-shot": {"wire": "fp32", "sum": "two-shot"},
+    "bf16": {"wire": "bf16"},
+    "bf16 two-shot chunked": {"wire": "bf16", "sum": "two-shot", "chunk_nbytes": 4096},
+    "bf16 exempt": {"wire": "bf16", "sum": "two-shot", "exempt": ("1d",)},
+    "fp16 direct": {"wire": "fp16", "sum": "direct"},
+    "int8": {"wire": "int8", "sum": "two-shot"},
+    "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "dtype"),
+    [
+        ("fp32", 1, torch.float32),
+        ("fp32", 3, torch.float32),
+        ("fp32", 2, torch.bfloat16),
+        ("fp32 two-shot", 3, torch.float32),
+        ("bf16", 2, torch.float32),
+        ("bf16 two-shot chunked", 3, torch.float32),
+        ("bf16 two-shot chunked", 2, torch.bfloat16),
+        ("bf16 exempt", 2, torch.float32),
+        ("bf16 exempt", 3, torch.float16),
+        ("fp16 direct", 2, torch.float32),
+        ("int8", 1, torch.float32),
+        ("int8", 3, torch.float32),
+        ("int8", 2, torch.float16),
+        ("int8 chunked", 2, torch.float32),
+    ],
+)
+def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
+    for results, launches, _ in ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size):
+        (cpu, *cpu_counts), (gpu, *gpu_counts) = results
+        assert torch.equal(cpu, gpu)
+        assert cpu_counts == gpu_counts
+        assert cpu_counts[0] > 0
+        assert launches
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
+def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
+    for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
+        # Two steps; the first has other buckets, but not more of them than parameters.
+        assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
+
+
+def other_models(rank, world_size, library):
+    results = []
+    fake = fake_cuda.gpu(library)
+    for model, inputs in (
+        (Sparse(), torch.tensor([[1, 2, 3 + rank]])),
+        (Mlp(torch.float64), torch.randn(4, 10, dtype=torch.float64)),
+    ):
+        seen = []
+        state = model.state_dict()
+        for path in ("ddp", "cuda"):
+            model.load_state_dict(state)
+            model.zero_grad(set_to_none=True)
+            ddp = DistributedDataParallel(model)
+            with fake.takes_over("fp32"):
+                if path == "cuda":
+                    comm = fusedcomm.attach(ddp, wire="fp32")
+                ddp(inputs).square().mean().backward()
+            seen.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
+        comm.detach()
+        results.append(all(torch.equal(a, b) for a, b in zip(*seen, strict=True)))
+    return results
+
+
+def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
+    assert ranks.run(other_models, library, world_size=2) == [[True, True]] * 2
+
+
+# --- what is launched -----------------------------------------------------------------------------------------------
+
+
+def recorded(rank, world_size, library):
+    fake = fake_cuda.gpu(library)
+    with fake.takes_over("int8", 64):
+        ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
+        comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", block=64, exempt=("1d",))
+        synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
+        comm.detach()
+    return [
+        (kernel, {name: value for name, value in args.items() if not isinstance(value, torch.Tensor)})
+        for kernel, args in fake.launches
+    ]
+
+
+def test_launches_carry_the_bucket_and_its_layout(ranks, library):
+    """Sizes by hand: two parts; 600 lossy elements in blocks of 64, 3000 exact ones."""
+    part = {"part_nbytes": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
+    of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
+    for launches in ranks.run(recorded, library, world_size=2):
+        (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
+        assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
+        assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
+        assert reduce_args == {**part, "world_size": 2, "scale": 0.5}
+        assert unpack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
+
+
+def test_every_kernel_parameter_has_the_engines_type():
+    """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
+    from fusedcomm.kernels import compile
+
+    for variant in compile.engine_variants("int8", 128, (torch.float32,)):
+        signature, _ = compile._signature(variant)
+        kinds = [
+            "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
+            for kind in signature.values()
+            if kind != "constexpr"
+        ]
+        assert kinds == _C.kernel_params(variant.kernel)
+    with pytest.raises(ValueError, match="no kernel is called 'sort'"):
+        _C.kernel_params("sort")
+
+
+# --- what can go wrong ----------------------------------------------------------------------------------------------
+
+
+def faulting(rank, world_size, library):
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    with fake.takes_over("bf16"):
+        fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        synchronise(ddp, [torch.ones(3000)])
+        fake.fail("cuLaunchKernel", 700)
+        try:
+            synchronise(ddp, [torch.ones(3000)])
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
+    (error,) = ranks.run(faulting, library, world_size=1)
+    assert "the pack of chunk 1/1 failed for bucket 0 (weights.0; 1 parameters" in error
+    assert "cuLaunchKernel failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)" in error
+
+
+def test_a_missing_driver_is_named():
+    with pytest.raises(RuntimeError, match=r"no CUDA driver: libno-such-cuda.so: cannot open .* need an NVIDIA driver"):
+        _C.CudaDriver("libno-such-cuda.so")
+    with pytest.raises(RuntimeError, match=r"libm.so.6 has no cuInit"):
+        _C.CudaDriver("libm.so.6")
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_a_cubin_that_does_not_load_is_an_error(fake, call):
+    fake.fail(call, 209)
+    with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
+        fake.loader("bf16", 128, (torch.float32,))
+
+
+def test_kernels_of_another_version_are_refused(fake):
+    from fusedcomm.kernels import compile
+
+    variant = compile.engine_variants("bf16", 128, (torch.float32,))[0]
+    compiled = compile.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
+    with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
+        cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)
+
+
+def test_an_old_gpu_is_named_with_what_is_supported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.raises(RuntimeError, match=r"Tesla V100 has compute capability 7.0; 7.5 or later is supported"):
+        cuda.check_capability(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert cuda.check_capability(torch.device("cuda")) == 90
+
+
+def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
+        cuda.load_kernels(fake.driver, Config(), [torch.float32], 90, announce=False)
+
+
+@pytest.mark.parametrize("value", [0, 133, 2.0, True, "all"])
+def test_an_impossible_sm_limit_is_an_error(value):
+    with pytest.raises(ValueError, match=r"sm_limit=.* is not possible: use a whole number from 1 to 132"):
+        cuda.choose_sm_limit(value, 132)
+
+
+def test_the_sm_limit_is_a_share_of_the_gpu():
+    assert cuda.choose_sm_limit(None, 132) == 16
+    assert cuda.choose_sm_limit(None, 4) == 1
+    assert cuda.choose_sm_limit(132, 132) == 132
