@@ -47,6 +47,7 @@ def refused(rank, world_size, kwargs):
         ({"chunks_in_flight": 0}, ["chunks_in_flight=0", "1 to 64"]),
         ({"codec_threads": 0}, ["codec_threads=0"]),
         ({"isa": "sse9"}, ["sse9", "portable"]),
+        ({"sm_limit": 8}, ["sm_limit=8 is for gradients on cuda, and these are on cpu"]),
         ({"exempt": "1d"}, ["exempt='1d'", "('1d',)"]),
         ({"exempt": ("wieghts*",)}, ["'wieghts*'", "matches none of the 2 parameters", "weights.0"]),
     ],

@@ -1,5 +1,6 @@
 """The engine from end to end: real ranks over gloo, gradients through DDP's reducer, results known exactly."""
 
+import os
 import pickle
 
 import pytest
@@ -9,7 +10,7 @@ from models import Gradients, integers, mean_of_integers, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import reference
+from fusedcomm import env, reference
 
 CODEC_WIRES = ("fp32", "bf16", "fp16", "int8")
 
@@ -138,6 +139,24 @@ def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire, world_size):
     for on_ranks in results:
         for seen in on_ranks:
             assert torch.equal(seen, results[0][0])
+
+
+def forced_sync_result(rank, world_size, wire, kwargs):
+    os.environ[env.SYNC] = "1"
+    try:
+        return random_result(rank, world_size, wire, kwargs)
+    finally:
+        del os.environ[env.SYNC]
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+@pytest.mark.parametrize("kwargs", [{}, {"sum": "two-shot", "chunk_nbytes": 12345, "chunks_in_flight": 1}])
+def test_one_stage_at_a_time_gives_identical_bits(ranks, wire, kwargs):
+    if wire == "fp32" and not kwargs:
+        kwargs = {"sum": "exact"}
+    overlapped = ranks.run(random_result, wire, kwargs, world_size=2)
+    for seen in ranks.run(forced_sync_result, wire, kwargs, world_size=2):
+        assert torch.equal(seen, overlapped[0])
 
 
 @pytest.mark.parametrize("wire", CODEC_WIRES)
