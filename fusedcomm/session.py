@@ -75,11 +75,11 @@ class Session:
             if problem is not None:
                 raise problem from None
             raise
-        native_device, transport = path.connect(process_group, device, store)
+        self.native_device, transport = path.connect(process_group, device, store)
         self.codec = path.codec
         self.hook = _C.GradHook(
             config=cfg.native(self.world_size, device.type),
-            device=native_device,
+            device=self.native_device,
             transport=transport,
             parameters=[(p.tensor, p.name, p.exempt) for p in parameters or []],
             exempt_1d=cfg.exempt_1d,

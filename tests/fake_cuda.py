@@ -17,6 +17,8 @@ from fusedcomm.native import _C
 TILE = 1024
 """Small, so that small buckets have many tiles."""
 
+MAX_PROGRAMS = 3
+
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p
 )
@@ -56,6 +58,7 @@ class FakeCuda:
         self.library.fake_function_name.argtypes = [ctypes.c_int64]
         self.driver = _C.CudaDriver(library)
         self.launches: list[tuple[str, dict]] = []  # kernel, its arguments by name
+        self.grids: list[int] = []  # their numbers of programs
         self.errors: list[BaseException] = []
         self._variants = {}
         self._callback = _LAUNCH(self._launch)  # held: the library has only its address
@@ -86,7 +89,7 @@ class FakeCuda:
             )
         return loader
 
-    def device(self, backend, wire: str, block: int, grad_dtypes, max_programs: int = 3) -> "_C.CudaDevice":
+    def device(self, backend, wire: str, block: int, grad_dtypes, max_programs: int = MAX_PROGRAMS) -> "_C.CudaDevice":
         return _C.CudaDevice(
             kernels=self.loader(wire, block, grad_dtypes),
             device=torch.device("cpu"),
@@ -113,6 +116,7 @@ class FakeCuda:
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()
+        self.grids.clear()
         self.errors.clear()
         own, session.CpuPath = session.CpuPath, Path
         try:
@@ -160,6 +164,7 @@ class FakeCuda:
         for scratch in addresses[len(runtime) :]:
             assert ctypes.c_void_p.from_address(scratch).value is None
         self.launches.append((variant.kernel, values))
+        self.grids.append(num_programs)
         constants_of_variant["TILE"] = TILE
         kernel = compile.KERNELS[variant.kernel]
         constants_in_order = [constants_of_variant[name] for name in kernel.arg_names[len(values) :]]

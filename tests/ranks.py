@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that stay alive between tests, joined over gloo anew for each call.
+"""Real ranks for tests: processes that stay alive between tests, joined anew for each call.
 
 Starting Python and importing torch costs seconds; a fresh process group costs milliseconds.
 """
@@ -19,28 +19,35 @@ class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def _serve(pipe) -> None:
+# Several NCCL ranks on one GPU: NCCL up to 2.29 takes processes with host names of their own for different machines,
+# later versions have a switch. The bytes go through loopback sockets.
+ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def _serve(pipe, index: int) -> None:
     # A rank is one core's worth of work; more threads would only make ranks wait for each other.
-    os.environ.update(OMP_NUM_THREADS="1", FUSEDCOMM_QUIET="1")
+    os.environ.update(OMP_NUM_THREADS="1", FUSEDCOMM_QUIET="1", NCCL_HOSTID=f"rank {index}", **ONE_GPU)
     import torch
 
     torch.set_num_threads(1)
     while (call := pipe.recv()) is not None:
-        function, rank, world_size, store_path, args = call
         try:
-            pipe.send(("value", _run(function, rank, world_size, store_path, args)))
+            pipe.send(("value", _run(*call)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
 
 
-def _run(function, rank, world_size, store_path, args):
+def _run(function, rank, world_size, store_path, backend, args):
     import torch
     import torch.distributed as dist
 
     torch.manual_seed(0)
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     store = dist.FileStore(store_path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    device = torch.device("cuda", 0) if "nccl" in backend else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -60,22 +67,24 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._pipes, self.processes = [], []
-        for _ in range(self.num_ranks):
+        for index in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, index), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function, *args, world_size: int | None = None) -> list:
-        results = self.outcomes(function, *args, world_size=world_size)
+    def run(self, function, *args, world_size: int | None = None, backend: str = "gloo") -> list:
+        results = self.outcomes(function, *args, world_size=world_size, backend=backend)
         errors = [f"rank {rank}:\n{text}" for rank, (kind, text) in enumerate(results) if kind != "value"]
         if errors:
             raise RankError("\n".join(errors))
         return [value for _, value in results]
 
-    def outcomes(self, function, *args, world_size: int | None = None, lost: int | None = None) -> list:
+    def outcomes(
+        self, function, *args, world_size: int | None = None, lost: int | None = None, backend: str = "gloo"
+    ) -> list:
         """As `run`, but errors are results too: ("value", result) or ("error", traceback). Nothing is asked of the rank
         `lost`, which the function kills or stops; it is ("lost", None), and the ranks start anew."""
         world_size = world_size or self.num_ranks
@@ -83,7 +92,7 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             store_path = os.path.join(folder, "store")
             for rank in range(world_size):
-                self._pipes[rank].send((function, rank, world_size, store_path, args))
+                self._pipes[rank].send((function, rank, world_size, store_path, backend, args))
             for rank in range(world_size):
                 results.append(("lost", None) if rank == lost else self._receive(rank))
         if lost is not None or any(kind == "silent" for kind, _ in results):

@@ -62,7 +62,7 @@ def both_paths(rank, world_size, library, kwargs, dtype):
         comm.detach()
         bits = torch.cat([gradient.flatten() for gradient in seen]).view(torch.uint8)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes))
-    return results, [kernel for kernel, _ in fake.launches], num_buckets
+    return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
 
 
 CONFIGS = {
@@ -110,6 +110,8 @@ def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
     for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
         # Two steps; the first has other buckets, but not more of them than parameters.
         assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
+        # No kernel has more programs than the limit on multiprocessors, and large buckets reach it.
+        assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
 
 
 def other_models(rank, world_size, library):
