@@ -76,6 +76,15 @@ def check_capability(device: torch.device) -> int:
     return capability
 
 
+def check_triton() -> str:
+    """Triton's version; RuntimeError if it is not there or its way of launching kernels is not known."""
+    try:
+        from fusedcomm.kernels import compile
+    except ImportError as error:
+        raise RuntimeError(f"fusedcomm: gradients on cuda need Triton, which cannot be imported: {error}") from error
+    return compile.check_triton()
+
+
 def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
     """The argument, else one in SM_SHARE; ValueError for what the GPU does not have."""
     if sm_limit is None:
@@ -89,11 +98,9 @@ def load_kernels(
     driver: "_C.CudaDriver", cfg: config.Config, grad_dtypes: list[torch.dtype], capability: int, announce: bool
 ) -> tuple["_C.KernelLoader", str]:
     """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
-    try:
-        from fusedcomm.kernels import compile, constants
-    except ImportError as error:
-        raise RuntimeError(f"fusedcomm: gradients on cuda need Triton, which cannot be imported: {error}") from error
-    version = compile.check_triton()
+    version = check_triton()
+    from fusedcomm.kernels import compile, constants
+
     variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes)
     if announce:
         print(

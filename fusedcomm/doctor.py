@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import types
 
 import fusedcomm
 
@@ -134,4 +135,24 @@ def _verdict(extension_error: str | None) -> list[tuple[str, str]]:
         cpu = f"supported over gloo; wires {', '.join(fusedcomm.WIRES)}"
     else:
         cpu = "not supported: this torch has no gloo backend"
-    return [("CPU", cpu), ("CUDA", "no path in this version: leave DDP's default in place there")]
+    return [("CPU", cpu), ("CUDA", _cuda_verdict(dist))]
+
+
+def _cuda_verdict(dist: types.ModuleType) -> str:
+    """By the checks that attach makes, short of compiling."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        return "nothing to do: this torch finds no CUDA device"
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "not supported: this torch has no NCCL backend"
+    from fusedcomm import cuda
+    from fusedcomm.native import _C
+
+    try:
+        _C.CudaDriver(cuda.DRIVER)
+        capabilities = {cuda.check_capability(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
+        version = cuda.check_triton()
+    except RuntimeError as error:
+        return f"not supported: {error}"
+    names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
+    return f"supported over NCCL; Triton {version} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"

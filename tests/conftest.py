@@ -1,7 +1,14 @@
 """Fixtures shared by all tests."""
 
+import os
+
 import pytest
+import torch
 from ranks import Ranks
+
+if not torch.cuda.is_available():
+    # Triton asks when a kernel is defined: without a GPU it is interpreted, on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -1,34 +1,16 @@
 // The engine under a sanitizer: several ranks in one process, a transport between threads with random delays, and
 // three scenes: steady training, a failing transfer, and an engine stopped with buckets under way.
-//
-// Gradients are small signed integers times a power of two, different on every rank, so that fp32, bf16 and fp16 give
-// the exact mean; int8 is checked against its error bound. Exits non-zero at the first wrong result.
-#include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <future>
 #include <map>
 #include <random>
 #include <thread>
 
-#include "../../csrc/engine.h"
+#include "training.h"
 
-using namespace fusedcomm;
+using namespace training;
 
 namespace {
-
-#define REQUIRE(condition, ...)                                            \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      std::fprintf(stderr, __VA_ARGS__);                                   \
-      std::fprintf(stderr, "\n");                                          \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (0)
 
 // Collectives between threads: the last rank to arrive hands the meeting to a thread of the network, which waits a
 // random moment, moves the bytes and completes every rank's part.
@@ -68,7 +50,9 @@ class Network {
     const auto delay = std::chrono::microseconds(random_() % 200);
     threads_.emplace_back([parts = std::move(meeting), sum_floats, delay] {
       std::this_thread::sleep_for(delay);
-      sum_floats ? all_reduce(parts) : all_to_all(parts);
+      std::vector<Part> bytes;
+      for (const Arrival& part : parts) bytes.push_back({part.send.data, part.receive.data, part.send.nbytes});
+      sum_floats ? add_all_reduce(bytes) : move_all_to_all(bytes);
       for (const Arrival& part : parts) part.done(nullptr);
     });
     meetings_.erase({static_cast<int>(channel), sequence});
@@ -77,24 +61,6 @@ class Network {
   std::atomic<int64_t> fail_at{-1};  // the network goes down at this collective
 
  private:
-  static void all_to_all(const std::vector<Arrival>& parts) {
-    const size_t p = parts.size(), nbytes = static_cast<size_t>(parts[0].send.nbytes) / p;
-    for (size_t from = 0; from < p; ++from) {
-      for (size_t to = 0; to < p; ++to) {
-        std::memcpy(parts[to].receive.data + from * nbytes, parts[from].send.data + to * nbytes, nbytes);
-      }
-    }
-  }
-
-  static void all_reduce(const std::vector<Arrival>& parts) {
-    const size_t numel = static_cast<size_t>(parts[0].send.nbytes) / 4;
-    for (size_t i = 0; i < numel; ++i) {
-      float sum = 0;
-      for (const Arrival& part : parts) sum += reinterpret_cast<float*>(part.send.data)[i];
-      for (const Arrival& part : parts) reinterpret_cast<float*>(part.send.data)[i] = sum;
-    }
-  }
-
   const int world_size_;
   std::mutex mutex_;
   bool down_ = false;
@@ -129,41 +95,18 @@ class ThreadTransport : public Transport {
   int64_t sequence_[2] = {0, 0};  // each channel belongs to one lane
 };
 
-struct Bucket {
-  std::vector<float> gradients;
-  int64_t exact_numel;  // the first of them are exempt
-};
-
-float gradient(int rank, int step, size_t bucket, size_t i) {
-  const int value = static_cast<int>((i * 7 + bucket * 5 + static_cast<size_t>(step) * 3) % 15) - 7;
-  return static_cast<float>(value * (rank + 1)) * 0.25F;
-}
-
 // One rank's training loop. Returns the number of steps that ended without an error.
-int train(Engine& engine, const std::vector<std::pair<int64_t, int64_t>>& shapes, int num_steps) {
+int train(Engine& engine, const Shapes& shapes, int num_steps) {
   const int rank = engine.rank(), p = engine.world_size();
   for (int step = 0; step < num_steps; ++step) {
     std::vector<std::shared_ptr<Bucket>> buckets;
     std::vector<std::future<void>> done;
     for (size_t b = 0; b < shapes.size(); ++b) {
-      auto bucket = std::make_shared<Bucket>();
-      bucket->gradients.resize(static_cast<size_t>(shapes[b].first));
-      bucket->exact_numel = shapes[b].second;
-      for (size_t i = 0; i < bucket->gradients.size(); ++i) bucket->gradients[i] = gradient(rank, step, b, i);
-      buckets.push_back(std::move(bucket));
+      buckets.push_back(std::make_shared<Bucket>(shapes[b].first, shapes[b].second));
+      fill(buckets[b].get(), rank, step, b);
     }
     for (size_t b = 0; b < shapes.size(); ++b) {
-      Bucket& bucket = *buckets[b];
-      const int64_t numel = static_cast<int64_t>(bucket.gradients.size());
-      auto job = std::make_shared<BucketJob>();
-      job->owner = buckets[b];
-      job->plan = plan_bucket(engine.config(), p, GradDtype::kFloat32, bucket.exact_numel, numel - bucket.exact_numel);
-      Stream& head = job->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
-      head.append(bucket.gradients.data(), bucket.exact_numel, GradDtype::kFloat32);
-      job->streams.lossy.append(bucket.gradients.data() + bucket.exact_numel, numel - bucket.exact_numel,
-                                GradDtype::kFloat32);
-      job->label = std::make_shared<const BucketLabel>("bucket " + std::to_string(b), "bucket " + std::to_string(b));
-      job->is_last = b + 1 == shapes.size();
+      auto job = make_job(engine, buckets[b], b, b + 1 == shapes.size());
       auto promise = std::make_shared<std::promise<void>>();
       done.push_back(promise->get_future());
       job->on_done = [promise](std::exception_ptr error) {
@@ -182,17 +125,8 @@ int train(Engine& engine, const std::vector<std::pair<int64_t, int64_t>>& shapes
     }
     if (error) return step;
     for (size_t b = 0; b < shapes.size(); ++b) {
-      for (size_t i = 0; i < buckets[b]->gradients.size(); ++i) {
-        double mean = 0, largest = 0;
-        for (int r = 0; r < p; ++r) {
-          mean += gradient(r, step, b, i) / p;
-          largest = std::max(largest, 7 * 0.25 * (r + 1));
-        }
-        const bool lossy = engine.config().wire == Wire::kInt8 && static_cast<int64_t>(i) >= buckets[b]->exact_numel;
-        const double tolerance = lossy ? 2 * largest / 127 : 1e-6;
-        REQUIRE(std::fabs(buckets[b]->gradients[i] - mean) <= tolerance, "step %d bucket %zu element %zu: %g, not %g",
-                step, b, i, buckets[b]->gradients[i], mean);
-      }
+      const std::string wrong = find_wrong(*buckets[b], engine.config(), p, step, b);
+      REQUIRE(wrong.empty(), "%s", wrong.c_str());
     }
   }
   return num_steps;
@@ -208,7 +142,7 @@ void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads) {
   config.sum = sum;
   config.max_chunk_nbytes = 8192;
   config.num_slots = 3;
-  const std::vector<std::pair<int64_t, int64_t>> shapes = {{20011, 100}, {1, 0}, {0, 0}, {4096, 4096}, {9001, 1}};
+  const Shapes shapes = {{20011, 100}, {1, 0}, {0, 0}, {4096, 4096}, {9001, 1}};
   const int num_steps = scene == Scene::kSteady ? 12 : 1000;
   std::vector<int> finished(static_cast<size_t>(world_size));
   std::vector<std::thread> ranks;

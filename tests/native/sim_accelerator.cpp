@@ -1,0 +1,320 @@
+#include "sim_accelerator.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "training.h"
+
+namespace sim {
+namespace {
+
+using SteadyTime = std::chrono::steady_clock::time_point;
+
+// By stream: the last piece of its work that is ordered before.
+using Clock = std::map<c10::StreamId, int64_t>;
+
+// What one call of record() enqueued.
+struct Recording {
+  explicit Recording(Clock ordered_before) : clock(std::move(ordered_before)) {}
+
+  void mark() {
+    std::lock_guard<std::mutex> lock(mutex);
+    reached = true;
+    time = std::chrono::steady_clock::now();
+    changed.notify_all();
+  }
+  bool is_reached() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return reached;
+  }
+  SteadyTime wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return reached; });
+    return time;
+  }
+
+  const Clock clock;
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool reached = false;
+  SteadyTime time;
+};
+
+struct SimEvent {
+  std::mutex mutex;
+  std::shared_ptr<Recording> last;
+
+  std::shared_ptr<Recording> get() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return last;
+  }
+};
+
+class StreamThread {
+ public:
+  explicit StreamThread(unsigned seed) : random_(seed), thread_([this] { work_off(); }) {}
+  ~StreamThread() {
+    push(nullptr);
+    thread_.join();
+  }
+  void push(std::function<void()> item) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    items_.push_back(std::move(item));
+    changed_.notify_one();
+  }
+
+  std::atomic<int> pause_us{0};
+
+ private:
+  void work_off() {
+    for (;;) {
+      std::function<void()> item;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [this] { return !items_.empty(); });
+        item = std::move(items_.front());
+        items_.pop_front();
+      }
+      if (!item) return;
+      const int us = pause_us;
+      // Most items without: it is the order of work that has to vary, and sleeping is slow.
+      if (us != 0 && random_() % 4 == 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random_() % static_cast<unsigned>(us)));
+      }
+      item();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> items_;
+  std::mt19937 random_;
+  std::thread thread_;
+};
+
+struct PastAccess {
+  Access access;
+  c10::StreamId stream;
+  int64_t index;
+  std::string what;
+};
+
+struct SimDevice {
+  std::mutex mutex;  // all but the atomics
+  std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads;
+  std::map<c10::StreamId, Clock> clocks;
+  std::map<std::pair<const void*, int>, std::vector<PastAccess>> past;
+  std::atomic<bool> faulted{false};
+  std::atomic<int64_t> num_launches{0}, num_calls{0}, failing_call{0};
+};
+
+SimDevice& state(int index) {
+  static std::array<SimDevice, kNumDevices> devices;
+  REQUIRE(index >= 0 && index < kNumDevices, "there is no device %d", index);
+  return devices[static_cast<size_t>(index)];
+}
+
+thread_local c10::DeviceIndex t_device = 0;
+thread_local std::array<c10::StreamId, kNumDevices> t_streams = {};
+thread_local bool t_count_calls = false;
+
+StreamThread& thread_of(SimDevice& device, c10::StreamId id) {
+  auto& thread = device.threads[id];
+  if (!thread) thread = std::make_unique<StreamThread>(static_cast<unsigned>(id) + 1);
+  return *thread;
+}
+
+void check_fault(const SimDevice& device) {
+  if (device.faulted) throw std::runtime_error("simulated fault: an earlier kernel failed on this device");
+}
+
+void check_call(SimDevice& device) {
+  check_fault(device);
+  if (t_count_calls && ++device.num_calls == device.failing_call) {
+    throw std::runtime_error("simulated failure of a call");
+  }
+}
+
+void merge(Clock* clock, const Clock& other) {
+  for (const auto& [stream, index] : other) {
+    int64_t& known = (*clock)[stream];
+    known = std::max(known, index);
+  }
+}
+
+// `device` is locked. An access that a later one covers need not be kept: what conflicts with it and is not ordered
+// after it conflicts with the later one, too, or is not ordered after that either.
+void check_order(SimDevice& device, c10::StreamId id, const std::string& what, const std::vector<Access>& accesses) {
+  Clock& clock = device.clocks[id];
+  const int64_t index = ++clock[id];
+  for (const Access& access : accesses) {
+    if (access.begin >= access.end) continue;
+    auto& past = device.past[{access.memory, access.section}];
+    for (const PastAccess& earlier : past) {
+      const bool overlap = earlier.access.begin < access.end && access.begin < earlier.access.end;
+      if (!overlap || (!earlier.access.writes && !access.writes)) continue;
+      REQUIRE(earlier.index <= clock[earlier.stream],
+              "a race: \"%s\" on stream %d is not ordered after \"%s\" on stream %d", what.c_str(),
+              static_cast<int>(id), earlier.what.c_str(), static_cast<int>(earlier.stream));
+    }
+    past.erase(std::remove_if(past.begin(), past.end(),
+                              [&](const PastAccess& earlier) {
+                                const bool covered =
+                                    access.begin <= earlier.access.begin && earlier.access.end <= access.end;
+                                const bool same_read = earlier.stream == id && !earlier.access.writes;
+                                return covered && (access.writes || same_read);
+                              }),
+               past.end());
+    past.push_back({access, id, index, what});
+  }
+}
+
+// `device` is locked.
+std::shared_ptr<Recording> enqueue_recording(SimDevice& device, c10::StreamId id) {
+  auto recording = std::make_shared<Recording>(device.clocks[id]);
+  thread_of(device, id).push([recording] { recording->mark(); });
+  return recording;
+}
+
+struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::PrivateUse1; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return {type(), std::exchange(t_device, device.index())};
+  }
+  c10::Device getDevice() const override { return {type(), t_device}; }
+  void setDevice(c10::Device device) const override { t_device = device.index(); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { t_device = device.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return {c10::Stream::UNSAFE, device, t_streams[static_cast<size_t>(device.index())]};
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return {c10::Stream::UNSAFE, device, 0}; }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    SimDevice& sim = state(device.index());
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    thread_of(sim, 0);
+    const auto id = static_cast<c10::StreamId>(sim.threads.size());
+    thread_of(sim, id);
+    return {c10::Stream::UNSAFE, device, id};
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto& current = t_streams[static_cast<size_t>(stream.device_index())];
+    return {c10::Stream::UNSAFE, stream.device(), std::exchange(current, stream.id())};
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    SimDevice& sim = state(stream.device_index());
+    std::shared_ptr<Recording> end;
+    {
+      std::lock_guard<std::mutex> lock(sim.mutex);
+      end = enqueue_recording(sim, stream.id());
+    }
+    end->wait();
+    check_fault(sim);
+  }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex index,
+              const c10::EventFlag) const override {
+    REQUIRE(index == -1 || index == stream.device_index(), "an event of device %d recorded on device %d", index,
+            stream.device_index());
+    SimDevice& sim = state(stream.device_index());
+    check_call(sim);
+    if (*event == nullptr) *event = new SimEvent;
+    auto* recorded = static_cast<SimEvent*>(*event);
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    auto recording = enqueue_recording(sim, stream.id());
+    std::lock_guard<std::mutex> event_lock(recorded->mutex);
+    recorded->last = std::move(recording);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    SimDevice& sim = state(stream.device_index());
+    check_call(sim);
+    auto recording = static_cast<SimEvent*>(event)->get();
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    merge(&sim.clocks[stream.id()], recording->clock);
+    thread_of(sim, stream.id()).push([recording] { recording->wait(); });
+  }
+  bool queryEvent(void* event) const override { return static_cast<SimEvent*>(event)->get()->is_reached(); }
+  void synchronizeEvent(void* event) const override { static_cast<SimEvent*>(event)->get()->wait(); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<SimEvent*>(event);
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    const SteadyTime begin = static_cast<SimEvent*>(from)->get()->wait();
+    return std::chrono::duration<double, std::milli>(static_cast<SimEvent*>(to)->get()->wait() - begin).count();
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl);
+
+}  // namespace
+
+c10::Device device(int index) { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)}; }
+
+c10::Stream current_stream(int index) {
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::PrivateUse1).getStream(device(index));
+}
+
+void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
+            std::function<void()> work) {
+  SimDevice& sim = state(stream.device_index());
+  check_fault(sim);
+  ++sim.num_launches;
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  check_order(sim, stream.id(), what, accesses);
+  thread_of(sim, stream.id()).push([&sim, work = std::move(work)] {
+    if (sim.faulted) return;
+    try {
+      work();
+    } catch (...) {
+      sim.faulted = true;
+    }
+  });
+}
+
+int64_t num_launches(int index) { return state(index).num_launches; }
+
+void set_pause(int index, int stream, int microseconds) {
+  SimDevice& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  thread_of(sim, stream).pause_us = microseconds;
+}
+
+CountCalls::CountCalls(bool count) : before_(std::exchange(t_count_calls, count)) {}
+CountCalls::~CountCalls() { t_count_calls = before_; }
+void fail_call(int index, int64_t number) { state(index).failing_call = number; }
+int64_t num_calls(int index) { return state(index).num_calls; }
+
+void reset() {
+  for (int index = 0; index < kNumDevices; ++index) {
+    SimDevice& sim = state(index);
+    std::map<c10::StreamId, std::unique_ptr<StreamThread>> ending;
+    {
+      std::lock_guard<std::mutex> lock(sim.mutex);
+      ending.swap(sim.threads);
+    }
+    ending.clear();  // joins; without the lock, since the last items may free what enqueues more
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    sim.clocks.clear();
+    sim.past.clear();
+    sim.faulted = false;
+    sim.num_launches = 0;
+    sim.num_calls = 0;
+    sim.failing_call = 0;
+  }
+}
+
+}  // namespace sim

@@ -1,0 +1,122 @@
+// What the native tests train with: buckets whose mean is known, the jobs that carry them, and what a collective does
+// to the bytes of all ranks once it has them.
+//
+// Gradients are small signed integers times a power of two, different on every rank, so that fp32, bf16 and fp16 give
+// the exact mean; int8 is checked against its error bound. The first wrong result ends the test.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../csrc/engine.h"
+
+#define REQUIRE(condition, ...)                                            \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, __VA_ARGS__);                                   \
+      std::fprintf(stderr, "\n");                                          \
+      std::abort();                                                        \
+    }                                                                      \
+  } while (0)
+
+namespace training {
+
+using namespace fusedcomm;
+
+// By bucket: elements, and how many of them, the first, are exempt.
+using Shapes = std::vector<std::pair<int64_t, int64_t>>;
+
+struct Bucket {
+  Bucket(int64_t numel, int64_t num_exempt) : gradients(static_cast<size_t>(numel)), exact_numel(num_exempt) {}
+  std::vector<float> gradients;
+  int64_t exact_numel;
+};
+
+inline float gradient(int rank, int step, size_t bucket, size_t i) {
+  const int value = static_cast<int>((i * 7 + bucket * 5 + static_cast<size_t>(step) * 3) % 15) - 7;
+  return static_cast<float>(value * (rank + 1)) * 0.25F;
+}
+
+inline void fill(Bucket* bucket, int rank, int step, size_t index) {
+  for (size_t i = 0; i < bucket->gradients.size(); ++i) bucket->gradients[i] = gradient(rank, step, index, i);
+}
+
+// Empty, or which element is wrong.
+inline std::string find_wrong(const Bucket& bucket, const WireConfig& config, int world_size, int step, size_t index) {
+  for (size_t i = 0; i < bucket.gradients.size(); ++i) {
+    double mean = 0, largest = 0;
+    for (int rank = 0; rank < world_size; ++rank) {
+      mean += gradient(rank, step, index, i) / world_size;
+      largest = std::max(largest, 7 * 0.25 * (rank + 1));
+    }
+    const bool lossy = config.wire == Wire::kInt8 && static_cast<int64_t>(i) >= bucket.exact_numel;
+    const double tolerance = lossy ? 2 * largest / 127 : 1e-6;
+    if (!(std::fabs(bucket.gradients[i] - mean) <= tolerance)) {
+      return "step " + std::to_string(step) + " bucket " + std::to_string(index) + " element " + std::to_string(i) +
+             ": " + std::to_string(bucket.gradients[i]) + ", not " + std::to_string(mean);
+    }
+  }
+  return "";
+}
+
+// All but on_done.
+inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shared_ptr<Bucket>& bucket, size_t index,
+                                           bool is_last) {
+  const auto numel = static_cast<int64_t>(bucket->gradients.size());
+  auto job = std::make_shared<BucketJob>();
+  job->owner = bucket;
+  job->plan = plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32, bucket->exact_numel,
+                          numel - bucket->exact_numel);
+  job->streams.origin = bucket->gradients.data();
+  Stream& head = job->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
+  head.append(bucket->gradients.data(), bucket->exact_numel, GradDtype::kFloat32);
+  job->streams.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel,
+                            GradDtype::kFloat32);
+  const std::string name = "bucket " + std::to_string(index);
+  job->label = std::make_shared<const BucketLabel>(name, name + " (" + std::to_string(numel) + " elements)");
+  job->is_last = is_last;
+  job->grad_nbytes = numel * 4;
+  return job;
+}
+
+// One rank's share of a collective.
+struct Part {
+  std::byte* send;
+  std::byte* receive;  // all-reduce: unused, the sum replaces what was sent
+  int64_t nbytes;      // sent
+};
+
+inline void move_all_to_all(const std::vector<Part>& parts) {
+  const size_t p = parts.size(), nbytes = static_cast<size_t>(parts[0].nbytes) / p;
+  for (size_t from = 0; from < p; ++from) {
+    for (size_t to = 0; to < p; ++to) {
+      std::memcpy(parts[to].receive + from * nbytes, parts[from].send + to * nbytes, nbytes);
+    }
+  }
+}
+
+inline void move_all_gather(const std::vector<Part>& parts) {
+  const auto nbytes = static_cast<size_t>(parts[0].nbytes);
+  for (size_t from = 0; from < parts.size(); ++from) {
+    for (const Part& to : parts) std::memcpy(to.receive + from * nbytes, parts[from].send, nbytes);
+  }
+}
+
+inline void add_all_reduce(const std::vector<Part>& parts) {
+  const size_t numel = static_cast<size_t>(parts[0].nbytes) / 4;
+  for (size_t i = 0; i < numel; ++i) {
+    float sum = 0;
+    for (const Part& part : parts) sum += reinterpret_cast<float*>(part.send)[i];
+    for (const Part& part : parts) reinterpret_cast<float*>(part.send)[i] = sum;
+  }
+}
+
+}  // namespace training

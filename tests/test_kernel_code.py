@@ -1,0 +1,261 @@
+"""What Triton makes of the kernels, for every GPU generation, without a GPU: vector widths, registers, launch convention.
+
+Compiled in child processes, because in this one Triton may interpret: this file, run as a program, is the child.
+"""
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+CAPABILITIES = (80, 90, 100, 120)
+OLDEST_CAPABILITY = 75
+WIRES = ("fp32", "bf16", "fp16", "int8")
+GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+TILE = 8192
+NUM_THREADS = 512
+NUM_WORKERS = 2
+
+
+def kernel_key(kernel, wire, grad_dtype, flat, epilogue=False):
+    variant = f"{kernel}-{wire}-{grad_dtype}-{'flat' if flat else 'ragged'}"
+    return variant + "-epilogue" * epilogue
+
+
+def all_kernels():
+    """(kernel, wire, gradient dtype, flat, epilogue, capability) of everything that is looked at here."""
+    kernels = []
+    for capability in (OLDEST_CAPABILITY, *CAPABILITIES):
+        kernels.append(("scale", None, "float32", True, False, capability))
+        for wire in WIRES:
+            for flat in (True, False):
+                kernels.append(("reduce", wire, None, flat, False, capability))
+                for dtype in GRAD_NBYTES if capability == 90 else ("float32",):
+                    kernels.append(("pack", wire, dtype, flat, False, capability))
+                    for epilogue in (False, True):
+                        kernels.append(("unpack", wire, dtype, flat, epilogue, capability))
+    return kernels
+
+
+# ---- the child
+
+
+def resources(cubin):
+    """What cuobjdump says of the cubin's kernel: {"REG": …, "STACK": …, "LOCAL": …, …}."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+
+
+def compile_all(kernels):
+    from fusedcomm.kernels.compile import Variant, compile
+
+    compiled = {}
+    for kernel, wire, dtype, flat, epilogue, capability in kernels:
+        variant = Variant(kernel, wire, 128, dtype and getattr(torch, dtype), flat, epilogue)
+        result = compile(variant, capability)
+        compiled[f"{kernel_key(kernel, wire, dtype, flat, epilogue)}-{capability}"] = {
+            "ptx": result.ptx,
+            "params": result.params,
+            "num_scratch_pointers": result.num_scratch_pointers,
+            "symbol": result.symbol,
+            "shared_nbytes": result.shared_nbytes,
+            "num_warps": result.num_warps,
+            "cubin_begin": base64.b64encode(result.cubin[:4]).decode(),
+            "resources": resources(result.cubin),
+        }
+    return compiled
+
+
+def without_interpreter():
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.fixture(scope="session")
+def compiled():
+    """{kernel_key-capability: what compile_all says of it}"""
+    command = [sys.executable, __file__]
+    workers = [
+        subprocess.Popen([*command, str(index)], env=without_interpreter(), stdout=subprocess.PIPE, text=True)
+        for index in range(NUM_WORKERS)
+    ]
+    results = {}
+    for worker in workers:
+        output, _ = worker.communicate()
+        assert worker.returncode == 0, f"worker {worker.args} failed: see its traceback above"
+        results.update(json.loads(output))
+    return results
+
+
+# ---- tests
+
+
+def every_kernel(capabilities=CAPABILITIES):
+    return [
+        pytest.param(*kernel, id=f"{kernel_key(*kernel[:-1])}-{kernel[-1]}")
+        for kernel in all_kernels()
+        if kernel[-1] in capabilities
+    ]
+
+
+@pytest.fixture
+def code(request, compiled):
+    return compiled[request.node.callspec.id]
+
+
+def wide_side_numel(kernel, wire, dtype):
+    """Elements for each thread at a time: 16 bytes of whichever is wider, gradient or code."""
+    nbytes = 4 if kernel == "scale" else CODE_NBYTES[wire]
+    return 16 // max(nbytes, GRAD_NBYTES.get(dtype, 0))
+
+
+def access(verb, nbytes):
+    """A regular expression for a global access of `nbytes`, without a predicate or with one."""
+    types = {16: r"v4\.b32|v2\.b64", 8: r"v2\.b32|b64", 4: r"b32"}[nbytes]
+    return rf"{verb}\.global\.({types})\s"
+
+
+@pytest.mark.parametrize(("kernel", "wire", "dtype", "flat", "epilogue", "capability"), every_kernel())
+def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, capability):
+    """The wider side, gradient or code, in 128 bits; the other in as much as holds the same elements."""
+    numel = wide_side_numel(kernel, wire, dtype)
+    grad, wire_nbytes = GRAD_NBYTES.get(dtype, 0), CODE_NBYTES.get(wire, 0)
+    loaded, stored = {
+        "pack": (grad, wire_nbytes),
+        "unpack": (wire_nbytes, grad),
+        "reduce": (wire_nbytes, wire_nbytes),
+        "scale": (grad, grad),
+    }[kernel]
+    assert 16 in (loaded * numel, stored * numel)
+    for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
+        accesses = [
+            line
+            for line in code["ptx"].splitlines()
+            if re.search(access(verb, nbytes), line) and (kernel == "reduce" or "@" not in line.split(verb)[0])
+        ]
+        wanted = TILE // (NUM_THREADS * numel) * (4 if kernel == "reduce" and verb == "ld" else 1)
+        assert len(accesses) >= wanted, f"{len(accesses)} instead of {wanted} {verb}.global of {nbytes} bytes"
+
+
+# A tile's loads, arithmetic and stores, from the first wide access to the last: what every element goes through.
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_full_tile_is_packed_without_barriers_and_its_loads_come_first(compiled, wire, capability):
+    ptx = compiled[f"{kernel_key('pack', wire, 'float32', True)}-{capability}"]["ptx"]
+    loads = [match.start() for match in re.finditer(access("ld", 16), ptx)]
+    stores = [match.start() for match in re.finditer(access("st", 4 * CODE_NBYTES[wire]), ptx)]
+    assert len(loads) == 4
+    body = ptx[loads[0] : next(place for place in stores if place > loads[-1])]
+    assert "bar." not in body
+    assert ".shared" not in body
+    assert "mul.f32" not in ptx[loads[0] : loads[-1]].replace("mul.rn.f32", "mul.f32")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, capability):
+    ptx = compiled[f"{kernel_key('unpack', wire, 'float32', True)}-{capability}"]["ptx"]
+    load = re.search(access("ld", 4 * CODE_NBYTES[wire]), ptx).start()
+    stores = [match.start() for match in re.finditer(access("st", 16), ptx)]
+    assert len(stores) == 4
+    body = ptx[load : stores[-1]]
+    assert "bar." not in body
+    assert ".shared" not in body
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wire", "dtype", "flat", "epilogue", "capability"), every_kernel((OLDEST_CAPABILITY, *CAPABILITIES))
+)
+def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, epilogue, capability):
+    ptx = code["ptx"]
+    assert not re.search(r"\bfma\.", ptx)
+    assert ".ftz" not in ptx
+    assert "div.full" not in ptx and "div.approx" not in ptx
+    assert not re.search(r"\b(ld|st)\.local", ptx)
+    assert code["resources"]["STACK"] == 0
+    assert code["resources"]["LOCAL"] == 0
+    assert code["resources"]["REG"] <= 65536 // NUM_THREADS
+    assert code["shared_nbytes"] <= 48 * 1024
+    assert code["num_warps"] * 32 == NUM_THREADS
+    assert code["cubin_begin"] == base64.b64encode(b"\x7fELF").decode()
+    assert code["symbol"] == f"{kernel}_kernel"
+
+
+POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
+SECTIONS = POINTER * 3
+PARAMS = {
+    "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32,
+    "reduce": SECTIONS * 2 + I64 * 3 + I32 + F32,
+    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + POINTER * 2,
+    "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
+}
+
+
+@pytest.mark.parametrize(("kernel", "wire", "dtype", "flat", "epilogue", "capability"), every_kernel())
+def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, epilogue, capability):
+    assert code["params"] == PARAMS[kernel]
+    assert 0 <= code["num_scratch_pointers"] <= 2
+
+
+# ---- what compile refuses
+
+REFUSALS = """
+import dataclasses, torch, triton
+from fusedcomm.kernels import compile as c
+
+def refused(expected, call):
+    try:
+        call()
+    except RuntimeError as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError("not refused: " + expected)
+
+variant = c.Variant("scale", None, 128, torch.float32, True)
+engine = c.engine_variants("int8", 128, (torch.float32, torch.bfloat16))
+assert len(engine) == len(set(engine)) == 11, engine
+assert c.check_triton() == triton.__version__
+
+c.MAX_SHARED_NBYTES = 8
+refused("shared memory = 64; supported: at most 8", lambda: c.compile(variant, 90))
+c.MAX_SHARED_NBYTES = 48 * 1024
+c._TYPES["numel"], wanted = "i32", c._ptx_type
+c._ptx_type = lambda kind: {"i32": "i64"}.get(kind, wanted(kind))
+refused("with parameters = ('ptr', 'i32', 'f32'", lambda: c.compile(variant, 90))
+
+for version in ("3.5.1", "3.10.0", "4.0.0", "2.3.0+git"):
+    triton.__version__ = version
+    refused(f"Triton {version} is not supported: use 3.6 to 3.9", c.check_triton)
+"""
+
+
+def run_python(source, env):
+    return subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True)
+
+
+def test_refuses_what_the_engine_could_not_launch():
+    result = run_python(REFUSALS, without_interpreter())
+    assert result.returncode == 0, result.stderr
+
+
+def test_refuses_to_compile_under_the_interpreter():
+    source = "from fusedcomm.kernels.compile import check_triton; check_triton()"
+    result = run_python(source, {**os.environ, "TRITON_INTERPRET": "1"})
+    assert "TRITON_INTERPRET is set" in result.stderr
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(all_kernels()[int(sys.argv[1]) :: NUM_WORKERS])))

@@ -1,0 +1,459 @@
+"""The Triton kernels against the oracle: the same bytes on the wire, the same bits in memory, and nothing else touched.
+
+Without a GPU Triton's interpreter runs them on CPU tensors. It is slow, so what depends on the geometry alone is tested
+with small tiles.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedcomm import reference
+from fusedcomm.kernels.bucket import make_bucket
+from fusedcomm.kernels.constants import TILE
+from fusedcomm.kernels.pack import pack
+from fusedcomm.kernels.reduce import reduce
+from fusedcomm.kernels.scale import scale_in_place
+from fusedcomm.kernels.unpack import unpack
+from fusedcomm.native import _C
+
+# numpy, under the interpreter, remarks on every Inf and NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+WIRES = ("fp32", "bf16", "fp16", "int8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK_NBYTES = 1 << 40  # more than any bucket here
+POISON = 0xA5
+GUARD_NBYTES = 64
+GAP = 7.0  # what lies between slices
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    has_gpu = torch.cuda.is_available()
+    if request.param == "cuda" and not has_gpu:
+        pytest.skip("no CUDA GPU here")
+    if request.param == "interpreter" and has_gpu:
+        pytest.skip("with a GPU Triton compiles, and the same tests run there")
+    return "cuda" if has_gpu else "cpu"
+
+
+@pytest.fixture(params=WIRES)
+def wire(request):
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+# ---- inputs
+
+
+def signed(numel, dtype=torch.float32, seed=0, specials=False):
+    """Both signs, 40 binades; with `specials`, one element in 300 is of any bit pattern at all."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-20, 20, (numel,), generator=generator).float()
+    x = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
+    if specials:
+        integers = torch.int32 if dtype == torch.float32 else torch.int16
+        limits = torch.iinfo(integers)
+        patterns = torch.randint(limits.min, limits.max + 1, (numel,), generator=generator).to(integers).view(dtype)
+        x = torch.where(torch.rand(numel, generator=generator) < 1 / 300, patterns, x)
+    return x
+
+
+def lay_out(numels, gaps, begin):
+    """Slices (offset, numel) from `begin` on, with gaps[i % len(gaps)] foreign elements before slice i; and the end."""
+    slices = []
+    for index, numel in enumerate(numels):
+        begin += gaps[index % len(gaps)]
+        slices.append((begin, numel))
+        begin += numel
+    return slices, begin
+
+
+def gather(grads, slices):
+    return torch.cat([grads[:0], *(grads[offset : offset + numel] for offset, numel in slices)])
+
+
+def guarded(nbytes, device):
+    """(memory, its first nbytes): wire memory in which a byte that nobody wrote shows, and a byte past the end, too."""
+    memory = torch.full((nbytes + GUARD_NBYTES,), POISON, dtype=torch.uint8, device=device)
+    return memory, memory[:nbytes]
+
+
+def assert_bytes(memory, expected):
+    """`memory` holds the expected bytes, and its guard is untouched."""
+    result, guard = memory.cpu().split([expected.numel(), GUARD_NBYTES])
+    different = (result != expected).nonzero()
+    assert len(different) == 0, f"{len(different)} of {expected.numel()} bytes differ, first at {int(different[0])}"
+    assert torch.all(guard == POISON)
+
+
+def assert_same_bits(result, expected):
+    assert result.dtype == expected.dtype
+    integers = torch.int32 if result.dtype == torch.float32 else torch.int16
+    different = (result.cpu().view(integers) != expected.view(integers)).nonzero()
+    assert len(different) == 0, (
+        f"{len(different)} of {len(expected)} elements differ, first at {int(different[0])}: "
+        f"{result[different[0]]} instead of {expected[different[0]]}"
+    )
+
+
+def nonfinite_by_slice(flat, slices, scale):
+    bad = ~reference.scaled(flat, scale).isfinite()
+    return torch.stack([part.sum() for part in bad.split([numel for _, numel in slices])] or [torch.tensor(0)])[
+        : len(slices)
+    ]
+
+
+# ---- every kernel on one bucket
+
+
+def check_bucket(
+    layout, flats, numels, gaps, device, tile=256, num_programs=3, scale=0.3, unpack_scale=3.0, epilogue=True
+):
+    """Packs, reduces and unpacks every chunk of a bucket, and compares all that is written and all that is not.
+
+    `flats` (lossy, exact) are the streams' values, `numels` (lossy, exact) their slices.
+    """
+    dtype = flats[0].dtype
+    lossy_slices, end = lay_out(numels[0], gaps, 0)
+    exact_slices, end = lay_out(numels[1], gaps, end)
+    original = torch.full((end + 11,), GAP, dtype=dtype)
+    for slices, flat in ((lossy_slices, flats[0]), (exact_slices, flats[1])):
+        for (offset, numel), values in zip(slices, flat.split([numel for _, numel in slices]), strict=True):
+            original[offset : offset + numel] = values
+    grads = original.to(device)
+    bucket = make_bucket(layout, grads, lossy_slices, exact_slices, tile)
+
+    expected = original.clone()
+    results = [torch.zeros_like(flats[0]), torch.zeros_like(flats[1])]
+    chunks = []
+    for chunk in range(layout.num_chunks):
+        memory, packed = guarded(layout.chunk_nbytes, device)
+        pack(bucket, chunk, scale, packed, num_programs)
+        expected_packed = reference.pack(layout, chunk, *flats, scale)
+        assert_bytes(memory, expected_packed)
+        chunks.append(packed)
+
+        memory, reduced = guarded(layout.part.nbytes, device)
+        reduce(layout, packed, scale, reduced, num_programs, tile)
+        assert_bytes(memory, reference.reduce(layout, expected_packed, scale))
+
+        values = reference.unpack(layout, chunk, expected_packed, unpack_scale, dtype)
+        for result, range_of, value in zip(results, (layout.lossy_range, layout.exact_range), values, strict=True):
+            result[range_of(chunk, 0)[0] : range_of(chunk, layout.num_parts - 1)[1]] = value
+    assert_same_bits(grads, original)
+    for stream, flat, slices in ((bucket.lossy, flats[0], lossy_slices), (bucket.exact, flats[1], exact_slices)):
+        assert stream.counts.tolist() == nonfinite_by_slice(flat, slices, scale).tolist()
+
+    num_nonfinite, sum_sq = 0, 0.0
+    for chunk, packed in enumerate(chunks):
+        outputs = (
+            torch.full((num_programs,), -1, dtype=torch.int64, device=device),
+            torch.full((num_programs,), -1.0, dtype=torch.float64, device=device),
+        )
+        unpack(bucket, chunk, packed, unpack_scale, num_programs, outputs if epilogue else None)
+        num_nonfinite += int(outputs[0].sum())
+        sum_sq += float(outputs[1].sum())
+    for slices, result in ((lossy_slices, results[0]), (exact_slices, results[1])):
+        for (offset, numel), values in zip(slices, result.split([numel for _, numel in slices]), strict=True):
+            expected[offset : offset + numel] = values
+    assert_same_bits(grads, expected)
+    if epilogue:
+        stored = torch.cat(results).double()
+        assert num_nonfinite == int((~stored.isfinite()).sum())
+        if num_nonfinite:
+            assert not math.isfinite(sum_sq)
+        elif stored.numel() and stored.abs().max() < 1e18:
+            # Each product is rounded to fp32, and so is every sum within a thread's part of a tile.
+            assert sum_sq == pytest.approx(float(stored.square().sum()), rel=16 * 2**-24)
+    return bucket
+
+
+RAGGED = (  # a few tiny slices, empty ones at either end and side by side, and one that crosses tiles, parts and chunks
+    [0, 1, 31, 129, 0, 0, 300, 64, 7, 1500, 33, 2, 2, 2, 512, 256, 0],
+    [5, 0, 1, 301, 0],
+)
+GAPS = [0, 1, 0, 0, 3, 0, 8]
+
+
+@pytest.mark.parametrize("num_programs", [1, 20])
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
+def test_gives_the_bytes_of_the_oracle(device, wire, dtype, flat, num_programs):
+    numels = ([1000, 1, 2001], []) if flat else RAGGED
+    lossy_numel, exact_numel = map(sum, numels)
+    layout = _C.bucket_layout(wire, 32, 2, exact_numel, lossy_numel, 5000)
+    assert layout.num_chunks > 1 or wire == "int8"
+    flats = signed(lossy_numel, dtype, 1, specials=True), signed(exact_numel, dtype, 2, specials=True)
+    bucket = check_bucket(layout, flats, numels, [0] if flat else GAPS, device, num_programs=num_programs)
+    assert bucket.flat == flat
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 9])
+def test_sums_in_rank_order(device, wire, world_size):
+    numels = [700, 333], [50]
+    layout = _C.bucket_layout(wire, 32, world_size, 50, 1033, CHUNK_NBYTES)
+    flats = signed(1033, seed=world_size), signed(50, seed=3)
+    check_bucket(layout, flats, numels, [0], device, scale=1 / 3, num_programs=2)
+    layout = _C.bucket_layout(wire, 32, world_size, 0, 300 * world_size, CHUNK_NBYTES)
+    parts = torch.cat(
+        [
+            reference.pack(
+                _C.bucket_layout(wire, 32, 1, 0, layout.part.lossy_numel, CHUNK_NBYTES),
+                0,
+                signed(layout.part.lossy_numel, seed=rank) * (-1) ** rank,
+                torch.empty(0),
+                1.0,
+            )
+            for rank in range(world_size)
+        ]
+    )
+    memory, reduced = guarded(layout.part.nbytes, device)
+    reduce(layout, parts.to(device), 1 / world_size, reduced, 2, tile=128)
+    assert_bytes(memory, reference.reduce(layout, parts, 1 / world_size))
+
+
+def test_a_sum_of_minus_zeros_is_minus_zero(device):
+    layout = _C.bucket_layout("fp32", 32, 3, 0, 12, CHUNK_NBYTES)
+    memory, reduced = guarded(layout.part.nbytes, device)
+    reduce(layout, torch.full((12,), -0.0).view(torch.uint8).to(device), 1.0, reduced, 1, tile=64)
+    assert torch.all(reduced.cpu().view(torch.int32) == -(2**31))
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
+@pytest.mark.parametrize("block", [32, 128, 4096])
+def test_int8_blocks(device, block, flat):
+    tile = max(512, block)
+    numels = ([2 * tile + 100, 3 * tile + 5], []) if flat else ([2 * tile + 100, 3, 3 * tile + 5], [70])
+    lossy_numel, exact_numel = map(sum, numels)
+    layout = _C.bucket_layout("int8", block, 2, exact_numel, lossy_numel, CHUNK_NBYTES)
+    flats = signed(lossy_numel, seed=5, specials=True), signed(exact_numel, seed=6)
+    check_bucket(layout, flats, numels, [0, 4], device, tile=tile, num_programs=2)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_zeroes_the_padding_after_the_scales(device, num_blocks):
+    layout = _C.bucket_layout("int8", 32, 1, 0, 32 * num_blocks - 5, CHUNK_NBYTES)
+    flats = signed(32 * num_blocks - 5), signed(0)
+    check_bucket(layout, flats, ([32 * num_blocks - 5], []), [0], device, tile=64)
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
+def test_at_the_real_tile(device, wire, flat):
+    numels = ([3 * TILE - 4, 2 * TILE], []) if flat else ([2 * TILE + 4, 7, 64, 2 * TILE + 1], [TILE + 20])
+    lossy_numel, exact_numel = map(sum, numels)
+    layout = _C.bucket_layout(wire, 128, 2, exact_numel, lossy_numel, CHUNK_NBYTES)
+    flats = signed(lossy_numel, seed=8, specials=True), signed(exact_numel, seed=9, specials=True)
+    check_bucket(layout, flats, numels, [0, 3], device, tile=TILE)
+
+
+@pytest.mark.parametrize(
+    "numels", [([], []), ([0], [0]), ([1], []), ([], [1]), ([0, 777], []), ([], [3, 774])], ids=str
+)
+def test_small_and_empty_streams(device, wire, numels):
+    layout = _C.bucket_layout(wire, 32, 3, sum(numels[1]), sum(numels[0]), 1000)
+    check_bucket(layout, (signed(sum(numels[0])), signed(sum(numels[1]))), numels, [0, 2], device)
+
+
+@pytest.mark.parametrize("scale", [1.0, -3.0, 0.0, math.inf, math.nan])
+def test_elements_past_the_end_are_plus_zero_whatever_the_scale(device, wire, scale):
+    layout = _C.bucket_layout(wire, 32, 4, 3, 130, CHUNK_NBYTES)
+    check_bucket(layout, (signed(130), signed(3)), ([130], [3]), [1], device, scale=scale, epilogue=False)
+
+
+def test_without_the_epilogue_its_outputs_are_not_touched(device, wire):
+    layout = _C.bucket_layout(wire, 32, 1, 0, 500, CHUNK_NBYTES)
+    bucket = check_bucket(layout, (signed(500), signed(0)), ([500], []), [0], device, epilogue=False)
+    assert bucket.lossy.counts.tolist() == [0]
+
+
+# ---- values
+
+
+def special_fp32():
+    """Bit patterns at which rounding, saturation and comparison change their minds."""
+    nans = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC12345, 0xFFFFFFFF]
+    infs = [0x7F800000, 0xFF800000]
+    denormals = [0x00000001, 0x80000001, 0x007FFFFF, 0x00400000]
+    bf16_ties = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF818000, 0x00008000, 0x00018000, 0x7F7F8000]
+    fp16_ties = [0x3F801000, 0x3F803000, 0x477FEFFF, 0x477FF000, 0x33000000, 0x33000001, 0x33C00000, 0x387FE000]
+    others = [0x00000000, 0x80000000, 0x7F7FFFFF, 0xFF7FFFFF, 0x477FE000, 0x38800000, 0x33800000]
+    bits = [*nans, *infs, *denormals, *bf16_ties, *fp16_ties, *others]
+    return torch.tensor(bits).to(torch.int32).view(torch.float32)
+
+
+def blocks_of_32():
+    """Blocks that int8 has to tell apart, [num_blocks, 32]."""
+    generator = torch.Generator().manual_seed(4)
+    uniform = torch.rand(32, generator=generator) * 2 - 1
+    least = 2.0**-100
+    below = torch.tensor(least).nextafter(torch.tensor(0.0)).item()
+    above = torch.tensor(least).nextafter(torch.tensor(1.0)).item()
+    greatest = torch.finfo(torch.float32).max
+    halves = torch.arange(32) - 15.5  # with an absmax of 127: ties
+    with_absmax = [torch.cat([torch.tensor([absmax]), uniform[1:] * absmax]) for absmax in (below, least, above, 127.0)]
+    blocks = [
+        *(torch.zeros(32), torch.full((32,), -0.0), torch.full((32,), -2.5), torch.full((32,), 1e-40)),
+        *with_absmax,
+        torch.cat([torch.tensor([1e30]), uniform[1:]]),
+        torch.cat([torch.tensor([127.0]), halves[1:]]),
+        torch.cat([halves[1:], torch.tensor([-127.0])]),
+        uniform * greatest,
+        torch.cat([torch.tensor([greatest, -greatest]), uniform[2:] * greatest]),
+    ]
+    for bad in (math.inf, -math.inf, math.nan):
+        blocks.append(torch.cat([uniform[1:], torch.tensor([bad])]))
+    blocks.append(torch.cat([torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45]), uniform[6:]]))
+    blocks.append(torch.cat([torch.tensor([math.nan]), torch.zeros(31)]))
+    return torch.stack(blocks)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_special_values(device, wire, scale):
+    flat = torch.cat([blocks_of_32().flatten(), special_fp32()])
+    layout = _C.bucket_layout(wire, 32, 1, len(special_fp32()), len(flat), CHUNK_NBYTES)
+    check_bucket(
+        layout, (flat, special_fp32()), ([len(flat)], [len(special_fp32())]), [0], device, scale=scale, unpack_scale=1.0
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_16_bit_gradient(device, wire, dtype):
+    flat = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    layout = _C.bucket_layout(wire, 32, 1, 0, len(flat), CHUNK_NBYTES)
+    check_bucket(layout, (flat, flat[:0]), ([len(flat)], []), [0], device, tile=TILE, scale=1.0, unpack_scale=1.0)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_every_16_bit_code(device, wire):
+    """Also those that pack never makes."""
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16)
+    layout = _C.bucket_layout(wire, 32, 1, 0, len(codes), CHUNK_NBYTES)
+    parts = codes.view(torch.uint8).to(device)
+    memory, reduced = guarded(layout.part.nbytes, device)
+    reduce(layout, parts, 1.0, reduced, 2)
+    assert_bytes(memory, reference.reduce(layout, parts.cpu(), 1.0))
+    for dtype in DTYPES:
+        grads = torch.zeros(len(codes), dtype=dtype, device=device)
+        unpack(make_bucket(layout, grads, [(0, len(codes))], []), 0, parts, 0.75, 2)
+        assert_same_bits(grads, reference.unpack(layout, 0, parts.cpu(), 0.75, dtype)[0])
+
+
+def test_squares_are_summed_within_fp32_rounding(device, wire, dtype):
+    numels = [4096, 1000, 77], [600]
+    flats = [signed(sum(sizes), dtype, seed).clamp(-100, 100) for seed, sizes in enumerate(numels)]
+    layout = _C.bucket_layout(wire, 128, 2, 600, 5173, CHUNK_NBYTES)
+    check_bucket(layout, flats, numels, [0, 1], device, tile=1024, scale=1.0, unpack_scale=0.5)
+
+
+# ---- counts
+
+
+@pytest.mark.parametrize("num_programs", [1, 4])
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
+def test_counts_say_whose_elements_are_not_finite(device, flat, num_programs):
+    numels = [0, 5, 1000, 0, 3, 700, 1, 0], [] if flat else [300, 0, 7]
+    flats = [signed(sum(sizes), seed=seed) for seed, sizes in enumerate(numels)]
+    flats[0][[4, 5, 6, 300, 1007, 1008]] = math.inf
+    flats[0][1708] = math.nan
+    flats[0][600] = 3e38  # overflows only when it is scaled
+    flats[1][299:303] = math.nan
+    layout = _C.bucket_layout("bf16", 32, 2, sum(numels[1]), 1709, CHUNK_NBYTES)
+    bucket = check_bucket(layout, flats, numels, [0], device, num_programs=num_programs, scale=2.0)
+    assert bucket.lossy.counts.tolist() == [0, 1, 4, 0, 1, 1, 1, 0]
+    assert bucket.exact.counts.tolist() == ([] if flat else [1, 0, 3])
+
+
+def test_counts_are_added_to(device):
+    layout = _C.bucket_layout("fp16", 32, 1, 0, 100, CHUNK_NBYTES)
+    grads = torch.full((100,), math.nan, device=device)
+    bucket = make_bucket(layout, grads, [(0, 40), (40, 60)], [], tile=64)
+    for _ in range(2):
+        pack(bucket, 0, 1.0, torch.empty(layout.chunk_nbytes, dtype=torch.uint8, device=device), 2)
+    scale_in_place(bucket, 1.0, 1)
+    assert bucket.lossy.counts.tolist() == [120, 180]
+
+
+# ---- scale
+
+
+@pytest.mark.parametrize(("numel", "tile"), [(0, 64), (1, 64), (1000, 256), (1024, 256), (2 * TILE + 3, TILE)])
+def test_scales_in_place(device, numel, tile):
+    memory = torch.full((numel + 16,), GAP, device=device)
+    memory[:numel] = signed(numel, seed=1, specials=True)
+    expected = reference.scaled(memory.cpu()[:numel], -1.7)
+    slices = [(0, numel // 3), (numel // 3, 0), (numel // 3, numel - numel // 3)]
+    layout = _C.bucket_layout("fp32", 32, 1, 0, numel, CHUNK_NBYTES)
+    bucket = make_bucket(layout, memory, slices, [], tile)
+    scale_in_place(bucket, -1.7, 3)
+    # Which NaN a multiplication makes is the machine's choice.
+    assert_same_bits(reference.canonical(memory[:numel].cpu()), reference.canonical(expected))
+    assert torch.all(memory[numel:] == GAP)
+    original = expected / torch.tensor(-1.7)
+    assert bucket.lossy.counts.tolist() == nonfinite_by_slice(expected, slices, 1.0).tolist(), original
+
+
+# ---- any slices
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    wire=st.sampled_from(WIRES),
+    dtype=st.sampled_from(DTYPES),
+    numels=st.tuples(*[st.lists(st.one_of(st.integers(0, 9), st.integers(0, 500)), max_size=12)] * 2),
+    gaps=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    num_parts=st.integers(1, 4),
+    max_chunk_nbytes=st.sampled_from([500, 3000, CHUNK_NBYTES]),
+    num_programs=st.integers(1, 9),
+    tile=st.sampled_from([64, 256]),
+    seed=st.integers(0, 1000),
+)
+def check_any_bucket(device, wire, dtype, numels, gaps, num_parts, max_chunk_nbytes, num_programs, tile, seed):
+    layout = _C.bucket_layout(wire, 32, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
+    flats = [signed(sum(sizes), dtype, seed + stream, specials=True) for stream, sizes in enumerate(numels)]
+    check_bucket(layout, flats, numels, gaps, device, tile=tile, num_programs=num_programs)
+
+
+def test_any_bucket(device):
+    check_any_bucket(device)
+
+
+# ---- errors
+
+
+def test_refuses_what_the_kernels_would_misread():
+    layout = _C.bucket_layout("int8", 128, 1, 0, 100, CHUNK_NBYTES)
+    grads = torch.zeros(100)
+    bucket = make_bucket(layout, grads, [(0, 100)], [])
+    for bad in (
+        torch.zeros(100, dtype=torch.float64),
+        torch.zeros(2, 50),
+        torch.zeros(104)[1:101],
+        torch.zeros(200)[::2],
+    ):
+        with pytest.raises(ValueError, match="grads must"):
+            make_bucket(layout, bad, [(0, 100)], [])
+    with pytest.raises(ValueError, match=r"slice \(1, 100\)"):
+        make_bucket(layout, grads, [(1, 100)], [])
+    with pytest.raises(ValueError, match="99 elements"):
+        make_bucket(layout, grads, [(0, 99)], [])
+    for tile in (64, 8000):
+        with pytest.raises(ValueError, match=f"tile={tile}"):
+            make_bucket(layout, grads, [(0, 100)], [], tile=tile)
+    nbytes = layout.chunk_nbytes
+    for out in (torch.empty(nbytes), torch.empty(nbytes + 16, dtype=torch.uint8), torch.empty(nbytes + 1).byte()[1:]):
+        with pytest.raises(ValueError, match="parts must"):
+            pack(bucket, 0, 1.0, out, 1)
+    parts = torch.zeros(nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="epilogue must"):
+        unpack(bucket, 0, parts, 1.0, 2, (torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)))
+    ragged = make_bucket(_C.bucket_layout("fp32", 128, 1, 0, 50, CHUNK_NBYTES), grads, [(50, 50)], [])
+    with pytest.raises(ValueError, match="flat=False"):
+        scale_in_place(ragged, 1.0, 1)
