@@ -3,6 +3,8 @@
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
 #   make test    run the tests; those that need a GPU skip themselves                       ARGS="-k codec -x"
 #   make bench   run every benchmark in bench/                                              ARGS=...
+#   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, measure, within nine minutes; the
+#                result is in bench/results/<gpu>-torch<version>.json                       ARGS="--seconds 300"
 #   make build, sanitize, lint, format, clean
 #
 # Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables:
@@ -42,7 +44,7 @@ FORMATTERS := $(VENV)/.lint
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test bench build sanitize lint format clean check-tools check-packages FORCE
+.PHONY: help demo test bench gpu build sanitize lint format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -58,6 +60,11 @@ test: build
 bench: PACKAGES += scikit-learn matplotlib tqdm
 bench: build
 	for file in bench/[!_]*.py; do echo "== $$file"; $(PY) "$$file" $(ARGS); done
+
+# Builds by calling make again, with the variables given here, so that the build has its share of the nine minutes.
+gpu: PACKAGES += triton>=3.6 pytest hypothesis tqdm
+gpu: | $(READY)
+	$(PY) bench/_gpu.py $(ARGS)
 
 sanitize:
 	bash tests/native/run_sanitizers.sh $(ARGS)

@@ -5,10 +5,12 @@ import gc
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -99,7 +101,7 @@ def env() -> dict[str, object]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "num_cpus": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **_gpu_env(),
         "threads": torch.get_num_threads(),
         "commit": _commit(),
     }
@@ -108,8 +110,91 @@ def env() -> dict[str, object]:
 def write_json(path: str | os.PathLike, rows: Sequence[Row], **extra: object) -> None:
     """{"env": …, "rows": […]} and whatever else is given; env= replaces the one taken here."""
     document = {"env": extra.pop("env", None) or env(), **extra, "rows": [dataclasses.asdict(row) for row in rows]}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(document, indent=1) + "\n")
+    write_document(path, document)
+
+
+def write_document(path: str | os.PathLike, document: dict) -> None:
+    """At once: whoever reads meanwhile sees the old document or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(document, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+class Report:
+    """The results of one run, in its JSON file (if there is one) as soon as they are known: a run may be killed.
+
+    `extra` are further entries of the document; "dry_run" marks one whose times mean nothing.
+    """
+
+    def __init__(self, path: str | os.PathLike | None, **extra: object) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.not_measured: list[dict[str, str]] = []
+        self.wrong: list[str] = []
+        self.extra = extra
+        self.env = env()
+        self.write()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.rows += rows
+        self.wrong += [f"{row.case} {row.impl}" for row in rows if not row.checked]
+        self.write()
+
+    def missing(self, case: str, impl: str, reason: object, *, failed: bool = True) -> None:
+        """`failed`: something that should work did not; else there was nothing to measure here."""
+        reason = (str(reason).strip() or type(reason).__name__).splitlines()[0][:300]
+        print(f"{case} {impl}: not measured: {reason}", flush=True)
+        self.not_measured.append({"case": case, "impl": impl, "reason": reason, "failed": failed})
+        self.write()
+
+    def write(self) -> None:
+        if self.path:
+            extra = {**self.extra, "not_measured": self.not_measured}
+            write_json(self.path, self.rows, env=self.env, **extra)
+
+    def finish(self) -> None:
+        """Exits with 1 if a result was wrong or something that should work did not."""
+        failed = [f"{entry['case']} {entry['impl']}" for entry in self.not_measured if entry["failed"]]
+        problems = [f"wrong results: {', '.join(self.wrong)}"] if self.wrong else []
+        problems += [f"not measured: {', '.join(failed)}"] if failed else []
+        if problems:
+            raise SystemExit("; ".join(problems))
+
+
+def _gpu_env() -> dict[str, object]:
+    """What is there of a GPU and its libraries; None for what is not."""
+    gpu: dict[str, object] = dict.fromkeys(("gpu", "num_sms", "gpu_memory_nbytes", "nccl"))
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu.update(gpu=properties.name, num_sms=properties.multi_processor_count)
+        gpu.update(gpu_memory_nbytes=properties.total_memory)
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        gpu["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {**gpu, "driver": _driver_version(), "triton": _version("triton"), "cupy": _cupy_version()}
+
+
+def _driver_version() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cupy_version() -> str | None:
+    return next(filter(None, map(_version, ("cupy-cuda13x", "cupy-cuda12x", "cupy"))), None)
 
 
 def _cpu_name() -> str:

@@ -8,10 +8,15 @@ Every hook is registered on a DDP module of its own and called through the reduc
 
 Run with one rank (the network costs nothing, the host's share is all there is) or, with --ranks 2, over loopback. The
 host's share is seen best with small buckets. Results are checked before anything is timed.
+
+With --device cuda, over NCCL: a step's calls fit into the device's queue, which is empty before each step, so `call` is
+what the host does; and the kernels and copies that the device is given for each bucket are counted with torch.profiler.
+More ranks than GPUs share one, over loopback sockets: then results are checked and nothing is timed.
 """
 
 import argparse
 import datetime
+import json
 import multiprocessing as mp
 import os
 import statistics
@@ -21,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _common import Row, env, print_table, write_json
+from _common import Report, Row, print_table
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,15 +36,16 @@ NUM_BUCKETS = 16
 
 
 def noop_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    buffer = bucket.buffer()
+    future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
     return future
 
 
 class Parameters(torch.nn.Module):
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, device: str) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros(numel) for _ in range(NUM_BUCKETS))
+        self.weights = torch.nn.ParameterList(torch.zeros(numel, device=device) for _ in range(NUM_BUCKETS))
 
     def forward(self) -> torch.Tensor:
         return sum(weight.sum() for weight in self.weights)
@@ -49,11 +55,11 @@ class Impl:
     """One hook on one module of NUM_BUCKETS buckets of `numel` elements."""
 
     def __init__(
-        self, name: str, register: Callable[[DistributedDataParallel], object], numel: int, scale: float
+        self, name: str, register: Callable[[DistributedDataParallel], object], numel: int, scale: float, device: str
     ) -> None:
-        self.name = name
+        self.name, self.device = name, device
         # A cap of one byte puts each parameter into a bucket of its own, once DDP has rebuilt its buckets.
-        self.ddp = DistributedDataParallel(Parameters(numel), bucket_cap_mb=1 / (1 << 20))
+        self.ddp = DistributedDataParallel(Parameters(numel, device), bucket_cap_mb=1 / (1 << 20))
         self.has_hook = register(self.ddp) is not False
         for _ in range(3):
             self.ddp().backward()
@@ -82,18 +88,43 @@ class Impl:
     def time_once(self) -> None:
         """As in a backward pass: all buckets are handed over, then all results are waited for."""
         futures = []
+        synchronize(self.device)
         started = time.perf_counter()
         for bucket in self.buckets:
             futures.append(self.run(bucket))
         called = time.perf_counter()
         for future in futures:
             future.wait()
+        synchronize(self.device)
         done = time.perf_counter()
         self.call_s.append((called - started) / NUM_BUCKETS)
         self.result_s.append((done - started) / NUM_BUCKETS)
 
+    def launches(self) -> dict[str, float] | None:
+        """Kernels, NCCL's among them, and copies (memcpy, memset) for each bucket; None if the profiler sees none."""
+        with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
+            if self.device == "cuda":
+                torch.cuda._sleep(1000)  # one kernel that must be seen, for there are hooks that start none
+            self.time_once()
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            profiler.export_chrome_trace(path)
+            with open(path) as file:
+                events = json.load(file)["traceEvents"]
+        kernels = [event["name"] for event in events if event.get("cat") == "kernel"]
+        copies = [event["name"] for event in events if event.get("cat") in ("gpu_memcpy", "gpu_memset")]
+        if not kernels:
+            return None
+        counts = {"kernels": len(kernels) - 1, "nccl": sum("nccl" in name for name in kernels), "copies": len(copies)}
+        return {name: count / NUM_BUCKETS for name, count in counts.items()}
 
-def make_impls(numel: int, world_size: int) -> list[Impl]:
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[], Impl]]:
     group = dist.group.WORLD
 
     def builtin(ddp: DistributedDataParallel) -> None:
@@ -108,93 +139,224 @@ def make_impls(numel: int, world_size: int) -> list[Impl]:
     def state(ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(fusedcomm.CommState(wire="fp16"), fusedcomm.comm_hook)
 
-    return [
-        Impl("no-op", python(noop_hook), numel, 1),
-        Impl("ddp default", lambda ddp: False, numel, world_size),
-        Impl("python allreduce_hook", python(default_hooks.allreduce_hook), numel, 1),
-        Impl("python fp16_compress_hook", python(default_hooks.fp16_compress_hook), numel, 1),
-        Impl("c++ fp16_compress_hook", builtin, numel, 1),
-        Impl("fusedcomm fp32", ours("fp32"), numel, 1),
-        Impl("fusedcomm fp16", ours("fp16"), numel, 1),
-        Impl("fusedcomm bf16", ours("bf16"), numel, 1),
-        Impl("fusedcomm fp16 two-shot", ours("fp16", "two-shot"), numel, 1),
-        Impl("fusedcomm int8 two-shot", ours("int8", "two-shot"), numel, 1),
-        Impl("fusedcomm.comm_hook fp16", state, numel, 1),
-    ]
+    hooks = {
+        "no-op": python(noop_hook),
+        "ddp default": lambda ddp: False,
+        "python allreduce_hook": python(default_hooks.allreduce_hook),
+        "python fp16_compress_hook": python(default_hooks.fp16_compress_hook),
+        "python bf16_compress_hook": python(default_hooks.bf16_compress_hook),
+        "c++ fp16_compress_hook": builtin,
+        "fusedcomm fp32": ours("fp32"),
+        "fusedcomm fp16": ours("fp16"),
+        "fusedcomm bf16": ours("bf16"),
+        "fusedcomm bf16 direct": ours("bf16", "direct"),
+        "fusedcomm fp16 two-shot": ours("fp16", "two-shot"),
+        "fusedcomm bf16 two-shot": ours("bf16", "two-shot"),
+        "fusedcomm int8 two-shot": ours("int8", "two-shot"),
+        "fusedcomm.comm_hook fp16": state,
+    }
+    only = {
+        "cpu": {"fusedcomm bf16", "fusedcomm fp16", "fusedcomm fp16 two-shot", "fusedcomm.comm_hook fp16"},
+        "cuda": {"python bf16_compress_hook", "fusedcomm bf16 direct", "fusedcomm bf16 two-shot"},
+    }
+    elsewhere = only["cuda" if device == "cpu" else "cpu"]
+    scales = {"ddp default": world_size}
+    return {
+        name: lambda name=name, hook=hook: Impl(name, hook, numel, scales.get(name, 1), device)
+        for name, hook in hooks.items()
+        if name not in elsewhere
+    }
 
 
-def measure(rank: int, world_size: int, store: str, numels: list[int], rounds: int) -> list[Row]:
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
-    )
-    rows = []
-    for numel in numels:
-        impls = make_impls(numel, world_size)
-        for impl in impls:
+# ---- one rank
+
+
+def make_and_check(rank: int, world_size: int, numel: int, device: str, send: Callable[..., None]) -> dict[str, Impl]:
+    """Those that work. On a CPU all of them do; on a GPU the others are to be measured even if one fails."""
+    impls = {}
+    for name, make in make_impls(numel, world_size, device).items():
+        try:
+            impl = make()
             if not impl.check(rank, world_size):
-                raise RuntimeError(f"{impl.name}: wrong result with buckets of {numel} elements")
-        for index in range(rounds):
-            # Another order in each round, the same on every rank.
-            for impl in impls[index % len(impls) :] + impls[: index % len(impls)]:
+                raise RuntimeError(f"{name}: wrong result with buckets of {numel} elements")
+        except Exception as error:
+            if device == "cpu":
+                raise
+            send("missing", f"hook/{numel}", name, f"{type(error).__name__}: {error}", True)
+            synchronize(device)  # raises if the device is lost
+            continue
+        impls[name] = impl
+    send("checked", numel, list(impls))
+    return impls
+
+
+def time_in_turn(impls: list[Impl], rounds: int, world_size: int) -> None:
+    for index in range(rounds):
+        # Another order in each round, the same on every rank.
+        for impl in impls[index % len(impls) :] + impls[: index % len(impls)]:
+            if world_size > 1:
                 dist.barrier()
-                impl.time_once()
-        warm = rounds // 10
-        for case, times in (("call", "call_s"), ("result", "result_s")):
-            for impl in impls:
-                seconds = getattr(impl, times)[warm:]
-                rows.append(
-                    Row(
-                        case=f"{case}/{numel}",
-                        impl=impl.name,
-                        numel=numel,
-                        traffic_bytes=4 * numel,
-                        median_s=statistics.median(seconds),
-                        best_s=min(seconds),
-                        checked=True,
-                    )
+            impl.time_once()
+
+
+def rows_of(numel: int, impls: list[Impl], rounds: int) -> list[Row]:
+    rows = []
+    for case, times in (("call", "call_s"), ("result", "result_s")):
+        for impl in impls:
+            seconds = getattr(impl, times)[rounds // 10 :]
+            rows.append(
+                Row(
+                    case=f"{case}/{numel}",
+                    impl=impl.name,
+                    numel=numel,
+                    traffic_bytes=4 * numel,
+                    median_s=statistics.median(seconds),
+                    best_s=min(seconds),
+                    checked=True,
                 )
-    dist.destroy_process_group()
+            )
     return rows
 
 
-def _rank(rank: int, world_size: int, store: str, numels: list[int], rounds: int, pipe) -> None:
-    rows = measure(rank, world_size, store, numels, rounds)
-    if rank == 0:
-        pipe.send(rows)
+def count_launches(numel: int, impls: list[Impl], device: str, send: Callable[..., None]) -> None:
+    for impl in impls:
+        try:
+            counts, reason = impl.launches(), "the profiler saw nothing on the device"
+        except Exception as error:
+            counts, reason = None, f"{type(error).__name__}: {error}"
+        if counts is None:
+            # The profiler may not work here at all, so the rest is not tried.
+            send("missing", f"launches/{numel}", f"{impl.name} and the rest", reason, False)
+            synchronize(device)
+            return
+        send("launches", numel, impl.name, counts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(rank: int, store: str, arguments: argparse.Namespace, send: Callable[..., None]) -> None:
+    torch.set_num_threads(1)
+    world_size, device = arguments.ranks, arguments.device
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=120),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None,
+    )
+    everything = {}
+    for numel in arguments.numel:
+        everything[numel] = make_and_check(rank, world_size, numel, device, send)
+        impls = list(everything[numel].values())
+        if impls and not arguments.check_only:
+            time_in_turn(impls, arguments.rounds, world_size)
+            send("rows", rows_of(numel, impls, arguments.rounds))
+    # Last, because a profiler that has been started may leave something running.
+    if not arguments.check_only and (device == "cuda" or arguments.dry_run):
+        for numel, impls in everything.items():
+            count_launches(numel, list(impls.values()), device, send)
+    dist.destroy_process_group()
+
+
+def _rank(rank: int, store: str, arguments: argparse.Namespace, pipe) -> None:
+    if arguments.shared_gpu:
+        # NCCL takes ranks for ranks of different hosts, and so lets them share a GPU.
+        os.environ.update(NCCL_HOSTID=f"fusedcomm-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+    def send(kind: str, *values: object) -> None:
+        if rank == 0:
+            pipe.send((kind, values))
+
+    measure(rank, store, arguments, send)
+
+
+# ---- all ranks
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1, help="local ranks (1)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu (default) or nccl on cuda"
+    )
     parser.add_argument("--numel", type=int, nargs="+", default=[1024, 65536], help="elements in a bucket (1024 65536)")
     parser.add_argument("--rounds", type=int, default=200, help="timed rounds of 16 buckets each (200)")
     parser.add_argument("--quick", action="store_true", help="20 rounds")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there")
+    parser.add_argument("--check-only", action="store_true", help="check the results, time nothing")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: the times mean nothing")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
     arguments = parser.parse_args()
-    rounds = 20 if arguments.quick else arguments.rounds
+    if arguments.quick:
+        arguments.rounds = 20
+    if arguments.dry_run:
+        arguments.device, arguments.numel, arguments.rounds = "cpu", [256], 2
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA GPU here")
+    arguments.shared_gpu = arguments.device == "cuda" and arguments.ranks > torch.cuda.device_count()
+    arguments.check_only |= arguments.shared_gpu
+    return arguments
+
+
+def receive(pipe, report: Report) -> None:
+    """What rank 0 sends, into the report, until it ends."""
+    while True:
+        try:
+            kind, values = pipe.recv()
+        except EOFError:
+            return
+        if kind == "rows":
+            report.add(*values)
+        elif kind == "missing":
+            case, impl, reason, failed = values
+            report.missing(case, impl, reason, failed=failed)
+        elif kind == "checked":
+            numel, names = values
+            report.extra.setdefault("checked", {})[str(numel)] = names
+        else:
+            numel, impl, counts = values
+            report.extra.setdefault("launches", []).append({"numel": numel, "impl": impl, **counts})
+        report.write()
+
+
+def print_launches(report: Report) -> None:
+    for entry in report.extra.get("launches", ()):
+        print(
+            f"launches/{entry['numel']:<8} {entry['impl']:<28} {entry['kernels']:6.2f} kernels a bucket "
+            f"(NCCL's: {entry['nccl']:.2f}), {entry['copies']:.2f} copies"
+        )
+
+
+def main() -> None:
+    arguments = parse()
+    report = Report(arguments.json, dry_run=arguments.dry_run, device=arguments.device)
+    report.env.update(threads=1, ranks=arguments.ranks)
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_rank, args=(rank, arguments.ranks, store, arguments.numel, rounds, theirs))
-            for rank in range(arguments.ranks)
+            context.Process(target=_rank, args=(rank, store, arguments, theirs)) for rank in range(arguments.ranks)
         ]
         for process in processes:
             process.start()
         theirs.close()
-        try:
-            rows = ours.recv()
-        except EOFError:
-            raise SystemExit("a rank failed; its error is above") from None
+        receive(ours, report)
         for process in processes:
+            process.join(30)
+            process.kill()  # those that still wait for one that is gone
             process.join()
-    print_table(rows)
-    if arguments.json:
-        write_json(arguments.json, rows, env={**env(), "threads": 1, "ranks": arguments.ranks})
+    print_table(report.rows)
+    print_launches(report)
+    if arguments.check_only:
+        for numel, names in report.extra.get("checked", {}).items():
+            print(f"checked/{numel}: {', '.join(names)}")
+    if any(process.exitcode for process in processes):
+        raise SystemExit("a rank failed; its error is above")
+    report.finish()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""The GPU as the benchmarks see it, and a stand-in for dry runs on a CPU, where the times mean nothing.
+
+A dry run goes through the same code: the kernels under Triton's interpreter, on CPU tensors, by the host's clock.
+"""
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+if "--dry-run" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks at when a kernel's module is imported
+
+SLEEP_CYCLES_PER_S = 2e9
+"""No GPU of today clocks higher, so that a sleep is never shorter than asked for."""
+FIRST_SLEEP_S, MAX_SLEEP_S = 200e-6, 0.2
+
+
+class HostEvent:
+    """What torch.cuda.Event is, where everything happens at once."""
+
+    def record(self, stream: object = None) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return False
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "HostEvent") -> float:
+        return (later.time_s - self.time_s) * 1e3
+
+
+class Device:
+    def __init__(self, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        if dry_run:
+            self.name, self.num_sms, self.l2_nbytes = "cpu", 2, 1 << 16
+            torch.set_num_threads(1)
+        else:
+            properties = torch.cuda.get_device_properties(0)
+            self.name, self.num_sms = "cuda", properties.multi_processor_count
+            self.l2_nbytes = properties.L2_cache_size
+        self._sleep_s: dict[str, float] = {}
+        self.host_bound: set[str] = set()
+
+    def event(self) -> "torch.cuda.Event | HostEvent":
+        return HostEvent() if self.dry_run else torch.cuda.Event(enable_timing=True)
+
+    def stream(self, high_priority: bool) -> "torch.cuda.Stream | None":
+        return None if self.dry_run else torch.cuda.Stream(priority=-1 if high_priority else 0)
+
+    def on(self, stream: "torch.cuda.Stream | None") -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.dry_run else torch.cuda.stream(stream)
+
+    def sleep(self, seconds: float) -> None:
+        """Occupies the current stream (and one thread of one SM)."""
+        if not self.dry_run and seconds > 0:
+            torch.cuda._sleep(int(seconds * SLEEP_CYCLES_PER_S))
+
+    def synchronize(self) -> None:
+        if not self.dry_run:
+            torch.cuda.synchronize()
+
+    def num_sets(self, nbytes: int) -> int:
+        """Sets of `nbytes` to take in turn, so that none is still in the cache when its turn comes again."""
+        return max(3, -(-4 * self.l2_nbytes // nbytes))
+
+    def time(self, key: str, function: Callable[[], object]) -> float:
+        """Device seconds of what `function` enqueues on the current stream, without the host's share: the device is
+        kept asleep until all of it is in the queue. For how long is learnt, under `key`.
+
+        What the host cannot enqueue in MAX_SLEEP_S is timed with the host's share, and `key` is put into `host_bound`.
+        """
+        sleep_s = self._sleep_s.get(key, FIRST_SLEEP_S)
+        while True:
+            begin, end = self.event(), self.event()
+            self.sleep(sleep_s)
+            begin.record()
+            started = time.perf_counter()
+            function()
+            end.record()
+            in_time = not begin.query()
+            host_s = time.perf_counter() - started
+            end.synchronize()
+            if in_time or key in self.host_bound:
+                self._sleep_s[key] = sleep_s
+                return begin.elapsed_time(end) / 1e3
+            if sleep_s < MAX_SLEEP_S:
+                sleep_s = min(MAX_SLEEP_S, max(2 * sleep_s, 1.5 * host_s))
+            else:
+                self.host_bound.add(key)
+                sleep_s = 0.0
+
+    def interleave(
+        self, functions: dict[str, Callable[[int], object]], rounds: int, calls: int, warmup_s: float = 0.03
+    ) -> dict[str, list[float]]:
+        """Device seconds of one call of each function, once for each of `rounds` rounds, as the mean of `calls` calls.
+
+        All take their turn in every round, in another order each time. A function is called with a number that rises
+        from call to call. `host_bound` then names those whose times include the host's share.
+        """
+        names = list(functions)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        turns = dict.fromkeys(names, 0)
+        self._sleep_s.clear()
+        self.host_bound.clear()
+
+        def run(name: str) -> None:
+            for _ in range(calls):
+                functions[name](turns[name])
+                turns[name] += 1
+
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            # The clocks of a GPU that has waited for the host need a while to come up again.
+            index, started = -1, time.perf_counter()
+            while index < rounds:
+                first = index % len(names)
+                for name in names[first:] + names[:first]:
+                    elapsed = self.time(name, lambda name=name: run(name)) / calls
+                    if index >= 0:
+                        seconds[name].append(elapsed)
+                if index >= 0 or self.dry_run or time.perf_counter() - started >= warmup_s:
+                    index += 1
+        finally:
+            if enabled:
+                gc.enable()
+        return seconds
+
+
+def have_gpu() -> bool:
+    return torch.cuda.is_available()

@@ -1,0 +1,471 @@
+"""How near to the speed of a device copy are the GPU kernels, and how far ahead of what PyTorch offers?
+
+    pack       fp32 gradients → wire bytes: one flat bucket, and ragged ones, whose exempt tensors travel as fp32
+    unpack     wire bytes → fp32 gradients
+    reduce     4 ranks' encodings of a quarter of the bucket → the encoded mean
+    scale      fp32 gradients in place, as the exact wire has it
+    programs   flat bf16 by the number of programs (one saturates an SM): what a limit on the SMs costs
+
+beside a device-to-device copy that moves as many bytes in all (gradient read and wire written, each once), the stock
+hooks' expressions, the same under torch.compile, and torch._foreach_copy_ for ragged buckets, which casts but does not
+scale. Every call works on another of several sets that together exceed the cache fourfold, all implementations take
+turns, host time is excluded (where it cannot be, the JSON says so under "host_bound"), and a result is checked before
+it is timed: ours bit for bit against the CPU codec, the others against it or against float64.
+
+The rows are written as they come (--json), and what is left when --seconds are over is named.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from _common import Report, make_row, print_table, with_ratios
+from _device import Device, have_gpu
+from codec import BLOCK, NUM_RANKS, WHOLE, Case, close, decoded, sections, torch_copy, torch_encode, torch_reduce
+
+from fusedcomm.native import _C
+
+MIB = 1 << 20
+LIST_LENGTHS = (10, 100, 1000, 10_000)
+PARTS = ("flat", "reduce", "scale", "programs", "ragged")
+SAMPLE_S, COPY_RATE = 150e-6, 4e12
+COPY, CUDA = "device copy", "cuda c++"
+BASELINES = (COPY, "torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    device: Device
+    codec: "_C.Codec"
+    compiles: Callable[[int], bool]
+    """Whether torch.compile is measured, too, for a bucket of so many elements."""
+    cuda: bool
+    """Whether the CUDA C++ variant is."""
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device.name).manual_seed(seed)
+
+    def gradients(self, numel: int, seed: int) -> torch.Tensor:
+        """Signed and random, of several magnitudes."""
+        grads = torch.randn(numel, device=self.device.name, generator=self.generator(seed))
+        return grads.mul_(10.0 ** (seed % 3 - 1))
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device.name)
+
+    def poisoned(self, numel: int) -> torch.Tensor:
+        return self.empty(numel, torch.float32).fill_(torch.nan)
+
+    def compile(self, function: Callable) -> Callable:
+        backend = "eager" if self.device.dry_run else "inductor"
+        return torch.compile(function, dynamic=False, backend=backend)
+
+
+# ---- buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Which elements of a bucket travel lossily and which exactly: (offset, numel) in elements."""
+
+    lossy: list[tuple[int, int]]
+    exact: list[tuple[int, int]]
+
+    @property
+    def numel(self) -> int:
+        return self.lossy_numel + self.exact_numel
+
+    @property
+    def lossy_numel(self) -> int:
+        return sum(numel for _, numel in self.lossy)
+
+    @property
+    def exact_numel(self) -> int:
+        return sum(numel for _, numel in self.exact)
+
+    def layout(self, wire: str) -> "_C.BucketLayout":
+        return _C.bucket_layout(wire, BLOCK, 1, self.exact_numel, self.lossy_numel, WHOLE)
+
+    def views(self, grads: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        lossy, exact = ([grads[at : at + numel] for at, numel in slices] for slices in (self.lossy, self.exact))
+        return lossy, exact
+
+
+def flat_shape(numel: int) -> Shape:
+    return Shape([(0, numel)], [])
+
+
+def ragged_shape(numel: int, num_tensors: int, seed: int = 0) -> Shape:
+    """A DDP bucket: weights of uneven sizes, each followed by a small exempt tensor, all end to end, so unaligned."""
+    generator = torch.Generator().manual_seed(seed)
+    num_small = num_tensors // 2
+    small = torch.randint(1, min(4096, numel // (8 * num_tensors)) + 2, (num_small,), generator=generator)
+    num_large = num_tensors - num_small
+    share = torch.randn(num_large, generator=generator).double().exp()
+    spare = numel - int(small.sum()) - num_large
+    large = 1 + (share / share.sum() * spare).floor().long()
+    large[-1] += numel - int(small.sum()) - int(large.sum())
+    numels = [n.item() for pair in itertools.zip_longest(large, small) for n in pair if n is not None]
+    places = list(zip(itertools.accumulate(numels, initial=0), numels, strict=False))
+    return Shape(places[0::2], places[1::2])
+
+
+# ---- cases
+
+
+def add_copy(context: Context, case: Case) -> None:
+    numel = case.traffic_bytes // 8
+    src = [context.gradients(numel, seed) for seed in range(case.num_buffers)]
+    dst = [context.poisoned(numel) for _ in src]
+    case.impls[COPY] = lambda i: dst[i].copy_(src[i])
+    case.checks[COPY] = lambda: torch.equal(dst[0], src[0])
+
+
+def same_bits(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """`expected` is on the CPU; both are contiguous and start at multiples of 16 bytes."""
+    return torch.equal(result.view(torch.uint8), expected.to(result.device).view(torch.uint8))
+
+
+def anew(case: Case, impl: str, out: torch.Tensor, right: Callable[[], bool]) -> Callable[[], bool]:
+    """A check of what `impl` writes into `out`, the output of set 0: all of it, whatever was there before."""
+
+    def check() -> bool:
+        out.fill_(0xA5 if out.dtype == torch.uint8 else torch.nan)
+        case.impls[impl](0)
+        return right()
+
+    return check
+
+
+def pack_on_cpu(context: Context, shape: Shape, wire: str, grads: torch.Tensor, scale: float) -> torch.Tensor:
+    layout = shape.layout(wire)
+    out = torch.empty(layout.chunk_nbytes, dtype=torch.uint8)
+    context.codec.pack(layout, 0, *shape.views(grads.cpu()), scale, out)
+    return out
+
+
+def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
+    from fusedcomm.kernels import bucket, pack, ragged_cuda
+
+    layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, context.device.num_sms
+    traffic_bytes = shape.numel * 4 + layout.chunk_nbytes
+    num_sets = context.device.num_sets(traffic_bytes)
+    grads = [context.gradients(shape.numel, seed) for seed in range(num_sets)]
+    packed = [context.empty(layout.chunk_nbytes, torch.uint8).zero_() for _ in grads]
+    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    case = Case(f"pack/{wire}/{name}", shape.numel, traffic_bytes, num_sets, {}, {})
+    ours = {"fusedcomm": pack.pack}
+    if context.cuda and name != "flat":
+        ours[CUDA] = ragged_cuda.pack
+    for impl, kernel in ours.items():
+        case.impls[impl] = lambda i, kernel=kernel: kernel(buckets[i], 0, scale, packed[i], num_programs)
+        case.checks[impl] = anew(
+            case, impl, packed[0], lambda: same_bits(packed[0], pack_on_cpu(context, shape, wire, grads[0], scale))
+        )
+    add_copy(context, case)
+    if name == "flat":
+        case.impls["torch"] = lambda i: torch_encode(wire, grads[i], scale)
+        if context.compiles(shape.numel):
+            compiled = context.compile(torch_encode)
+            case.impls["torch.compile"] = lambda i: compiled(wire, grads[i], scale)
+        for impl in case.impls.keys() & {"torch", "torch.compile"}:
+            case.checks[impl] = lambda impl=impl: close(wire, decoded(wire, case.impls[impl](0)), grads[0] * scale)
+    elif wire != "int8":
+        add_foreach(case, shape, wire, grads, packed, to_wire=True)
+    return case
+
+
+def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
+    from fusedcomm.kernels import bucket, ragged_cuda, unpack
+
+    layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, context.device.num_sms
+    traffic_bytes = shape.numel * 4 + layout.chunk_nbytes
+    num_sets = context.device.num_sets(traffic_bytes)
+    on_cpu = pack_on_cpu(context, shape, wire, context.gradients(shape.numel, 0), 1.0)
+    packed = [on_cpu.to(context.device.name) for _ in range(num_sets)]
+    grads = [context.poisoned(shape.numel) for _ in packed]
+    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    case = Case(f"unpack/{wire}/{name}", shape.numel, traffic_bytes, num_sets, {}, {})
+
+    @functools.cache
+    def expected(scale: float) -> torch.Tensor:
+        out = torch.full((shape.numel,), torch.nan)
+        context.codec.unpack(layout, 0, on_cpu, scale, *shape.views(out))
+        return out
+
+    ours = {"fusedcomm": unpack.unpack}
+    if context.cuda and name != "flat":
+        ours[CUDA] = ragged_cuda.unpack
+    for impl, kernel in ours.items():
+        case.impls[impl] = lambda i, kernel=kernel: kernel(buckets[i], 0, packed[i], scale, num_programs)
+        case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected(scale)))
+    add_copy(context, case)
+    if name == "flat":
+        nonfinite = torch.zeros(num_programs, dtype=torch.int64, device=context.device.name)
+        sum_sq = torch.zeros(num_programs, dtype=torch.float64, device=context.device.name)
+        case.impls["fusedcomm with norm"] = lambda i: unpack.unpack(
+            buckets[i], 0, packed[i], scale, num_programs, (nonfinite, sum_sq)
+        )
+
+        def right_with_norm() -> bool:
+            norm_is_right = torch.isclose(sum_sq.sum(), grads[0].double().square().sum(), rtol=1e-5).item()
+            return same_bits(grads[0], expected(scale)) and norm_is_right and not nonfinite.any()
+
+        case.checks["fusedcomm with norm"] = anew(case, "fusedcomm with norm", grads[0], right_with_norm)
+        views = [sections(layout, buffer) for buffer in packed]
+        case.impls["torch"] = lambda i: torch_copy(wire, *views[i], grads[i])
+        if context.compiles(shape.numel):
+            compiled = context.compile(torch_copy)
+            case.impls["torch.compile"] = lambda i: compiled(wire, *views[i], grads[i])
+        for impl in case.impls.keys() & {"torch", "torch.compile"}:
+            case.checks[impl] = anew(
+                case, impl, grads[0], lambda: close(wire, grads[0], expected(1.0).to(grads[0].device))
+            )
+    elif wire != "int8":
+        add_foreach(case, shape, wire, grads, packed, to_wire=False)
+    return case
+
+
+def add_foreach(
+    case: Case, shape: Shape, wire: str, grads: list[torch.Tensor], packed: list[torch.Tensor], to_wire: bool
+) -> None:
+    """What PyTorch has for many tensors in few launches. Like the stock hooks' copy back, it does not scale."""
+    layout = shape.layout(wire)
+    lossy_numels, exact_numels = ([numel for _, numel in slices] for slices in (shape.lossy, shape.exact))
+
+    def streams(flat: torch.Tensor, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """(to, from) of each stream. Lists of one dtype: others are copied tensor by tensor."""
+        lossy, exact = shape.views(flat)
+        codes = sections(layout, buffer)[0][: shape.lossy_numel].split(lossy_numels)
+        floats = buffer[: shape.exact_numel * 4].view(torch.float32).split(exact_numels)
+        pairs = [(list(codes), lossy), (list(floats), exact)]
+        return pairs if to_wire else [(grad, wire) for wire, grad in pairs]
+
+    sets = [streams(flat, buffer) for flat, buffer in zip(grads, packed, strict=True)]
+
+    def copy(i: int) -> None:
+        for dst, src in sets[i]:
+            torch._foreach_copy_(dst, src)
+
+    case.impls["torch._foreach_copy_"] = copy
+    case.checks["torch._foreach_copy_"] = lambda: all(
+        torch.equal(torch.cat(dst), torch.cat(src).to(dst[0].dtype)) for dst, src in sets[0]
+    )
+
+
+def have_cuda(device: Device, report: Report) -> bool:
+    """Whether the CUDA C++ variant of the ragged kernels can be measured here; if not, the report says why."""
+    from fusedcomm.kernels import ragged_cuda
+
+    try:
+        ragged_cuda.check_cupy()
+    except RuntimeError as error:
+        report.missing("ragged", CUDA, error, failed=False)
+        return False
+    if device.dry_run:
+        report.missing("ragged", CUDA, "Triton's interpreter stands in for a GPU, and runs nothing else", failed=False)
+    return not device.dry_run
+
+
+def reduce_case(context: Context, wire: str, numel: int) -> Case:
+    from fusedcomm.kernels import reduce
+
+    layout, scale = _C.bucket_layout(wire, BLOCK, NUM_RANKS, 0, numel, WHOLE), 1 / NUM_RANKS
+    shape = flat_shape(layout.part.lossy_numel)
+    traffic_bytes = layout.chunk_nbytes + layout.part.nbytes
+    num_sets = context.device.num_sets(traffic_bytes)
+    encoded = [pack_on_cpu(context, shape, wire, context.gradients(shape.numel, r), 1.0) for r in range(NUM_RANKS)]
+    # The ranks in another order in each set.
+    parts = [torch.cat(encoded[i % 4 :] + encoded[: i % 4]).to(context.device.name) for i in range(num_sets)]
+    out = [context.empty(layout.part.nbytes, torch.uint8).zero_() for _ in parts]
+    case = Case(f"reduce/{wire}/4 ranks", shape.numel, traffic_bytes, num_sets, {}, {})
+
+    def expected() -> torch.Tensor:
+        result = torch.empty(layout.part.nbytes, dtype=torch.uint8)
+        context.codec.reduce(layout, parts[0].cpu(), scale, result)
+        return result
+
+    case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], context.device.num_sms)
+    case.checks["fusedcomm"] = anew(case, "fusedcomm", out[0], lambda: same_bits(out[0], expected()))
+    add_copy(context, case)
+    # The expressions get codes and scales in tensors of their own, as they would have them.
+    split = [[sections(layout, part) for part in buffer.view(NUM_RANKS, -1)] for buffer in parts]
+    codes = [torch.stack([codes for codes, _ in ranks]) for ranks in split]
+    scales = [torch.stack([scales for _, scales in ranks]) if wire == "int8" else None for ranks in split]
+    case.impls["torch"] = lambda i: torch_reduce(wire, codes[i], scales[i])
+    if context.compiles(numel):
+        compiled = context.compile(torch_reduce)
+        case.impls["torch.compile"] = lambda i: compiled(wire, codes[i], scales[i])
+
+    def right(impl: str) -> bool:
+        truth = (codes[0].double() * (scales[0] if wire == "int8" else 1)).mean(0)
+        return close(wire, decoded(wire, case.impls[impl](0)), truth)
+
+    for impl in case.impls.keys() & {"torch", "torch.compile"}:
+        case.checks[impl] = lambda impl=impl: right(impl)
+    return case
+
+
+def scale_case(context: Context, numel: int) -> Case:
+    from fusedcomm.kernels import bucket, scale
+
+    shape, device = flat_shape(numel), context.device
+    num_sets, factor = device.num_sets(numel * 8), -1.0  # any other factor would end in zeros or Infs
+    grads = [context.gradients(numel, seed) for seed in range(num_sets)]
+    buckets = [bucket.make_bucket(shape.layout("fp32"), flat, shape.lossy, shape.exact) for flat in grads]
+    case = Case("scale/fp32/flat", numel, numel * 8, num_sets, {}, {})
+    case.impls["fusedcomm"] = lambda i: scale.scale_in_place(buckets[i], factor, device.num_sms)
+    case.impls["torch"] = lambda i: grads[i].mul_(factor)
+
+    def right(impl: str) -> bool:
+        before = grads[0].clone().cpu()
+        case.impls[impl](0)
+        return same_bits(grads[0], before * factor)
+
+    for impl in ("fusedcomm", "torch"):
+        case.checks[impl] = lambda impl=impl: right(impl)
+    add_copy(context, case)
+    return case
+
+
+def programs_case(context: Context, op: str, numel: int) -> Case:
+    from fusedcomm.kernels import bucket, pack, unpack
+
+    shape, num_sms = flat_shape(numel), context.device.num_sms
+    layout = shape.layout("bf16")
+    traffic_bytes = numel * 4 + layout.chunk_nbytes
+    num_sets = context.device.num_sets(traffic_bytes)
+    grads = [context.gradients(numel, seed) for seed in range(num_sets)]
+    packed = [pack_on_cpu(context, shape, "bf16", grads[0], 1.0).to(context.device.name) for _ in grads]
+    on_cpu = packed[0].clone().cpu()
+    expected = on_cpu, decoded("bf16", sections(layout, on_cpu)[:1])
+    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    case = Case(f"{op}/bf16/programs", numel, traffic_bytes, num_sets, {}, {})
+    for num_programs in sorted({n for n in (8, 16, 32, 64) if n < num_sms} | {num_sms, 2 * num_sms}):
+        impl = f"{num_programs} programs"
+        if op == "pack":
+            case.impls[impl] = lambda i, n=num_programs: pack.pack(buckets[i], 0, 1.0, packed[i], n)
+            case.checks[impl] = anew(case, impl, packed[0], lambda: same_bits(packed[0], expected[0]))
+        else:
+            case.impls[impl] = lambda i, n=num_programs: unpack.unpack(buckets[i], 0, packed[i], 1.0, n)
+            case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected[1]))
+    add_copy(context, case)
+    return case
+
+
+# ---- measuring
+
+
+def measure(context: Context, case: Case, rounds: int, report: Report) -> None:
+    """Checks, then times, one case. What fails is left out and named."""
+    checked = {}
+    for impl in list(case.impls):
+        try:
+            case.impls[impl](0)
+            checked[impl] = bool(case.checks[impl]())
+        except Exception as error:
+            report.missing(case.name, impl, error)
+            context.device.synchronize()  # raises if the device is lost, and with it all that would follow
+            del case.impls[impl]
+    functions = {name: lambda turn, impl=impl: impl(turn % case.num_buffers) for name, impl in case.impls.items()}
+    calls = min(20, max(2, round(SAMPLE_S * COPY_RATE / case.traffic_bytes))) if not context.device.dry_run else 1
+    seconds = context.device.interleave(functions, rounds, calls)
+    rows = [make_row(case.name, n, case.numel, case.traffic_bytes, seconds[n], checked[n]) for n in functions]
+    rows = with_ratios(rows, BASELINES)
+    print_table(rows)
+    for impl in context.device.host_bound:
+        print(f"{case.name} {impl}: its times include the host's share, which is too long to hide")
+        report.extra["host_bound"].append({"case": case.name, "numel": case.numel, "impl": impl})
+    report.add(rows)
+
+
+def plan(arguments: argparse.Namespace, context: Context, unit: int) -> list[tuple[str, Callable[[], Case]]]:
+    """What is to be measured, the most telling first; `unit` elements are a MiB."""
+    big = arguments.big_mib * unit
+    codecs = {"pack": pack_case, "unpack": unpack_case}
+    flat = [
+        (f"{op}/{wire}/flat {mib} MiB", partial(codecs[op], context, "flat", wire, flat_shape(mib * unit)))
+        for mib, wire, op in itertools.product(arguments.mib, arguments.wires, codecs)
+    ]
+    reduce = [
+        (f"reduce/{wire} {mib} MiB", partial(reduce_case, context, wire, mib * unit))
+        for mib, wire in itertools.product(arguments.mib, arguments.wires)
+    ]
+    scale = [(f"scale {mib} MiB", partial(scale_case, context, mib * unit)) for mib in arguments.mib]
+    programs = [(f"{op}/bf16/programs", partial(programs_case, context, op, big)) for op in codecs]
+    ragged = [
+        (
+            f"{op}/{wire}/{length} tensors {mib} MiB",
+            lambda op=op, wire=wire, mib=mib, length=length: codecs[op](
+                context, f"{length} tensors", wire, ragged_shape(mib * unit, length)
+            ),
+        )
+        for mib, wire, length, op in itertools.product(arguments.ragged_mib, arguments.wires, arguments.tensors, codecs)
+    ]
+    parts = {"flat": flat, "reduce": reduce, "scale": scale, "programs": programs, "ragged": ragged}
+    return [item for part in arguments.parts for item in parts[part]]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024, 256, 16, 1], help="MiB of fp32 gradients")
+    parser.add_argument("--ragged-mib", type=int, nargs="+", default=[64, 16, 256], help="likewise, ragged (64 16 256)")
+    parser.add_argument("--big-mib", type=int, default=256, help="likewise, programs (256)")
+    parser.add_argument("--compile-mib", type=int, nargs="*", default=[64], help="with torch.compile (64)")
+    parser.add_argument("--tensors", type=int, nargs="+", default=list(LIST_LENGTHS), help="in a ragged bucket")
+    parser.add_argument("--wires", nargs="+", choices=("fp32", "bf16", "fp16", "int8"), default=["bf16", "int8"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing more after so long")
+    parser.add_argument("--all", action="store_true", help="every wire; ragged buckets of every size")
+    parser.add_argument("--quick", action="store_true", help="one size, 5 rounds, no torch.compile")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, interpreted: the times mean nothing")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    arguments = parser.parse_args()
+    if arguments.all:
+        arguments.wires, arguments.ragged_mib = ["bf16", "int8", "fp16", "fp32"], arguments.mib
+    if arguments.quick:
+        arguments.mib, arguments.ragged_mib, arguments.compile_mib, arguments.rounds = [64], [64], [], 5
+    if arguments.dry_run:
+        arguments.mib, arguments.ragged_mib, arguments.compile_mib = [1], [1], [1]
+        arguments.big_mib, arguments.tensors, arguments.rounds = 1, [10], 1
+    return arguments
+
+
+def main() -> None:
+    started = time.monotonic()
+    arguments = parse()
+    if not (arguments.dry_run or have_gpu()):
+        print("needs a CUDA GPU: not measured (--dry-run goes through the motions)")
+        return
+    # One kernel at a time is compiled here: a pool of compilers would cost more than it brings.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    device = Device(arguments.dry_run)
+    # Dry: two tiles and a part of one, divisible by the blocks and the ranks.
+    unit = 2 * 8192 + 2 * NUM_RANKS * BLOCK if arguments.dry_run else MIB // 4
+    compiled = {mib * unit for mib in arguments.compile_mib}
+    codec = _C.Codec("auto", min(16, os.cpu_count() or 1))
+    report = Report(arguments.json, dry_run=arguments.dry_run, rounds=arguments.rounds, host_bound=[])
+    context = Context(device, codec, compiled.__contains__, "ragged" in arguments.parts and have_cuda(device, report))
+    for name, make in plan(arguments, context, unit):
+        if time.monotonic() - started > arguments.seconds:
+            report.missing(name, "all", f"no time left of {arguments.seconds:g} s", failed=False)
+            continue
+        try:
+            measure(context, make(), arguments.rounds, report)
+        except Exception as error:
+            report.missing(name, "all", error)
+            device.synchronize()
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
