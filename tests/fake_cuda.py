@@ -124,8 +124,8 @@ class FakeCuda:
         finally:
             session.CpuPath = own
             self.fail("", 0)
-        if self.errors:
-            raise self.errors[0]
+            if self.errors:
+                raise self.errors[0]
 
     def _launch(self, function, num_programs, num_threads, shared_nbytes, stream, params) -> int:
         try:
