@@ -14,14 +14,24 @@ namespace {
 
 namespace py = pybind11;
 
+constexpr int64_t kTrialNbytes = 1 << 20;
+
+// Whether the backend keeps memory registered with the network, and can really give some.
 bool registers_memory(const BackendPtr& backend, c10::Device device) {
-  return !device.is_cpu() && backend->supportsTensorAlloc(device.index());
+  if (device.is_cpu() || !backend->supportsTensorAlloc(device.index())) return false;
+  try {
+    backend->allocateTensor(kTrialNbytes, at::TensorOptions().dtype(at::kByte).device(device));
+    return true;
+  } catch (const std::exception& error) {
+    TORCH_WARN_ONCE("fusedcomm: the process group's registered memory cannot be had, workspaces are plain memory: ",
+                    error.what());
+    return false;
+  }
 }
 
-// Memory that the backend has registered with the network, if it keeps any, else of the device's allocator.
-CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device) {
+CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device, bool registered) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  if (registers_memory(backend, device)) {
+  if (registered) {
     return [backend, options](int64_t nbytes) { return backend->allocateTensor(nbytes, options); };
   }
   return [options](int64_t nbytes) { return at::empty({nbytes}, options); };
@@ -90,9 +100,9 @@ void bind_devices(py::module_& m) {
   py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
       .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
                        bool forced_sync, const BackendPtr& backend) {
+             const bool registered = registers_memory(backend, device);
              return std::make_shared<CudaDevice>(kernels.driver(), kernels.table(), device, isa, max_programs,
-                                                 forced_sync, registers_memory(backend, device),
-                                                 allocator(backend, device));
+                                                 forced_sync, registered, allocator(backend, device, registered));
            }),
            py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
            py::arg("forced_sync"), py::arg("backend"))

@@ -43,6 +43,7 @@ class CudaPath:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         sm_limit = choose_sm_limit(local.sm_limit, num_sms)
         with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context this thread's, which loading needs
             kernels, version = load_kernels(driver, cfg, grad_dtypes, capability, announce)
             self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(

@@ -73,3 +73,14 @@ def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, 
     chosen = _C.plan_bucket(config, world_size, like, exact, lossy)
     if not chosen.in_place:
         assert chosen.layout.chunk_nbytes <= _C.workspace_nbytes(config, world_size)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+def test_on_an_accelerator_ddps_default_bucket_is_one_chunk(wire, world_size):
+    """So that it takes three launches."""
+    numel = 25 * (1 << 20) // 4
+    native = Config(wire=wire).native(world_size, "cuda")
+    for exact_numel in (0, 4096):
+        plan = _C.plan_bucket(native, world_size, torch.empty(0), exact_numel, numel - exact_numel)
+        assert plan.layout.num_chunks == 1
