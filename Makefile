@@ -148,12 +148,12 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
-	clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
+	clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h kernels/*.cu)
 
 format: $(FORMATTERS)
 	ruff check --fix .
 	ruff format .
-	clang-format -i $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
+	clang-format -i $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h kernels/*.cu)
 
 # The environment stays: remove $(VENV) by hand to have it made anew.
 clean:

@@ -100,7 +100,7 @@ def load_kernels(
 ) -> tuple["_C.KernelLoader", str]:
     """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
     version = check_triton()
-    from fusedcomm.kernels import compile, constants
+    from fusedcomm.kernels import compile, constants, ragged_cuda
 
     variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes)
     if announce:
@@ -111,7 +111,8 @@ def load_kernels(
         )
     loader = _C.KernelLoader(driver, constants.TILE)
     for variant in variants:
-        load(loader, compile.compile(variant, capability))
+        in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON
+        load(loader, (ragged_cuda if in_cuda else compile).compile(variant, capability))
     return loader, version
 
 

@@ -258,3 +258,26 @@ def test_the_sm_limit_is_a_share_of_the_gpu():
     assert cuda.choose_sm_limit(None, 132) == 16
     assert cuda.choose_sm_limit(None, 4) == 1
     assert cuda.choose_sm_limit(132, 132) == 132
+
+
+@pytest.mark.parametrize("ahead", [frozenset(), frozenset({"pack"}), frozenset({"pack", "unpack"})], ids=sorted)
+def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead):
+    from fusedcomm.kernels import compile, ragged_cuda
+
+    taken = {}
+
+    def by(compiler):
+        def compiled(variant, capability):
+            taken[variant.kernel, variant.flat] = compiler
+            return compile.Compiled(variant, variant.kernel, b"", "", 16, 0, _C.kernel_params(variant.kernel), 0)
+
+        return compiled
+
+    monkeypatch.setattr(compile, "check_triton", lambda: "3.7")
+    monkeypatch.setattr(compile, "compile", by("triton"))
+    monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
+    monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
+    cuda.load_kernels(fake.driver, Config(), [torch.float32], 90, announce=False)
+    expected = {(kernel, flat): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
+    expected["scale", True] = "triton"
+    assert taken == {**expected, **{(kernel, False): "cuda" for kernel in ahead}}

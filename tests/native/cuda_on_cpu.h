@@ -74,8 +74,6 @@ inline void fiber_main() {
   _longjmp(scheduler, 1);
 }
 
-inline void resume(unsigned index);
-
 // Every lane's value, once all have arrived.
 template <class T>
 const uint64_t* exchange(Op op, unsigned mask, T value) {
@@ -236,6 +234,13 @@ inline unsigned long long atomicAdd(unsigned long long* address, unsigned long l
   const unsigned long long old = *address;
   *address += value;
   return old;
+}
+
+// One store of all words.
+template <size_t kNumWords>
+void store_words(void* to, const unsigned (&words)[kNumWords]) {
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(words)) cuda_on_cpu::fault("a store that is not aligned");
+  std::memcpy(to, words, sizeof(words));
 }
 
 // cvt.rn.f16.f32 and back, in whole numbers of the least subnormal, 2^-24, where that is exact.
