@@ -8,6 +8,8 @@ namespace fusedcomm {
 namespace {
 
 constexpr int kMaxDynamicSharedNbytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+// From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: a kernel died, and every later call says so.
+constexpr int kFirstFault = 700, kLastFault = 719;
 constexpr uint32_t kDefaultMaxSharedNbytes = 48 << 10;
 
 template <typename Function>
@@ -44,8 +46,12 @@ void CudaDriver::check(Result result, const char* call) const {
   const char *name = nullptr, *text = nullptr;
   get_error_name_(result, &name);
   get_error_string_(result, &text);
+  const bool fault = kFirstFault <= result && result <= kLastFault;
   throw std::runtime_error(std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" +
-                           std::to_string(result) + "): " + (text ? text : "no description"));
+                           std::to_string(result) + "): " + (text ? text : "no description") +
+                           (fault ? "\nA kernel launched before, ours or the model's, may have died of it: "
+                                    "FUSEDCOMM_SYNC=1 finds the stage of ours, CUDA_LAUNCH_BLOCKING=1 the model's"
+                                  : ""));
 }
 
 void* CudaDriver::load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const {

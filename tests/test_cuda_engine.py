@@ -206,6 +206,7 @@ def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
     (error,) = ranks.run(faulting, library, world_size=1)
     assert "the pack of chunk 1/1 failed for bucket 0 (weights.0; 1 parameters" in error
     assert "cuLaunchKernel failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)" in error
+    assert "FUSEDCOMM_SYNC=1 finds the stage" in error
 
 
 def test_a_missing_driver_is_named():
