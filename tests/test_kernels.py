@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedcomm import reference
-from fusedcomm.kernels.bucket import make_bucket
-from fusedcomm.kernels.constants import TILE
-from fusedcomm.kernels.pack import pack
-from fusedcomm.kernels.reduce import reduce
-from fusedcomm.kernels.scale import scale_in_place
-from fusedcomm.kernels.unpack import unpack
 from fusedcomm.native import _C
+
+pytest.importorskip("triton")
+
+from fusedcomm.kernels.bucket import make_bucket  # noqa: E402
+from fusedcomm.kernels.constants import TILE  # noqa: E402
+from fusedcomm.kernels.pack import pack  # noqa: E402
+from fusedcomm.kernels.reduce import reduce  # noqa: E402
+from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
+from fusedcomm.kernels.unpack import unpack  # noqa: E402
 
 # numpy, under the interpreter, remarks on every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

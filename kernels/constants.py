@@ -1,0 +1,30 @@
+"""What the kernels, their launchers and the ahead-of-time compiler have to agree on, written once.
+
+The wires are the enum of csrc/wire_layout.h.
+"""
+
+import triton.language as tl
+
+TILE = 8192
+"""Stream elements that a program handles at a time: at least 16 KiB of 16-bit, 32 KiB of fp32 gradients in flight."""
+
+NUM_WARPS = 16
+"""With TILE, one 128-bit access per thread carries a quarter of a tile: four of them are in flight before the first
+use, and one program saturates its SM without keeping the registers from other kernels."""
+
+WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+
+OPTIONS = {
+    "num_warps": NUM_WARPS,
+    "num_stages": 1,  # nothing is staged in shared memory
+    "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
+    "maxnreg": 65536 // (32 * NUM_WARPS),  # all that one program per SM can have; not told, ptxas spills to fit more
+}
+
+# The same for device functions, which can read globals only if they are constexpr.
+NUM_THREADS = tl.constexpr(32 * NUM_WARPS)
+FP32 = tl.constexpr(WIRE_IDS["fp32"])
+BF16 = tl.constexpr(WIRE_IDS["bf16"])
+FP16 = tl.constexpr(WIRE_IDS["fp16"])
+INT8 = tl.constexpr(WIRE_IDS["int8"])

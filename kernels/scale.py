@@ -1,0 +1,75 @@
+"""x *= scale for fp32 buckets that travel in place; says whose products are not finite, as pack does."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from .constants import NUM_THREADS, OPTIONS
+from .elements import INF_BITS, magnitude_bits, max_in_thread
+from .tiles import count_by_slice, slice_of
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+
+
+@triton.jit
+def count_products(data, numel, starts, counts, num_slices, num_tiles, TILE: tl.constexpr):
+    # Other threads may have written what a thread reads back.
+    tl.debug_barrier()
+    PIECE: tl.constexpr = TILE // 4
+    lane = tl.arange(0, PIECE)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        begin = tl.cast(tile, tl.int64) * TILE
+        low = slice_of(starts, 0, num_slices - 1, begin)
+        high = slice_of(starts, low, num_slices - 1, begin + TILE - 1)
+        for piece in range(0, TILE, PIECE):
+            at = begin + piece
+            y = tl.load(data + at + lane, mask=lane < numel - at, other=0.0)
+            count_by_slice(counts, starts, low, high, at, magnitude_bits(y) >= INF_BITS)
+
+
+@triton.jit(do_not_specialize=["numel", "scale", "num_slices"])
+def scale_kernel(
+    data,
+    numel: tl.int64,
+    scale: tl.float32,
+    starts,
+    counts,
+    num_slices: tl.int32,
+    TILE: tl.constexpr,
+):
+    VEC: tl.constexpr = 4
+    lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
+    num_tiles = tl.cdiv(numel, TILE).to(tl.int32)
+    seen = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        begin = tl.cast(tile, tl.int64) * TILE
+        if begin + TILE <= numel:
+            y = tl.load(data + begin + lane) * scale
+            tl.store(data + begin + lane, y)
+            seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
+        else:
+            mask = lane < numel - begin
+            y = tl.load(data + begin + lane, mask=mask, other=0.0) * scale
+            tl.store(data + begin + lane, y, mask=mask)
+            seen = tl.maximum(seen, max_in_thread(tl.where(mask, magnitude_bits(y), 0), seen.shape[0], VEC))
+    if tl.max(seen, axis=0) >= INF_BITS:
+        count_products(data, numel, starts, counts, num_slices, num_tiles, TILE)
+
+
+def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
+    """Multiplies a flat fp32 bucket's gradients [layout.lossy_numel] by `scale`, NaNs as they come.
+
+    Adds how many products of each slice are not finite to `bucket.lossy.counts`. ValueError if the bucket is not flat
+    or not fp32.
+    """
+    if not bucket.flat or bucket.grads.dtype != torch.float32:
+        raise ValueError(f"only flat fp32 buckets are scaled in place, not {bucket.grads.dtype}, flat={bucket.flat}")
+    lossy = bucket.lossy
+    scale_kernel[(num_programs,)](
+        *(bucket.grads, lossy.numel, scale, lossy.starts, lossy.counts, lossy.num_slices),
+        TILE=bucket.tile,
+        **OPTIONS,
+    )

@@ -1,0 +1,31 @@
+"""The typed views of a part's sections that the kernels take, cut where the layout says."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fusedcomm.native import _C
+
+ALIGN_NBYTES = 16
+
+# The integers of a code's width: kernels round by integers.
+CODE_INTEGERS = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16, "int8": torch.int8}
+
+
+def sections(
+    layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(exact int32, scales fp32, codes) of the first part in `parts`, uint8 [nbytes]; each view runs on to the end.
+
+    ValueError if `parts` is anything else, is strided, or does not start at a multiple of 16 bytes.
+    """
+    if parts.dtype != torch.uint8 or tuple(parts.shape) != (nbytes,) or not parts.is_contiguous():
+        raise ValueError(f"parts must be contiguous uint8 [{nbytes}], not {parts.dtype} {list(parts.shape)}")
+    if parts.data_ptr() % ALIGN_NBYTES:
+        raise ValueError(f"parts must start at a multiple of {ALIGN_NBYTES} bytes")
+    return (
+        parts.view(torch.int32),
+        parts[layout.part.scale_offset :].view(torch.float32),
+        parts[layout.part.code_offset :].view(CODE_INTEGERS[layout.wire]),
+    )

@@ -1,0 +1,299 @@
+"""Wire bytes → gradients: x = decoded·scale, rounded to the gradient's dtype; one read of the wire, one write.
+
+With the epilogue each program also counts what it stored that is not finite, and sums the squares, so that nobody has
+to read the gradients again to skip a step or clip a norm. Sums are fp32 within a thread's piece of a tile, fp64 beyond.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from .constants import FP32, INT8, NUM_THREADS, OPTIONS, WIRE_IDS
+from .elements import (
+    INF_BITS,
+    decode,
+    load_scales,
+    magnitude_bits,
+    sum_in_thread,
+    times_scales,
+    to_fp32,
+    to_gradient,
+    vector_numel,
+)
+from .sections import sections
+from .tiles import extent, first_unit, offsets_of, place_of, section_of, tiles_of
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+
+
+@triton.jit
+def load_gradients(
+    scales_in,
+    codes_in,
+    begin,
+    numel,
+    scale,
+    dtype: tl.constexpr,
+    VEC: tl.constexpr,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """[TILE] in the gradient's dtype, from a part's element `begin` on, of which `numel` exist (FULL: all of them)."""
+    lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
+    if FULL:
+        values = decode(tl.load(codes_in + begin + lane), WIRE)
+    else:
+        values = decode(tl.load(codes_in + begin + lane, mask=lane < numel, other=0), WIRE)
+    if WIRE == INT8:
+        values = times_scales(values, load_scales(scales_in, begin, numel, 0.0, VEC, BLOCK, TILE), VEC)
+    return to_gradient(values * scale, dtype)
+
+
+@triton.jit
+def summarise(nonfinite, sum_sq, stored, VEC: tl.constexpr):
+    LANES: tl.constexpr = nonfinite.shape[0]
+    g = to_fp32(stored)
+    nonfinite += sum_in_thread((magnitude_bits(g) >= INF_BITS).to(tl.int32), LANES, VEC)
+    sum_sq += sum_in_thread(g * g, LANES, VEC).to(tl.float64)
+    return nonfinite, sum_sq
+
+
+@triton.jit
+def unpack_tile(
+    nonfinite,
+    sum_sq,
+    grads,
+    starts,
+    offsets,
+    first,
+    num_slices,
+    numel,
+    scales_in,
+    codes_in,
+    part_numel,
+    part,
+    tile,
+    scale,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    FLAT: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """Unpacks a tile of the part whose sections are given; returns `nonfinite` and `sum_sq` with the tile's added."""
+    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_in.dtype.element_ty)
+    dtype: tl.constexpr = grads.dtype.element_ty
+    begin, _, real = extent(numel, part_numel, part, tile, TILE)
+    offset, run, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
+    inside = tl.cast(tile, tl.int64) * TILE
+    if (run >= TILE) & (real == TILE) & (offset % VEC == 0):
+        lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
+        g = load_gradients(scales_in, codes_in, inside, TILE, scale, dtype, VEC, WIRE, BLOCK, TILE, FULL=True)
+        tl.store(grads + offset // VEC * VEC + lane, g)
+        if EPILOGUE:
+            nonfinite, sum_sq = summarise(nonfinite, sum_sq, g, VEC)
+    else:
+        # In pieces: an address for every element of a tile is more than the registers hold.
+        PIECE: tl.constexpr = TILE // 4
+        piece_lane = tl.arange(0, PIECE)
+        for piece in range(0, real, PIECE):
+            left = real - piece
+            mask = piece_lane < left
+            some = load_gradients(
+                scales_in, codes_in, inside + piece, left, scale, dtype, 1, WIRE, BLOCK, PIECE, FULL=False
+            )
+            places = offsets_of(starts, offsets, begin + piece, low, high, piece_lane, mask, FLAT)
+            tl.store(grads + places, some, mask=mask)
+            if EPILOGUE:
+                nonfinite, sum_sq = summarise(nonfinite, sum_sq, tl.where(mask, some, 0.0), 1)
+    return nonfinite, sum_sq
+
+
+@triton.jit
+def unpack_stream(
+    nonfinite,
+    sum_sq,
+    grads,
+    starts,
+    offsets,
+    first,
+    num_slices,
+    numel,
+    scales_in,
+    codes_in,
+    part_nbytes,
+    part_numel,
+    first_part,
+    num_parts,
+    begin_unit,
+    scale,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    FLAT: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    num_tiles = tiles_of(part_numel, TILE)
+    for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
+        part = (unit // num_tiles).to(tl.int64)
+        nonfinite, sum_sq = unpack_tile(
+            nonfinite,
+            sum_sq,
+            grads,
+            starts,
+            offsets,
+            first,
+            num_slices,
+            numel,
+            section_of(scales_in, part_nbytes, part),
+            section_of(codes_in, part_nbytes, part),
+            part_numel,
+            first_part + part,
+            unit % num_tiles,
+            scale,
+            WIRE,
+            BLOCK,
+            TILE,
+            FLAT,
+            EPILOGUE,
+        )
+    return nonfinite, sum_sq
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_slices", "numel", "exact_num_slices", "exact_numel"),
+        *("part_numel", "part_exact_numel", "first_part", "num_parts", "scale"),
+    ]
+)
+def unpack_kernel(
+    grads,
+    starts,
+    offsets,
+    first,
+    num_slices: tl.int32,
+    numel: tl.int64,
+    exact_starts,
+    exact_offsets,
+    exact_first,
+    exact_num_slices: tl.int32,
+    exact_numel: tl.int64,
+    exact_in,
+    scales_in,
+    codes_in,
+    part_nbytes: tl.int64,
+    part_numel: tl.int64,
+    part_exact_numel: tl.int64,
+    first_part: tl.int64,
+    num_parts: tl.int32,
+    scale: tl.float32,
+    nonfinite_out,
+    sum_sq_out,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    FLAT: tl.constexpr,
+    HAS_EXACT: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    nonfinite = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
+    sum_sq = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.float64)
+    num_exact_units = 0
+    if HAS_EXACT:
+        num_exact_units = num_parts * tiles_of(part_exact_numel, TILE)
+        nonfinite, sum_sq = unpack_stream(
+            nonfinite,
+            sum_sq,
+            grads,
+            exact_starts,
+            exact_offsets,
+            exact_first,
+            exact_num_slices,
+            exact_numel,
+            scales_in,
+            exact_in,
+            part_nbytes,
+            part_exact_numel,
+            first_part,
+            num_parts,
+            first_unit(0),
+            scale,
+            FP32,
+            BLOCK,
+            TILE,
+            False,
+            EPILOGUE,
+        )
+    nonfinite, sum_sq = unpack_stream(
+        nonfinite,
+        sum_sq,
+        grads,
+        starts,
+        offsets,
+        first,
+        num_slices,
+        numel,
+        scales_in,
+        codes_in,
+        part_nbytes,
+        part_numel,
+        first_part,
+        num_parts,
+        first_unit(num_exact_units),
+        scale,
+        WIRE,
+        BLOCK,
+        TILE,
+        FLAT,
+        EPILOGUE,
+    )
+    if EPILOGUE:
+        tl.store(nonfinite_out + tl.program_id(0), tl.sum(nonfinite.to(tl.int64), axis=0))
+        tl.store(sum_sq_out + tl.program_id(0), tl.sum(sum_sq, axis=0))
+
+
+def unpack(
+    bucket: "Bucket",
+    chunk: int,
+    parts: torch.Tensor,
+    scale: float,
+    num_programs: int,
+    epilogue: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Writes the elements of one chunk to the slices of `bucket`, from `parts`, uint8 [layout.chunk_nbytes].
+
+    `epilogue`: (nonfinite int64 [num_programs], sum_sq fp64 [num_programs]), set to what each program stored.
+    ValueError if `parts` or the epilogue has another shape or dtype, or `parts` another alignment than 16 bytes.
+    """
+    layout = bucket.layout
+    exact_in, scales_in, codes_in = sections(layout, parts, layout.chunk_nbytes)
+    nonfinite, sum_sq = epilogue or (bucket.lossy.counts, bucket.lossy.counts)
+    if epilogue and not (
+        nonfinite.shape == sum_sq.shape == (num_programs,) and (nonfinite.dtype, sum_sq.dtype) == EPILOGUE_DTYPES
+    ):
+        raise ValueError(
+            f"the epilogue must be int64 and float64 [{num_programs}], not {nonfinite.dtype} {list(nonfinite.shape)}, "
+            f"{sum_sq.dtype} {list(sum_sq.shape)}"
+        )
+    lossy, exact = bucket.lossy, bucket.exact
+    unpack_kernel[(num_programs,)](
+        *(bucket.grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel),
+        *(exact.starts, exact.offsets, exact.first, exact.num_slices, exact.numel),
+        *(exact_in, scales_in, codes_in, layout.part.nbytes, layout.part.lossy_numel, layout.part.exact_numel),
+        *(chunk * layout.num_parts, layout.num_parts, scale, nonfinite, sum_sq),
+        WIRE=WIRE_IDS[layout.wire],
+        BLOCK=layout.block_numel,
+        TILE=bucket.tile,
+        FLAT=bucket.flat,
+        HAS_EXACT=not bucket.flat,
+        EPILOGUE=epilogue is not None,
+        **OPTIONS,
+    )
+
+
+EPILOGUE_DTYPES = (torch.int64, torch.float64)
