@@ -1,13 +1,10 @@
 #include "cuda_device.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <algorithm>
 #include <numeric>
 #include <utility>
-
-#include "inline_lane.h"
 
 namespace fusedcomm {
 namespace {
@@ -111,56 +108,30 @@ const CudaTables& tables_of(const BucketStreams& streams) {
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const KernelTable& kernels, c10::Device device,
                        std::string isa, int64_t max_programs, bool forced_sync, bool registered_memory,
                        Allocate allocate)
-    : driver_(std::move(driver)),
+    : StreamDevice(device, forced_sync),
+      driver_(std::move(driver)),
       kernels_(kernels),
-      device_(device),
       isa_(std::move(isa)),
       max_programs_(max_programs),
-      forced_sync_(forced_sync),
       registered_memory_(registered_memory),
       allocate_(std::move(allocate)),
-      on_streams_(!device.is_cpu()),
-      profiler_ranges_(on_streams_ && torch::profiler::impl::cudaStubs()->enabled()) {
+      profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
   TORCH_CHECK_VALUE(max_programs_ >= 1, "fusedcomm: max_programs=", max_programs_, " is not possible: use 1 or more");
   TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: the kernels have no tile size");
-  if (on_streams_) {
-    const c10::impl::VirtualGuardImpl guard(device_.type());
-    constexpr int kHighPriority = -1;
-    for (int i = 0; i < 3; ++i) streams_.push_back(guard.getNewStream(device_, kHighPriority));
-  }
-}
-
-std::unique_ptr<Lane> CudaDevice::make_lane(LaneRole role) {
-  if (!on_streams_) return std::make_unique<InlineLane>();
-  const bool on_wire = role == LaneRole::kScatter || role == LaneRole::kGather;
-  // Reduce and unpack share a stream: each waits for the wire, in the same order as the wire works.
-  return std::make_unique<StreamLane>(streams_[role == LaneRole::kPack ? 0 : on_wire ? 1 : 2], events_);
 }
 
 std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
   at::Tensor bytes = allocate_(nbytes).zero_();
   TORCH_CHECK(reinterpret_cast<uintptr_t>(bytes.data_ptr()) % 64 == 0, "fusedcomm: a workspace at ", bytes.data_ptr(),
               " is not aligned to 64 bytes");
-  for (const c10::Stream& stream : streams_) bytes.record_stream(stream);
-  if (on_streams_) current_stream().synchronize();
+  for (const c10::Stream& stream : streams()) bytes.record_stream(stream);
+  if (on_streams()) current_stream().synchronize();
   return {static_cast<std::byte*>(bytes.data_ptr()), [bytes](std::byte*) {}};
 }
 
-c10::Stream CudaDevice::current_stream() const {
-  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-}
-
 void CudaDevice::check_caller() const {
-  if (!on_streams_) return;
+  if (!on_streams()) return;
   TORCH_CHECK(!driver_->is_capturing(current_stream().native_handle()), kRefusedCapture);
-}
-
-EventPtr CudaDevice::caller_event() { return on_streams_ ? events_->record(current_stream()) : nullptr; }
-
-StampPtr CudaDevice::stamp() { return on_streams_ ? std::make_shared<StreamStamp>(current_stream()) : host_stamp(); }
-
-void CudaDevice::settle() {
-  if (forced_sync_ && on_streams_) current_stream().synchronize();
 }
 
 std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
@@ -168,7 +139,7 @@ std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layo
                                                         const std::vector<SlicePlace>& exact) {
   return std::make_shared<CudaTables>(slice_table(layout, false, lossy, kernels_.tile_numel),
                                       slice_table(layout, true, exact, kernels_.tile_numel),
-                                      layout.exact_numel == 0 && is_one_run(lossy), device_, streams_);
+                                      layout.exact_numel == 0 && is_one_run(lossy), device_, streams());
 }
 
 int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) const {
@@ -179,13 +150,13 @@ int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) con
 template <typename Launch>
 void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args) {
   if (num_tiles == 0) return;
-  void* stream = on_streams_ ? current_stream().native_handle() : nullptr;
+  void* stream = on_streams() ? current_stream().native_handle() : nullptr;
   launch(*driver_, kernel, std::min(num_tiles, max_programs_), stream, args);
   ++num_launches_;
 }
 
 void CudaDevice::warm_up() {
-  void* stream = on_streams_ ? current_stream().native_handle() : nullptr;
+  void* stream = on_streams() ? current_stream().native_handle() : nullptr;
   const auto warm = [&](const Kernel& kernel, auto args) {
     if (kernel.function) launch(*driver_, kernel, 1, stream, args);
   };
@@ -197,7 +168,7 @@ void CudaDevice::warm_up() {
     warm(kernels_.reduce[flat], ReduceLaunch{});
   }
   warm(kernels_.scale, ScaleLaunch{});
-  if (on_streams_) current_stream().synchronize();
+  if (on_streams()) current_stream().synchronize();
 }
 
 int64_t CudaDevice::pack(const PackArgs& args) {

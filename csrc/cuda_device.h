@@ -1,8 +1,4 @@
-// Gradients on a CUDA device: three streams of our own, and the kernels of kernels/ launched on them.
-//
-//   pack stream     waits for the gradients' stream, then pack
-//   wire stream     both collectives
-//   unpack stream   reduce, unpack; a bucket's future is completed on it
+// Gradients on a CUDA device: the kernels of kernels/, launched on streams of our own.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,9 +11,8 @@
 #include <vector>
 
 #include "cuda_driver.h"
-#include "device.h"
 #include "kernel_launch.h"
-#include "stream_lane.h"
+#include "stream_device.h"
 
 namespace fusedcomm {
 
@@ -32,25 +27,20 @@ struct KernelTable {
   int64_t tile_numel = 0;
 };
 
-class CudaDevice : public Device {
+class CudaDevice : public StreamDevice {
  public:
   // A workspace, zeroed; from the process group's registered memory where it has some.
   using Allocate = std::function<at::Tensor(int64_t nbytes)>;
 
   // max_programs: how many programs a kernel has at most, each of which fills one multiprocessor.
-  // forced_sync: the host waits for every stage, so a fault is named where it happened.
   // registered_memory: what `allocate` gives is registered with the network.
-  // `device` may be the CPU, with a driver that runs kernels there: then each stage ends before the next begins.
+  // `device` may be the CPU, with a driver that runs kernels there.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const KernelTable& kernels, c10::Device device, std::string isa,
              int64_t max_programs, bool forced_sync, bool registered_memory, Allocate allocate);
 
   const std::string& isa() const override { return isa_; }
-  std::unique_ptr<Lane> make_lane(LaneRole role) override;
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
   void check_caller() const override;
-  EventPtr caller_event() override;
-  StampPtr stamp() override;
-  void settle() override;
   std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,
                                               const std::vector<SlicePlace>& exact) override;
 
@@ -65,8 +55,6 @@ class CudaDevice : public Device {
   // Launches every kernel once over no elements: what the driver loads lazily is there before a collective runs, and a
   // kernel that cannot be launched here says so now.
   void warm_up();
-  // pack, wire, unpack; none on CPU.
-  const std::vector<c10::Stream>& streams() const { return streams_; }
   bool registered_memory() const { return registered_memory_; }
   int64_t num_launches() const { return num_launches_; }
 
@@ -74,20 +62,14 @@ class CudaDevice : public Device {
   template <typename Launch>
   void launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args);
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
-  c10::Stream current_stream() const;
 
   const std::shared_ptr<const CudaDriver> driver_;
   const KernelTable kernels_;
-  const c10::Device device_;
   const std::string isa_;
   const int64_t max_programs_;
-  const bool forced_sync_;
   const bool registered_memory_;
   const Allocate allocate_;
-  const bool on_streams_;
   const bool profiler_ranges_;
-  std::vector<c10::Stream> streams_;  // pack, wire, unpack; none on CPU
-  const std::shared_ptr<StreamEvents> events_ = std::make_shared<StreamEvents>();
   std::atomic<int64_t> num_launches_{0};
 };
 

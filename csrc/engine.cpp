@@ -151,6 +151,8 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
     }
     for (const HalfDone& half : half_done) end = submit_second_half(job, half);
   }
+  // Nothing to sum; its times are of the caller's stream nevertheless.
+  if (!end) end = pack_lane_->run(nullptr, [] {});
   unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
@@ -161,7 +163,7 @@ void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages
   if (stages.pack) {
     end = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, std::move(stages.pack)));
   } else {
-    scatter_lane_->wait(device_->caller_event());
+    end = pack_lane_->run(nullptr, [] {});
   }
   end = scatter_lane_->start(end, wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter)));
   if (stages.reduce) end = reduce_lane_->run(end, stage(job, Stage::kReduce, 0, std::move(stages.reduce)));
@@ -248,16 +250,20 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
     error = failure_->fail(*job, "ordering of streams", 0, error);
   }
   if (!error) {
-    StampPtr done = device_->stamp();
-    if (tracer_->on()) tracer_->add(job->label, Stage::kBucket, job->step, 0, job->submitted, done);
-    std::lock_guard<std::mutex> lock(mutex_);
-    stats_.num_buckets += 1;
-    stats_.grad_nbytes += job->grad_nbytes;
-    stats_.sent_nbytes += sent_nbytes(job->plan, world_size());
-    stats_.num_nonfinite += job->num_nonfinite;
-    if (job->is_last) stats_.num_steps += 1;
-    untimed_.push_back({job->submitted, std::move(done), job->is_last});
-    take_times();
+    try {
+      StampPtr done = device_->stamp();
+      if (tracer_->on()) tracer_->add(job->label, Stage::kBucket, job->step, 0, job->submitted, done);
+      std::lock_guard<std::mutex> lock(mutex_);
+      stats_.num_buckets += 1;
+      stats_.grad_nbytes += job->grad_nbytes;
+      stats_.sent_nbytes += sent_nbytes(job->plan, world_size());
+      stats_.num_nonfinite += job->num_nonfinite;
+      if (job->is_last) stats_.num_steps += 1;
+      untimed_.push_back({job->submitted, std::move(done), job->is_last});
+      take_times();
+    } catch (...) {
+      error = failure_->fail(*job, "completion", 0, std::current_exception());
+    }
   }
   job->on_done(error);
 }
@@ -296,6 +302,8 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
                                   Lane::Transfer body) {
   return [failure = failure_, device = device_, tracer = tracer_, job, stage, chunk,
           body = std::move(body)](Lane::Completion done) {
+    // After a failure nothing more goes out: the peers would take it for what was left out.
+    if (auto first = failure->get()) std::rethrow_exception(first);
     const StageScope scope(*device, *tracer, *job, stage, chunk);
     try {
       body([failure, device, tracer, job, stage, chunk, began = scope.began(),

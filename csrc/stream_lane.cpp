@@ -63,7 +63,10 @@ EventPtr StreamLane::run(EventPtr after, Task task) {
     task();
     return events_->record(stream_);
   } catch (...) {
-    return events_->failed(std::current_exception());
+    // What follows on this lane must not go on without it: the bucket's end tells only of its last chunk.
+    const auto error = std::current_exception();
+    stop(error);
+    return events_->failed(error);
   }
 }
 

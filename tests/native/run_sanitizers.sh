@@ -1,16 +1,40 @@
 #!/usr/bin/env bash
-# Builds the engine and the codec, which know nothing of torch, with each sanitizer and runs the stress test.
+# Builds the engine and the codec with each sanitizer and runs the stress tests: engine_stress, whose lanes are threads
+# and which knows nothing of torch, and stream_stress, whose lanes are simulated streams and which needs the c10 of an
+# installed torch. That one is left out where PYTHON has no torch. c10 itself is not instrumented, and need not be: the
+# simulated device gives it streams and events, and what orders them is ours.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 CXX=${CXX:-g++}
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=python3
+  if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
+fi
 build=build/sanitize
 mkdir -p "$build"
-sources=(tests/native/engine_stress.cpp csrc/engine.cpp csrc/plan.cpp csrc/cpu_lane.cpp csrc/inline_lane.cpp csrc/cpu_device.cpp
-         csrc/codec.cpp csrc/codec_portable.cpp csrc/codec_avx2.cpp csrc/codec_avx512.cpp csrc/codec_neon.cpp)
+flags=(-O1 -g -ffp-contract=off -fno-omit-frame-pointer -fno-sanitize-recover=all)
+engine=(csrc/engine.cpp csrc/plan.cpp
+        csrc/codec.cpp csrc/codec_portable.cpp csrc/codec_avx2.cpp csrc/codec_avx512.cpp csrc/codec_neon.cpp)
+torch=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__file__))' 2> /dev/null || true)
+
+run() {
+  TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" "$1"
+}
+
 for sanitizer in ${SANITIZERS:-thread address,undefined}; do
-  binary="$build/engine_stress-${sanitizer//,/-}"
   echo "== $sanitizer"
-  "$CXX" -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -fsanitize="$sanitizer" \
-    -fno-sanitize-recover=all "${sources[@]}" -o "$binary" -pthread
-  TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" "$binary"
+  binary="$build/engine_stress-${sanitizer//,/-}"
+  "$CXX" -std=c++17 "${flags[@]}" -fsanitize="$sanitizer" tests/native/engine_stress.cpp "${engine[@]}" \
+    csrc/cpu_lane.cpp csrc/inline_lane.cpp csrc/cpu_device.cpp -o "$binary" -pthread
+  run "$binary"
+  if [ -z "$torch" ]; then
+    echo "stream_stress: left out, since $PYTHON has no torch"
+    continue
+  fi
+  binary="$build/stream_stress-${sanitizer//,/-}"
+  "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
+    tests/native/stream_stress.cpp tests/native/sim_accelerator.cpp csrc/stream_lane.cpp csrc/stream_device.cpp \
+    csrc/inline_lane.cpp csrc/cpu_lane.cpp csrc/cpu_device.cpp "${engine[@]}" \
+    -o "$binary" -pthread -L"$torch/lib" -lc10 -Wl,-rpath,"$torch/lib"
+  run "$binary"
 done

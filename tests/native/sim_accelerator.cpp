@@ -53,16 +53,6 @@ struct Recording {
   SteadyTime time;
 };
 
-struct SimEvent {
-  std::mutex mutex;
-  std::shared_ptr<Recording> last;
-
-  std::shared_ptr<Recording> get() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return last;
-  }
-};
-
 class StreamThread {
  public:
   explicit StreamThread(unsigned seed) : random_(seed), thread_([this] { work_off(); }) {}
@@ -112,7 +102,7 @@ struct PastAccess {
   std::string what;
 };
 
-struct SimDevice {
+struct DeviceState {
   std::mutex mutex;  // all but the atomics
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads;
   std::map<c10::StreamId, Clock> clocks;
@@ -121,8 +111,8 @@ struct SimDevice {
   std::atomic<int64_t> num_launches{0}, num_calls{0}, failing_call{0};
 };
 
-SimDevice& state(int index) {
-  static std::array<SimDevice, kNumDevices> devices;
+DeviceState& state(int index) {
+  static std::array<DeviceState, kNumDevices> devices;
   REQUIRE(index >= 0 && index < kNumDevices, "there is no device %d", index);
   return devices[static_cast<size_t>(index)];
 }
@@ -131,22 +121,40 @@ thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kNumDevices> t_streams = {};
 thread_local bool t_count_calls = false;
 
-StreamThread& thread_of(SimDevice& device, c10::StreamId id) {
+StreamThread& thread_of(DeviceState& device, c10::StreamId id) {
   auto& thread = device.threads[id];
   if (!thread) thread = std::make_unique<StreamThread>(static_cast<unsigned>(id) + 1);
   return *thread;
 }
 
-void check_fault(const SimDevice& device) {
+void check_fault(const DeviceState& device) {
   if (device.faulted) throw std::runtime_error("simulated fault: an earlier kernel failed on this device");
 }
 
-void check_call(SimDevice& device) {
+void check_call(DeviceState& device) {
   check_fault(device);
   if (t_count_calls && ++device.num_calls == device.failing_call) {
     throw std::runtime_error("simulated failure of a call");
   }
 }
+
+struct SimEvent {
+  explicit SimEvent(const DeviceState& recorded_on) : device(recorded_on) {}
+
+  std::shared_ptr<Recording> get() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return last;
+  }
+  SteadyTime wait() {
+    const SteadyTime time = get()->wait();
+    check_fault(device);
+    return time;
+  }
+
+  const DeviceState& device;
+  std::mutex mutex;
+  std::shared_ptr<Recording> last;
+};
 
 void merge(Clock* clock, const Clock& other) {
   for (const auto& [stream, index] : other) {
@@ -155,9 +163,9 @@ void merge(Clock* clock, const Clock& other) {
   }
 }
 
-// `device` is locked. An access that a later one covers need not be kept: what conflicts with it and is not ordered
-// after it conflicts with the later one, too, or is not ordered after that either.
-void check_order(SimDevice& device, c10::StreamId id, const std::string& what, const std::vector<Access>& accesses) {
+// `device` is locked. An access need not be kept once a later one is known that whatever conflicts with the first
+// conflicts with, too: to be ordered after the later one is to be ordered after both.
+void check_order(DeviceState& device, c10::StreamId id, const std::string& what, const std::vector<Access>& accesses) {
   Clock& clock = device.clocks[id];
   const int64_t index = ++clock[id];
   for (const Access& access : accesses) {
@@ -183,7 +191,7 @@ void check_order(SimDevice& device, c10::StreamId id, const std::string& what, c
 }
 
 // `device` is locked.
-std::shared_ptr<Recording> enqueue_recording(SimDevice& device, c10::StreamId id) {
+std::shared_ptr<Recording> enqueue_recording(DeviceState& device, c10::StreamId id) {
   auto recording = std::make_shared<Recording>(device.clocks[id]);
   thread_of(device, id).push([recording] { recording->mark(); });
   return recording;
@@ -200,23 +208,25 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
 
   c10::Stream getStream(c10::Device device) const override {
-    return {c10::Stream::UNSAFE, device, t_streams[static_cast<size_t>(device.index())]};
+    return c10::Stream(c10::Stream::UNSAFE, device, t_streams[static_cast<size_t>(device.index())]);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return {c10::Stream::UNSAFE, device, 0}; }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, 0);
+  }
   c10::Stream getNewStream(c10::Device device, int) const override {
-    SimDevice& sim = state(device.index());
+    DeviceState& sim = state(device.index());
     std::lock_guard<std::mutex> lock(sim.mutex);
     thread_of(sim, 0);
     const auto id = static_cast<c10::StreamId>(sim.threads.size());
     thread_of(sim, id);
-    return {c10::Stream::UNSAFE, device, id};
+    return c10::Stream(c10::Stream::UNSAFE, device, id);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto& current = t_streams[static_cast<size_t>(stream.device_index())];
-    return {c10::Stream::UNSAFE, stream.device(), std::exchange(current, stream.id())};
+    return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current, stream.id()));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    SimDevice& sim = state(stream.device_index());
+    DeviceState& sim = state(stream.device_index());
     std::shared_ptr<Recording> end;
     {
       std::lock_guard<std::mutex> lock(sim.mutex);
@@ -230,9 +240,9 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
               const c10::EventFlag) const override {
     REQUIRE(index == -1 || index == stream.device_index(), "an event of device %d recorded on device %d", index,
             stream.device_index());
-    SimDevice& sim = state(stream.device_index());
+    DeviceState& sim = state(stream.device_index());
     check_call(sim);
-    if (*event == nullptr) *event = new SimEvent;
+    if (*event == nullptr) *event = new SimEvent(sim);
     auto* recorded = static_cast<SimEvent*>(*event);
     std::lock_guard<std::mutex> lock(sim.mutex);
     auto recording = enqueue_recording(sim, stream.id());
@@ -240,21 +250,24 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     recorded->last = std::move(recording);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    SimDevice& sim = state(stream.device_index());
+    DeviceState& sim = state(stream.device_index());
     check_call(sim);
     auto recording = static_cast<SimEvent*>(event)->get();
     std::lock_guard<std::mutex> lock(sim.mutex);
     merge(&sim.clocks[stream.id()], recording->clock);
     thread_of(sim, stream.id()).push([recording] { recording->wait(); });
   }
-  bool queryEvent(void* event) const override { return static_cast<SimEvent*>(event)->get()->is_reached(); }
-  void synchronizeEvent(void* event) const override { static_cast<SimEvent*>(event)->get()->wait(); }
+  bool queryEvent(void* event) const override {
+    check_fault(static_cast<SimEvent*>(event)->device);
+    return static_cast<SimEvent*>(event)->get()->is_reached();
+  }
+  void synchronizeEvent(void* event) const override { static_cast<SimEvent*>(event)->wait(); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<SimEvent*>(event);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    const SteadyTime begin = static_cast<SimEvent*>(from)->get()->wait();
-    return std::chrono::duration<double, std::milli>(static_cast<SimEvent*>(to)->get()->wait() - begin).count();
+    const SteadyTime begin = static_cast<SimEvent*>(from)->wait();
+    return std::chrono::duration<double, std::milli>(static_cast<SimEvent*>(to)->wait() - begin).count();
   }
 };
 
@@ -270,7 +283,7 @@ c10::Stream current_stream(int index) {
 
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work) {
-  SimDevice& sim = state(stream.device_index());
+  DeviceState& sim = state(stream.device_index());
   check_fault(sim);
   ++sim.num_launches;
   std::lock_guard<std::mutex> lock(sim.mutex);
@@ -287,8 +300,14 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
 
 int64_t num_launches(int index) { return state(index).num_launches; }
 
+void keep_until_reached(const c10::Stream& stream, std::shared_ptr<void> memory) {
+  DeviceState& device = state(stream.device_index());
+  std::lock_guard<std::mutex> lock(device.mutex);
+  thread_of(device, stream.id()).push([memory = std::move(memory)] {});
+}
+
 void set_pause(int index, int stream, int microseconds) {
-  SimDevice& sim = state(index);
+  DeviceState& sim = state(index);
   std::lock_guard<std::mutex> lock(sim.mutex);
   thread_of(sim, stream).pause_us = microseconds;
 }
@@ -300,14 +319,9 @@ int64_t num_calls(int index) { return state(index).num_calls; }
 
 void reset() {
   for (int index = 0; index < kNumDevices; ++index) {
-    SimDevice& sim = state(index);
-    std::map<c10::StreamId, std::unique_ptr<StreamThread>> ending;
-    {
-      std::lock_guard<std::mutex> lock(sim.mutex);
-      ending.swap(sim.threads);
-    }
-    ending.clear();  // joins; without the lock, since the last items may free what enqueues more
+    DeviceState& sim = state(index);
     std::lock_guard<std::mutex> lock(sim.mutex);
+    sim.threads.clear();
     sim.clocks.clear();
     sim.past.clear();
     sim.faulted = false;

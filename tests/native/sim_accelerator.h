@@ -4,8 +4,8 @@
 //
 // Two things find a wait that is missing. The pauses make the work happen in another order, and so give wrong bytes;
 // that takes luck. What takes none: every piece of work names the memory that it touches, and when it is enqueued, what
-// the waits so far order before it is known (a vector clock for each stream). Work that touches what earlier work wrote,
-// or writes what it read, without being ordered after it ends the test, whatever the timing was.
+// the waits so far order before it is known (a vector clock for each stream). Work that touches what earlier work
+// wrote, or writes what it read, without being ordered after it ends the test, whatever the timing was.
 //
 // Each rank of a test has a device index of its own.
 #pragma once
@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,8 @@ c10::Stream current_stream(int index);
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work);
 int64_t num_launches(int index);
+// Lets go of `memory` when the stream gets there.
+void keep_until_reached(const c10::Stream& stream, std::shared_ptr<void> memory);
 
 // How long a stream pauses at most before each item. Streams of a device are numbered as they were made; 0 is the
 // default stream.

@@ -1,0 +1,35 @@
+#include "stream_device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "inline_lane.h"
+
+namespace fusedcomm {
+
+StreamDevice::StreamDevice(c10::Device device, bool forced_sync) : device_(device), forced_sync_(forced_sync) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  constexpr int kHighPriority = -1;
+  for (int i = 0; i < 3; ++i) streams_.push_back(guard.getNewStream(device, kHighPriority));
+}
+
+std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
+  if (!on_streams()) return std::make_unique<InlineLane>();
+  const bool on_wire = role == LaneRole::kScatter || role == LaneRole::kGather;
+  // Reduce and unpack share a stream: each waits for the wire, in the same order as the wire works.
+  return std::make_unique<StreamLane>(streams_[role == LaneRole::kPack ? 0 : on_wire ? 1 : 2], events_);
+}
+
+c10::Stream StreamDevice::current_stream() const {
+  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+}
+
+EventPtr StreamDevice::caller_event() { return on_streams() ? events_->record(current_stream()) : nullptr; }
+
+StampPtr StreamDevice::stamp() { return on_streams() ? std::make_shared<StreamStamp>(current_stream()) : host_stamp(); }
+
+void StreamDevice::settle() {
+  if (forced_sync_ && on_streams()) current_stream().synchronize();
+}
+
+}  // namespace fusedcomm

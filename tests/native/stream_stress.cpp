@@ -1,0 +1,726 @@
+// The engine over streams, without an accelerator: its lanes are StreamLanes on simulated streams (sim_accelerator.h),
+// roles are mapped to streams as CudaDevice maps them, ranks are threads, and a collective is enqueued on the current
+// stream and meets the other ranks' there, as one of NCCL does. Backward writes the gradients on a compute stream, and
+// the optimizer reads them there after the wait that DDP's future enqueues; the host waits for nothing.
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "../../csrc/stream_device.h"
+#include "sim_accelerator.h"
+#include "training.h"
+
+using namespace training;
+
+namespace {
+
+constexpr int64_t kWhole = std::numeric_limits<int64_t>::max();
+
+// Section 0 of a bucket are its lossy gradients, 1 its exact ones; of a workspace all is section 0.
+std::vector<sim::Access> whole_bucket(const void* gradients, bool writes) {
+  return {{gradients, 0, 0, kWhole, writes}, {gradients, 1, 0, kWhole, writes}};
+}
+
+enum class Fail { kNothing, kPackThrows, kPackFaults, kTransferThrows, kTransferEndsWithError, kTransferForgets };
+
+struct Setup {
+  WireConfig config;
+  int world_size = 1;
+  Shapes shapes;
+  bool foreign = false;  // one more bucket, first of all, which travels as DDP buckets that the codec cannot carry do
+  bool forced_sync = false;
+  int slow_stream = 0;  // of rank 0; the next one of the next rank
+  // On rank 0: the pack or the transfer with this number.
+  Fail fail = Fail::kNothing;
+  int64_t fail_at = -1;
+};
+
+// ---- what CudaDevice does, with the CPU's codec for kernels
+
+// Whether the host has seen the failure that was arranged for this rank.
+using HasFailed = std::shared_ptr<bool>;
+
+class SimDevice : public StreamDevice {
+ public:
+  SimDevice(int index, const Setup& setup, HasFailed has_failed)
+      : StreamDevice(sim::device(index), setup.forced_sync),
+        fail_(index == 0 ? setup.fail : Fail::kNothing),
+        fail_at_(setup.fail_at),
+        has_failed_(std::move(has_failed)),
+        codec_(std::make_shared<Codec>("auto", 1)) {}
+
+  const std::string& isa() const override { return codec_->isa(); }
+
+  // Freed as memory is that was marked as used on all streams: when these get there.
+  std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
+    constexpr std::align_val_t kCacheLine{64};
+    auto* data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
+    std::memset(data, 0, static_cast<size_t>(nbytes));
+    const std::shared_ptr<std::byte> memory(data, [](std::byte* p) { ::operator delete(p, kCacheLine); });
+    return {data, [memory, streams = streams()](std::byte*) {
+              for (const c10::Stream& stream : streams) sim::keep_until_reached(stream, memory);
+            }};
+  }
+
+  int64_t pack(const PackArgs& args) override {
+    check_stream(0);
+    std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.streams, false);
+    accesses.push_back({args.out, 0, 0, args.layout.chunk_nbytes(), true});
+    launch_pack(accesses, [codec = codec_, layout = args.layout, chunk = args.chunk, streams = args.streams,
+                           scale = args.scale, out = args.out] { codec->pack({layout, chunk, streams, scale, out}); });
+    return 0;
+  }
+
+  int64_t scale_in_place(const BucketStreams& streams, float scale) override {
+    launch_pack(whole_bucket(streams.origin, true),
+                [codec = codec_, streams, scale] { codec->scale_in_place(streams.lossy, scale); });
+    return 0;
+  }
+
+  void reduce(const ReduceArgs& args) override {
+    check_stream(2);
+    sim::launch(current_stream(), "reduce",
+                {{args.parts, 0, 0, args.layout.chunk_nbytes(), false},
+                 {args.out, 0, 0, args.layout.part.nbytes * args.num_copies, true}},
+                [codec = codec_, layout = args.layout, parts = args.parts, scale = args.scale, out = args.out,
+                 copies = args.num_copies] { codec->reduce({layout, parts, scale, out, copies}); });
+  }
+
+  void unpack(const UnpackArgs& args) override {
+    std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.streams, true);
+    accesses.push_back({args.parts, 0, 0, args.layout.chunk_nbytes(), false});
+    check_stream(2);
+    sim::launch(current_stream(), "unpack", accesses,
+                [codec = codec_, layout = args.layout, chunk = args.chunk, parts = args.parts, scale = args.scale,
+                 streams = args.streams] { codec->unpack({layout, chunk, parts, scale, streams}); });
+  }
+
+ private:
+  void check_stream(size_t i) const { REQUIRE(current_stream() == streams()[i], "a kernel on another lane's stream"); }
+
+  static std::vector<sim::Access> chunk_of_bucket(const BucketLayout& layout, int64_t chunk,
+                                                  const BucketStreams& streams, bool writes) {
+    const int64_t last = layout.num_parts - 1;
+    return {{streams.origin, 0, layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end, writes},
+            {streams.origin, 1, layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end, writes}};
+  }
+
+  void launch_pack(const std::vector<sim::Access>& accesses, std::function<void()> work) {
+    const bool fails = num_packs_++ == fail_at_;
+    if (fails && fail_ == Fail::kPackThrows) {
+      *has_failed_ = true;
+      throw std::runtime_error("simulated failure of a launch");
+    }
+    if (fails && fail_ == Fail::kPackFaults) work = [] { throw std::runtime_error("illegal address"); };
+    sim::launch(current_stream(), "pack", accesses, std::move(work));
+  }
+
+  const Fail fail_;
+  const int64_t fail_at_;
+  const HasFailed has_failed_;
+  const std::shared_ptr<const Codec> codec_;
+  int64_t num_packs_ = 0;
+};
+
+// ---- collectives on streams
+
+enum class Kind { kAllToAll, kAllGather, kAllReduce };
+
+class Network {
+ public:
+  explicit Network(int world_size) : world_size_(world_size) {}
+
+  // On a stream's thread: blocks it until all ranks are there. Moves nothing if the network is down.
+  void meet(int64_t sequence, int rank, Kind kind, Part part) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (down_) return;
+    Meeting& meeting = meetings_[sequence];
+    if (meeting.parts.empty()) {
+      meeting.parts.resize(static_cast<size_t>(world_size_));
+      meeting.kind = kind;
+      meeting.nbytes = part.nbytes;
+    }
+    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld is another one on rank %d",
+            static_cast<long>(sequence), rank);
+    meeting.parts[static_cast<size_t>(rank)] = part;
+    if (++meeting.num_there == world_size_) {
+      switch (kind) {
+        case Kind::kAllToAll:
+          move_all_to_all(meeting.parts);
+          break;
+        case Kind::kAllGather:
+          move_all_gather(meeting.parts);
+          break;
+        case Kind::kAllReduce:
+          add_all_reduce(meeting.parts);
+          break;
+      }
+      meetings_.erase(sequence);
+      num_ended_ = sequence + 1;
+      changed_.notify_all();
+    } else {
+      changed_.wait(lock, [&] { return down_ || num_ended_ > sequence; });
+    }
+  }
+
+  void go_down() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    down_ = true;
+    changed_.notify_all();
+  }
+  bool is_down() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return down_;
+  }
+
+ private:
+  struct Meeting {
+    Kind kind = Kind::kAllToAll;
+    int64_t nbytes = 0;
+    int num_there = 0;
+    std::vector<Part> parts;
+  };
+  const int world_size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool down_ = false;
+  int64_t num_ended_ = 0;
+  std::map<int64_t, Meeting> meetings_;
+};
+
+// Both channels are one communicator. Keeps no memory alive, as NCCL does not on the current stream.
+class SimTransport : public Transport {
+ public:
+  SimTransport(std::shared_ptr<Network> network, int rank, const Setup& setup, HasFailed has_failed)
+      : network_(std::move(network)),
+        rank_(rank),
+        world_size_(setup.world_size),
+        fail_(rank == 0 ? setup.fail : Fail::kNothing),
+        fail_at_(setup.fail_at),
+        has_failed_(std::move(has_failed)) {}
+  int rank() const override { return rank_; }
+  int world_size() const override { return world_size_; }
+  int64_t gather_copies() const override { return 1; }
+
+  void all_to_all(Channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
+    enqueue(Kind::kAllToAll, "all-to-all", send, receive, done);
+  }
+  void all_gather(Channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
+    enqueue(Kind::kAllGather, "all-gather", send, receive, done);
+  }
+  void all_reduce(Channel, WireSpan data, Wire dtype, Lane::Completion done) override {
+    REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
+    enqueue(Kind::kAllReduce, "all-reduce", data, data, done);
+  }
+
+ private:
+  void enqueue(Kind kind, const char* what, const WireSpan& send, const WireSpan& receive,
+               const Lane::Completion& done) {
+    // The peers would take it for the one that was left out.
+    REQUIRE(!*has_failed_, "after the failure, rank %d begins another %s", rank_, what);
+    const int64_t sequence = num_transfers_++;
+    if (sequence == fail_at_ && fail_ >= Fail::kTransferThrows) {
+      *has_failed_ = fail_ != Fail::kTransferForgets;  // which only the lane notices
+      const auto error = std::runtime_error("simulated failure of a transfer");
+      if (fail_ == Fail::kTransferThrows) throw error;
+      if (fail_ == Fail::kTransferEndsWithError) return done(std::make_exception_ptr(error));
+      return;
+    }
+    if (network_->is_down()) throw std::runtime_error("Connection closed by peer");
+    sim::launch(sim::current_stream(rank_), what,
+                {{send.data, 0, 0, send.nbytes, kind == Kind::kAllReduce}, {receive.data, 0, 0, receive.nbytes, true}},
+                [network = network_, sequence, rank = rank_, kind, part = Part{send.data, receive.data, send.nbytes}] {
+                  network->meet(sequence, rank, kind, part);
+                });
+    done(nullptr);
+  }
+
+  const std::shared_ptr<Network> network_;
+  const int rank_, world_size_;
+  const Fail fail_;
+  const int64_t fail_at_;
+  const HasFailed has_failed_;
+  int64_t num_transfers_ = 0;
+};
+
+// ---- one rank's training
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+  return "";
+}
+
+uint64_t hash_of(const std::vector<float>& values) {
+  uint64_t hash = 14695981039346656037U;
+  const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+  for (size_t i = 0; i < values.size() * sizeof(float); ++i) hash = (hash ^ bytes[i]) * 1099511628211U;
+  return hash;
+}
+
+class Rank {
+ public:
+  Rank(const Setup& setup, std::shared_ptr<Network> network, int rank)
+      : setup_(setup),
+        network_(std::move(network)),
+        rank_(rank),
+        transport_(std::make_shared<SimTransport>(network_, rank, setup, has_failed_)),
+        engine_(
+            std::make_unique<Engine>(setup.config, std::make_shared<SimDevice>(rank, setup, has_failed_), transport_)) {
+    constexpr int kNumStreams = 4;
+    for (int stream = 0; stream < kNumStreams; ++stream) {
+      sim::set_pause(rank, stream, stream == (setup.slow_stream + rank) % kNumStreams ? 800 : 80);
+    }
+    if (setup.foreign) buckets_.push_back(std::make_shared<Bucket>(777, 777));
+    for (const auto& [numel, exact_numel] : setup.shapes) {
+      buckets_.push_back(std::make_shared<Bucket>(numel, exact_numel));
+    }
+  }
+
+  // What a bucket came to on the host.
+  struct Outcome {
+    bool ended = false;
+    std::exception_ptr error;
+    c10::Event event{c10::DeviceType::PrivateUse1};
+    bool threw = false;  // submit() itself did
+  };
+
+  void backward(int step, size_t b) {
+    sim::launch(compute(), "backward", whole_bucket(buckets_[b]->gradients.data(), true),
+                [bucket = buckets_[b], rank = rank_, step, b] { fill(bucket.get(), rank, step, b); });
+  }
+
+  std::shared_ptr<Outcome> hand_over(size_t b) {
+    auto outcome = std::make_shared<Outcome>();
+    auto job = make_job(*engine_, buckets_[b], b, b + 1 == buckets_.size());
+    job->on_done = [outcome, rank = rank_](std::exception_ptr error) {
+      // What the future of DDP's hook does when it is completed.
+      const sim::CountCalls not_the_engine(false);
+      REQUIRE(!outcome->ended, "on_done was called twice");
+      outcome->ended = true;
+      outcome->error = std::move(error);
+      if (!outcome->error) outcome->event.record(sim::current_stream(rank));
+    };
+    const c10::Stream before = compute();
+    try {
+      const sim::CountCalls of_the_engine(true);
+      setup_.foreign&& b == 0 ? submit_foreign(std::move(job)) : engine_->submit(std::move(job));
+    } catch (...) {
+      outcome->threw = true;
+      outcome->error = std::current_exception();
+    }
+    REQUIRE(compute() == before, "the caller's stream is another one after submit()");
+    REQUIRE(outcome->ended || outcome->threw, "submit() did not end the job");
+    return outcome;
+  }
+
+  // Enqueues the wait and the optimizer's reading.
+  void take_result(int step, size_t b, const Outcome& outcome) {
+    outcome.event.block(compute());
+    sim::launch(compute(), "optimizer", whole_bucket(buckets_[b]->gradients.data(), false), [this, step, b] {
+      const Bucket& bucket = *buckets_[b];
+      const std::string wrong = find_wrong(bucket, setup_.config, setup_.world_size, step, b);
+      if (!wrong.empty() && network_->is_down()) return;  // a collective that was given up leaves anything
+      REQUIRE(wrong.empty(), "rank %d: %s", rank_, wrong.c_str());
+      hashes_.push_back(hash_of(bucket.gradients));
+    });
+  }
+
+  // One step without waiting for it; returns the bucket that ended with an error, or the number of buckets.
+  size_t step(int step) {
+    std::vector<std::shared_ptr<Outcome>> outcomes;
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      backward(step, b);
+      outcomes.push_back(hand_over(b));
+      last_error_ = outcomes.back()->error;
+      last_threw_ = outcomes.back()->threw;
+      if (last_error_) return b;
+    }
+    for (size_t b = 0; b < buckets_.size(); ++b) take_result(step, b, *outcomes[b]);
+    return buckets_.size();
+  }
+
+  void synchronize() const { compute().synchronize(); }
+  c10::Stream compute() const { return sim::current_stream(rank_); }
+  size_t num_buckets() const { return buckets_.size(); }
+  Engine& engine() const { return *engine_; }
+  void destroy_engine() { engine_.reset(); }
+  const std::exception_ptr& last_error() const { return last_error_; }
+  bool last_threw() const { return last_threw_; }
+  const std::vector<uint64_t>& hashes() const { return hashes_; }
+
+ private:
+  // As grad_hook does on streams: everything on the wire's lane.
+  void submit_foreign(std::shared_ptr<BucketJob> job) {
+    const auto& bucket = buckets_[0];
+    const auto numel = static_cast<int64_t>(bucket->gradients.size());
+    job->plan = {};
+    job->streams = {};
+    BucketStreams streams;
+    streams.origin = bucket->gradients.data();
+    streams.lossy.append(streams.origin, numel, GradDtype::kFloat32);
+    ForeignStages stages;
+    stages.scatter = [this, streams, bucket, numel](Lane::Completion done) {
+      engine_->device().scale_in_place(streams, 1.0F / static_cast<float>(setup_.world_size));
+      transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(streams.origin), numel * 4, bucket},
+                             Wire::kFp32, std::move(done));
+    };
+    engine_->submit_foreign(std::move(job), std::move(stages));
+  }
+
+  const Setup setup_;
+  const std::shared_ptr<Network> network_;
+  const int rank_;
+  const HasFailed has_failed_ = std::make_shared<bool>(false);
+  const std::shared_ptr<SimTransport> transport_;
+  std::vector<std::shared_ptr<Bucket>> buckets_;
+  std::vector<uint64_t> hashes_;  // on the compute stream
+  std::exception_ptr last_error_;
+  bool last_threw_ = false;
+  std::unique_ptr<Engine> engine_;
+};
+
+// Calls body(rank) in a thread for each rank; what they enqueued has ended when it returns.
+void with_ranks(const Setup& setup, const std::function<void(Rank&, int, Network&)>& body) {
+  auto network = std::make_shared<Network>(setup.world_size);
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < setup.world_size; ++rank) ranks.push_back(std::make_unique<Rank>(setup, network, rank));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < setup.world_size; ++rank) {
+    threads.emplace_back([&, rank] { body(*ranks[static_cast<size_t>(rank)], rank, *network); });
+  }
+  for (auto& thread : threads) thread.join();
+  // The buckets outlive the streams' work; the engines need not.
+  for (const auto& rank : ranks) rank->destroy_engine();
+  sim::reset();
+}
+
+// ---- scenes
+
+constexpr int kNumSteps = 10;
+
+WireConfig wire_config(Wire wire, Sum sum, int64_t num_slots) {
+  WireConfig config;
+  config.wire = wire;
+  config.sum = sum;
+  config.max_chunk_nbytes = 8192;
+  config.num_slots = num_slots;
+  return config;
+}
+
+const Shapes kShapes = {{20011, 100}, {1, 0}, {4096, 4096}, {9001, 1}};
+
+void check_stats(const EngineStats& stats, int num_steps, size_t num_buckets) {
+  REQUIRE(stats.num_steps == num_steps && stats.num_buckets == num_steps * static_cast<int64_t>(num_buckets),
+          "%ld steps of %ld buckets", static_cast<long>(stats.num_steps), static_cast<long>(stats.num_buckets));
+  REQUIRE(stats.recent_exposed_ms.size() == static_cast<size_t>(num_steps) &&
+              stats.recent_busy_ms.size() == static_cast<size_t>(num_steps),
+          "%zu and %zu times of %d steps", stats.recent_exposed_ms.size(), stats.recent_busy_ms.size(), num_steps);
+  double busy_ms = 0;
+  for (size_t i = 0; i < stats.recent_busy_ms.size(); ++i) {
+    const float exposed = stats.recent_exposed_ms[i], busy = stats.recent_busy_ms[i];
+    REQUIRE(exposed > 0 && exposed <= busy * 1.0001F && busy < 60000, "exposed %g ms, busy %g ms", exposed, busy);
+    busy_ms += busy;
+  }
+  REQUIRE(std::fabs(busy_ms - stats.busy_ms) < 1e-3 * stats.busy_ms, "%g ms in all, not %g", stats.busy_ms, busy_ms);
+}
+
+// Returns the hashes of every rank's results.
+std::vector<std::vector<uint64_t>> train_steadily(const Setup& setup) {
+  std::vector<std::vector<uint64_t>> hashes(static_cast<size_t>(setup.world_size));
+  with_ranks(setup, [&](Rank& rank, int index, Network&) {
+    std::atomic<bool> over{false};
+    std::thread reader([&] {  // as a thread of the training script may ask
+      while (!over) {
+        rank.engine().stats();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+    for (int step = 0; step < kNumSteps; ++step) {
+      const size_t failed = rank.step(step);
+      REQUIRE(failed == rank.num_buckets(), "step %d: %s", step, text_of(rank.last_error()).c_str());
+      if (step % 4 == 3) rank.synchronize();
+    }
+    rank.synchronize();
+    over = true;
+    reader.join();
+    check_stats(rank.engine().stats(), kNumSteps, rank.num_buckets());
+    hashes[static_cast<size_t>(index)] = rank.hashes();
+  });
+  for (const auto& of_rank : hashes) REQUIRE(of_rank == hashes[0], "ranks have different results");
+  return hashes;
+}
+
+void steady() {
+  int variant = 0;
+  for (int world_size = 1; world_size <= 4; ++world_size) {
+    for (const int64_t num_slots : {1, 2, 3}) {
+      for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kFp32, Sum::kTwoShot},
+                                      std::pair{Wire::kInt8, Sum::kAuto}}) {
+        Setup setup;
+        setup.config = wire_config(wire, sum, num_slots);
+        setup.world_size = world_size;
+        setup.shapes = kShapes;
+        setup.foreign = variant % 2 == 0;
+        setup.slow_stream = variant++;
+        const auto hashes = train_steadily(setup);
+        if (num_slots != 2) continue;
+        setup.forced_sync = true;
+        REQUIRE(train_steadily(setup) == hashes, "forced synchronisation changes the bits");
+      }
+    }
+  }
+}
+
+// The gradients are not there yet: everything is enqueued nevertheless, and times are known only afterwards.
+void host_never_waits() {
+  for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+    for (const Shapes& shapes :
+         {Shapes{{20011, 100}, {9001, 1}}, Shapes{{0, 0}, {9001, 1}}, Shapes{{9001, 1}, {0, 0}}}) {
+      Setup setup;
+      setup.config = wire_config(wire, sum, 2);
+      setup.world_size = 2;
+      setup.shapes = shapes;
+      with_ranks(setup, [&](Rank& rank, int, Network&) {
+        std::promise<void> gate;
+        sim::launch(rank.compute(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
+        for (int step = 0; step < 3; ++step) REQUIRE(rank.step(step) == rank.num_buckets(), "step %d", step);
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));  // what could wrongly go on does
+        const EngineStats early = rank.engine().stats();
+        REQUIRE(early.num_steps == 3 && early.recent_exposed_ms.empty() && early.recent_busy_ms.empty(),
+                "times are known before anything was done");
+        gate.set_value();
+        rank.synchronize();
+        check_stats(rank.engine().stats(), 3, rank.num_buckets());
+      });
+    }
+  }
+}
+
+void traced() {
+  for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+    Setup setup;
+    setup.config = wire_config(wire, sum, 2);
+    setup.world_size = 3;
+    setup.shapes = kShapes;
+    setup.foreign = true;
+    with_ranks(setup, [&](Rank& rank, int, Network&) {
+      rank.step(0);
+      rank.engine().start_trace();
+      for (int step = 1; step < 4; ++step) rank.step(step);
+      // Waits for the device, as nobody has until now.
+      const std::vector<TraceSpan> spans = rank.engine().stop_trace();
+      rank.step(4);
+      rank.synchronize();
+      REQUIRE(rank.engine().stop_trace().empty(), "stages were recorded after the trace");
+
+      std::map<std::tuple<int64_t, std::string, int64_t>, std::vector<const TraceSpan*>> chunks;
+      std::map<std::pair<int64_t, std::string>, const TraceSpan*> buckets;
+      for (const TraceSpan& span : spans) {
+        REQUIRE(0 <= span.begin_ms && span.begin_ms <= span.end_ms, "%s of %s from %g to %g ms", stage_name(span.stage),
+                span.label->name.c_str(), span.begin_ms, span.end_ms);
+        if (span.stage == Stage::kBucket) {
+          buckets[{span.step, span.label->name}] = &span;
+        } else {
+          chunks[{span.step, span.label->name, span.chunk}].push_back(&span);
+        }
+      }
+      REQUIRE(buckets.size() == 3 * rank.num_buckets(), "%zu buckets", buckets.size());
+      for (const auto& [key, stages] : chunks) {
+        const auto& [step, name, chunk] = key;
+        REQUIRE(1 <= step && step <= 3, "step %ld", static_cast<long>(step));
+        const TraceSpan& bucket = *buckets.at({step, name});
+        double before = bucket.begin_ms;
+        std::vector<Stage> order;
+        for (const TraceSpan* stage : stages) {
+          REQUIRE(before <= stage->begin_ms, "%s of %s chunk %ld began too early", stage_name(stage->stage),
+                  name.c_str(), static_cast<long>(chunk));
+          before = stage->end_ms;
+          order.push_back(stage->stage);
+        }
+        REQUIRE(before <= bucket.end_ms, "%s ended before its last stage", name.c_str());
+        const bool foreign = name == "bucket 0", two_shot = sum == Sum::kTwoShot;
+        const std::vector<Stage> expected =
+            foreign ? std::vector<Stage>{Stage::kAllReduce}
+            : two_shot
+                ? std::vector<Stage>{Stage::kPack, Stage::kAllToAll, Stage::kReduce, Stage::kAllGather, Stage::kUnpack}
+                : std::vector<Stage>{Stage::kPack, Stage::kAllReduce};
+        REQUIRE(order == expected, "%s chunk %ld has %zu stages", name.c_str(), static_cast<long>(chunk), order.size());
+      }
+    });
+  }
+}
+
+// A stage of rank 0 fails: its bucket says so, every later one ends at once with the same error.
+void failing() {
+  struct Case {
+    Fail fail;
+    bool forced_sync;
+    const char* expected;
+  };
+  for (const Case& c : {Case{Fail::kPackThrows, false, "simulated failure of a launch"},
+                        Case{Fail::kTransferThrows, false, "simulated failure of a transfer"},
+                        Case{Fail::kTransferEndsWithError, false, "simulated failure of a transfer"},
+                        Case{Fail::kTransferForgets, false, "did not enqueue its transfer"},
+                        Case{Fail::kPackFaults, true, "simulated fault"}}) {
+    for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+      for (const int64_t fail_at : {0, 3, 13}) {
+        Setup setup;
+        setup.config = wire_config(wire, sum, 3);
+        setup.world_size = 2;
+        setup.shapes = kShapes;
+        setup.forced_sync = c.forced_sync;
+        setup.fail = c.fail;
+        setup.fail_at = fail_at;
+        with_ranks(setup, [&](Rank& rank, int index, Network& network) {
+          size_t failed = rank.num_buckets();
+          for (int step = 0; failed == rank.num_buckets(); ++step) {
+            REQUIRE(step < 1000, "nothing fails");
+            failed = rank.step(step);
+            if (failed == rank.num_buckets()) rank.synchronize();
+          }
+          network.go_down();
+          const std::string text = text_of(rank.last_error());
+          REQUIRE(!rank.last_threw(), "submit() threw: %s", text.c_str());
+          if (index != 0) return;
+          REQUIRE(text.find(c.expected) != std::string::npos, "the error is: %s", text.c_str());
+          REQUIRE(text.find("failed for bucket " + std::to_string(failed) + " (") != std::string::npos,
+                  "bucket %zu failed, and the error is: %s", failed, text.c_str());
+          const int64_t num_launches = sim::num_launches(index);
+          for (size_t b = 0; b < rank.num_buckets(); ++b) {
+            const auto outcome = rank.hand_over(b);
+            REQUIRE(outcome->ended && text_of(outcome->error) == text, "after %s\na later bucket ended with: %s",
+                    text.c_str(), text_of(outcome->error).c_str());
+          }
+          REQUIRE(sim::num_launches(index) == num_launches, "a later bucket was begun");
+        });
+      }
+    }
+  }
+}
+
+// A kernel of ours dies on the device while the host is somewhere else: whatever notices, no bucket is called good
+// after that, and none is left without an answer.
+void faulted() {
+  for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+    for (int64_t fail_at = 0; fail_at < 20; ++fail_at) {
+      Setup setup;
+      setup.config = wire_config(wire, sum, 3);
+      setup.world_size = 2;
+      setup.shapes = kShapes;
+      setup.fail = Fail::kPackFaults;
+      setup.fail_at = fail_at;
+      with_ranks(setup, [&](Rank& rank, int index, Network& network) {
+        try {
+          for (int step = 0; rank.step(step) == rank.num_buckets(); ++step) rank.synchronize();
+        } catch (const std::exception&) {  // the training's own calls notice it, too
+        }
+        network.go_down();
+        REQUIRE(!rank.last_threw(), "submit() threw: %s", text_of(rank.last_error()).c_str());
+        if (index != 0) return;
+        for (size_t b = 0; b < rank.num_buckets(); ++b) {
+          const auto outcome = rank.hand_over(b);
+          const std::string text = text_of(outcome->error);
+          REQUIRE(outcome->ended && text.find("failed for bucket") != text.npos &&
+                      text.find("simulated fault") != text.npos,
+                  "after the fault a bucket ends with: %s", text.c_str());
+        }
+      });
+    }
+  }
+}
+
+// The engine is stopped from another thread, then destroyed while the streams still work.
+void stopped() {
+  for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      Setup setup;
+      setup.config = wire_config(wire, sum, 3);
+      setup.world_size = 3;
+      setup.shapes = kShapes;
+      setup.slow_stream = repeat;
+      with_ranks(setup, [&](Rank& rank, int, Network& network) {
+        std::thread stopper([&] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5 + 7 * repeat));
+          rank.engine().stop("this scene stops it");
+        });
+        for (int step = 0; rank.step(step) == rank.num_buckets(); ++step) {
+          if (step % 2 == 1) rank.synchronize();
+        }
+        stopper.join();
+        network.go_down();
+        const std::string text = text_of(rank.last_error());
+        REQUIRE(text.find("this scene stops it") != std::string::npos || text.find("Connection closed") != text.npos,
+                "the error is: %s", text.c_str());
+        rank.destroy_engine();
+      });
+    }
+  }
+}
+
+// Every single recording of an event and every wait fails once, on all ranks: either a bucket ends with an error, or
+// its result is right.
+void calls_fail() {
+  for (const auto& [num_slots, trace] : {std::pair{1, false}, std::pair{3, false}, std::pair{3, true}}) {
+    int64_t num_calls = 0;
+    for (int64_t failing = 0; failing <= num_calls; ++failing) {
+      Setup setup;
+      setup.config = wire_config(Wire::kInt8, Sum::kTwoShot, num_slots);
+      setup.world_size = 2;
+      setup.shapes = {{24000, 600}, {5000, 0}};
+      setup.foreign = true;
+      std::atomic<int> num_failed{0};
+      with_ranks(setup, [&](Rank& rank, int index, Network&) {
+        sim::fail_call(index, failing);
+        if (trace) rank.engine().start_trace();
+        const size_t failed = rank.step(0);
+        if (failing == 0) {
+          REQUIRE(failed == rank.num_buckets(), "the step fails: %s", text_of(rank.last_error()).c_str());
+          if (index == 0) num_calls = sim::num_calls(index);
+        }
+        const std::string text = text_of(rank.last_error());
+        REQUIRE(!rank.last_threw(), "call %ld: submit() threw: %s", static_cast<long>(failing), text.c_str());
+        if (failed != rank.num_buckets()) {
+          ++num_failed;
+          REQUIRE(text.find("failed for bucket " + std::to_string(failed) + " (") != std::string::npos,
+                  "call %ld: the error of bucket %zu is: %s", static_cast<long>(failing), failed, text.c_str());
+        }
+        rank.synchronize();
+      });
+      REQUIRE(num_failed == (failing == 0 ? 0 : 2), "call %ld failed, and %d ranks noticed", static_cast<long>(failing),
+              num_failed.load());
+    }
+    REQUIRE(num_calls > 20, "only %ld calls", static_cast<long>(num_calls));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::map<std::string, void (*)()> scenes = {{"steady", steady},   {"host_never_waits", host_never_waits},
+                                                    {"traced", traced},   {"failing", failing},
+                                                    {"stopped", stopped}, {"calls_fail", calls_fail},
+                                                    {"faulted", faulted}};
+  for (const auto& [name, scene] : scenes) {
+    if (argc > 1 && name != argv[1]) continue;
+    alarm(120);  // a wait for what never comes would otherwise last
+    const auto begin = std::chrono::steady_clock::now();
+    scene();
+    std::printf("stream_stress: %s: %.1f s\n", name.c_str(),
+                std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    std::fflush(stdout);
+  }
+  return 0;
+}

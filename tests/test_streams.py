@@ -1,0 +1,56 @@
+"""The engine over streams, where there is no GPU: compiles tests/native/stream_stress.cpp, whose accelerator is
+simulated, against the installed c10 and runs it."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [
+    "tests/native/stream_stress.cpp",
+    "tests/native/sim_accelerator.cpp",
+    "csrc/engine.cpp",
+    "csrc/plan.cpp",
+    *(f"csrc/{name}.cpp" for name in ("stream_lane", "stream_device", "inline_lane", "cpu_lane", "cpu_device")),
+    *(f"csrc/{name}.cpp" for name in ("codec", "codec_portable", "codec_avx2", "codec_avx512", "codec_neon")),
+]
+SCENES = ["steady", "host_never_waits", "traced", "failing", "faulted", "stopped", "calls_fail"]
+
+
+def run(*command, timeout_s: int = 200) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def stream_stress(tmp_path_factory) -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
+    folder = tmp_path_factory.mktemp("streams")
+    installed = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-isystem", installed / "include"]
+    flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+
+    def compile_one(source: str) -> Path:
+        out = folder / (Path(source).stem + ".o")
+        run(compiler, *flags, "-c", ROOT / source, "-o", out)
+        return out
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, SOURCES))
+    binary = folder / "stream_stress"
+    lib = installed / "lib"
+    run(compiler, *objects, "-o", binary, "-pthread", f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}")
+    return binary
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_scene(stream_stress, scene):
+    assert f"stream_stress: {scene}:" in run(stream_stress, scene)
