@@ -441,8 +441,10 @@ def test_accesses_of_gradients(wire, dtype):
     nbytes = lane_nbytes(wire, dtype)
     entries = re.split(r"\.entry ", compiled("pack", wire, dtype, 128, 90, True).ptx)
     pack, unpack = (next(e for e in entries if e.startswith(f"ragged_{k}_kernel")) for k in ("pack", "unpack"))
-    assert f"ld.global.nc.{ {16: 'v4.u32', 8: 'v4.u16'}[nbytes] }" in pack
-    assert f"st.global.{ {16: 'v4.u32', 8: 'v2.u32'}[nbytes] }" in unpack
+    # NVRTC's versions differ in the type that they name, not in the width.
+    vector = {16: r"v4\.[ubf]32", 8: r"(v4\.[ub]16|v2\.[ubf]32)"}[nbytes]
+    assert re.search(rf"ld\.global\.nc\.{vector}", pack)
+    assert re.search(rf"st\.global\.{vector}", unpack)
 
 
 def test_what_it_refuses():
