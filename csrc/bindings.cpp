@@ -93,10 +93,15 @@ void bind_hook(py::module_& m) {
              return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d, grad_device);
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
-           py::arg("exempt_1d"), py::arg("grad_device"))
+           py::arg("exempt_1d"), py::arg("grad_device"), NoGil())
       .def("run",
            [](GradHook& hook, c10d::GradBucket& bucket) {
-             return std::make_shared<torch::jit::PythonFutureWrapper>(hook.run(bucket));
+             c10::intrusive_ptr<c10::ivalue::Future> future;
+             {
+               py::gil_scoped_release no_gil;
+               future = hook.run(bucket);
+             }
+             return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
            })
       .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
       .def("stats", &GradHook::stats, NoGil())
@@ -105,18 +110,22 @@ void bind_hook(py::module_& m) {
           "stop_trace", [](const GradHook& hook) { return hook.engine().stop_trace(); }, NoGil())
       .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })
       .def_property_readonly("scratch_nbytes", [](const GradHook& hook) { return hook.engine().scratch_nbytes(); })
-      .def("nonfinite_by_parameter",
-           [](const GradHook& hook) {
-             std::map<std::string, int64_t> counts;
-             for (const auto& count : hook.nonfinite_by_parameter()) counts[count.name] = count.num_nonfinite;
-             return counts;
-           })
-      .def("restore_nonfinite",
-           [](GradHook& hook, const std::map<std::string, int64_t>& counts) {
-             std::vector<GradHook::ParameterCount> list;
-             for (const auto& [name, num_nonfinite] : counts) list.push_back({name, num_nonfinite});
-             hook.restore_nonfinite(list);
-           })
+      .def(
+          "nonfinite_by_parameter",
+          [](const GradHook& hook) {
+            std::map<std::string, int64_t> counts;
+            for (const auto& count : hook.nonfinite_by_parameter()) counts[count.name] = count.num_nonfinite;
+            return counts;
+          },
+          NoGil())
+      .def(
+          "restore_nonfinite",
+          [](GradHook& hook, const std::map<std::string, int64_t>& counts) {
+            std::vector<GradHook::ParameterCount> list;
+            for (const auto& [name, num_nonfinite] : counts) list.push_back({name, num_nonfinite});
+            hook.restore_nonfinite(list);
+          },
+          NoGil())
       .def("buckets", [](const GradHook& hook) {
         std::vector<std::shared_ptr<BucketRecord>> records;
         for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));

@@ -129,6 +129,10 @@ std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
   return {static_cast<std::byte*>(bytes.data_ptr()), [bytes](std::byte*) {}};
 }
 
+void CudaDevice::will_use(const at::Tensor& tensor) const {
+  for (const c10::Stream& stream : streams()) tensor.record_stream(stream);
+}
+
 void CudaDevice::check_caller() const {
   if (!on_streams()) return;
   TORCH_CHECK(!driver_->is_capturing(current_stream().native_handle()), kRefusedCapture);

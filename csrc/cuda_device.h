@@ -40,6 +40,7 @@ class CudaDevice : public StreamDevice {
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
+  void will_use(const at::Tensor& tensor) const override;
   void check_caller() const override;
   std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,
                                               const std::vector<SlicePlace>& exact) override;

@@ -2,14 +2,18 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 namespace fusedcomm {
 namespace {
 
 constexpr int kMaxDynamicSharedNbytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-// From CUDA_ERROR_ILLEGAL_ADDRESS to CUDA_ERROR_LAUNCH_FAILED: a kernel died, and every later call says so.
-constexpr int kFirstFault = 700, kLastFault = 719;
+// CUDA_ERROR_ILLEGAL_ADDRESS, _LAUNCH_TIMEOUT, _ASSERT and their like: a kernel died, and every later call says so.
+constexpr int kFaults[] = {700, 702, 710, 714, 715, 716, 717, 718, 719};
+// CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream, while another is captured.
+constexpr int kCaptureImplicit = 906;
 constexpr uint32_t kDefaultMaxSharedNbytes = 48 << 10;
 
 template <typename Function>
@@ -17,7 +21,7 @@ void find(void* library, const std::string& name, const char* symbol, Function* 
   *function = reinterpret_cast<Function>(dlsym(library, symbol));
   if (!*function) {
     throw std::runtime_error("fusedcomm: " + name + " has no " + symbol +
-                             ": this is no CUDA driver of version 12 or later; update the NVIDIA driver");
+                             ": this is no CUDA driver that fusedcomm knows; update the NVIDIA driver");
   }
 }
 
@@ -46,7 +50,7 @@ void CudaDriver::check(Result result, const char* call) const {
   const char *name = nullptr, *text = nullptr;
   get_error_name_(result, &name);
   get_error_string_(result, &text);
-  const bool fault = kFirstFault <= result && result <= kLastFault;
+  const bool fault = std::find(std::begin(kFaults), std::end(kFaults), result) != std::end(kFaults);
   throw std::runtime_error(std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" +
                            std::to_string(result) + "): " + (text ? text : "no description") +
                            (fault ? "\nA kernel launched before, ours or the model's, may have died of it: "
@@ -73,8 +77,9 @@ void CudaDriver::launch(void* function, uint32_t num_programs, uint32_t num_thre
 
 bool CudaDriver::is_capturing(void* stream) const {
   int status = 0;
-  check(stream_is_capturing_(stream, &status), "cuStreamIsCapturing");
-  return status != 0;
+  const Result result = stream_is_capturing_(stream, &status);
+  // Any other error is not this call's: the next one reports it, with the bucket's name.
+  return result == kCaptureImplicit || (result == 0 && status != 0);
 }
 
 }  // namespace fusedcomm

@@ -10,6 +10,10 @@
 #include "lane.h"
 #include "slice_table.h"
 
+namespace at {
+class Tensor;
+}
+
 namespace fusedcomm {
 
 class Device {
@@ -22,6 +26,10 @@ class Device {
   virtual std::unique_ptr<Lane> make_lane(LaneRole role) = 0;
   // Aligned to at least 64 bytes and zeroed; freed with the last owner.
   virtual std::shared_ptr<std::byte> allocate(int64_t nbytes) = 0;
+
+  // Keeps a tensor's memory from being given to somebody else while our lanes may still be at it: a backward pass that
+  // dies waits for nothing. Where lanes are threads, the job's owner does that.
+  virtual void will_use(const at::Tensor&) const {}
 
   // Throws if buckets cannot be taken over as the calling thread hands them over now.
   virtual void check_caller() const {}

@@ -99,13 +99,14 @@ void bind_devices(py::module_& m) {
            py::arg("forced_sync"));
   py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
       .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
-                       bool forced_sync, const BackendPtr& backend) {
-             const bool registered = registers_memory(backend, device);
+                       bool forced_sync, const BackendPtr& backend, bool register_memory) {
+             const bool registered = register_memory && registers_memory(backend, device);
              return std::make_shared<CudaDevice>(kernels.driver(), kernels.table(), device, isa, max_programs,
                                                  forced_sync, registered, allocator(backend, device, registered));
            }),
            py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
-           py::arg("forced_sync"), py::arg("backend"))
+           py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"),
+           py::call_guard<py::gil_scoped_release>())
       .def("warm_up", &CudaDevice::warm_up, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("registered_memory", &CudaDevice::registered_memory)
       .def_property_readonly("streams", &CudaDevice::streams)

@@ -110,7 +110,6 @@ void Engine::stop(const std::string& reason) {
 }
 
 bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
-  device_->check_caller();
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
   std::exception_ptr error = failure_->get();
@@ -287,6 +286,7 @@ void Engine::take_times() {
 
 Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body) {
   return [failure = failure_, device = device_, tracer = tracer_, job, stage, chunk, body = std::move(body)] {
+    if (auto first = failure->get()) std::rethrow_exception(first);
     const StageScope scope(*device, *tracer, *job, stage, chunk);
     try {
       body();

@@ -31,6 +31,11 @@ std::shared_ptr<const BucketLabel> make_label(size_t index, const BucketRecord& 
   return std::make_shared<const BucketLabel>(name, label.str());
 }
 
+std::vector<at::Tensor> storages_of(const at::Tensor& buffer) {
+  if (buffer.is_sparse()) return {buffer._indices(), buffer._values()};
+  return {buffer};
+}
+
 template <typename T>
 int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
   int64_t count = 0;
@@ -101,6 +106,7 @@ GradHook::~GradHook() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
+  engine_->device().check_caller();
   const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
   auto record = record_of(bucket);
   // With its device, so that completing it records an event there and waiting for it waits for that.
@@ -108,6 +114,7 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   if (!buffer.is_cpu()) devices.push_back(buffer.device());
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
 
+  for (const at::Tensor& part : storages_of(buffer)) engine_->device().will_use(part);
   auto job = std::make_shared<BucketJob>();
   auto result = std::make_shared<at::Tensor>(buffer);
   job->owner = result;

@@ -64,15 +64,19 @@ class Tracer {
 
   // What has been recorded since start(); waits for the device to get there.
   std::vector<TraceSpan> stop() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    on_ = false;
-    std::vector<TraceSpan> spans;
-    for (const Entry& entry : entries_) {
-      spans.push_back({entry.label, entry.stage, entry.step, entry.chunk, entry.begin->ms_since(*origin_),
-                       entry.end->ms_since(*origin_)});
+    std::vector<Entry> entries;
+    StampPtr origin;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      on_ = false;
+      entries.swap(entries_);
+      origin.swap(origin_);
     }
-    entries_.clear();
-    origin_ = nullptr;
+    std::vector<TraceSpan> spans;
+    for (const Entry& entry : entries) {
+      spans.push_back({entry.label, entry.stage, entry.step, entry.chunk, entry.begin->ms_since(*origin),
+                       entry.end->ms_since(*origin)});
+    }
     return spans;
   }
 

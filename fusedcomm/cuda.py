@@ -53,9 +53,12 @@ class CudaPath:
                 max_programs=sm_limit,
                 forced_sync=env.sync(),
                 backend=self._backend,
+                register_memory=env.registered_memory(),
             )
             self._device.warm_up()
-        where = "registered with the network" if self._device.registered_memory else "plain device memory"
+        # NCCL leaves undefined what happens if some ranks' buffers are registered and others' are not.
+        self.must_agree = {"registered workspaces": self._device.registered_memory}
+        where = "memory registered with the network" if self._device.registered_memory else "plain device memory"
         self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors, workspaces in {where}"
 
     def connect(

@@ -15,6 +15,10 @@ SYNC = "FUSEDCOMM_SYNC"
 """1: every stage ends before the next begins, so that no race can happen and a fault is named where it happened. Slow,
 for hunting errors; the gradients must be the same bits."""
 
+REGISTERED_MEMORY = "FUSEDCOMM_REGISTERED_MEMORY"
+"""1: on cuda, workspaces come from the memory that the process group registers with the network, where it has some; on
+every rank or on none."""
+
 
 def isa() -> str:
     return os.environ.get(ISA, "auto")
@@ -35,6 +39,10 @@ def quiet() -> bool:
 
 def sync() -> bool:
     return os.environ.get(SYNC, "0") not in ("", "0")
+
+
+def registered_memory() -> bool:
+    return os.environ.get(REGISTERED_MEMORY, "0") not in ("", "0")
 
 
 def local_world_size() -> int | None:

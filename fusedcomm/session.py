@@ -62,30 +62,41 @@ class Session:
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
         # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
-        problem = None
+        problem, record = None, {}
         try:
             path = self._path(announce and self.rank == 0)
-        except (ValueError, RuntimeError) as error:
+            record = {**self._record(), **path.must_agree}
+        except Exception as error:
             problem = error
         store = groups.private_store(process_group)
-        record = self._record() if problem is None else {agreement.PROBLEM: str(problem)}
+        self._agree(store, "plan", record, problem)
         try:
-            agreement.agree(store, self.rank, self.world_size, record, groups.group_timeout(process_group, device))
+            self.native_device, transport = path.connect(process_group, device, store)
+            self.codec = path.codec
+            self.hook = _C.GradHook(
+                config=cfg.native(self.world_size, device.type),
+                device=self.native_device,
+                transport=transport,
+                parameters=[(p.tensor, p.name, p.exempt) for p in parameters or []],
+                exempt_1d=cfg.exempt_1d,
+                grad_device=device,
+            )
+        except Exception as error:
+            problem = error
+        self._agree(store, "ready", {}, problem)  # nobody's workspaces were refused
+        _running.add(self)
+
+    def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
+        """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
+        if problem is not None:
+            record = {agreement.PROBLEM: str(problem)}
+        timeout = groups.group_timeout(self.process_group, self.device)
+        try:
+            agreement.agree(dist.PrefixStore(what, store), self.rank, self.world_size, record, timeout)
         except RuntimeError:
             if problem is not None:
                 raise problem from None
             raise
-        self.native_device, transport = path.connect(process_group, device, store)
-        self.codec = path.codec
-        self.hook = _C.GradHook(
-            config=cfg.native(self.world_size, device.type),
-            device=self.native_device,
-            transport=transport,
-            parameters=[(p.tensor, p.name, p.exempt) for p in parameters or []],
-            exempt_1d=cfg.exempt_1d,
-            grad_device=device,
-        )
-        _running.add(self)
 
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":

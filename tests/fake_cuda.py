@@ -97,6 +97,7 @@ class FakeCuda:
             max_programs=max_programs,
             forced_sync=False,
             backend=backend,
+            register_memory=False,
         )
 
     @contextlib.contextmanager
@@ -106,6 +107,7 @@ class FakeCuda:
 
         class Path:
             codec = "fake"
+            must_agree: dict = {}
 
             def __init__(self, local, world_size) -> None:
                 pass

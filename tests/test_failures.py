@@ -173,3 +173,44 @@ def stopped_under_way(rank, world_size):
 def test_detaching_with_a_bucket_under_way_fails_that_bucket(ranks):
     error, _ = ranks.run(stopped_under_way, world_size=2)
     assert "fusedcomm: rank 0" in error
+
+
+def prevented(rank, world_size, when):
+    """The last rank cannot get ready, for a reason that no Python of ours raises."""
+    from fusedcomm import session
+
+    class Prevented(session.CpuPath):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            if when == "compiling":
+                raise OSError("No space left on device")
+
+        def connect(self, *args):
+            connected = super().connect(*args)
+            if when == "allocating":
+                raise MemoryError("no memory for workspaces")
+            return connected
+
+    ddp = DistributedDataParallel(Gradients((1000,)))
+    own = session.CpuPath
+    if rank == world_size - 1:
+        session.CpuPath = Prevented
+    try:
+        fusedcomm.attach(ddp, wire="bf16")
+    except (OSError, MemoryError, RuntimeError) as error:
+        # Nobody is attached: the module goes on with DDP's default.
+        return f"{type(error).__name__}: {error}", synchronise(ddp, [torch.full((1000,), float(rank))])[0][0].item()
+    finally:
+        session.CpuPath = own
+    return "attached", None
+
+
+@pytest.mark.parametrize(
+    ("when", "own"),
+    [("compiling", "OSError: No space left on device"), ("allocating", "MemoryError: no memory for workspaces")],
+)
+def test_what_prevents_one_rank_prevents_all_by_name(ranks, when, own):
+    first, second, last = ranks.run(prevented, when, world_size=3)
+    assert last == (own, 1.0)
+    assert first == second
+    assert first == (f"RuntimeError: fusedcomm: rank 2 cannot attach: {own.split(': ', 1)[1]}", 1.0)
