@@ -6,6 +6,7 @@ logs, are copied to $OUT if that is set. Exits with 1 if any part failed, after 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from _common import REPOSITORY, write_document
 
 BENCH = Path(__file__).resolve().parent
+TESTS = REPOSITORY / "tests"
 FINISH_S = 8
 """Kept back for merging and for stopping a part."""
 MAX_LOG_NBYTES = 2 << 20
@@ -29,7 +31,8 @@ MAX_LOG_NBYTES = 2 << 20
 @dataclasses.dataclass
 class Part:
     name: str
-    command: list[str]
+    commands: list[list[str]]
+    """Run beside each other."""
     limit_s: float
     state: str = "not run"
     detail: str = ""
@@ -46,7 +49,7 @@ def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     def bench(name: str, script: str, limit_s: float, *options: str) -> Part:
         dry = ["--dry-run"] if arguments.dry_run else []
         command = [python, str(BENCH / script), *options, *dry, "--json", str(json_of(folder, name))]
-        return Part(name, command, limit_s)
+        return Part(name, [command], limit_s)
 
     def kernels(name: str, limit_s: float, *of: str) -> Part:
         return bench(name, "kernels.py", limit_s, "--seconds", f"{0.75 * limit_s:.0f}", "--parts", *of)
@@ -55,9 +58,11 @@ def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     tests = [python, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-v", "--durations=10"]
     if importlib.util.find_spec("pytest_timeout"):
         tests.append("--timeout=90")
+    # Most of their time goes into compiling kernels, which as many cores can do at once.
+    files = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     built = [
-        Part("build", shlex.split(arguments.build), 170),
-        Part("tests", [*tests, *shlex.split(arguments.pytest)], 150),
+        Part("build", [shlex.split(arguments.build)], 170),
+        Part("tests", [[*tests, str(path), *shlex.split(arguments.pytest)] for path in files], 190),
     ]
     measured = [
         kernels("kernels", 130, "flat", "reduce", "programs", "scale"),
@@ -93,7 +98,7 @@ class Run:
         self.parts = parts(arguments, self.folder)
         self.dry_run = arguments.dry_run
         self.env: dict[str, object] = {}
-        self.process: subprocess.Popen | None = None
+        self.processes: list[subprocess.Popen] = []
 
     @property
     def results(self) -> Path:
@@ -142,44 +147,47 @@ class Run:
         started = time.monotonic()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         with open(log_of(self.folder, part.name), "wb") as log:
-            self.process = subprocess.Popen(
-                part.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
-                env=environment,
-                start_new_session=True,
-            )
+            for command in part.commands:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=REPOSITORY,
+                    env=environment,
+                    start_new_session=True,
+                )
+                self.processes.append(process)
             part.state = "running"
             written = started
-            while self.process.poll() is None and time.monotonic() - started < limit_s:
+            while None in self._exit_codes() and time.monotonic() - started < limit_s:
                 time.sleep(0.1)
                 part.seconds = time.monotonic() - started
                 if time.monotonic() - written > 5:
                     self.write()
                     written = time.monotonic()
-            code = self.process.poll()
+            codes = self._exit_codes()
             self._stop()
         part.seconds = time.monotonic() - started
-        part.state = "timed out" if code is None else "failed" if code else "ok"
-        part.detail = f"after {limit_s:.0f} s" if code is None else f"with exit status {code}" if code else ""
+        bad = [code for code in codes if code]
+        part.state = "timed out" if None in codes else "failed" if bad else "ok"
+        part.detail = f"after {limit_s:.0f} s" if None in codes else f"with exit status {bad[0]}" if bad else ""
         if part.name == "tests":
             part.detail = test_summary(log_of(self.folder, part.name)) or part.detail
 
     def _stop(self) -> None:
-        """Ends the part's whole process group, which may outlive its first process."""
-        if self.process is None:
-            return
+        """Ends the part's whole process groups, which may outlive their first processes."""
         for number, patience_s in ((signal.SIGINT, 3), (signal.SIGKILL, 3)):
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                break
+            for process in self.processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
             until = time.monotonic() + patience_s
-            while self.process.poll() is None and time.monotonic() < until:
+            while None in self._exit_codes() and time.monotonic() < until:
                 time.sleep(0.05)
-        self.process = None
+        self.processes = []
+
+    def _exit_codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
 
     # ---- what there is so far
 
@@ -224,12 +232,12 @@ class Run:
 
 
 def test_summary(log: Path) -> str:
-    """pytest's last line, or the test it was at when it was stopped."""
+    """pytest's last lines, one for each file that came to its end, or the test it was at when it was stopped."""
     lines = log.read_text(errors="replace").splitlines()
     found = [re.fullmatch(r"=+ (.*(?:passed|failed|skipped|error|deselected).*) in .*=+", line) for line in lines]
     summaries = [match.group(1) for match in found if match]
     if summaries:
-        return summaries[-1]
+        return "; ".join(summaries)
     tests = [line for line in lines if line.startswith("tests/")]
     return f"at {tests[-1]}" if tests else ""
 

@@ -55,7 +55,7 @@ def run_parts(monkeypatch, tmp_path, *parts):
     """`parts`: (name, Python code, limit in seconds). Returns the document."""
     import _gpu
 
-    made = [_gpu.Part(name, [sys.executable, "-c", code], limit_s) for name, code, limit_s in parts]
+    made = [_gpu.Part(name, [[sys.executable, "-c", code]], limit_s) for name, code, limit_s in parts]
     monkeypatch.setattr(_gpu, "parts", lambda arguments, folder: made)
     monkeypatch.setattr(_gpu.Run, "_take_env", lambda self: {"gpu": None, "torch": "2.11.0"})
     arguments = Arguments()
