@@ -26,9 +26,11 @@ BLOCK = _C.DEFAULT_BLOCK_NUMEL
 NUM_RANKS = 4
 RING_NBYTES = 256 * MIB
 WHOLE = 1 << 62  # one chunk, whatever its size
-WIRES = ("fp32", "bf16", "fp16", "int8")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4", "int4-rotated")
 # Half a step relative to the greatest value of a block, twice over where an expression rounds before it divides.
 TOLERANCE = {"fp32": 2.0**-22, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1.01 / 127}
+# What PyTorch has no expression for that anyone would write is compared with the reference and memcpy alone.
+TORCH_WIRES = tuple(TOLERANCE)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -82,7 +84,8 @@ def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out:
 
 
 def layout_of(wire: str, num_parts: int, numel: int) -> "_C.BucketLayout":
-    return _C.bucket_layout(wire, BLOCK, num_parts, 0, numel, WHOLE)
+    name, _, rotated = wire.partition("-")
+    return _C.bucket_layout(name, _C.default_block_numel(name), num_parts, 0, numel, WHOLE, bool(rotated))
 
 
 def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -137,7 +140,7 @@ def pack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_
         packed[0], reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale)
     )
     add_memcpy(case)
-    for name, wrap in torch_impls.items():
+    for name, wrap in torch_impls.items() if wire in TORCH_WIRES else ():
         function = wrap(torch_encode)
         case.impls[name] = lambda i, function=function: function(wire, grads[i], scale)
         case.checks[name] = lambda name=name: close(wire, decoded(wire, case.impls[name](0)), grads[0] * scale)
@@ -157,6 +160,8 @@ def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i])
     case.checks["fusedcomm"] = lambda: torch.equal(out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS))
     add_memcpy(case)
+    if wire not in TORCH_WIRES:
+        return case
     # The expressions get codes and scales in tensors of their own, as they would have them.
     split = [[sections(layout, part) for part in buffer.view(NUM_RANKS, -1)] for buffer in parts]
     codes = [torch.stack([codes for codes, _ in ranks]) for ranks in split]
@@ -174,7 +179,6 @@ def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     packed, grads = ring(num_buffers, layout.chunk_nbytes, torch.uint8), ring(num_buffers, numel, torch.float32)
     for seed, buffer in enumerate(packed):
         codec.pack(layout, 0, [gradients(numel, seed)], [], 1.0, buffer)
-    views = [sections(layout, buffer) for buffer in packed]
     case = Case(f"unpack/{wire}", numel, numel * 4 + layout.chunk_nbytes, num_buffers, {}, {})
 
     mean = 1 / NUM_RANKS
@@ -185,6 +189,9 @@ def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     case.impls["fusedcomm"] = lambda i: codec.unpack(layout, 0, packed[i], mean, [grads[i]], [])
     case.checks["fusedcomm"] = lambda: torch.equal(grads[0], expected(mean))
     add_memcpy(case)
+    if wire not in TORCH_WIRES:
+        return case
+    views = [sections(layout, buffer) for buffer in packed]
     for name, wrap in torch_impls.items():
         function = wrap(torch_decode)
         case.impls[name] = lambda i, function=function: function(wire, *views[i], grads[i])

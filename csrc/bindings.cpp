@@ -21,14 +21,14 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 void bind_plan(py::module_& m) {
   py::class_<WireConfig>(m, "WireConfig")
       .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
-                       int64_t chunk_nbytes, int64_t chunks_in_flight) {
-             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
-                               chunk_nbytes,         chunks_in_flight};
+                       int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate) {
+             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide, chunk_nbytes,
+                               chunks_in_flight,     rotate};
              check_config(config);
              return config;
            }),
            py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
-           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"));
+           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"));
 
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })

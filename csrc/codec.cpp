@@ -38,6 +38,15 @@ Format format_of(GradDtype dtype) {
 
 int index_of(Format format) { return static_cast<int>(format); }
 
+// Of a wire that has scales.
+int code_index(Wire wire) {
+  const Code code = wire == Wire::kInt8   ? Code::kInt8
+                    : wire == Wire::kFp8  ? Code::kFp8
+                    : wire == Wire::kInt4 ? Code::kInt4
+                                          : Code::kFp8E5m2;
+  return static_cast<int>(code);
+}
+
 // The same bytes whatever the calling thread has set: rounding mode, denormals flushed to zero.
 class DefaultFloatEnvironment {
  public:
@@ -97,8 +106,8 @@ struct Section {
       codes = part + unit.first * 4;
       return;
     }
-    codes = part + layout.part.code_offset + unit.first * code_nbytes(layout.wire);
-    scales = part + layout.part.scale_offset + unit.first / layout.block_numel * kScaleNbytes;
+    codes = part + layout.part.code_offset + codes_nbytes(layout.wire, unit.first);
+    scales = part + layout.part.scale_offset + scales_nbytes(layout.wire, unit.first / layout.block_numel);
   }
   Byte* codes;
   Byte* scales = nullptr;  // of the lossy section of a wire that has them
@@ -108,10 +117,10 @@ void zero(std::byte* begin, std::byte* end) { std::memset(begin, 0, static_cast<
 
 void zero_padding(const BucketLayout& layout, std::byte* part) {
   const PartLayout& p = layout.part;
-  const int64_t num_scales = has_scales(layout.wire) ? ceil_div(p.lossy_numel, layout.block_numel) : 0;
+  const int64_t num_blocks = ceil_div(p.lossy_numel, layout.block_numel);
   zero(part + p.exact_numel * 4, part + p.scale_offset);
-  zero(part + p.scale_offset + num_scales * kScaleNbytes, part + p.code_offset);
-  zero(part + p.code_offset + p.lossy_numel * code_nbytes(layout.wire), part + p.nbytes);
+  zero(part + p.scale_offset + scales_nbytes(layout.wire, num_blocks), part + p.code_offset);
+  zero(part + p.code_offset + codes_nbytes(layout.wire, p.lossy_numel), part + p.nbytes);
 }
 
 // The elements of `range` that the unit covers; fewer than unit.numel where the stream ends.
@@ -183,6 +192,50 @@ int64_t pack_elements(const KernelTable& kernels, Format wire, Cursor cursor, in
   return nonfinite;
 }
 
+// Goes through the blocks of a part's lossy section, one run of them after another.
+template <class Byte>
+class Blocks {
+ public:
+  Blocks(const KernelTable& kernels, const BucketLayout& layout, const Section<Byte>& section)
+      : kernels_(kernels.blocks[code_index(layout.wire)]), layout_(layout), section_(section) {}
+
+  int64_t block_numel() const { return layout_.block_numel; }
+
+  // Encodes num_blocks of src·scale. Returns how many products are not finite.
+  int64_t encode(const void* src, Format grad, int64_t num_blocks, float scale, bool streamed) {
+    const auto& quantize = layout_.rotated ? kernels_.quantize_rotated : kernels_.quantize;
+    const Section<Byte> out = take(num_blocks);
+    return quantize[index_of(grad)](src, out.scales, out.codes, num_blocks, block_numel(), scale, streamed);
+  }
+
+  // dst = decoded·factor, of num_blocks.
+  void decode(void* dst, Format grad, int64_t num_blocks, float factor, bool streamed) {
+    const auto& dequantize = layout_.rotated ? kernels_.dequantize_rotated : kernels_.dequantize;
+    const Section<Byte> in = take(num_blocks);
+    dequantize[index_of(grad)](in.scales, in.codes, dst, num_blocks, block_numel(), factor, streamed);
+  }
+
+  // What blocks of zeros are encoded to, rotated or not.
+  void zero(int64_t num_blocks) {
+    const Section<Byte> out = take(num_blocks);
+    std::memset(out.scales, 0, static_cast<size_t>(section_.scales - out.scales));
+    std::memset(out.codes, 0, static_cast<size_t>(section_.codes - out.codes));
+  }
+
+ private:
+  // Where the next num_blocks are.
+  Section<Byte> take(int64_t num_blocks) {
+    const Section<Byte> taken = section_;
+    section_.scales += scales_nbytes(layout_.wire, num_blocks);
+    section_.codes += codes_nbytes(layout_.wire, num_blocks * block_numel());
+    return taken;
+  }
+
+  const BlockKernels& kernels_;
+  const BucketLayout& layout_;
+  Section<Byte> section_;
+};
+
 // The block's products as fp32, zeros after the last element. Multiplying these by one again changes nothing.
 void gather_block(const KernelTable& kernels, Cursor& cursor, int64_t block_numel, float scale, float* tile,
                   Format grad) {
@@ -197,31 +250,54 @@ void gather_block(const KernelTable& kernels, Cursor& cursor, int64_t block_nume
   std::memset(tile + filled, 0, static_cast<size_t>(block_numel - filled) * sizeof(float));
 }
 
-int64_t pack_blocks(const KernelTable& kernels, int64_t block_numel, Cursor cursor, int64_t padded_numel, float scale,
-                    Section<std::byte> out, Format grad, bool streamed) {
-  auto* scales = reinterpret_cast<float*>(out.scales);
-  auto* codes = reinterpret_cast<int8_t*>(out.codes);
+// Rounds the block's values into the slices that it straddles, as far as the stream goes.
+void scatter_block(const KernelTable& kernels, Cursor& cursor, int64_t block_numel, const float* tile, Format grad) {
+  const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(grad)];
+  int64_t taken = 0;
+  while (taken < block_numel && cursor.remaining() > 0) {
+    const int64_t numel = std::min(block_numel - taken, cursor.run_numel());
+    convert(tile + taken, cursor.data(), numel, 1.0f, false);
+    cursor.advance(numel);
+    taken += numel;
+  }
+}
+
+int64_t pack_blocks(const KernelTable& kernels, Blocks<std::byte> blocks, Cursor cursor, int64_t padded_numel,
+                    float scale, Format grad, bool streamed) {
+  const int64_t block_numel = blocks.block_numel();
   int64_t num_left = ceil_div(padded_numel, block_numel);
   int64_t nonfinite = 0;
   alignas(64) float tile[kMaxBlockNumel];
   while (cursor.remaining() > 0) {
     int64_t num_blocks = cursor.run_numel() / block_numel;
     if (num_blocks > 0) {
-      nonfinite +=
-          kernels.quantize[index_of(grad)](cursor.data(), scales, codes, num_blocks, block_numel, scale, streamed);
+      nonfinite += blocks.encode(cursor.data(), grad, num_blocks, scale, streamed);
       cursor.advance(num_blocks * block_numel);
     } else {
       num_blocks = 1;
       gather_block(kernels, cursor, block_numel, scale, tile, grad);
-      nonfinite += kernels.quantize[index_of(Format::kFp32)](tile, scales, codes, 1, block_numel, 1.0f, false);
+      nonfinite += blocks.encode(tile, Format::kFp32, 1, 1.0f, false);
     }
-    scales += num_blocks;
-    codes += num_blocks * block_numel;
     num_left -= num_blocks;
   }
-  std::memset(scales, 0, static_cast<size_t>(num_left * kScaleNbytes));
-  std::memset(codes, 0, static_cast<size_t>(num_left * block_numel));
+  blocks.zero(num_left);
   return nonfinite;
+}
+
+void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, Cursor cursor, float scale, Format grad,
+                   bool streamed) {
+  const int64_t block_numel = blocks.block_numel();
+  alignas(64) float tile[kMaxBlockNumel];
+  while (cursor.remaining() > 0) {
+    const int64_t num_blocks = cursor.run_numel() / block_numel;
+    if (num_blocks > 0) {
+      blocks.decode(cursor.data(), grad, num_blocks, scale, streamed);
+      cursor.advance(num_blocks * block_numel);
+    } else {
+      blocks.decode(tile, Format::kFp32, 1, scale, false);
+      scatter_block(kernels, cursor, block_numel, tile, grad);
+    }
+  }
 }
 
 int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& unit, bool streamed) {
@@ -233,7 +309,7 @@ int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& 
   const Section<std::byte> out(layout, unit, args.out + unit.part * layout.part.nbytes);
   const Format grad = format_of(stream.dtype());
   if (!unit.exact && has_scales(layout.wire)) {
-    return pack_blocks(kernels, layout.block_numel, cursor, unit.numel, args.scale, out, grad, streamed);
+    return pack_blocks(kernels, {kernels, layout, out}, cursor, unit.numel, args.scale, grad, streamed);
   }
   const Format wire = unit.exact ? Format::kFp32 : format_of(layout.wire);
   return pack_elements(kernels, wire, cursor, unit.numel, args.scale, out.codes, grad, streamed);
@@ -245,47 +321,37 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
   const Section<const std::byte> in(layout, unit, args.parts + unit.part * layout.part.nbytes);
-  const int grad = index_of(format_of(stream.dtype()));
-  const bool blocks = !unit.exact && has_scales(layout.wire);
+  const Format grad = format_of(stream.dtype());
+  Cursor cursor(stream, covered(range, unit));
+  if (!unit.exact && has_scales(layout.wire)) {
+    unpack_blocks(kernels, {kernels, layout, in}, cursor, args.scale, grad, streamed);
+    return;
+  }
   const Format wire = unit.exact ? Format::kFp32 : format_of(layout.wire);
-  int64_t done = 0;
-  for (Cursor cursor(stream, covered(range, unit)); cursor.remaining() > 0;) {
-    int64_t numel = cursor.run_numel();
-    if (blocks) {
-      // A run that starts within a block first goes to the block's end.
-      const int64_t into_block = done % layout.block_numel;
-      if (into_block != 0) numel = std::min(numel, layout.block_numel - into_block);
-      kernels.dequantize[grad](reinterpret_cast<const float*>(in.scales) + done / layout.block_numel,
-                               reinterpret_cast<const int8_t*>(in.codes) + done, cursor.data(), numel,
-                               layout.block_numel, args.scale, streamed);
-    } else {
-      kernels.convert[index_of(wire)][grad](in.codes + done * format_nbytes(wire), cursor.data(), numel, args.scale,
-                                            streamed);
-    }
+  const ConvertFn convert = kernels.convert[index_of(wire)][index_of(grad)];
+  const std::byte* codes = in.codes;
+  while (cursor.remaining() > 0) {
+    const int64_t numel = cursor.run_numel();
+    convert(codes, cursor.data(), numel, args.scale, streamed);
+    codes += numel * format_nbytes(wire);
     cursor.advance(numel);
-    done += numel;
   }
 }
 
 // Sums one tile of every rank's part in rank order and encodes it into `out`, a part.
 void reduce_tile(const KernelTable& kernels, const ReduceArgs& args, const Unit& tile, float* acc, std::byte* out) {
   const BucketLayout& layout = args.layout;
-  const bool blocks = !tile.exact && has_scales(layout.wire);
-  const int wire = index_of(tile.exact ? Format::kFp32 : format_of(layout.wire));
-  const int fp32 = index_of(Format::kFp32);
-  const int64_t num_blocks = tile.numel / layout.block_numel;
   const Section<const std::byte> first(layout, tile, args.parts);
-  if (blocks) {
-    kernels.sum_int8(first.scales, first.codes, layout.part.nbytes, layout.num_parts, acc, num_blocks,
-                     layout.block_numel);
-  } else {
-    kernels.sum[wire](first.codes, layout.part.nbytes, layout.num_parts, acc, tile.numel);
-  }
   const Section<std::byte> encoded(layout, tile, out);
-  if (blocks) {
-    kernels.quantize[fp32](acc, reinterpret_cast<float*>(encoded.scales), reinterpret_cast<int8_t*>(encoded.codes),
-                           num_blocks, layout.block_numel, args.scale, false);
+  const int fp32 = index_of(Format::kFp32);
+  if (!tile.exact && has_scales(layout.wire)) {
+    const BlockKernels& blocks = kernels.blocks[code_index(layout.wire)];
+    const int64_t num_blocks = tile.numel / layout.block_numel;
+    blocks.sum(first.scales, first.codes, layout.part.nbytes, layout.num_parts, acc, num_blocks, layout.block_numel);
+    blocks.quantize[fp32](acc, encoded.scales, encoded.codes, num_blocks, layout.block_numel, args.scale, false);
   } else {
+    const int wire = index_of(tile.exact ? Format::kFp32 : format_of(layout.wire));
+    kernels.sum[wire](first.codes, layout.part.nbytes, layout.num_parts, acc, tile.numel);
     kernels.convert[fp32][wire](acc, encoded.codes, tile.numel, args.scale, false);
   }
 }
@@ -307,12 +373,13 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
 void repeat_unit(const ReduceArgs& args, const Unit& unit) {
   const BucketLayout& layout = args.layout;
   const Section<const std::byte> from(layout, unit, args.out);
-  const int64_t nbytes = unit.numel * (unit.exact ? 4 : code_nbytes(layout.wire));
-  const int64_t num_scales = !unit.exact && has_scales(layout.wire) ? ceil_div(unit.numel, layout.block_numel) : 0;
+  const Wire wire = unit.exact ? Wire::kFp32 : layout.wire;
+  const int64_t codes = codes_nbytes(wire, unit.numel);
+  const int64_t scales = scales_nbytes(wire, ceil_div(unit.numel, layout.block_numel));
   for (int64_t copy = 1; copy < args.num_copies; ++copy) {
     const Section<std::byte> to(layout, unit, args.out + copy * layout.part.nbytes);
-    std::memcpy(to.codes, from.codes, static_cast<size_t>(nbytes));
-    if (num_scales > 0) std::memcpy(to.scales, from.scales, static_cast<size_t>(num_scales * kScaleNbytes));
+    std::memcpy(to.codes, from.codes, static_cast<size_t>(codes));
+    if (scales > 0) std::memcpy(to.scales, from.scales, static_cast<size_t>(scales));
   }
 }
 
@@ -411,6 +478,7 @@ int64_t Codec::pack(const PackArgs& args) const {
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool first_of_part) {
     if (first_of_part) zero_padding(args.layout, args.out + unit.part * args.layout.part.nbytes);
     nonfinite.fetch_add(pack_unit(impl_->kernels, args, unit, streamed), std::memory_order_relaxed);
+    if (streamed) impl_->kernels.fence();
   });
   return nonfinite.load(std::memory_order_relaxed);
 }
@@ -428,8 +496,10 @@ void Codec::reduce(const ReduceArgs& args) const {
 void Codec::unpack(const UnpackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.streams);
   const bool streamed = args.streams.lossy.numel() * grad_nbytes(args.streams.lossy.dtype()) >= kStreamedBucketNbytes;
-  impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts),
-                       [&](const Unit& unit, bool) { unpack_unit(impl_->kernels, args, unit, streamed); });
+  impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool) {
+    unpack_unit(impl_->kernels, args, unit, streamed);
+    if (streamed) impl_->kernels.fence();
+  });
 }
 
 int64_t Codec::scale_in_place(const Stream& stream, float scale) const {

@@ -17,7 +17,7 @@
 #pragma GCC target("avx2,f16c")
 #endif
 
-#include "codec_kernels_impl.h"
+#include "codec_blocks_impl.h"
 
 namespace fusedcomm {
 namespace {
@@ -32,6 +32,7 @@ struct Avx2 {
   static F broadcast(float value) { return _mm256_set1_ps(value); }
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 
   static F canonical(F value) {
     return _mm256_blendv_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(kNanBits)),
@@ -65,9 +66,6 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p)), 16));
   }
   static F load(const Fp16* p) { return _mm256_cvtph_ps(load_128(p)); }
-  static F load(const int8_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-  }
 
   static __m128i to_bf16(F value) {
     const __m256i bits = _mm256_castps_si256(value);
@@ -77,32 +75,114 @@ struct Avx2 {
     return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
   }
   static __m128i to_fp16(F value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  static __m128i to_int8(F value) {  // in the low half
-    const __m256i whole = _mm256_cvtps_epi32(value);
-    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    return _mm_packs_epi16(words, words);
-  }
 
   static void store(float* p, F value) { _mm256_storeu_ps(p, value); }
   static void store(Bf16* p, F value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16(value)); }
   static void store(Fp16* p, F value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
-  static void store(int8_t* p, F value) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), to_int8(value)); }
 
   static void stream(float* p, F value) { _mm256_stream_ps(p, value); }
   static void stream(Bf16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(value)); }
   static void stream(Fp16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
 
-  static __m256i to_codes(const F* values) {
-    const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(values[0]), _mm256_cvtps_epi32(values[1]));
-    const __m256i high = _mm256_packs_epi32(_mm256_cvtps_epi32(values[2]), _mm256_cvtps_epi32(values[3]));
-    // The packs work within halves, which leaves runs of four codes to be put in order.
-    return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  // In the low byte of each element.
+  static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
+  static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(value); }
+  template <class Code>
+  static __m256i code(Code, F value) {
+    using Rounding = Fp8Rounding<Code>;
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(kMagnitudeMask));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, Rounding::kDropped), _mm256_set1_epi32(1));
+    const __m256i round = _mm256_set1_epi32(static_cast<int>(Rounding::kRound));
+    const __m256i normal =
+        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(magnitude, round), odd), Rounding::kDropped);
+    const __m256i step = _mm256_set1_epi32(Code::kSubnormalBits);
+    const __m256 shifted = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(step));
+    const __m256i subnormal = _mm256_sub_epi32(_mm256_castps_si256(shifted), step);
+    const __m256i is_normal = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(Rounding::kLeastNormalBits - 1));
+    return _mm256_or_si256(_mm256_blendv_epi8(subnormal, normal, is_normal),
+                           _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
-  static void store_codes(int8_t* p, const F* values) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_codes(values));
+
+  // 16 bits each, in order. The pack works within halves, which leaves runs of four codes to be put in order.
+  static __m256i words(__m256i first, __m256i second) {
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), _MM_SHUFFLE(3, 1, 2, 0));
   }
-  static void stream_codes(int8_t* p, const F* values) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_codes(values));
+  // Of 16 bits each, 0 to 255.
+  static __m128i bytes(__m256i words) {
+    return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  }
+  template <class Code>
+  static __m128i to_codes(Code, F first, F second) {
+    const __m256i low_bytes = _mm256_set1_epi16(0xFF);
+    return bytes(_mm256_and_si256(words(code(Code(), first), code(Code(), second)), low_bytes));
+  }
+  static __m128i to_codes(Int4, F first, F second) {  // in the low half
+    const __m256i pairs = words(code(Int4(), first), code(Int4(), second));
+    const __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(0xF));
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi32(pairs, 12), _mm256_set1_epi32(0xF0));
+    const __m256i both = _mm256_or_si256(low, high);
+    const __m128i eight = _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    return _mm_packus_epi16(eight, eight);
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_codes(Code(), first, second));
+  }
+  static void store_codes(Int4, uint8_t* p, F first, F second) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), to_codes(Int4(), first, second));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_codes(Code(), first, second));
+  }
+  static void stream_codes(Int4, uint8_t* p, F first, F second) {
+    _mm_stream_si64(reinterpret_cast<long long*>(p), _mm_cvtsi128_si64(to_codes(Int4(), first, second)));
+  }
+
+  static F load_int8(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static void load_codes(Int8, const uint8_t* p, F& first, F& second) {
+    first = load_int8(p);
+    second = load_int8(p + kLanes);
+  }
+  static void load_halves(__m256i halves, F& first, F& second) {
+    first = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    second = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+  }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
+    const __m256i fields = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 7);
+    load_halves(_mm256_and_si256(fields, _mm256_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
+    first = _mm256_mul_ps(first, _mm256_set1_ps(256.0f));
+    second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
+  }
+  static void load_codes(E5m2, const uint8_t* p, F& first, F& second) {
+    load_halves(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load_128(p)), 8), first, second);
+  }
+  // Each byte goes to two elements; the nibble that an element wants is moved to its top, then down with its sign.
+  static F top_nibble(__m256i top_bytes) {
+    const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
+    first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
+    second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
+  }
+
+  template <int kDistance>
+  static F mix(F value) {
+    constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
+    const F swapped = kDistance == 1   ? _mm256_permute_ps(value, kSwapOnes)
+                      : kDistance == 2 ? _mm256_permute_ps(value, kSwapTwos)
+                                       : _mm256_permute2f128_ps(value, value, 0x01);
+    const F signs = kDistance == 1   ? _mm256_setr_ps(0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f)
+                    : kDistance == 2 ? _mm256_setr_ps(0.0f, 0.0f, -0.0f, -0.0f, 0.0f, 0.0f, -0.0f, -0.0f)
+                                     : _mm256_setr_ps(0.0f, 0.0f, 0.0f, 0.0f, -0.0f, -0.0f, -0.0f, -0.0f);
+    return _mm256_add_ps(swapped, _mm256_xor_ps(value, signs));
   }
 
   static void fence() { _mm_sfence(); }

@@ -20,7 +20,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 #endif
 
-#include "codec_kernels_impl.h"
+#include "codec_blocks_impl.h"
 
 namespace fusedcomm {
 namespace {
@@ -35,6 +35,7 @@ struct Avx512 {
   static F broadcast(float value) { return _mm512_set1_ps(value); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 
   static F canonical(F value) {
     return _mm512_mask_mov_ps(value, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
@@ -63,9 +64,6 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16));
   }
   static F load(const Fp16* p) { return _mm512_cvtph_ps(load_256(p)); }
-  static F load(const int8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-  }
 
   // The machine's own bf16 conversion flushes denormals, so not that.
   static __m256i to_bf16(F value) {
@@ -75,27 +73,111 @@ struct Avx512 {
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
   }
   static __m256i to_fp16(F value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  static __m128i to_int8(F value) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(value)); }
 
   static void store(float* p, F value) { _mm512_storeu_ps(p, value); }
   static void store(Bf16* p, F value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(value)); }
   static void store(Fp16* p, F value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_fp16(value)); }
-  static void store(int8_t* p, F value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_int8(value)); }
 
   static void stream(float* p, F value) { _mm512_stream_ps(p, value); }
   static void stream(Bf16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16(value)); }
   static void stream(Fp16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_fp16(value)); }
 
-  static __m512i to_codes(const F* values) {
-    const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(values[0]), _mm512_cvtps_epi32(values[1]));
-    const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(values[2]), _mm512_cvtps_epi32(values[3]));
-    // The packs work within quarters, which leaves runs of four codes to be put in order.
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+  // In the low byte of each element.
+  static __m512i code(Int8, F value) { return _mm512_cvtps_epi32(value); }
+  static __m512i code(Int4, F value) { return _mm512_cvtps_epi32(value); }
+  template <class Code>
+  static __m512i code(Code, F value) {
+    using Rounding = Fp8Rounding<Code>;
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeMask));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, Rounding::kDropped), _mm512_set1_epi32(1));
+    const __m512i round = _mm512_set1_epi32(static_cast<int>(Rounding::kRound));
+    const __m512i normal =
+        _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(magnitude, round), odd), Rounding::kDropped);
+    const __m512i step = _mm512_set1_epi32(Code::kSubnormalBits);
+    const __m512 shifted = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(step));
+    const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(Rounding::kLeastNormalBits));
+    const __m512i unsigned_code = _mm512_mask_sub_epi32(normal, is_subnormal, _mm512_castps_si512(shifted), step);
+    constexpr int kAOrBAndC = 0xF8;
+    return _mm512_ternarylogic_epi32(unsigned_code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80), kAOrBAndC);
   }
-  static void store_codes(int8_t* p, const F* values) { _mm512_storeu_si512(p, to_codes(values)); }
-  static void stream_codes(int8_t* p, const F* values) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), to_codes(values));
+
+  // 16 bits each, in order. The pack works within quarters, which leaves runs of four codes to be put in order.
+  static __m512i words(__m512i first, __m512i second) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi32(first, second));
+  }
+  template <class Code>
+  static __m256i to_codes(Code, F first, F second) {
+    return _mm512_cvtepi16_epi8(words(code(Code(), first), code(Code(), second)));
+  }
+  static __m128i to_codes(Int4, F first, F second) {
+    const __m512i pairs = words(code(Int4(), first), code(Int4(), second));
+    constexpr int kAChoosesBOrC = 0xCA;
+    return _mm512_cvtepi32_epi8(
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xF), pairs, _mm512_srli_epi32(pairs, 12), kAChoosesBOrC));
+  }
+  static void store_bytes(uint8_t* p, __m256i bytes) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes); }
+  static void store_bytes(uint8_t* p, __m128i bytes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes); }
+  static void stream_bytes(uint8_t* p, __m256i bytes) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bytes); }
+  static void stream_bytes(uint8_t* p, __m128i bytes) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), bytes); }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    store_bytes(p, to_codes(Code(), first, second));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    stream_bytes(p, to_codes(Code(), first, second));
+  }
+
+  static __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static void load_codes(Int8, const uint8_t* p, F& first, F& second) {
+    first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(p)));
+    second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(p + 16)));
+  }
+  static void load_halves(__m512i halves, F& first, F& second) {
+    first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+  }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
+    const __m512i fields = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load_256(p)), 7);
+    load_halves(_mm512_and_si512(fields, _mm512_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
+    first = _mm512_mul_ps(first, _mm512_set1_ps(256.0f));
+    second = _mm512_mul_ps(second, _mm512_set1_ps(256.0f));
+  }
+  static void load_codes(E5m2, const uint8_t* p, F& first, F& second) {
+    load_halves(_mm512_slli_epi16(_mm512_cvtepu8_epi16(load_256(p)), 8), first, second);
+  }
+  // Each byte goes to two elements, whose lowest four bits look their value up.
+  static F look_up(__m512i bytes) {
+    const __m512i odd_shifted = _mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32));
+    return _mm512_permutexvar_ps(odd_shifted, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    const __m512i bytes = _mm512_broadcast_i32x4(load_128(p));
+    // Byte k to the two elements 2k and 2k + 1: two bytes to each quarter.
+    const __m512i spread = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    first = look_up(_mm512_shuffle_epi8(bytes, spread));
+    second = look_up(_mm512_shuffle_epi8(bytes, _mm512_add_epi32(spread, _mm512_set1_epi32(8))));
+  }
+
+  template <int kDistance>
+  static constexpr float sign(int index) {
+    return index & kDistance ? -1.0f : 1.0f;
+  }
+  // x·(±1) + y rounds once, as an addition does.
+  template <int kDistance>
+  static F mix(F value) {
+    constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
+    const F swapped = kDistance == 1   ? _mm512_permute_ps(value, kSwapOnes)
+                      : kDistance == 2 ? _mm512_permute_ps(value, kSwapTwos)
+                      : kDistance == 4 ? _mm512_shuffle_f32x4(value, value, kSwapOnes)
+                                       : _mm512_shuffle_f32x4(value, value, kSwapTwos);
+    const F signs = _mm512_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
+                                   sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7),
+                                   sign<kDistance>(8), sign<kDistance>(9), sign<kDistance>(10), sign<kDistance>(11),
+                                   sign<kDistance>(12), sign<kDistance>(13), sign<kDistance>(14), sign<kDistance>(15));
+    return _mm512_fmadd_ps(value, signs, swapped);
   }
 
   static void fence() { _mm_sfence(); }

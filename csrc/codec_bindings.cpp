@@ -114,6 +114,11 @@ void bind_layout(py::module_& m) {
   m.attr("WIRE_LAYOUT_VERSION") = kWireLayoutVersion;
   m.attr("ALIGN_NBYTES") = kAlignNbytes;
   m.attr("DEFAULT_BLOCK_NUMEL") = kDefaultBlockNumel;
+  m.attr("ROTATION_NUMEL") = kRotationNumel;
+  m.def(
+      "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
+      py::arg("wire"));
+  m.def("has_scales", [](const std::string& wire) { return has_scales(wire_from_name(wire)); }, py::arg("wire"));
   m.attr("MIN_BLOCK_NUMEL") = kMinBlockNumel;
   m.attr("MAX_BLOCK_NUMEL") = kMaxBlockNumel;
 
@@ -128,6 +133,7 @@ void bind_layout(py::module_& m) {
   py::class_<BucketLayout>(m, "BucketLayout")
       .def_property_readonly("wire", [](const BucketLayout& layout) { return wire_name(layout.wire); })
       .def_readonly("block_numel", &BucketLayout::block_numel)
+      .def_readonly("rotated", &BucketLayout::rotated)
       .def_readonly("num_parts", &BucketLayout::num_parts)
       .def_readonly("num_chunks", &BucketLayout::num_chunks)
       .def_readonly("exact_numel", &BucketLayout::exact_numel)
@@ -159,11 +165,12 @@ void bind_layout(py::module_& m) {
   m.def(
       "bucket_layout",
       [](const std::string& wire, int64_t block, int64_t num_parts, int64_t exact_numel, int64_t lossy_numel,
-         int64_t max_chunk_nbytes) {
-        return bucket_layout(wire_from_name(wire), block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes);
+         int64_t max_chunk_nbytes, bool rotated) {
+        return bucket_layout(wire_from_name(wire), block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes,
+                             rotated);
       },
       py::arg("wire"), py::arg("block"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("lossy_numel"),
-      py::arg("max_chunk_nbytes"));
+      py::arg("max_chunk_nbytes"), py::arg("rotated") = false);
   m.def("stream_table", &stream_table, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
 }
 

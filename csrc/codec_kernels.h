@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "wire_layout.h"
+
 namespace fusedcomm {
 
 // How an element lies in memory, on the wire and in gradients alike.
@@ -13,10 +15,14 @@ inline constexpr int kNumFormats = 3;
 
 inline constexpr int64_t format_nbytes(Format format) { return format == Format::kFp32 ? 4 : 2; }
 
-// A run has fewer than 2^31 elements.
+// How a quantised element lies on the wire; int4 has two in a byte and bf16 scales, the others fp32 scales.
+enum class Code : uint8_t { kInt8, kFp8, kFp8E5m2, kInt4 };
+inline constexpr int kNumCodes = 4;
+
+// A run has fewer than 2^31 elements; a block is a power of two, 32 elements or more.
 //
 // A streamed destination bypasses the caches; other destinations must not be marked so. It is only a hint: a kernel
-// ignores it where the address does not suit, and fences before it returns.
+// ignores it where the address does not suit. The caller fences after the last streamed call, before others may read.
 
 // dst[i] = Dst(float(src[i])·scale). Returns how many products are not finite. dst may not overlap src.
 using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float scale, bool streamed);
@@ -24,29 +30,37 @@ using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float s
 // data[i] = T(float(data[i])·scale). Returns how many products are not finite.
 using ScaleFn = int64_t (*)(void* data, int64_t numel, float scale);
 
-// Block-int8 of num_blocks whole blocks of src·scale. Returns how many products are not finite.
-using QuantizeFn = int64_t (*)(const void* src, float* scales, int8_t* codes, int64_t num_blocks, int64_t block_numel,
+// Scales and codes of whole blocks of src·scale. Returns how many products are not finite, before a rotation.
+using QuantizeFn = int64_t (*)(const void* src, void* scales, void* codes, int64_t num_blocks, int64_t block_numel,
                                float scale, bool streamed);
 
-// dst[i] = Dst((codes[i]·scales[i / block_numel])·factor); numel need not be a multiple of the block.
-using DequantizeFn = void (*)(const float* scales, const int8_t* codes, void* dst, int64_t numel, int64_t block_numel,
+// dst[i] = Dst((codes[i]·scales[i / block_numel])·factor), of whole blocks; a rotation is undone before ·factor.
+using DequantizeFn = void (*)(const void* scales, const void* codes, void* dst, int64_t num_blocks, int64_t block_numel,
                               float factor, bool streamed);
 
 // acc[i] = ((source 0 + source 1) + source 2) …, elementwise in fp32. Sources lie stride_nbytes apart.
 using SumFn = void (*)(const void* src, int64_t stride_nbytes, int64_t num_srcs, float* acc, int64_t numel);
 
-// The same for whole blocks of block-int8; both the scales and the codes of sources lie stride_nbytes apart.
-using SumInt8Fn = void (*)(const void* scales, const void* codes, int64_t stride_nbytes, int64_t num_srcs, float* acc,
-                           int64_t num_blocks, int64_t block_numel);
+// The same for whole blocks; both the scales and the codes of sources lie stride_nbytes apart.
+using SumBlocksFn = void (*)(const void* scales, const void* codes, int64_t stride_nbytes, int64_t num_srcs, float* acc,
+                             int64_t num_blocks, int64_t block_numel);
+
+// Of one code.
+struct BlockKernels {
+  QuantizeFn quantize[kNumFormats];              // [source]
+  QuantizeFn quantize_rotated[kNumFormats];      // [source]
+  DequantizeFn dequantize[kNumFormats];          // [destination]
+  DequantizeFn dequantize_rotated[kNumFormats];  // [destination]
+  SumBlocksFn sum;
+};
 
 struct KernelTable {
   const char* isa;
   ConvertFn convert[kNumFormats][kNumFormats];  // [source][destination]
   ScaleFn scale[kNumFormats];
-  QuantizeFn quantize[kNumFormats];      // [source]
-  DequantizeFn dequantize[kNumFormats];  // [destination]
-  SumFn sum[kNumFormats];                // [source]
-  SumInt8Fn sum_int8;
+  SumFn sum[kNumFormats];  // [source]
+  BlockKernels blocks[kNumCodes];
+  void (*fence)();
 };
 
 // Each in a file of its own. Null where this build has no such code or this machine cannot run it.

@@ -1,14 +1,20 @@
-// The codec's inner loops, written once over a vector type V. Each codec_<isa>.cpp includes this after it has selected
-// its instruction set, defines its V and makes a table: everything here has internal linkage, so no other file can end
-// up with code its machine cannot run. For the same reason no function template of std is used.
+// The codec's inner loops, written once over a vector type V: here single elements, in codec_blocks_impl.h blocks. Each
+// codec_<isa>.cpp includes that after it has selected its instruction set, defines its V and makes a table: everything
+// here has internal linkage, so no other file can end up with code its machine cannot run. For the same reason no
+// function template of std is used.
 //
-// V provides: F (a vector of kLanes floats), broadcast, mul, add,
+// V provides: F (a vector of kLanes floats), broadcast, mul, add, sub,
 //   load(const T*), store(T*, F), stream(T*, F)   T: float, Bf16, Fp16; store rounds to nearest even
-//   load(const int8_t*), store(int8_t*, F), store_codes and stream_codes(int8_t*, const F[4]) for |value| ≤ 127
 //   canonical(F)           NaN → 0x7FC00000, so that instruction sets cannot differ in a NaN's sign and payload
 //   N, count(N&, F)        N counts elements that are not finite; total(N)
 //   M, track(M&, F)        M holds the greatest magnitude as bits, where Inf and NaN exceed any finite; greatest(M)
 //   kStreamNbytes, fence() the alignment that stream() needs (0: it has none), what must follow the last stream()
+// and for 2·kLanes elements at once, Code being Int8, E4m3, E5m2 or Int4:
+//   load_codes(Code, const uint8_t*, F&, F&)         values of codes; not those of NaN and Inf, which are never sent
+//   store_codes, stream_codes(Code, uint8_t*, F, F)  to nearest even, of values less than half a step beyond kGreatest
+// and mix<distance>(F), distance < kLanes: (a, b) ← (a + b, a - b) for all pairs of elements that far apart
+#pragma once
+
 #include <cstdint>
 #include <cstring>
 
@@ -23,6 +29,56 @@ struct Bf16 {
 struct Fp16 {
   uint16_t bits;
 };
+
+// ---- codes of blocks
+
+struct Int8 {
+  using Scale = float;
+  static constexpr int kNbits = 8;
+  static constexpr float kGreatest = 127.0f;
+  static constexpr uint32_t kGreatestCode = 0x7F, kLeastCode = 0x81;  // also those of ±Inf
+};
+
+// For 1 sign bit, 7 - kMantissaBits exponent bits. Their least normal number is 2^(kExponentShift - 126).
+struct E4m3 {
+  using Scale = float;
+  static constexpr int kNbits = 8;
+  static constexpr float kGreatest = 448.0f;
+  static constexpr uint32_t kGreatestCode = 0x7E, kLeastCode = 0xFE;
+  static constexpr int kMantissaBits = 3;
+  static constexpr uint32_t kExponentShift = 120;         // from its exponent to that of fp32
+  static constexpr uint32_t kSubnormalBits = 0x46C00000;  // of 24576, where an ulp is the step of subnormals
+};
+
+struct E5m2 {
+  using Scale = float;
+  static constexpr int kNbits = 8;
+  static constexpr float kGreatest = 57344.0f;
+  static constexpr uint32_t kGreatestCode = 0x7B, kLeastCode = 0xFB;
+  static constexpr int kMantissaBits = 2;
+  static constexpr uint32_t kExponentShift = 112;
+  static constexpr uint32_t kSubnormalBits = 0x43400000;  // of 192
+};
+
+struct Int4 {
+  using Scale = Bf16;
+  static constexpr int kNbits = 4;
+  static constexpr float kGreatest = 7.0f;
+  static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x9;
+};
+
+// What every V needs to turn the bits of a magnitude into an fp8 code, to nearest even:
+//   normal     (bits + kRound + the lowest bit kept) >> kDropped, where bits ≥ kLeastNormalBits
+//   subnormal  the bits of (magnitude + kSubnormal) - kSubnormalBits
+template <class Code>
+struct Fp8Rounding {
+  static constexpr int kDropped = 23 - Code::kMantissaBits;
+  // Half an ulp less one, and the difference of the exponents.
+  static constexpr uint32_t kRound = (1u << (kDropped - 1)) - 1u - (Code::kExponentShift << 23);
+  static constexpr uint32_t kLeastNormalBits = (Code::kExponentShift + 1u) << 23;
+};
+
+// ---- bits
 
 constexpr uint32_t kInfBits = 0x7F800000u;
 constexpr uint32_t kNanBits = 0x7FC00000u;
@@ -51,6 +107,7 @@ struct Scalar {
   static F broadcast(float value) { return value; }
   static F mul(F a, F b) { return a * b; }
   static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
 
   static F canonical(F value) {
     const uint32_t bits = bits_of(value);
@@ -66,11 +123,11 @@ struct Scalar {
 
   static F load(const float* p) { return *p; }
   static F load(const Bf16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
-  static F load(const int8_t* p) { return static_cast<float>(*p); }
+
+  static F load(const Fp16* p) { return float_of_half(p->bits); }
 
   // Shift the fields into place and correct the exponent; a subnormal is normalised by an exact subtraction.
-  static F load(const Fp16* p) {
-    const uint32_t half = p->bits;
+  static F float_of_half(uint32_t half) {
     const uint32_t shifted = (half & 0x7FFFu) << 13;
     const uint32_t exponent = shifted & 0x0F800000u;
     const uint32_t normal = shifted + (112u << 23);
@@ -99,24 +156,52 @@ struct Scalar {
     p->bits = static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
   }
 
-  // 1.5·2^23 has an ulp of one, so the addition rounds to a whole number, nearest even, in the low bits.
-  static void store(int8_t* p, F value) {
-    *p = static_cast<int8_t>(static_cast<int32_t>(bits_of(value + 12582912.0f) - 0x4B400000u));
-  }
-
   template <class T>
   static void stream(T* p, F value) {
     store(p, value);
   }
-  static void store_codes(int8_t* p, const F* values) {
-    for (int k = 0; k < 4; ++k) store(p + k, values[k]);
+
+  // 1.5·2^23 has an ulp of one, so the addition rounds to a whole number, nearest even, in the low bits.
+  static uint32_t whole(F value) { return bits_of(value + 12582912.0f) - 0x4B400000u; }
+  static uint32_t code(Int8, F value) { return whole(value); }
+  template <class Code>
+  static uint32_t code(Code, F value) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t odd = magnitude >> Rounding::kDropped & 1u;
+    const uint32_t normal = (magnitude + Rounding::kRound + odd) >> Rounding::kDropped;
+    const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
+    return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
-  static void stream_codes(int8_t* p, const F* values) { store_codes(p, values); }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    p[0] = static_cast<uint8_t>(code(Code(), first));
+    p[1] = static_cast<uint8_t>(code(Code(), second));
+  }
+  static void store_codes(Int4, uint8_t* p, F first, F second) {
+    *p = static_cast<uint8_t>((whole(first) & 0xFu) | whole(second) << 4);
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    store_codes(Code(), p, first, second);
+  }
+
+  static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
+  static F value(E5m2, uint32_t code) { return float_of_half(code << 8); }
+  template <class Code>
+  static void load_codes(Code, const uint8_t* p, F& first, F& second) {
+    first = value(Code(), p[0]);
+    second = value(Code(), p[1]);
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    first = static_cast<float>(static_cast<int8_t>(*p << 4) >> 4);
+    second = static_cast<float>(static_cast<int8_t>(*p) >> 4);
+  }
   static void fence() {}
 };
-
-// Blocks of smaller values become zeros: keeps 1/absmax and scale/127 clear of overflow and of denormals.
-constexpr uint32_t kLeastAbsmaxBits = (127u - 100u) << 23;  // 2^-100
 
 template <class V>
 bool suits_streaming(const void* p) {
@@ -154,7 +239,6 @@ int64_t convert(const void* src_data, void* dst_data, int64_t numel, float scale
   int64_t nonfinite;
   if (streamed && suits_streaming<V>(dst)) {
     nonfinite = convert_span<V, Src, Dst, true>(src, dst, body, scale);
-    V::fence();
   } else {
     nonfinite = convert_span<V, Src, Dst, false>(src, dst, body, scale);
   }
@@ -228,166 +312,6 @@ void sum(const void* src, int64_t stride_nbytes, int64_t num_srcs, float* acc, i
     sum_span<Scalar, Src>(bytes + body * static_cast<int64_t>(sizeof(Src)), stride_nbytes, num_srcs, acc + body,
                           numel - body);
   }
-}
-
-// ---- block-int8; every block is a multiple of kLanes
-
-// Out of the way of the loop: the codes say ±Inf or not, and 0·Inf makes the rest NaN again.
-template <class Src>
-__attribute__((noinline)) int64_t quantize_nonfinite_block(const Src* src, float* block_scale, int8_t* codes,
-                                                           int64_t block_numel, float scale) {
-  int64_t nonfinite = 0;
-  *block_scale = float_of(kInfBits);
-  for (int64_t i = 0; i < block_numel; ++i) {
-    const uint32_t bits = bits_of(Scalar::load(src + i) * scale);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    nonfinite += magnitude >= kInfBits;
-    codes[i] = magnitude != kInfBits ? 0 : bits == kInfBits ? 127 : -127;
-  }
-  return nonfinite;
-}
-
-// |code| ≤ 127: |y| ≤ absmax and inverse ≤ (127/absmax)(1 + 2^-24), so |y·inverse| ≤ 127(1 + 2^-24)² < 127.5.
-template <class V, class Src, bool kStreamed>
-int64_t quantize_blocks(const Src* __restrict src, float* __restrict scales, int8_t* __restrict codes,
-                        int64_t num_blocks, int64_t block_numel, float scale) {
-  const typename V::F factor = V::broadcast(scale);
-  int64_t nonfinite = 0;
-  for (int64_t block = 0; block < num_blocks; ++block, src += block_numel, codes += block_numel) {
-    typename V::M magnitude{};
-    for (int64_t i = 0; i < block_numel; i += V::kLanes) V::track(magnitude, V::mul(V::load(src + i), factor));
-    const uint32_t absmax_bits = V::greatest(magnitude);
-    if (absmax_bits - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
-      const float absmax = float_of(absmax_bits);
-      scales[block] = absmax / 127.0f;
-      const typename V::F inverse = V::broadcast(127.0f / absmax);
-      int64_t i = 0;
-      for (; i + 4 * V::kLanes <= block_numel; i += 4 * V::kLanes) {
-        typename V::F y[4];
-        for (int k = 0; k < 4; ++k) y[k] = V::mul(V::mul(V::load(src + i + k * V::kLanes), factor), inverse);
-        if (kStreamed) {
-          V::stream_codes(codes + i, y);
-        } else {
-          V::store_codes(codes + i, y);
-        }
-      }
-      for (; i < block_numel; i += V::kLanes) {
-        V::store(codes + i, V::mul(V::mul(V::load(src + i), factor), inverse));
-      }
-    } else if (absmax_bits >= kInfBits) {
-      nonfinite += quantize_nonfinite_block(src, scales + block, codes, block_numel, scale);
-    } else {
-      scales[block] = 0;
-      std::memset(codes, 0, static_cast<size_t>(block_numel));
-    }
-  }
-  return nonfinite;
-}
-
-template <class V, class Src>
-int64_t quantize(const void* src_data, float* scales, int8_t* codes, int64_t num_blocks, int64_t block_numel,
-                 float scale, bool streamed) {
-  const auto* src = static_cast<const Src*>(src_data);
-  if (streamed && suits_streaming<V>(codes)) {
-    const int64_t nonfinite = quantize_blocks<V, Src, true>(src, scales, codes, num_blocks, block_numel, scale);
-    V::fence();
-    return nonfinite;
-  }
-  return quantize_blocks<V, Src, false>(src, scales, codes, num_blocks, block_numel, scale);
-}
-
-template <class V, class Dst, bool kStreamed>
-inline void dequantize_span(float block_scale, const int8_t* __restrict codes, Dst* __restrict dst, int64_t numel,
-                            float factor) {
-  const typename V::F scale_v = V::broadcast(block_scale);
-  const typename V::F factor_v = V::broadcast(factor);
-  for (int64_t i = 0; i < numel; i += V::kLanes) {
-    put<kStreamed, V>(dst + i, V::canonical(V::mul(V::mul(V::load(codes + i), scale_v), factor_v)));
-  }
-}
-
-template <class V, class Dst, bool kStreamed>
-void dequantize_blocks(const float* __restrict scales, const int8_t* __restrict codes, Dst* __restrict dst,
-                       int64_t numel, int64_t block_numel, float factor) {
-  for (; numel >= block_numel; numel -= block_numel, codes += block_numel, dst += block_numel) {
-    dequantize_span<V, Dst, kStreamed>(*scales++, codes, dst, block_numel, factor);
-  }
-  if (numel > 0) {
-    const int64_t body = numel - numel % V::kLanes;
-    dequantize_span<V, Dst, kStreamed>(*scales, codes, dst, body, factor);
-    dequantize_span<Scalar, Dst, false>(*scales, codes + body, dst + body, numel - body, factor);
-  }
-}
-
-template <class V, class Dst>
-void dequantize(const float* scales, const int8_t* codes, void* dst_data, int64_t numel, int64_t block_numel,
-                float factor, bool streamed) {
-  auto* dst = static_cast<Dst*>(dst_data);
-  if (streamed && suits_streaming<V>(dst)) {
-    dequantize_blocks<V, Dst, true>(scales, codes, dst, numel, block_numel, factor);
-    V::fence();
-  } else {
-    dequantize_blocks<V, Dst, false>(scales, codes, dst, numel, block_numel, factor);
-  }
-}
-
-template <class V, int kCount, bool kFirst>
-void sum_int8_group(const char* scales, const char* codes, int64_t stride_nbytes, float* __restrict acc,
-                    int64_t num_blocks, int64_t block_numel) {
-  for (int64_t block = 0; block < num_blocks; ++block, codes += block_numel, acc += block_numel) {
-    typename V::F scale[kCount];
-    for (int k = 0; k < kCount; ++k) {
-      scale[k] = V::broadcast(reinterpret_cast<const float*>(scales + k * stride_nbytes)[block]);
-    }
-    for (int64_t i = 0; i < block_numel; i += V::kLanes) {
-      const auto* code = reinterpret_cast<const int8_t*>(codes + i);
-      typename V::F sum = V::mul(V::load(code), scale[0]);
-      if (!kFirst) sum = V::add(V::load(acc + i), sum);
-      for (int k = 1; k < kCount; ++k) sum = V::add(sum, V::mul(V::load(code + k * stride_nbytes), scale[k]));
-      V::store(acc + i, sum);
-    }
-  }
-}
-
-template <class V, bool kFirst>
-void sum_int8_up_to_group(const char* scales, const char* codes, int64_t stride_nbytes, int64_t count, float* acc,
-                          int64_t num_blocks, int64_t block_numel) {
-  switch (count) {
-    case 1:
-      return sum_int8_group<V, 1, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
-    case 2:
-      return sum_int8_group<V, 2, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
-    case 3:
-      return sum_int8_group<V, 3, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
-    default:
-      return sum_int8_group<V, kGroup, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
-  }
-}
-
-template <class V>
-void sum_int8(const void* scales_data, const void* codes_data, int64_t stride_nbytes, int64_t num_srcs, float* acc,
-              int64_t num_blocks, int64_t block_numel) {
-  const auto* scales = static_cast<const char*>(scales_data);
-  const auto* codes = static_cast<const char*>(codes_data);
-  sum_int8_up_to_group<V, true>(scales, codes, stride_nbytes, num_srcs, acc, num_blocks, block_numel);
-  for (int64_t k = kGroup; k < num_srcs; k += kGroup) {
-    const int64_t offset = k * stride_nbytes;
-    sum_int8_up_to_group<V, false>(scales + offset, codes + offset, stride_nbytes, num_srcs - k, acc, num_blocks,
-                                   block_numel);
-  }
-}
-
-template <class V>
-constexpr KernelTable make_table(const char* isa) {
-  return {isa,
-          {{convert<V, float, float>, convert<V, float, Bf16>, convert<V, float, Fp16>},
-           {convert<V, Bf16, float>, convert<V, Bf16, Bf16>, convert<V, Bf16, Fp16>},
-           {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
-          {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
-          {quantize<V, float>, quantize<V, Bf16>, quantize<V, Fp16>},
-          {dequantize<V, float>, dequantize<V, Bf16>, dequantize<V, Fp16>},
-          {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
-          sum_int8<V>};
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 #include <arm_neon.h>
 
-#include "codec_kernels_impl.h"
+#include "codec_blocks_impl.h"
 
 namespace fusedcomm {
 namespace {
@@ -21,6 +21,7 @@ struct Neon {
   static F broadcast(float value) { return {{vdupq_n_f32(value), vdupq_n_f32(value)}}; }
   static F mul(F a, F b) { return {{vmulq_f32(a.val[0], b.val[0]), vmulq_f32(a.val[1], b.val[1])}}; }
   static F add(F a, F b) { return {{vaddq_f32(a.val[0], b.val[0]), vaddq_f32(a.val[1], b.val[1])}}; }
+  static F sub(F a, F b) { return {{vsubq_f32(a.val[0], b.val[0]), vsubq_f32(a.val[1], b.val[1])}}; }
 
   static float32x4_t canonical_4(float32x4_t value) {
     return vbslq_f32(vceqq_f32(value, value), value, vreinterpretq_f32_u32(vdupq_n_u32(kNanBits)));
@@ -52,14 +53,7 @@ struct Neon {
     return {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16)),
              vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(bits), 16))}};
   }
-  static F load(const Fp16* p) {
-    const float16x8_t halves = vreinterpretq_f16_u16(load_8(p));
-    return {{vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))}};
-  }
-  static F load(const int8_t* p) {
-    const int16x8_t words = vmovl_s8(vld1_s8(p));
-    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)))}};
-  }
+  static F load(const Fp16* p) { return values_8(load_8(p)); }
 
   static uint16x4_t to_bf16(float32x4_t value) {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
@@ -74,16 +68,90 @@ struct Neon {
   }
   static void store(Bf16* p, F value) { store_8(p, vcombine_u16(to_bf16(value.val[0]), to_bf16(value.val[1]))); }
   static void store(Fp16* p, F value) { store_8(p, vcombine_u16(to_fp16(value.val[0]), to_fp16(value.val[1]))); }
-  static void store(int8_t* p, F value) {
-    const int32x4_t low = vcvtnq_s32_f32(value.val[0]);
-    const int32x4_t high = vcvtnq_s32_f32(value.val[1]);
-    vst1_s8(p, vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high))));
+  static uint32x4_t whole(float32x4_t value) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(value)); }
+  static uint32x4_t code(Int8, float32x4_t value) { return whole(value); }
+  static uint32x4_t code(Int4, float32x4_t value) { return whole(value); }
+  template <class Code>
+  static uint32x4_t code(Code, float32x4_t value) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t size = magnitude(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, Rounding::kDropped), vdupq_n_u32(1));
+    const uint32x4_t normal =
+        vshrq_n_u32(vaddq_u32(vaddq_u32(size, vdupq_n_u32(Rounding::kRound)), odd), Rounding::kDropped);
+    const uint32x4_t step = vdupq_n_u32(Code::kSubnormalBits);
+    const float32x4_t shifted = vaddq_f32(vreinterpretq_f32_u32(size), vreinterpretq_f32_u32(step));
+    const uint32x4_t subnormal = vsubq_u32(vreinterpretq_u32_f32(shifted), step);
+    const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(Rounding::kLeastNormalBits));
+    return vorrq_u32(vbslq_u32(is_normal, normal, subnormal), vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80)));
+  }
+  // The low bytes.
+  template <class Code>
+  static uint8x8_t codes_8(Code, F value) {
+    return vmovn_u16(vcombine_u16(vmovn_u32(code(Code(), value.val[0])), vmovn_u32(code(Code(), value.val[1]))));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    vst1_u8(p, codes_8(Code(), first));
+    vst1_u8(p + kLanes, codes_8(Code(), second));
+  }
+  static void store_codes(Int4, uint8_t* p, F first, F second) {
+    const uint8x8_t a = codes_8(Int4(), first);
+    const uint8x8_t b = codes_8(Int4(), second);
+    vst1_u8(p, vsli_n_u8(vand_u8(vuzp1_u8(a, b), vdup_n_u8(0xF)), vuzp2_u8(a, b), 4));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    store_codes(Code(), p, first, second);
   }
 
-  static void store_codes(int8_t* p, const F* values) {
-    for (int k = 0; k < 4; ++k) store(p + k * kLanes, values[k]);
+  static F values_8(int8x8_t codes) {
+    const int16x8_t words = vmovl_s8(codes);
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)))}};
   }
-  static void stream_codes(int8_t* p, const F* values) { store_codes(p, values); }
+  static void load_codes(Int8, const uint8_t* p, F& first, F& second) {
+    first = values_8(vreinterpret_s8_u8(vld1_u8(p)));
+    second = values_8(vreinterpret_s8_u8(vld1_u8(p + kLanes)));
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    const int8x8_t bytes = vreinterpret_s8_u8(vld1_u8(p));
+    const int8x8_t even = vshr_n_s8(vshl_n_s8(bytes, 4), 4);
+    const int8x8_t odd = vshr_n_s8(bytes, 4);
+    first = values_8(vzip1_s8(even, odd));
+    second = values_8(vzip2_s8(even, odd));
+  }
+  static F values_8(uint16x8_t halves_bits) {
+    const float16x8_t halves = vreinterpretq_f16_u16(halves_bits);
+    return {{vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))}};
+  }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static F load_8(E4m3, const uint8_t* p) {
+    const uint16x8_t fields = vshlq_n_u16(vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)))), 7);
+    return mul(values_8(vandq_u16(fields, vdupq_n_u16(0xBFFF))), broadcast(256.0f));
+  }
+  static F load_8(E5m2, const uint8_t* p) { return values_8(vshll_n_u8(vld1_u8(p), 8)); }
+  template <class Code>
+  static void load_codes(Code, const uint8_t* p, F& first, F& second) {
+    first = load_8(Code(), p);
+    second = load_8(Code(), p + kLanes);
+  }
+
+  // x·(±1) + y rounds once, as an addition does.
+  static float32x4_t mix_4(float32x4_t value, float32x4_t swapped, float32x4_t signs) {
+    return vfmaq_f32(swapped, value, signs);
+  }
+  template <int kDistance>
+  static F mix(F value) {
+    const float32x4_t a = value.val[0];
+    const float32x4_t b = value.val[1];
+    if constexpr (kDistance == 4) return {{vaddq_f32(a, b), vsubq_f32(a, b)}};
+    if constexpr (kDistance == 2) {
+      const float32x4_t signs = {1.0f, 1.0f, -1.0f, -1.0f};
+      return {{mix_4(a, vextq_f32(a, a, 2), signs), mix_4(b, vextq_f32(b, b, 2), signs)}};
+    }
+    const float32x4_t signs = {1.0f, -1.0f, 1.0f, -1.0f};
+    return {{mix_4(a, vrev64q_f32(a), signs), mix_4(b, vrev64q_f32(b), signs)}};
+  }
 
   template <class T>
   static void stream(T* p, F value) {

@@ -1,5 +1,5 @@
 // Kernels in plain C++, for any machine.
-#include "codec_kernels_impl.h"
+#include "codec_blocks_impl.h"
 
 namespace fusedcomm {
 

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "wire_names.h"
+
 namespace fusedcomm {
 namespace {
 
@@ -52,10 +54,14 @@ std::string sum_name(Sum sum) {
 
 void check_config(const WireConfig& config) {
   check_block_numel(config.block_numel);
+  if (config.rotate && !has_scales(config.wire)) {
+    throw std::invalid_argument("rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4), not wire='" +
+                                wire_name(config.wire) + "', which rounds each element by itself");
+  }
   if (config.sum == Sum::kDirect && !is_16_bit(config.wire)) {
     throw std::invalid_argument(
-        "sum='direct' adds in the wire dtype, which must be bf16 or fp16: use sum='two-shot' for int8, sum='exact' "
-        "for fp32");
+        "sum='direct' adds in the wire dtype, which must be bf16 or fp16: use sum='two-shot' for wires with scales, "
+        "sum='exact' for fp32");
   }
   if (config.sum == Sum::kExact && config.wire != Wire::kFp32) {
     throw std::invalid_argument("sum='exact' is an fp32 all-reduce: use wire='fp32' with it");
@@ -88,7 +94,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.reduce_scale = static_cast<float>(predivide / p);
     plan.layout =
-        bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel, config.max_chunk_nbytes);
+        bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel, config.max_chunk_nbytes,
+                      config.rotate);
     return plan;
   }
 
@@ -118,7 +125,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
 int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   const Wire wire = config.wire;
   // Each part is rounded up to one more grain and each of its three sections to 16 bytes.
-  const int64_t slack = grain_numel(wire, config.block_numel) * code_nbytes(wire) + kScaleNbytes + 4 * kAlignNbytes;
+  const int64_t slack =
+      codes_nbytes(wire, grain_numel(wire, config.block_numel)) + scales_nbytes(wire, 1) + 4 * kAlignNbytes;
   return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }
 

@@ -28,6 +28,7 @@ struct WireConfig {
   double predivide = 0;  // fp16 only; 0: chosen here
   int64_t max_chunk_nbytes = 512 << 10;
   int64_t num_slots = 4;  // chunks that may be under way at once
+  bool rotate = false;    // mix runs of elements before quantising, against outliers
 };
 
 struct BucketPlan {

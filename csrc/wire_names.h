@@ -10,7 +10,7 @@
 namespace fusedcomm {
 
 // Indexed by Wire.
-inline constexpr const char* kWireNames[] = {"fp32", "bf16", "fp16", "int8"};
+inline constexpr const char* kWireNames[] = {"fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4"};
 
 inline std::string wire_name(Wire wire) { return kWireNames[static_cast<size_t>(wire)]; }
 

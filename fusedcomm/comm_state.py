@@ -18,7 +18,7 @@ class CommState:
     """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
 
     Args:
-        wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa, sm_limit: as
+        wire, sum, exempt, block, rotate, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa, sm_limit: as
             for :func:`fusedcomm.attach`.
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
@@ -34,7 +34,8 @@ class CommState:
         *,
         sum: str = "auto",
         exempt: tuple[str, ...] | None = None,
-        block: int = 128,
+        block: int | None = None,
+        rotate: bool = False,
         predivide: float | str = "auto",
         chunk_nbytes: int | None = None,
         chunks_in_flight: int = 4,
@@ -44,7 +45,7 @@ class CommState:
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight)
+        self.config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate)
         if self.config.exempt_names and module is None:
             raise ValueError(
                 f"exempt={self.config.exempt!r} has patterns of names, and a communication hook sees no names: pass "

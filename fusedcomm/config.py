@@ -9,13 +9,13 @@ import torch
 from fusedcomm import env
 from fusedcomm.native import _C
 
-WIRES = ("fp32", "bf16", "fp16", "int8")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 SUMS = ("auto", "exact", "direct", "two-shot")
 
 ONE_DIMENSIONAL = "1d"
 
 # Biases and norms: a fraction of a percent of the elements, and most of the damage when they are quantised.
-_DEFAULT_EXEMPT = {"int8": (ONE_DIMENSIONAL,)}
+_DEFAULT_EXEMPT = {wire: (ONE_DIMENSIONAL,) for wire in WIRES if _C.has_scales(wire)}
 
 MAX_CODEC_THREADS = 4
 
@@ -50,16 +50,19 @@ class Config:
     wire: str = "bf16"
     sum: str = "auto"
     exempt: tuple[str, ...] | None = None
-    block: int = 128
+    block: int | None = None
     predivide: float | str = "auto"
     chunk_nbytes: int | None = None
     chunks_in_flight: int = 4
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, WIRES)
         _check_choice("sum", self.sum, SUMS)
         if self.exempt is None:
             object.__setattr__(self, "exempt", _DEFAULT_EXEMPT.get(self.wire, ()))
+        if self.block is None:
+            object.__setattr__(self, "block", _C.default_block_numel(self.wire))
         if isinstance(self.exempt, str):
             raise ValueError(
                 f"exempt={self.exempt!r} is one string: pass a tuple of patterns, exempt=({self.exempt!r},)"
@@ -75,6 +78,8 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
+        if not isinstance(self.rotate, bool):
+            raise ValueError(f"rotate={self.rotate!r} is not possible: use True or False")
         if self.predivide != "auto" and (
             isinstance(self.predivide, (bool, str))
             or not isinstance(self.predivide, (int, float))
@@ -103,6 +108,7 @@ class Config:
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=self.chunk_nbytes_for(world_size, device_type),
             chunks_in_flight=self.chunks_in_flight,
+            rotate=self.rotate,
         )
 
     @property

@@ -105,7 +105,7 @@ def load_kernels(
     version = check_triton()
     from fusedcomm.kernels import compile, constants, ragged_cuda
 
-    variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes)
+    variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes, cfg.rotate)
     if announce:
         print(
             f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
@@ -114,7 +114,7 @@ def load_kernels(
         )
     loader = _C.KernelLoader(driver, constants.TILE)
     for variant in variants:
-        in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON
+        in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON and ragged_cuda.has(variant)
         load(loader, (ragged_cuda if in_cuda else compile).compile(variant, capability))
     return loader, version
 

@@ -29,7 +29,8 @@ def attach(
     *,
     sum: str = "auto",
     exempt: tuple[str, ...] | None = None,
-    block: int = 128,
+    block: int | None = None,
+    rotate: bool = False,
     predivide: float | str = "auto",
     chunk_nbytes: int | None = None,
     chunks_in_flight: int = 4,
@@ -43,12 +44,17 @@ def attach(
     Args:
         ddp: the module that DistributedDataParallel wraps, parameters on cpu over a gloo group or on one cuda device
             over an NCCL group.
-        wire: what travels: "fp32", "bf16", "fp16", or "int8" (with one fp32 scale for every `block` elements).
+        wire: what travels: "fp32", "bf16", "fp16", or codes with a scale for every `block` elements: "int8", "fp8"
+            (e4m3), "fp8_e5m2", "int4".
         sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (fp32 sum of encoded
             chunks in rank order), or "auto": by world size and bucket size, as the printed plan says.
         exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
-            None means ("1d",) for int8 and () for the others.
-        block: elements that share a scale; a power of two from 32 to 4096. Only int8 uses it.
+            None means ("1d",) for wires with scales and () for the others.
+        block: elements that share a scale; a power of two from 32 to 4096. None: 128, for int4 32. Only wires with
+            scales use it.
+        rotate: wires with scales only: runs of 32 elements are multiplied by a Hadamard matrix before they are
+            quantised and by its inverse afterwards, so that an outlier costs its block less. Helps int4 on
+            heavy-tailed gradients (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
@@ -74,7 +80,7 @@ def attach(
         RuntimeError: the module already has a hook or a DDP option that cannot combine, a device or backend has no
             path, or the ranks do not agree; the last with the same text on every rank.
     """
-    config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight)
+    config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate)
     _check_module(ddp)
     parameters = _synchronised_parameters(ddp, config)
     local = LocalOptions(isa, codec_threads, sm_limit)

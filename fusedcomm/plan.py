@@ -51,10 +51,11 @@ class Plan:
 
     def __str__(self) -> str:
         config = self.config
+        wire = f"{config.wire} rotated" if config.rotate else config.wire
+        chunk_kib = config.chunk_nbytes_for(self.world_size, self.device_type) >> 10
         lines = [
-            f"fusedcomm: wire {config.wire}, sum {config.sum}, {self.world_size} ranks, codec {self.codec}, chunks of "
-            f"{config.chunk_nbytes_for(self.world_size, self.device_type) >> 10} KiB, scratch "
-            f"{self.scratch_nbytes / _MIB:.1f} MiB"
+            f"fusedcomm: wire {wire}, sum {config.sum}, {self.world_size} ranks, codec {self.codec}, chunks of "
+            f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
         ]
         lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>6} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
         for index, row in enumerate(self.buckets):

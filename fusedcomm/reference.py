@@ -7,11 +7,15 @@ Sizes and offsets are asked of the layout (csrc/wire_layout.h); the arithmetic i
     fp32     code = y
     bf16     code = y rounded to nearest even         overflow becomes Inf
     fp16     code = y rounded to nearest even         overflow becomes Inf, subnormals are kept
-    int8     absmax = max |y| of a block, scale = absmax / 127, code = round(y · (127 / absmax)), half to even
+    blocks   absmax = max |y| of a block; L is the greatest code: 127 (int8), 448 (fp8), 57344 (fp8_e5m2), 7 (int4)
+               scale = absmax / L, inverse = L / absmax; int4: scale = absmax / 7 rounded to bf16, inverse = 1 / scale
+               code = y · inverse, to nearest even among whole numbers (int8, int4) or values of e4m3fn, e5m2 (fp8),
+               which keep the sign of zero; what lies beyond L becomes L
                a block with absmax < 2^-100           scale = 0, code = 0
-               a block with an Inf or a NaN           scale = Inf, code = ±127 for ±Inf, 0 for all others
-    decode   the code as fp32; int8: code · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
-               (and 127 · scale may overflow to Inf where absmax is within an ulp of the greatest float)
+               a block with an Inf or a NaN           scale = Inf, code = ±L for ±Inf, 0 for all others
+    rotate   y of 32 consecutive elements ← H·(signs·y) first, unnormalised; undone after decoding by signs·(H·y)/32
+    decode   the code as fp32; of blocks code · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
+               (and L · scale may overflow to Inf where absmax is near the greatest float)
     reduce   ((part 0 + part 1) + part 2) … in fp32, · scale, encoded again
     unpack   x = decoded · scale, rounded to the gradient's dtype
 
@@ -22,10 +26,25 @@ import torch
 
 from fusedcomm.native import _C
 
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+WIRE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int4": torch.uint8,
+}
+"""Of the codes; int4 has two in a byte, the even element's in the low half."""
+
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0, "int4": 7.0}
 
 _LEAST_ABSMAX = 2.0**-100
-"""Blocks below it become zeros, so that neither scale nor 127/absmax comes near overflow or a denormal."""
+"""Blocks below it become zeros, so that neither scale nor inverse comes near overflow or a denormal."""
+
+_ROTATION_SIGNS = 0x9E3779B9
+"""Bit i is set where element i of a run of 32 changes its sign before it is rotated: else a constant run, which is
+common, would end up in one element."""
 
 
 # ---- elements
@@ -59,32 +78,95 @@ def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> tuple[torch.Tensor, torch.Tensor]:
     """Wire codes of `y` (fp32, [numel]) and the scales of its blocks.
 
-    Returns (codes [numel] in the wire's dtype, scales fp32 [ceil(numel / block)]; no scales unless the wire is int8).
-    Elements missing from the last block count as zeros.
+    Returns (codes [numel] in the wire's dtype, int4 [ceil(numel / 2)]; scales [ceil(numel / block)] in fp32, int4 in
+    bf16; no scales unless the wire has blocks). Elements missing from the last block count as zeros.
     """
-    if wire != "int8":
+    if wire not in GREATEST_CODE:
         return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
+    scale_dtype = torch.bfloat16 if wire == "int4" else torch.float32
+    if y.numel() == 0:
+        return y.new_empty(0, dtype=WIRE_DTYPES[wire]), y.new_empty(0, dtype=scale_dtype)
     blocks = torch.nn.functional.pad(y, (0, -y.numel() % block)).view(-1, block)
-    if blocks.numel() == 0:
-        return y.to(torch.int8), y.new_empty(0)
     absmax = blocks.abs().amax(dim=1)
     finite = blocks.isfinite().all(dim=1)
     normal = finite & (absmax >= _LEAST_ABSMAX)
-    absmax = torch.where(normal, absmax, 127.0)
-    # A tensor of 127s: dividing by a Python number may be done as multiplying by its reciprocal.
-    inverse = torch.full_like(absmax, 127.0) / absmax
-    codes = torch.where(normal[:, None], (blocks * inverse[:, None]).round(), 0.0)
-    codes = torch.where(blocks.isinf(), 127.0 * blocks.sign(), codes)
-    scales = torch.where(normal, absmax / torch.full_like(absmax, 127.0), 0.0)
-    scales = torch.where(finite, scales, torch.inf)
-    return codes.to(torch.int8).view(-1)[: y.numel()], scales
+    # Tensors of L: dividing by a Python number may be done as multiplying by its reciprocal.
+    greatest = torch.full_like(absmax, GREATEST_CODE[wire])
+    absmax = torch.where(normal, absmax, greatest)
+    scales = absmax / greatest
+    inverse = greatest / absmax
+    if wire == "int4":
+        scales = round_to(scales, torch.bfloat16).float()
+        inverse = torch.ones_like(scales) / scales
+    codes = torch.where(normal[:, None], _nearest_code(blocks * inverse[:, None], wire), 0.0)
+    codes = torch.where(blocks.isinf(), greatest[:, None] * blocks.sign(), codes)
+    scales = torch.where(normal, scales, 0.0)
+    scales = torch.where(finite, scales, torch.inf).to(scale_dtype)
+    return _stored(codes.view(-1)[: y.numel()], wire), scales
+
+
+def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
+    """fp32: each element of `v` (fp32) rounded to a value that the wire has a code for."""
+    greatest = GREATEST_CODE[wire]
+    if wire in ("int8", "int4"):
+        return v.round().clamp(-greatest, greatest)
+    return v.clamp(-greatest, greatest).to(WIRE_DTYPES[wire]).float()
+
+
+def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
+    """Codes as they lie in memory, of exact values in fp32."""
+    if wire != "int4":
+        return codes.to(WIRE_DTYPES[wire])
+    nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).to(torch.int8).view(torch.uint8) & 0xF
+    return nibbles[0::2] | nibbles[1::2] << 4
+
+
+def _values(codes: torch.Tensor, wire: str) -> torch.Tensor:
+    """fp32: what stored codes stand for."""
+    if wire != "int4":
+        return codes.float()
+    nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).to(torch.int16)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles).float()
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
-    """fp32 [numel] of what `encode` returned."""
-    if wire != "int8":
-        return canonical(codes.float())
-    return canonical(codes.float() * scales.repeat_interleave(block)[: codes.numel()])
+    """fp32 of what `encode` returned: [numel], of int4 an even number."""
+    values = _values(codes, wire)
+    if wire in GREATEST_CODE:
+        values = values * scales.float().repeat_interleave(block)[: values.numel()]
+    return canonical(values)
+
+
+# ---- rotation
+
+
+def rotate(y: torch.Tensor) -> torch.Tensor:
+    """Each run of 32 elements of `y` (fp32, [32·n]), signs changed, multiplied by the Hadamard matrix of order 32.
+
+    It spreads an outlier over its run, so that it costs the other elements of its block less. Order and pairs of the
+    additions as in the fast Walsh-Hadamard transform, for h = 1, 2, 4, 8, 16: (a, b) ← (a + b, a − b).
+    """
+    return _butterfly(y.view(-1, _C.ROTATION_NUMEL) * _signs(y)).view(-1)
+
+
+def unrotate(y: torch.Tensor) -> torch.Tensor:
+    """The inverse of `rotate`, but for rounding: signs · 2^-5 · (H·y)."""
+    return (_butterfly(y.view(-1, _C.ROTATION_NUMEL)) * (_signs(y) / _C.ROTATION_NUMEL)).view(-1)
+
+
+def _signs(like: torch.Tensor) -> torch.Tensor:
+    bits = [_ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
+    return torch.tensor([-1.0 if bit else 1.0 for bit in bits], device=like.device)
+
+
+def _butterfly(runs: torch.Tensor) -> torch.Tensor:
+    h = 1
+    while h < _C.ROTATION_NUMEL:
+        pairs = runs.view(-1, _C.ROTATION_NUMEL // (2 * h), 2, h)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        runs = torch.stack([a + b, a - b], dim=2).view(-1, _C.ROTATION_NUMEL)
+        h *= 2
+    return runs
 
 
 # ---- parts and chunks
@@ -102,6 +184,7 @@ def pack(
     parts = []
     for part in range(layout.num_parts):
         lossy = _padded(lossy_flat, layout.lossy_range(chunk, part), layout.part.lossy_numel, scale)
+        lossy = rotate(lossy) if layout.rotated else lossy
         exact = _padded(exact_flat, layout.exact_range(chunk, part), layout.part.exact_numel, scale)
         parts.append(_part_bytes(layout, lossy, exact))
     return torch.cat(parts)
@@ -131,6 +214,7 @@ def unpack(
     lossy_values, exact_values = [], []
     for index, part in enumerate(parts.view(layout.num_parts, layout.part.nbytes)):
         lossy, exact = _part_values(layout, part)
+        lossy = unrotate(lossy) if layout.rotated else lossy
         lossy_values.append(lossy[: _numel(layout.lossy_range(chunk, index))])
         exact_values.append(exact[: _numel(layout.exact_range(chunk, index))])
     lossy, exact = torch.cat(lossy_values), torch.cat(exact_values)
@@ -167,9 +251,12 @@ def _part_values(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[t
     """(lossy, exact) of one part as fp32, padding elements included."""
     part, dtype = layout.part, WIRE_DTYPES[layout.wire]
     exact = part_bytes[: part.exact_numel * 4].view(torch.float32)
-    num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire == "int8" else 0
-    scales = part_bytes[part.scale_offset : part.scale_offset + num_scales * 4].view(torch.float32)
-    code_end = part.code_offset + part.lossy_numel * dtype.itemsize
+    num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire in GREATEST_CODE else 0
+    scale_dtype = torch.bfloat16 if layout.wire == "int4" else torch.float32
+    scale_end = part.scale_offset + num_scales * scale_dtype.itemsize
+    scales = part_bytes[part.scale_offset : scale_end].view(scale_dtype)
+    code_nbytes = part.lossy_numel // 2 if layout.wire == "int4" else part.lossy_numel * dtype.itemsize
+    code_end = part.code_offset + code_nbytes
     codes = part_bytes[part.code_offset : code_end].view(dtype)
     return decode(codes, scales, layout.wire, layout.block_numel), exact
 
@@ -184,6 +271,7 @@ def all_reduce_mean(
     block: int = _C.DEFAULT_BLOCK_NUMEL,
     predivide: float = 1.0,
     exempt_mask: torch.Tensor | None = None,
+    rotated: bool = False,
 ) -> torch.Tensor:
     """What every rank ends with after the two-shot sum, bit for bit: [numel] in the gradients' dtype.
 
@@ -198,12 +286,16 @@ def all_reduce_mean(
     exempt = torch.zeros_like(grads[0], dtype=torch.bool) if exempt_mask is None else exempt_mask
     result = torch.empty_like(grads[0])
     for mask, wire_of_stream in ((~exempt, wire), (exempt, "fp32")):
+        is_rotated = rotated and wire_of_stream == wire
+        numel = int(mask.sum())
         total = None
         for grad in grads:
-            value = _through_wire(scaled(grad[mask], 1 / predivide), wire_of_stream, block)
+            y = torch.nn.functional.pad(scaled(grad[mask], 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
+            value = _through_wire(rotate(y) if is_rotated else y, wire_of_stream, block)
             total = value if total is None else total + value
         mean = _through_wire(scaled(total, predivide / len(grads)), wire_of_stream, block)
-        result[mask] = round_to(scaled(mean, 1.0), result.dtype)
+        mean = unrotate(mean) if is_rotated else mean
+        result[mask] = round_to(scaled(mean[:numel], 1.0), result.dtype)
     return result
 
 

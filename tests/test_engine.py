@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env, reference
+from fusedcomm.native import _C
 
-CODEC_WIRES = ("fp32", "bf16", "fp16", "int8")
+CODEC_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 
 # --- results that are exactly predictable ---------------------------------------------------------------------------
 
@@ -51,20 +52,25 @@ def test_means_are_exact_where_the_wire_can_carry_them(ranks, world_size, dtype,
         assert all(on_rank)
 
 
-def int8_result(rank, world_size, kwargs, numel):
+def block_result(rank, world_size, wire, rotate, numel):
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     ddp = DistributedDataParallel(Gradients((numel,)))
-    fusedcomm.attach(ddp, wire="int8", exempt=(), sum="two-shot", **kwargs)
+    fusedcomm.attach(ddp, wire=wire, exempt=(), sum="two-shot", rotate=rotate)
     (seen,) = synchronise(ddp, [gradient])
     return gradient, seen
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 5003, 300007])
-def test_int8_two_shot_gives_the_bits_of_the_reference(ranks, world_size, numel):
-    outcome = ranks.run(int8_result, {}, numel, world_size=world_size)
+@pytest.mark.parametrize(
+    ("wire", "rotate"),
+    [("int8", False), ("int8", True), ("fp8", False), ("fp8_e5m2", False), ("int4", False), ("int4", True)],
+)
+def test_two_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_size, numel):
+    outcome = ranks.run(block_result, wire, rotate, numel, world_size=world_size)
     gradients = [gradient for gradient, _ in outcome]
-    expected = reference.all_reduce_mean(gradients, wire="int8", sum="two-shot", block=128, predivide=1.0)
+    block = _C.default_block_numel(wire)
+    expected = reference.all_reduce_mean(gradients, wire, "two-shot", block=block, predivide=1.0, rotated=rotate)
     for _, seen in outcome:
         assert torch.equal(seen, expected)
 
@@ -267,9 +273,10 @@ def shapes_result(rank, world_size, wire):
 
 @pytest.mark.parametrize("wire", CODEC_WIRES)
 def test_empty_single_and_odd_sized_parameters(ranks, wire):
-    # Ranks hold -1, 1, 3, 5: equal values quantise without error even in int8 blocks, the mean is 2.
+    # Ranks hold -1, 1, 3, 5: equal values quantise without error even in blocks, the mean is 2. int4's scale is bf16.
+    mean = [pytest.approx(2.0, rel=2**-8 if wire == "int4" else 0)]
     for on_rank in ranks.run(shapes_result, wire):
-        assert on_rank == [[], [2.0], [2.0], [], [2.0], [], [2.0]]
+        assert on_rank == [[], mean, mean, [], mean, [], mean]
 
 
 # --- the wire as the process group sees it --------------------------------------------------------------------------
@@ -315,6 +322,8 @@ NUMEL = 1 << 16
         ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)]),
         ("bf16", {"sum": "two-shot"}, [("gloo:all_to_all", "Byte", 2 * NUMEL)] * 2),
         ("int8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
+        ("fp8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
+        ("int4", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL // 2 + 2 * NUMEL // 32)] * 2),
     ],
 )
 def test_the_process_group_sees_the_wire_that_was_asked_for(recording_ranks, wire, kwargs, expected):

@@ -19,7 +19,7 @@ NUM_STEPS = 100
 # Bound of |seen − exact| / max|exact| of one parameter's gradient (for int8: of all gradients). Two roundings of half a
 # unit in the last place each, the unit being 2⁻⁸ (bf16), 2⁻¹¹ (fp16) or 1/127 of the block's largest value (int8), and
 # local gradients being up to 8 times the mean here. Quantising a rank at a time exceeds them.
-TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127}
+TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127, "fp8": 8 * 2.0**-4}
 
 
 def train(
@@ -105,7 +105,7 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     train(rank, scenario, {"wire": wire, "sum": "auto" if wire == "fp32" else "two-shot", "exempt": ()}, seen, follow)
     largest = 0.0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
-        # A block of an int8 bucket may span parameters, and its largest element then bounds the error of them all.
+        # A block of a bucket may span parameters, and its largest element then bounds the error of them all.
         largest_of_step = max(g.abs().max().item() for g in on_default[:num_parameters] if g.numel())
         for index in range(num_parameters):
             exact, lossy = on_default[index], on_hook[index]
@@ -114,14 +114,14 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
                 assert torch.equal(exact, lossy)
                 continue
             # A gradient that is zero but for rounding, as a bias before a mean is subtracted, has no relative error.
-            unit = largest_of_step if wire == "int8" else max(exact.abs().max().item(), largest_of_step / 1024)
+            unit = largest_of_step if wire in ("int8", "fp8") else max(exact.abs().max().item(), largest_of_step / 1024)
             error = (exact - lossy).abs().max().item() / unit
             assert error <= tolerance, f"step {step}, parameter {index}: relative error {error:.2e}"
             largest = max(largest, error)
     return largest
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("float64")])
 def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wire):
     # Parameters in bf16 round the mean once more, to bf16, whatever the wire.

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 from fusedcomm.native import _C
 
-WIRES = ("fp32", "bf16", "fp16", "int8")
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
+SCALE_NBYTES = {"int8": 4, "fp8": 4, "fp8_e5m2": 4, "int4": 2}
 
 blocks = st.sampled_from([2**k for k in range(5, 13)])
 numels = st.one_of(st.integers(0, 300), st.integers(0, 2**22), st.integers(2**31, 2**42))
@@ -24,13 +26,16 @@ def layouts(draw):
 
 
 def grain_numel(layout):
-    return layout.block_numel if layout.wire == "int8" else _C.ALIGN_NBYTES // CODE_NBYTES[layout.wire]
+    return layout.block_numel if layout.wire in BLOCK_WIRES else _C.ALIGN_NBYTES // CODE_NBYTES[layout.wire]
 
 
 def test_constants():
-    assert _C.WIRE_LAYOUT_VERSION == 1
+    assert _C.WIRE_LAYOUT_VERSION == 2
     assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
     assert _C.ALIGN_NBYTES == 16
+    assert _C.ROTATION_NUMEL == 32
+    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 128, 32]
+    assert [wire for wire in WIRES if _C.has_scales(wire)] == list(BLOCK_WIRES)
 
 
 def test_an_int8_part_byte_by_byte():
@@ -38,6 +43,31 @@ def test_an_int8_part_byte_by_byte():
     # 5 fp32 = 20 bytes, padded to 32; 3 scales = 12 bytes, padded to 48; 384 codes.
     assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 384)
     assert (part.exact_numel, part.lossy_numel) == (5, 384)
+
+
+def test_an_int4_part_byte_by_byte():
+    part = _C.part_layout("int4", block=32, exact_numel=5, lossy_numel=96)
+    # 5 fp32 = 20 bytes, padded to 32; 3 scales = 6 bytes, padded to 48; 96 codes, two in a byte.
+    assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 48)
+
+
+@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("fp8_e5m2", 0.265), ("int4", 0.145)])
+@pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
+    """Of everything that is sent, scales and padding included."""
+    layout = _C.bucket_layout(wire, _C.default_block_numel(wire), num_parts, 0, nbytes // 4, 4 << 20)
+    assert layout.num_chunks * layout.chunk_nbytes <= most * nbytes
+
+
+def test_wires_without_scales_are_not_rotated():
+    for wire in WIRES:
+        if wire in BLOCK_WIRES:
+            assert _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20, rotated=True).rotated
+            assert not _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20).rotated
+        else:
+            with pytest.raises(ValueError, match="rotate=True is for wires with scales"):
+                _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20, rotated=True)
 
 
 @pytest.mark.parametrize(("wire", "nbytes"), [("fp32", 400), ("bf16", 208), ("fp16", 208), ("int8", 16 + 112)])
@@ -80,10 +110,10 @@ def test_cuts_fall_on_the_grain_and_blocks_are_counted_from_the_start(case):
 def test_sections_are_aligned_disjoint_and_long_enough(case):
     layout, _ = case
     part = layout.part
-    num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire == "int8" else 0
+    scales_nbytes = -(-part.lossy_numel // layout.block_numel) * SCALE_NBYTES.get(layout.wire, 0)
     assert part.scale_offset % 16 == part.code_offset % 16 == part.nbytes % 16 == 0
     assert 0 <= part.scale_offset - part.exact_numel * 4 < 16
-    assert 0 <= part.code_offset - (part.scale_offset + num_scales * 4) < 16
+    assert 0 <= part.code_offset - (part.scale_offset + scales_nbytes) < 16
     assert 0 <= part.nbytes - (part.code_offset + part.lossy_numel * CODE_NBYTES[layout.wire]) < 16
     assert layout.chunk_nbytes == part.nbytes * layout.num_parts
 
@@ -127,9 +157,9 @@ def test_a_block_must_be_a_power_of_two_within_limits(block):
         _C.part_layout("int8", block, 0, 1000)
 
 
-@pytest.mark.parametrize("wire", ["int4", "", "BF16"])
+@pytest.mark.parametrize("wire", ["int2", "", "BF16"])
 def test_an_unknown_wire_is_named_with_the_choices(wire):
-    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8"):
+    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, fp8_e5m2, int4"):
         _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
 
 
