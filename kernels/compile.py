@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .constants import CODE_NBYTES, NUM_WARPS, OPTIONS, TILE, WIRE_IDS
+from .constants import CODE_NBYTES, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
@@ -27,16 +27,17 @@ MAX_SHARED_NBYTES = 48 * 1024
 KERNELS = {"pack": pack_kernel, "reduce": reduce_kernel, "unpack": unpack_kernel, "scale": scale_kernel}
 GRAD_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CODE_TYPES = {1: "*i8", 2: "*i16", 4: "*i32"}
+SCALE_TYPES = {2: "*i16", 4: "*fp32"}
 
-# By parameter name, for all kernels; the gradients' and the codes' depend on the variant.
+# By parameter name, for all kernels; the gradients', the scales' and the codes' depend on the variant.
 _TYPES = {
     **dict.fromkeys(("starts", "offsets", "counts", "exact_starts", "exact_offsets", "exact_counts"), "*i64"),
     **dict.fromkeys(("first", "exact_first"), "*i32"),
     **dict.fromkeys(("exact_in", "exact_out"), "*i32"),
-    **dict.fromkeys(("scales_in", "scales_out", "data"), "*fp32"),
     **dict.fromkeys(("num_slices", "exact_num_slices", "num_parts", "world_size"), "i32"),
     **dict.fromkeys(("numel", "exact_numel"), "i64"),
     **dict.fromkeys(("part_nbytes", "part_numel", "part_exact_numel", "first_part"), "i64"),
+    "data": "*fp32",
     "scale": "fp32",
     "nonfinite_out": "*i64",
     "sum_sq_out": "*fp64",
@@ -53,10 +54,11 @@ class Variant:
 
     kernel: str  # pack, reduce, unpack or scale
     wire: str | None  # None: scale
-    block: int  # elements; matters to int8 alone
+    block: int  # elements; matters to wires with scales alone
     grad_dtype: torch.dtype | None  # None: reduce
     flat: bool  # pack, unpack: FLAT and no exact stream; reduce: no exact section
     epilogue: bool = False  # unpack
+    rotated: bool = False  # pack, unpack
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,15 @@ class Compiled:
     num_scratch_pointers: int  # pointers that follow the parameters; pass null
 
 
-def engine_variants(wire: str, block: int, grad_dtypes: tuple[torch.dtype, ...]) -> tuple[Variant, ...]:
+def engine_variants(
+    wire: str, block: int, grad_dtypes: tuple[torch.dtype, ...], rotated: bool = False
+) -> tuple[Variant, ...]:
     """What an engine with this wire and these gradient dtypes launches."""
     variants = []
     for dtype in grad_dtypes:
         for flat in (True, False):
-            variants.append(Variant("pack", wire, block, dtype, flat))
-            variants.append(Variant("unpack", wire, block, dtype, flat))
+            variants.append(Variant("pack", wire, block, dtype, flat, rotated=rotated))
+            variants.append(Variant("unpack", wire, block, dtype, flat, rotated=rotated))
     variants += [Variant("reduce", wire, block, None, flat) for flat in (True, False)]
     return (*variants, Variant("scale", None, block, torch.float32, True))
 
@@ -144,6 +148,7 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
     types = {
         **_TYPES,
         "grads": GRAD_TYPES.get(variant.grad_dtype, ""),
+        **dict.fromkeys(("scales_in", "scales_out"), SCALE_TYPES[SCALE_NBYTES.get(wire, 4)]),
         **dict.fromkeys(("codes_in", "codes_out"), CODE_TYPES[CODE_NBYTES[wire]]),
     }
     values = {
@@ -153,6 +158,7 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
         "FLAT": variant.flat,
         "HAS_EXACT": not variant.flat,
         "EPILOGUE": variant.epilogue,
+        "ROTATED": variant.rotated,
     }
     names = KERNELS[variant.kernel].arg_names
     signature = {name: "constexpr" if name in values else types[name] for name in names}

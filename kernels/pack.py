@@ -1,5 +1,7 @@
 """Gradients → wire bytes: y = x·scale, rounded to the wire's dtype; one read of the gradient, one write of the wire.
 
+With ROTATED, y is rotated before it is rounded, in registers; what is counted as not finite is y before that.
+
 The loop only remembers whether it has met an element that is not finite. A program that has goes over its tiles once
 more and finds out whose they are: rare, and so it may be slow.
 """
@@ -12,6 +14,7 @@ import triton.language as tl
 
 from .constants import FP32, NUM_THREADS, OPTIONS, WIRE_IDS
 from .elements import INF_BITS, encode_and_store, magnitude_bits, max_in_thread, to_fp32, vector_numel
+from .rotation import rotate
 from .sections import sections
 from .tiles import count_by_slice, extent, first_unit, offsets_of, place_of, section_of, slice_of, tiles_of
 
@@ -46,6 +49,7 @@ def pack_tile(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """Packs a tile into the part whose sections are given; returns `seen`, grown by the magnitudes met."""
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_out.dtype.element_ty)
@@ -57,6 +61,8 @@ def pack_tile(
     else:
         y = load_scattered(grads, starts, offsets, begin, real, low, high, lane, scale, FLAT)
     seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
+    if ROTATED:
+        y = rotate(y)
     encode_and_store(y, scales_out, codes_out, tile, on_wire, part_numel, VEC, WIRE, BLOCK)
     return seen
 
@@ -82,6 +88,7 @@ def pack_stream(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
@@ -104,6 +111,7 @@ def pack_stream(
             BLOCK,
             TILE,
             FLAT,
+            ROTATED,
         )
     return seen
 
@@ -177,6 +185,7 @@ def pack_kernel(
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
     HAS_EXACT: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     exact_unit = first_unit(0)
     seen = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
@@ -202,6 +211,7 @@ def pack_kernel(
             BLOCK,
             TILE,
             False,
+            False,
         )
     else:
         lossy_unit = exact_unit
@@ -225,6 +235,7 @@ def pack_kernel(
         BLOCK,
         TILE,
         FLAT,
+        ROTATED,
     )
     if tl.max(seen, axis=0) >= INF_BITS:
         if HAS_EXACT:
@@ -281,5 +292,6 @@ def pack(bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_prog
         TILE=bucket.tile,
         FLAT=bucket.flat,
         HAS_EXACT=not bucket.flat,
+        ROTATED=layout.rotated,
         **OPTIONS,
     )

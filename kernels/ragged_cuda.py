@@ -28,6 +28,9 @@ Empty: not measured on a GPU yet.
 """
 
 SOURCE = Path(__file__).with_name("ragged.cu")
+WIRES = ("fp32", "bf16", "fp16", "int8")
+"""Those that ragged.cu has; nor does it rotate."""
+
 GRAD_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LANE_NUMEL = 16
 """Elements of a tile that a thread has, in ragged.cu."""
@@ -70,13 +73,21 @@ def check_cupy() -> str:
     return cupy.__version__
 
 
+def has(variant: "Variant") -> bool:
+    """Whether ragged.cu has a kernel for it."""
+    return variant.kernel in PARAMS and not variant.flat and variant.wire in WIRES and not variant.rotated
+
+
 def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
     """Compiles for a compute capability, e.g. 90; once for each set of options in a process.
 
     ValueError if the variant is not one of this file's, RuntimeError with NVRTC's log if it cannot be compiled.
     """
-    if variant.kernel not in PARAMS or variant.flat:
-        raise ValueError(f"ragged.cu has pack and unpack of buckets that are not flat, not {variant}")
+    if not has(variant):
+        raise ValueError(
+            f"ragged.cu has pack and unpack of buckets that are not flat, for {', '.join(WIRES)} unrotated, not "
+            f"{variant}"
+        )
     cubin, ptx = _compile(variant.wire, variant.block, variant.grad_dtype, variant.epilogue, tile, capability)
     symbol = f"ragged_{variant.kernel}_kernel"
     _check_params(ptx, symbol, PARAMS[variant.kernel])
@@ -183,7 +194,7 @@ def _launch(kernel: str, bucket: "Bucket", epilogue: bool, num_programs: int, ar
 
     device = bucket.grads.device
     layout = bucket.layout
-    variant = Variant(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, epilogue)
+    variant = Variant(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, epilogue, layout.rotated)
     capability = "{}{}".format(*torch.cuda.get_device_capability(device))
     compiled = compile(variant, int(capability), bucket.tile)
     with torch.cuda.device(device), cupy.cuda.Device(device.index or 0):

@@ -9,8 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import FP32, INT8, OPTIONS, TILE, WIRE_IDS
-from .elements import decode, encode_and_store, load_scales, times_scales, vector_numel
+from .constants import FP32, OPTIONS, TILE, WIRE_IDS
+from .elements import (
+    code_lane,
+    decode,
+    encode_and_store,
+    has_scales,
+    load_scales,
+    per_code,
+    times_scales,
+    vector_numel,
+)
 from .sections import sections
 from .tiles import first_unit, section_of, tiles_of
 
@@ -19,9 +28,16 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def minus_zeros(shape: tl.constexpr):
-    """fp32 -0: adding it changes nothing, not even the sign of a zero. By bits, for Triton makes a literal -0.0 +0."""
-    return tl.full(shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
+def minus_zeros(shape: tl.constexpr, dtype: tl.constexpr):
+    """-0: adding it changes nothing, not even the sign of a zero. By bits, for Triton makes a literal -0.0 +0.
+
+    Of dtype fp32; or its bits, in an integer of its float's width.
+    """
+    if dtype == tl.float32:
+        return tl.full(shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    else:
+        SIGN_BIT: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
+        return tl.full(shape, SIGN_BIT, dtype)
 
 
 @triton.jit
@@ -38,24 +54,26 @@ def load_rank(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(codes [TILE], scales [TILE // VEC]) of a rank's tile; values that decode to -0 if there is no such rank."""
+    """(codes, scales [TILE // VEC]) of a rank's tile; values that decode to -0 if there is no such rank."""
+    PER_CODE: tl.constexpr = per_code(WIRE)
     numel = tl.where(rank < world_size, numel, 0)
-    lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
-    mask = lane < numel // VEC * VEC
-    codes = section_of(codes_in, part_nbytes, rank) + tl.cast(tile, tl.int64) * TILE
-    if WIRE == INT8:
+    lane = code_lane(TILE, VEC, WIRE)
+    mask = lane < numel // VEC * (VEC // PER_CODE)
+    codes = section_of(codes_in, part_nbytes, rank) + tl.cast(tile, tl.int64) * (TILE // PER_CODE)
+    if has_scales(WIRE):
+        # Code 0 is +0 in every wire.
         scales = section_of(scales_in, part_nbytes, rank) + tile * (TILE // BLOCK)
-        none = minus_zeros([TILE // VEC])
+        none = minus_zeros([TILE // VEC], scales_in.dtype.element_ty)
         return tl.load(codes + lane, mask=mask, other=0), load_scales(scales, 0, numel, none, VEC, BLOCK, TILE)
     else:
-        SIGN_BIT: tl.constexpr = -(2 ** (codes_in.dtype.element_ty.primitive_bitwidth - 1))
-        return tl.load(codes + lane, mask=mask, other=SIGN_BIT), 0.0
+        none = minus_zeros([TILE], codes_in.dtype.element_ty)
+        return tl.load(codes + lane, mask=mask, other=none), 0.0
 
 
 @triton.jit
 def add(total, codes, scales, VEC: tl.constexpr, WIRE: tl.constexpr):
     values = decode(codes, WIRE)
-    if WIRE == INT8:
+    if has_scales(WIRE):
         values = times_scales(values, scales, VEC)
     return total + values
 
@@ -77,7 +95,7 @@ def reduce_tile(
 ):
     VEC: tl.constexpr = vector_numel(codes_in.dtype.element_ty, codes_out.dtype.element_ty)
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
-    total = minus_zeros([TILE])
+    total = minus_zeros([TILE], tl.float32)
     for rank in range(0, world_size, 4):
         c0, s0 = load_rank(scales_in, codes_in, part_nbytes, world_size, rank, tile, numel, VEC, WIRE, BLOCK, TILE)
         c1, s1 = load_rank(scales_in, codes_in, part_nbytes, world_size, rank + 1, tile, numel, VEC, WIRE, BLOCK, TILE)

@@ -4,20 +4,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .constants import CODE_NBYTES, SCALE_NBYTES
+
 if TYPE_CHECKING:
     from fusedcomm.native import _C
 
 ALIGN_NBYTES = 16
 
-# The integers of a code's width: kernels round by integers.
-CODE_INTEGERS = {"fp32": torch.int32, "bf16": torch.int16, "fp16": torch.int16, "int8": torch.int8}
+# Of a code's width: kernels round by integers.
+INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def sections(
     layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(exact int32, scales fp32, codes) of the first part in `parts`, uint8 [nbytes]; each view runs on to the end.
+    """(exact int32, scales, codes) of the first part in `parts`, uint8 [nbytes]; each view runs on to the end.
 
+    Scales are fp32, int4's bf16 as int16.
     ValueError if `parts` is anything else, is strided, or does not start at a multiple of 16 bytes.
     """
     if parts.dtype != torch.uint8 or tuple(parts.shape) != (nbytes,) or not parts.is_contiguous():
@@ -26,6 +29,6 @@ def sections(
         raise ValueError(f"parts must start at a multiple of {ALIGN_NBYTES} bytes")
     return (
         parts.view(torch.int32),
-        parts[layout.part.scale_offset :].view(torch.float32),
-        parts[layout.part.code_offset :].view(CODE_INTEGERS[layout.wire]),
+        parts[layout.part.scale_offset :].view(torch.int16 if layout.wire in SCALE_NBYTES else torch.float32),
+        parts[layout.part.code_offset :].view(INTEGERS[CODE_NBYTES[layout.wire]]),
     )

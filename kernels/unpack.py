@@ -1,5 +1,7 @@
 """Wire bytes → gradients: x = decoded·scale, rounded to the gradient's dtype; one read of the wire, one write.
 
+With ROTATED, what is decoded is rotated back before it is multiplied by the scale.
+
 With the epilogue each program also counts what it stored that is not finite, and sums the squares, so that nobody has
 to read the gradients again to skip a step or clip a norm. Sums are fp32 within a thread's piece of a tile, fp64 beyond.
 """
@@ -10,23 +12,29 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import FP32, INT8, NUM_THREADS, OPTIONS, WIRE_IDS
+from .constants import FP32, NUM_THREADS, OPTIONS, WIRE_IDS
 from .elements import (
     INF_BITS,
+    code_lane,
     decode,
+    has_scales,
     load_scales,
     magnitude_bits,
+    per_code,
     sum_in_thread,
     times_scales,
     to_fp32,
     to_gradient,
     vector_numel,
 )
+from .rotation import RUN_NUMEL, unrotate
 from .sections import sections
 from .tiles import extent, first_unit, offsets_of, place_of, section_of, tiles_of
 
 if TYPE_CHECKING:
     from .bucket import Bucket
+
+RUN = tl.constexpr(RUN_NUMEL)
 
 
 @triton.jit
@@ -42,15 +50,20 @@ def load_gradients(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """[TILE] in the gradient's dtype, from a part's element `begin` on, of which `numel` exist (FULL: all of them)."""
-    lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
+    PER_CODE: tl.constexpr = per_code(WIRE)
+    lane = code_lane(TILE, VEC, WIRE)
+    places = codes_in + begin // PER_CODE + lane
     if FULL:
-        values = decode(tl.load(codes_in + begin + lane), WIRE)
+        values = decode(tl.load(places), WIRE)
     else:
-        values = decode(tl.load(codes_in + begin + lane, mask=lane < numel, other=0), WIRE)
-    if WIRE == INT8:
-        values = times_scales(values, load_scales(scales_in, begin, numel, 0.0, VEC, BLOCK, TILE), VEC)
+        values = decode(tl.load(places, mask=lane * PER_CODE < numel, other=0), WIRE)
+    if has_scales(WIRE):
+        values = times_scales(values, load_scales(scales_in, begin, numel, 0, VEC, BLOCK, TILE), VEC)
+    if ROTATED:
+        values = unrotate(values)
     return to_gradient(values * scale, dtype)
 
 
@@ -84,28 +97,41 @@ def unpack_tile(
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """Unpacks a tile of the part whose sections are given; returns `nonfinite` and `sum_sq` with the tile's added."""
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_in.dtype.element_ty)
     dtype: tl.constexpr = grads.dtype.element_ty
-    begin, _, real = extent(numel, part_numel, part, tile, TILE)
+    begin, on_wire, real = extent(numel, part_numel, part, tile, TILE)
     offset, run, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
     inside = tl.cast(tile, tl.int64) * TILE
     if (run >= TILE) & (real == TILE) & (offset % VEC == 0):
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
-        g = load_gradients(scales_in, codes_in, inside, TILE, scale, dtype, VEC, WIRE, BLOCK, TILE, FULL=True)
+        g = load_gradients(scales_in, codes_in, inside, TILE, scale, dtype, VEC, WIRE, BLOCK, TILE, True, ROTATED)
         tl.store(grads + offset // VEC * VEC + lane, g)
         if EPILOGUE:
             nonfinite, sum_sq = summarise(nonfinite, sum_sq, g, VEC)
     else:
         # In pieces: an address for every element of a tile is more than the registers hold.
-        PIECE: tl.constexpr = TILE // 4
+        PIECE: tl.constexpr = max(TILE // 4, RUN)
         piece_lane = tl.arange(0, PIECE)
         for piece in range(0, real, PIECE):
             left = real - piece
             mask = piece_lane < left
+            # Also what lies past the stream's end, for a rotation has mixed it with what lies before.
             some = load_gradients(
-                scales_in, codes_in, inside + piece, left, scale, dtype, 1, WIRE, BLOCK, PIECE, FULL=False
+                scales_in,
+                codes_in,
+                inside + piece,
+                on_wire - piece,
+                scale,
+                dtype,
+                1,
+                WIRE,
+                BLOCK,
+                PIECE,
+                False,
+                ROTATED,
             )
             places = offsets_of(starts, offsets, begin + piece, low, high, piece_lane, mask, FLAT)
             tl.store(grads + places, some, mask=mask)
@@ -137,6 +163,7 @@ def unpack_stream(
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
@@ -161,6 +188,7 @@ def unpack_stream(
             TILE,
             FLAT,
             EPILOGUE,
+            ROTATED,
         )
     return nonfinite, sum_sq
 
@@ -200,6 +228,7 @@ def unpack_kernel(
     FLAT: tl.constexpr,
     HAS_EXACT: tl.constexpr,
     EPILOGUE: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     nonfinite = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
     sum_sq = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.float64)
@@ -228,6 +257,7 @@ def unpack_kernel(
             TILE,
             False,
             EPILOGUE,
+            False,
         )
     nonfinite, sum_sq = unpack_stream(
         nonfinite,
@@ -251,6 +281,7 @@ def unpack_kernel(
         TILE,
         FLAT,
         EPILOGUE,
+        ROTATED,
     )
     if EPILOGUE:
         tl.store(nonfinite_out + tl.program_id(0), tl.sum(nonfinite.to(tl.int64), axis=0))
@@ -292,6 +323,7 @@ def unpack(
         FLAT=bucket.flat,
         HAS_EXACT=not bucket.flat,
         EPILOGUE=epilogue is not None,
+        ROTATED=layout.rotated,
         **OPTIONS,
     )
 

@@ -67,11 +67,11 @@ class FakeCuda:
     def fail(self, call: str, result: int) -> None:
         self.library.fake_fail(call.encode(), result)
 
-    def loader(self, wire: str, block: int, grad_dtypes) -> "_C.KernelLoader":
+    def loader(self, wire: str, block: int, grad_dtypes, rotated: bool = False) -> "_C.KernelLoader":
         from fusedcomm.kernels import compile, constants
 
         loader = _C.KernelLoader(self.driver, TILE)
-        for index, variant in enumerate(compile.engine_variants(wire, block, grad_dtypes)):
+        for index, variant in enumerate(compile.engine_variants(wire, block, grad_dtypes, rotated)):
             image = f"variant {index} of {id(loader)}"
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
@@ -89,21 +89,22 @@ class FakeCuda:
             )
         return loader
 
-    def device(self, backend, wire: str, block: int, grad_dtypes, max_programs: int = MAX_PROGRAMS) -> "_C.CudaDevice":
+    def device(self, backend, wire: str, block: int, grad_dtypes, rotated: bool) -> "_C.CudaDevice":
         return _C.CudaDevice(
-            kernels=self.loader(wire, block, grad_dtypes),
+            kernels=self.loader(wire, block, grad_dtypes, rotated),
             device=torch.device("cpu"),
             isa="fake",
-            max_programs=max_programs,
+            max_programs=MAX_PROGRAMS,
             forced_sync=False,
             backend=backend,
             register_memory=False,
         )
 
     @contextlib.contextmanager
-    def takes_over(self, wire: str, block: int = 128):
+    def takes_over(self, wire: str, block: int | None = None, rotated: bool = False):
         """Within it, fusedcomm.attach gives gradients on cpu the CUDA path; its launches are recorded anew."""
         fake = self
+        block = block or _C.default_block_numel(wire)
 
         class Path:
             codec = "fake"
@@ -114,7 +115,7 @@ class FakeCuda:
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, wire, block, session.GRAD_DTYPES)
+                native = fake.device(backend, wire, block, session.GRAD_DTYPES, rotated)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()

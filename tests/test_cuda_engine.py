@@ -54,7 +54,7 @@ def both_paths(rank, world_size, library, kwargs, dtype):
             comm = fusedcomm.attach(ddp, **kwargs)
             seen = synchronise(ddp, gradients, steps=2)
         else:
-            with fake.takes_over(kwargs["wire"], kwargs.get("block", 128)):
+            with fake.takes_over(kwargs["wire"], kwargs.get("block"), kwargs.get("rotate", False)):
                 comm = fusedcomm.attach(ddp, **kwargs)
                 seen = synchronise(ddp, gradients, steps=2)
         stats = comm.stats()
@@ -73,6 +73,11 @@ CONFIGS = {
     "bf16 exempt": {"wire": "bf16", "sum": "two-shot", "exempt": ("1d",)},
     "fp16 direct": {"wire": "fp16", "sum": "direct"},
     "int8": {"wire": "int8", "sum": "two-shot"},
+    "int8 rotated": {"wire": "int8", "sum": "two-shot", "rotate": True},
+    "fp8": {"wire": "fp8", "sum": "two-shot"},
+    "fp8_e5m2": {"wire": "fp8_e5m2", "sum": "two-shot", "exempt": ()},
+    "int4": {"wire": "int4", "sum": "two-shot"},
+    "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
     "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
 }
 
@@ -94,6 +99,13 @@ CONFIGS = {
         ("int8", 3, torch.float32),
         ("int8", 2, torch.float16),
         ("int8 chunked", 2, torch.float32),
+        ("int8 rotated", 2, torch.float32),
+        ("fp8", 3, torch.float32),
+        ("fp8", 2, torch.bfloat16),
+        ("fp8_e5m2", 2, torch.float32),
+        ("int4", 3, torch.float32),
+        ("int4 rotated", 2, torch.float32),
+        ("int4 rotated", 3, torch.float16),
     ],
 )
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):

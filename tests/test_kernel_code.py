@@ -20,32 +20,40 @@ if __name__ != "__main__":
 
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
-WIRES = ("fp32", "bf16", "fp16", "int8")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+ROTATED = ("int8", "int4")  # looked at for every capability; fp8 differs in what comes before and after
 GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
+BLOCKS = {"int4": 32}  # elements; others have 128
 TILE = 8192
 NUM_THREADS = 512
 NUM_WORKERS = 2
 
 
-def kernel_key(kernel, wire, grad_dtype, flat, epilogue=False):
+def kernel_key(kernel, wire, grad_dtype, flat, epilogue=False, rotated=False):
     variant = f"{kernel}-{wire}-{grad_dtype}-{'flat' if flat else 'ragged'}"
-    return variant + "-epilogue" * epilogue
+    return variant + "-epilogue" * epilogue + "-rotated" * rotated
 
 
 def all_kernels():
-    """(kernel, wire, gradient dtype, flat, epilogue, capability) of everything that is looked at here."""
+    """(kernel, wire, gradient dtype, flat, epilogue, rotated, capability) of everything that is looked at here."""
     kernels = []
     for capability in (OLDEST_CAPABILITY, *CAPABILITIES):
-        kernels.append(("scale", None, "float32", True, False, capability))
-        for wire in WIRES if capability in CAPABILITIES else ("int8",):
-            for flat in (True, False):
-                kernels.append(("reduce", wire, None, flat, False, capability))
-                for dtype in GRAD_NBYTES if capability == 90 else ("float32",):
-                    kernels.append(("pack", wire, dtype, flat, False, capability))
-                    kernels.append(("unpack", wire, dtype, flat, False, capability))
-                    if capability == 90:
-                        kernels.append(("unpack", wire, dtype, flat, True, capability))
+        kernels.append(("scale", None, "float32", True, False, False, capability))
+        for wire in WIRES if capability in CAPABILITIES else WIRES[3:]:
+            every_dtype = capability == 90 and wire in WIRES[:4]
+            # Elsewhere fp16 and fp8_e5m2 stand for little that bf16 and fp8 do not.
+            for flat in (True, False) if capability == 90 or wire not in ("fp16", "fp8_e5m2") else (True,):
+                kernels.append(("reduce", wire, None, flat, False, False, capability))
+                for dtype in GRAD_NBYTES if every_dtype else ("float32",):
+                    kernels.append(("pack", wire, dtype, flat, False, False, capability))
+                    kernels.append(("unpack", wire, dtype, flat, False, False, capability))
+                    if every_dtype:
+                        kernels.append(("unpack", wire, dtype, flat, True, False, capability))
+        for wire in ROTATED:
+            for flat in (True, False) if capability == 90 else (True,):
+                kernels.append(("pack", wire, "float32", flat, False, True, capability))
+                kernels.append(("unpack", wire, "float32", flat, capability == 90 and not flat, True, capability))
     return kernels
 
 
@@ -68,10 +76,10 @@ def compile_all(kernels):
     from fusedcomm.kernels.compile import Variant, compile
 
     compiled = {}
-    for kernel, wire, dtype, flat, epilogue, capability in kernels:
-        variant = Variant(kernel, wire, 128, dtype and getattr(torch, dtype), flat, epilogue)
+    for kernel, wire, dtype, flat, epilogue, rotated, capability in kernels:
+        variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, epilogue, rotated)
         result = compile(variant, capability)
-        compiled[f"{kernel_key(kernel, wire, dtype, flat, epilogue)}-{capability}"] = {
+        compiled[f"{kernel_key(kernel, wire, dtype, flat, epilogue, rotated)}-{capability}"] = {
             "ptx": result.ptx,
             "params": result.params,
             "num_scratch_pointers": result.num_scratch_pointers,
@@ -106,6 +114,8 @@ def compiled():
 
 # ---- tests
 
+VARIANT = ("kernel", "wire", "dtype", "flat", "epilogue", "rotated", "capability")
+
 
 def every_kernel(capabilities=CAPABILITIES):
     return [
@@ -121,19 +131,19 @@ def code(request, compiled):
 
 
 def wide_side_numel(kernel, wire, dtype):
-    """Elements for each thread at a time: 16 bytes of whichever is wider, gradient or code."""
+    """Elements for each thread at a time: 16 bytes of whichever is wider, gradient or code, if a tile has so many."""
     nbytes = 4 if kernel == "scale" else CODE_NBYTES[wire]
-    return 16 // max(nbytes, GRAD_NBYTES.get(dtype, 0))
+    return min(int(16 / max(nbytes, GRAD_NBYTES.get(dtype, 0))), TILE // NUM_THREADS)
 
 
 def access(verb, nbytes):
     """A regular expression for a global access of `nbytes`, without a predicate or with one."""
-    types = {16: r"v4\.b32|v2\.b64", 8: r"v2\.b32|b64", 4: r"b32"}[nbytes]
+    types = {16: r"v4\.b32|v2\.b64", 8: r"v2\.b32|b64", 4: r"b32", 2: r"b16"}[nbytes]
     return rf"{verb}\.global\.({types})\s"
 
 
-@pytest.mark.parametrize(("kernel", "wire", "dtype", "flat", "epilogue", "capability"), every_kernel())
-def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, capability):
+@pytest.mark.parametrize(VARIANT, every_kernel())
+def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
     """The wider side, gradient or code, in 128 bits; the other in as much as holds the same elements."""
     numel = wide_side_numel(kernel, wire, dtype)
     grad, wire_nbytes = GRAD_NBYTES.get(dtype, 0), CODE_NBYTES.get(wire, 0)
@@ -143,7 +153,8 @@ def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, 
         "reduce": (wire_nbytes, wire_nbytes),
         "scale": (grad, grad),
     }[kernel]
-    assert 16 in (loaded * numel, stored * numel)
+    # A thread has 16 elements of a tile, and sums of int4 touch nothing wider than codes.
+    assert max(loaded, stored) * numel == (8 if (kernel, wire) == ("reduce", "int4") else 16)
     for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
         accesses = [
             line
@@ -155,35 +166,40 @@ def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, 
 
 
 # A tile's loads, arithmetic and stores, from the first wide access to the last: what every element goes through.
+FORMATS = [*((wire, False) for wire in WIRES), *((wire, True) for wire in ROTATED)]
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_full_tile_is_packed_without_barriers_and_its_loads_come_first(compiled, wire, capability):
-    ptx = compiled[f"{kernel_key('pack', wire, 'float32', True)}-{capability}"]["ptx"]
+@pytest.mark.parametrize(("wire", "rotated"), FORMATS)
+def test_a_full_tile_is_packed_without_barriers_and_its_loads_come_first(compiled, wire, rotated, capability):
+    ptx = compiled[f"{kernel_key('pack', wire, 'float32', True, rotated=rotated)}-{capability}"]["ptx"]
     loads = [match.start() for match in re.finditer(access("ld", 16), ptx)]
-    stores = [match.start() for match in re.finditer(access("st", 4 * CODE_NBYTES[wire]), ptx)]
-    assert len(loads) == 4
-    body = ptx[loads[0] : next(place for place in stores if place > loads[-1])]
+    # The codes', for only scales are stored under a predicate.
+    code_store = r"(?m)^\s*" + access("st", 4 * CODE_NBYTES[wire])
+    stores = [match.start() for match in re.finditer(code_store, ptx) if match.start() > loads[-1]]
+    assert len(loads) == len(stores) == 4
+    body = ptx[loads[0] : stores[-1]]
     assert "bar." not in body
     assert ".shared" not in body
     assert "mul.f32" not in ptx[loads[0] : loads[-1]].replace("mul.rn.f32", "mul.f32")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, capability):
-    ptx = compiled[f"{kernel_key('unpack', wire, 'float32', True)}-{capability}"]["ptx"]
+@pytest.mark.parametrize(("wire", "rotated"), FORMATS)
+def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, rotated, capability):
+    ptx = compiled[f"{kernel_key('unpack', wire, 'float32', True, rotated=rotated)}-{capability}"]["ptx"]
     load = re.search(access("ld", 4 * CODE_NBYTES[wire]), ptx).start()
     stores = [match.start() for match in re.finditer(access("st", 16), ptx)]
     assert len(stores) == 4
     body = ptx[load : stores[-1]]
     assert "bar." not in body
     assert ".shared" not in body
+    # A thread holds four neighbours, so that three of the five stages of its 16 elements are exchanges.
+    assert body.count("shfl.sync") == 3 * 16 * rotated
 
 
-@pytest.mark.parametrize(
-    ("kernel", "wire", "dtype", "flat", "epilogue", "capability"), every_kernel((OLDEST_CAPABILITY, *CAPABILITIES))
-)
-def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, epilogue, capability):
+@pytest.mark.parametrize(VARIANT, every_kernel((OLDEST_CAPABILITY, *CAPABILITIES)))
+def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
     ptx = code["ptx"]
     assert not re.search(r"\bfma\.", ptx)
     assert ".ftz" not in ptx
@@ -208,8 +224,8 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "wire", "dtype", "flat", "epilogue", "capability"), every_kernel())
-def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, epilogue, capability):
+@pytest.mark.parametrize(VARIANT, every_kernel())
+def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
     assert code["params"] == PARAMS[kernel]
     assert 0 <= code["num_scratch_pointers"] <= 2
 
@@ -218,12 +234,12 @@ def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, f
 
 REFUSALS = """
 import dataclasses, torch, triton
-from fusedcomm.kernels import compile as c
+from fusedcomm.kernels import compile as c, ragged_cuda
 
 def refused(expected, call):
     try:
         call()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         assert expected in str(error), error
     else:
         raise AssertionError("not refused: " + expected)
@@ -231,6 +247,8 @@ def refused(expected, call):
 variant = c.Variant("scale", None, 128, torch.float32, True)
 engine = c.engine_variants("int8", 128, (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 11, engine
+rotated = c.engine_variants("int4", 32, (torch.float32,), rotated=True)
+assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
 assert c.check_triton() == triton.__version__
 
 c.MAX_SHARED_NBYTES = 8
@@ -239,6 +257,13 @@ c.MAX_SHARED_NBYTES = 48 * 1024
 c._TYPES["numel"], wanted = "i32", c._ptx_type
 c._ptx_type = lambda kind: {"i32": "i64"}.get(kind, wanted(kind))
 refused("with parameters = ('ptr', 'i32', 'f32'", lambda: c.compile(variant, 90))
+
+for variant in (
+    c.Variant("pack", "int4", 32, torch.float32, False),
+    c.Variant("unpack", "fp8", 128, torch.float32, False),
+    c.Variant("pack", "int8", 128, torch.float32, False, rotated=True),
+):
+    refused("ragged.cu has fp32, bf16, fp16, int8 without rotation", lambda: ragged_cuda.compile(variant, 90))
 
 for version in ("3.5.1", "3.10.0", "4.0.0", "2.3.0+git"):
     triton.__version__ = version

@@ -26,7 +26,9 @@ from fusedcomm.kernels.unpack import unpack  # noqa: E402
 # numpy, under the interpreter, remarks on every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-WIRES = ("fp32", "bf16", "fp16", "int8")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+ROTATED = ("int8-rotated", "fp8-rotated", "int4-rotated")
+GREATEST = {"fp8": 448.0, "fp8_e5m2": 57344.0}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_NBYTES = 1 << 40  # more than any bucket here
 POISON = 0xA5
@@ -49,9 +51,20 @@ def wire(request):
     return request.param
 
 
+@pytest.fixture(params=(*WIRES, *ROTATED))
+def wire_format(request):
+    return request.param
+
+
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request):
     return request.param
+
+
+def bucket_layout(wire_format, block, num_parts, exact_numel, lossy_numel, max_chunk_nbytes=CHUNK_NBYTES):
+    wire, _, rotated = wire_format.partition("-")
+    numels = num_parts, exact_numel, lossy_numel
+    return _C.bucket_layout(wire, block, *numels, max_chunk_nbytes, rotated=bool(rotated))
 
 
 # ---- inputs
@@ -181,25 +194,33 @@ def check_bucket(
 
 
 RAGGED = (  # a few tiny slices, empty ones at either end and side by side, and one that crosses tiles, parts and chunks
-    [0, 1, 31, 129, 0, 0, 300, 64, 7, 1500, 33, 2, 2, 2, 512, 256, 0],
+    [0, 1, 31, 129, 0, 0, 300, 64, 7, 900, 33, 2, 2, 2, 256, 0],
     [5, 0, 1, 301, 0],
 )
 GAPS = [0, 1, 0, 0, 3, 0, 8]
 
 
-@pytest.mark.parametrize("num_programs", [1, 20])
-@pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
-def test_gives_the_bytes_of_the_oracle(device, wire, dtype, flat, num_programs):
+@pytest.mark.parametrize(
+    ("dtype", "flat", "num_programs"),
+    [
+        (torch.float32, True, 1),
+        (torch.float32, False, 20),
+        *((dtype, False, 3) for dtype in DTYPES[1:]),
+    ],
+    ids=str,
+)
+def test_gives_the_bytes_of_the_oracle(device, wire_format, dtype, flat, num_programs):
     numels = ([1000, 1, 2001], []) if flat else RAGGED
     lossy_numel, exact_numel = map(sum, numels)
-    layout = _C.bucket_layout(wire, 32, 2, exact_numel, lossy_numel, 5000)
-    assert layout.num_chunks > 1 or wire == "int8"
+    whole = bucket_layout(wire_format, 32, 2, exact_numel, lossy_numel)
+    layout = bucket_layout(wire_format, 32, 2, exact_numel, lossy_numel, whole.chunk_nbytes // 2)
+    assert layout.num_chunks > 1
     flats = signed(lossy_numel, dtype, 1, specials=True), signed(exact_numel, dtype, 2, specials=True)
     bucket = check_bucket(layout, flats, numels, [0] if flat else GAPS, device, num_programs=num_programs)
     assert bucket.flat == flat
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
 def test_sums_in_rank_order(device, wire, world_size):
     numels = [700, 333], [50]
     layout = _C.bucket_layout(wire, 32, world_size, 50, 1033, CHUNK_NBYTES)
@@ -232,27 +253,29 @@ def test_a_sum_of_minus_zeros_is_minus_zero(device):
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
 @pytest.mark.parametrize("block", [32, 128, 4096])
-def test_int8_blocks(device, block, flat):
+@pytest.mark.parametrize("wire_format", ["int8", "int4", "fp8-rotated"])
+def test_blocks(device, wire_format, block, flat):
     tile = max(512, block)
     numels = ([2 * tile + 100, 3 * tile + 5], []) if flat else ([2 * tile + 100, 3, 3 * tile + 5], [70])
     lossy_numel, exact_numel = map(sum, numels)
-    layout = _C.bucket_layout("int8", block, 2, exact_numel, lossy_numel, CHUNK_NBYTES)
+    layout = bucket_layout(wire_format, block, 2, exact_numel, lossy_numel)
     flats = signed(lossy_numel, seed=5, specials=True), signed(exact_numel, seed=6)
     check_bucket(layout, flats, numels, [0, 4], device, tile=tile, num_programs=2)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5, 6, 7, 8, 9])
-def test_zeroes_the_padding_after_the_scales(device, num_blocks):
-    layout = _C.bucket_layout("int8", 32, 1, 0, 32 * num_blocks - 5, CHUNK_NBYTES)
+@pytest.mark.parametrize("wire_format", ["int8", "int4"])
+def test_zeroes_the_padding_after_the_scales(device, wire_format, num_blocks):
+    layout = bucket_layout(wire_format, 32, 1, 0, 32 * num_blocks - 5)
     flats = signed(32 * num_blocks - 5), signed(0)
     check_bucket(layout, flats, ([32 * num_blocks - 5], []), [0], device, tile=64)
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
-def test_at_the_real_tile(device, wire, flat):
+def test_at_the_real_tile(device, wire_format, flat):
     numels = ([3 * TILE - 4, 2 * TILE], []) if flat else ([2 * TILE + 4, 7, 64, 2 * TILE + 1], [TILE + 20])
     lossy_numel, exact_numel = map(sum, numels)
-    layout = _C.bucket_layout(wire, 128, 2, exact_numel, lossy_numel, CHUNK_NBYTES)
+    layout = bucket_layout(wire_format, 128, 2, exact_numel, lossy_numel)
     flats = signed(lossy_numel, seed=8, specials=True), signed(exact_numel, seed=9, specials=True)
     check_bucket(layout, flats, numels, [0, 3], device, tile=TILE)
 
@@ -260,14 +283,14 @@ def test_at_the_real_tile(device, wire, flat):
 @pytest.mark.parametrize(
     "numels", [([], []), ([0], [0]), ([1], []), ([], [1]), ([0, 777], []), ([], [3, 774])], ids=str
 )
-def test_small_and_empty_streams(device, wire, numels):
-    layout = _C.bucket_layout(wire, 32, 3, sum(numels[1]), sum(numels[0]), 1000)
+def test_small_and_empty_streams(device, wire_format, numels):
+    layout = bucket_layout(wire_format, 32, 3, sum(numels[1]), sum(numels[0]), 1000)
     check_bucket(layout, (signed(sum(numels[0])), signed(sum(numels[1]))), numels, [0, 2], device)
 
 
 @pytest.mark.parametrize("scale", [1.0, -3.0, 0.0, math.inf, math.nan])
-def test_elements_past_the_end_are_plus_zero_whatever_the_scale(device, wire, scale):
-    layout = _C.bucket_layout(wire, 32, 4, 3, 130, CHUNK_NBYTES)
+def test_elements_past_the_end_are_plus_zero_whatever_the_scale(device, wire_format, scale):
+    layout = bucket_layout(wire_format, 32, 4, 3, 130)
     check_bucket(layout, (signed(130), signed(3)), ([130], [3]), [1], device, scale=scale, epilogue=False)
 
 
@@ -292,22 +315,42 @@ def special_fp32():
     return torch.tensor(bits).to(torch.int32).view(torch.float32)
 
 
+def around(values):
+    """`values` (fp32, not negative), the midpoints between neighbours, and both with their next neighbours in fp32."""
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2])
+    infinity = torch.tensor(math.inf)
+    points = torch.cat([points, points.nextafter(infinity), points.nextafter(-infinity)])
+    return torch.cat([points, -points])
+
+
+def blocks_around_codes(wire):
+    """[num_blocks, 32], each block with the greatest code among its elements: what else is in it is not rescaled."""
+    if wire in GREATEST:
+        values = torch.arange(256).to(torch.uint8).view(reference.WIRE_DTYPES[wire]).float()
+        values = values[values.isfinite() & (values >= 0)].unique()
+        greatest = GREATEST[wire]
+    else:
+        greatest = 7.0 if wire == "int4" else 127.0
+        values = torch.arange(int(greatest) + 1).float()
+    points = around(values)
+    points = points[points.abs() <= greatest]
+    points = torch.nn.functional.pad(points, (0, -len(points) % 31)).view(-1, 31)
+    return torch.cat([torch.full((len(points), 1), greatest), points], dim=1)
+
+
 def blocks_of_32():
-    """Blocks that int8 has to tell apart, [num_blocks, 32]."""
+    """Blocks that wires with scales have to tell apart, [num_blocks, 32]."""
     generator = torch.Generator().manual_seed(4)
     uniform = torch.rand(32, generator=generator) * 2 - 1
     least = 2.0**-100
     below = torch.tensor(least).nextafter(torch.tensor(0.0)).item()
     above = torch.tensor(least).nextafter(torch.tensor(1.0)).item()
     greatest = torch.finfo(torch.float32).max
-    halves = torch.arange(32) - 15.5  # with an absmax of 127: ties
     with_absmax = [torch.cat([torch.tensor([absmax]), uniform[1:] * absmax]) for absmax in (below, least, above, 127.0)]
     blocks = [
         *(torch.zeros(32), torch.full((32,), -0.0), torch.full((32,), -2.5), torch.full((32,), 1e-40)),
         *with_absmax,
         torch.cat([torch.tensor([1e30]), uniform[1:]]),
-        torch.cat([torch.tensor([127.0]), halves[1:]]),
-        torch.cat([halves[1:], torch.tensor([-127.0])]),
         uniform * greatest,
         torch.cat([torch.tensor([greatest, -greatest]), uniform[2:] * greatest]),
     ]
@@ -319,15 +362,26 @@ def blocks_of_32():
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_special_values(device, wire, scale):
+def test_special_values(device, wire_format, scale):
     flat = torch.cat([blocks_of_32().flatten(), special_fp32()])
-    layout = _C.bucket_layout(wire, 32, 1, len(special_fp32()), len(flat), CHUNK_NBYTES)
+    layout = bucket_layout(wire_format, 32, 1, len(special_fp32()), len(flat))
     check_bucket(
         layout, (flat, special_fp32()), ([len(flat)], [len(special_fp32())]), [0], device, scale=scale, unpack_scale=1.0
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("wire", ["int8", "fp8", "fp8_e5m2", "int4"])
+def test_rounds_to_the_nearest_code(device, wire):
+    blocks = blocks_around_codes(wire)
+    # Also with inverses that are not powers of two.
+    flat = torch.cat([blocks, blocks * 2**-30, blocks * 1.7, blocks / 3]).flatten()
+    layout = bucket_layout(wire, 32, 1, 0, len(flat))
+    check_bucket(layout, (flat, flat[:0]), ([len(flat)], []), [0], device, tile=TILE, scale=1.0, unpack_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [*((wire, torch.bfloat16) for wire in WIRES), *((wire, torch.float16) for wire in WIRES[:4])]
+)
 def test_every_16_bit_gradient(device, wire, dtype):
     flat = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     layout = _C.bucket_layout(wire, 32, 1, 0, len(flat), CHUNK_NBYTES)
@@ -347,6 +401,29 @@ def test_every_16_bit_code(device, wire):
         grads = torch.zeros(len(codes), dtype=dtype, device=device)
         unpack(make_bucket(layout, grads, [(0, len(codes))], []), 0, parts, 0.75, 2)
         assert_same_bits(grads, reference.unpack(layout, 0, parts.cpu(), 0.75, dtype)[0])
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8", "fp8_e5m2", "int4"])
+def test_every_8_bit_code(device, wire):
+    """Also those that pack never makes, with scales that it never makes."""
+    bits = torch.tensor(
+        [0x3F80, 0x3E9A, 0x0000, 0x8000, 0x0001, 0x00A1, 0x7F80, 0x7FC1, 0xFF81, 0x7F7F, 0x0D80, 0xC123]
+    )
+    numel = 256 * (2 if wire == "int4" else 1)
+    scales = bits.repeat_interleave(numel // 32).to(torch.int16)
+    if wire != "int4":
+        scales = torch.stack([torch.full_like(scales, 0x1234), scales], dim=1).flatten()
+    codes = torch.arange(256).to(torch.uint8).repeat(len(bits))
+    parts = torch.cat([scales.view(torch.uint8), codes])
+    layout = bucket_layout(wire, 32, 1, 0, numel * len(bits))
+    assert layout.chunk_nbytes == len(parts)
+    memory, reduced = guarded(layout.part.nbytes, device)
+    reduce(layout, parts.to(device), 1.0, reduced, 2)
+    assert_bytes(memory, reference.reduce(layout, parts, 1.0))
+    for dtype in DTYPES:
+        grads = torch.zeros(layout.lossy_numel, dtype=dtype, device=device)
+        unpack(make_bucket(layout, grads, [(0, len(grads))], []), 0, parts.to(device), 0.75, 2)
+        assert_same_bits(grads, reference.unpack(layout, 0, parts, 0.75, dtype)[0])
 
 
 def test_squares_are_summed_within_fp32_rounding(device, wire, dtype):
@@ -408,7 +485,7 @@ def test_scales_in_place(device, numel, tile):
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    wire=st.sampled_from(WIRES),
+    wire_format=st.sampled_from([*WIRES, *ROTATED, "fp8_e5m2-rotated"]),
     dtype=st.sampled_from(DTYPES),
     numels=st.tuples(*[st.lists(st.one_of(st.integers(0, 9), st.integers(0, 500)), max_size=12)] * 2),
     gaps=st.lists(st.integers(0, 9), min_size=1, max_size=4),
@@ -418,8 +495,8 @@ def test_scales_in_place(device, numel, tile):
     tile=st.sampled_from([64, 256]),
     seed=st.integers(0, 1000),
 )
-def check_any_bucket(device, wire, dtype, numels, gaps, num_parts, max_chunk_nbytes, num_programs, tile, seed):
-    layout = _C.bucket_layout(wire, 32, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
+def check_any_bucket(device, wire_format, dtype, numels, gaps, num_parts, max_chunk_nbytes, num_programs, tile, seed):
+    layout = bucket_layout(wire_format, 32, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
     flats = [signed(sum(sizes), dtype, seed + stream, specials=True) for stream, sizes in enumerate(numels)]
     check_bucket(layout, flats, numels, gaps, device, tile=tile, num_programs=num_programs)
 

@@ -1,0 +1,56 @@
+"""The rotation of fusedcomm/reference.py, bit for bit: signs and the Hadamard matrix of order 32, runs of 32 elements.
+
+An element meets its partner in registers where its thread holds both, else through a warp shuffle; shared memory is
+not needed, because 32 elements never lie in more than one warp.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import SIGN_BIT
+
+RUN_NUMEL = 32
+
+RUN_MASK = tl.constexpr(RUN_NUMEL - 1)
+INVERSE = tl.constexpr(1 / RUN_NUMEL)
+SIGNS = tl.constexpr(0x9E3779B9 - 2**32)  # bit i: element i changes its sign
+
+
+@triton.jit
+def with_signs(y):
+    """`y` (fp32 [n]), the signs of each run's elements changed."""
+    place = tl.arange(0, y.shape[0]) & RUN_MASK
+    flip = (SIGNS << (RUN_MASK - place)) & SIGN_BIT
+    return (y.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def add_and_subtract(y, STEP: tl.constexpr):
+    """(a, b) ← (a + b, a − b) for elements (i, i + STEP) of `y` (fp32 [n])."""
+    NUMEL: tl.constexpr = y.shape[0]
+    pairs = tl.reshape(y.to(tl.int32, bitcast=True), (NUMEL // (2 * STEP), 2, STEP))
+    # As integers, which give back exactly what was added; the compiler knows that, too, and adds nothing.
+    partner = tl.sum(pairs, axis=1, keep_dims=True) - pairs
+    flip = (tl.arange(0, 2) << 31)[None, :, None]
+    result = partner.to(tl.float32, bitcast=True) + (pairs ^ flip).to(tl.float32, bitcast=True)
+    return tl.reshape(result, (NUMEL,))
+
+
+@triton.jit
+def butterfly(y):
+    """H·y of each run, in the reference's order."""
+    y = add_and_subtract(y, 1)
+    y = add_and_subtract(y, 2)
+    y = add_and_subtract(y, 4)
+    y = add_and_subtract(y, 8)
+    return add_and_subtract(y, 16)
+
+
+@triton.jit
+def rotate(y):
+    return butterfly(with_signs(y))
+
+
+@triton.jit
+def unrotate(y):
+    return with_signs(butterfly(y) * INVERSE)
