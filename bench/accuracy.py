@@ -1,0 +1,569 @@
+"""What do the wires do to gradients, and to what is learnt from them?
+
+    error by ranks   vNMSE = Σ(x − mean)² / Σ mean², x what every rank ends with, against the float64 mean: of every
+                     wire and sum, for 2 to 4096 simulated ranks; gradients random, and recorded of a small transformer
+    training         the demo's network and that transformer trained with the mean of 4 simulated ranks' gradients over
+                     each wire: final loss, gradient error, error of the gradient's norm
+
+All by fusedcomm.simulate, that is by the CPU codec. Every way of one row sees the same gradients. docs/accuracy.md
+reads the figures.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import resource
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+from _common import env, write_document
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+
+import fusedcomm
+from fusedcomm.config import Config
+from fusedcomm.demo import training as demo
+from fusedcomm.native import _C
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+GRAIN = 4096  # gradients are cut between blocks of any size
+SAMPLE_NUMEL, MIN_SAMPLES, MAX_SAMPLES = 4 * GRAIN, 4, 64  # of random gradients
+MATRIX_NUMEL = 1 << 24  # elements of all ranks together that are held at once
+NUM_TRAINING_RANKS = 4
+GRADIENT_ERROR_EVERY = 10  # steps
+LOSS_STEPS = 10  # whose mean is one point of a curve
+NO_GROWTH = 1.1  # what sampling may do to a ratio that does not change
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way of taking the mean."""
+
+    name: str
+    wire: str
+    sum: str
+    rotate: bool = False
+    reversed: bool = False  # ranks in reverse order
+
+    def mean(self, grads: Sequence[Tensor], exempt_mask: Tensor | None = None) -> Tensor:
+        grads = list(grads)[:: -1 if self.reversed else 1]
+        return fusedcomm.simulate(grads, self.wire, sum=self.sum, rotate=self.rotate, exempt_mask=exempt_mask)
+
+
+TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES]
+ROTATED = [Way(f"{way.wire} rotated", way.wire, way.sum, rotate=True) for way in TWO_SHOT if _C.has_scales(way.wire)]
+OTHERS = [
+    Way("fp32 exact", "fp32", "exact"),
+    Way("bf16 ring", "bf16", "direct"),
+    Way("fp16 ring", "fp16", "direct"),
+]
+WAYS = [*OTHERS, *TWO_SHOT, *ROTATED]
+
+UNMODIFIED = Way("fp32", "fp32", "exact")
+REPEAT = Way("fp32, ranks added in reverse", "fp32", "exact", reversed=True)
+TRAINING_WAYS = [
+    UNMODIFIED,
+    REPEAT,
+    *[way for way in [*TWO_SHOT, *ROTATED] if way.name in ("bf16", "int8", "fp8", "int4", "int4 rotated")],
+]
+
+
+# ---- gradients
+
+
+def gaussian(num_ranks: int, numel: int, generator: torch.Generator) -> Tensor:
+    """fp32 [num_ranks, numel], nothing in common between the ranks: what is hardest on a relative error."""
+    return torch.randn(num_ranks, numel, generator=generator)
+
+
+def gaussian_with_common_part(num_ranks: int, numel: int, generator: torch.Generator) -> Tensor:
+    """Each rank's own part and the part that all share are of the same size."""
+    return gaussian(num_ranks, numel, generator).add_(torch.randn(numel, generator=generator))
+
+
+def student_t(degrees: int) -> Callable[[int, int, torch.Generator], Tensor]:
+    def draw(num_ranks: int, numel: int, generator: torch.Generator) -> Tensor:
+        squares = torch.zeros(num_ranks, numel)
+        for _ in range(degrees):
+            squares += torch.randn(num_ranks, numel, generator=generator).square_()
+        return gaussian(num_ranks, numel, generator).div_(squares.div_(degrees).sqrt_())
+
+    return draw
+
+
+RANDOM_GRADIENTS = {
+    "gaussian": gaussian,
+    "gaussian, common part": gaussian_with_common_part,
+    "student t, 3 degrees": student_t(3),
+    "student t, 2 degrees": student_t(2),
+}
+
+
+def random_samples(kind: str, num_ranks: int, total_numel: int) -> Iterator[list[Tensor]]:
+    """Each one piece, [num_ranks, SAMPLE_NUMEL]: of one size, since a heavy tail's outliers grow with the sample."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    num_samples = min(max(total_numel // (num_ranks * SAMPLE_NUMEL), MIN_SAMPLES), MAX_SAMPLES)
+    for _ in range(num_samples):
+        yield [RANDOM_GRADIENTS[kind](num_ranks, SAMPLE_NUMEL, generator)]
+
+
+def recorded_sample(recorded: Tensor, num_ranks: int) -> Iterator[list[Tensor]]:
+    """One, of all there is, in pieces."""
+    yield [recorded[:num_ranks, begin:end] for begin, end in _spans(recorded.shape[1], num_ranks)]
+
+
+def _spans(numel: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+    step = max(MATRIX_NUMEL // num_ranks // GRAIN, 1) * GRAIN
+    for begin in range(0, numel, step):
+        yield begin, min(begin + step, numel)
+
+
+# ---- error by ranks
+
+
+def error_by_ranks(kind: str, num_ranks: int, samples: Iterator[list[Tensor]]) -> list[dict]:
+    """One row for each way: the median of the samples, and their range: how much of a difference may be chance."""
+    found: dict[str, list[float]] = {way.name: [] for way in WAYS}
+    numel = 0
+    for pieces in samples:
+        errors, energy = dict.fromkeys(found, 0.0), 0.0
+        for grads in pieces:
+            mean = grads.mean(dim=0, dtype=torch.float64)
+            energy += mean.square().sum().item()
+            numel += len(mean)
+            for way in WAYS:
+                errors[way.name] += (way.mean(grads) - mean).square().sum().item()
+        for name, error in errors.items():
+            found[name].append(error / energy)
+    rows = []
+    for name, values in found.items():
+        row = {"gradients": kind, "ranks": num_ranks, "way": name, "samples": len(values), "numel": numel}
+        vnmse, low, high = (float(f"{value:.6g}") for value in (statistics.median(values), min(values), max(values)))
+        rows.append({**row, "vnmse": vnmse, "range": [low, high]})
+    return rows
+
+
+def targets(rows: list[dict]) -> list[dict]:
+    """What was to be reached, and what was."""
+    found = {(row["gradients"], row["way"], row["ranks"]): row["vnmse"] for row in rows}
+    result = []
+    for kind in dict.fromkeys(row["gradients"] for row in rows):
+        ranks = sorted({row["ranks"] for row in rows if row["gradients"] == kind})
+        growth = f"growth from {ranks[0]} to {ranks[-1]} ranks:"
+        growths = {
+            way.name: found[kind, way.name, ranks[-1]] / found[kind, way.name, ranks[0]] for way in TWO_SHOT + ROTATED
+        }
+        result.append(_target(kind, f"{growth} fp32", growths.pop("fp32"), "<=", NO_GROWTH))
+        worst = max(growths, key=growths.get)
+        result.append(_target(kind, f"{growth} greatest of the others, {worst}", growths[worst], "<=", NO_GROWTH))
+        if 512 in ranks:
+            ring = found[kind, "bf16 ring", 512]
+            for name, wanted in (("int8", 8), ("int8 rotated", 8), ("bf16", 100)):
+                result.append(
+                    _target(kind, f"bf16 ring / {name}, 512 ranks", ring / found[kind, name, 512], ">=", wanted)
+                )
+        gains = [found[kind, "int4", p] / found[kind, "int4 rotated", p] for p in ranks]
+        if kind.startswith("student"):
+            result.append(_target(kind, "int4 / int4 rotated, least over all ranks", min(gains), ">=", 2))
+    return result
+
+
+def _target(kind: str, what: str, figure: float, sign: str, wanted: float) -> dict:
+    reached = figure <= wanted if sign == "<=" else figure >= wanted
+    return {"gradients": kind, "what": what, "figure": figure, "wanted": f"{sign} {wanted}", "reached": reached}
+
+
+# ---- a transformer on characters
+
+
+class Characters:
+    """The top modules of Python's standard library as ASCII codes, and windows of them."""
+
+    CONTEXT = 64
+
+    def __init__(self) -> None:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        data = b"".join(path.read_bytes() for path in files)
+        codes = torch.tensor([code for code in data if code < 128], dtype=torch.uint8)
+        self.train, self.test = codes[: len(codes) * 19 // 20], codes[len(codes) * 19 // 20 :]
+
+    def batches(self, seed: int, batch: int, test: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Endless; inputs and targets int64 [batch, CONTEXT]."""
+        generator = torch.Generator().manual_seed(seed)
+        codes = self.test if test else self.train
+        while True:
+            starts = torch.randint(len(codes) - self.CONTEXT, (batch, 1), generator=generator)
+            windows = codes[starts + torch.arange(self.CONTEXT + 1)].long()
+            yield windows[:, :-1], windows[:, 1:]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        qkv = self.qkv(self.before(x)).view(batch, context, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, context, width))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class Transformer(nn.Module):
+    """121,000 parameters."""
+
+    def __init__(self, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.codes, self.places = nn.Embedding(128, width), nn.Embedding(Characters.CONTEXT, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.codes(x) + self.places.weight)))
+
+
+def character_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def record(characters: Characters, num_ranks: int, steps: int, batch: int) -> Tensor:
+    """fp32 [num_ranks, parameters]: gradients of as many batches, taken after `steps` steps of training."""
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batches = characters.batches(seed=1, batch=16)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        character_loss(model, next(batches)).backward()
+        optimizer.step()
+    batches = characters.batches(seed=2, batch=batch)
+    recorded = None
+    for rank in range(num_ranks):
+        model.zero_grad()
+        character_loss(model, next(batches)).backward()
+        flat = flat_gradient(model)
+        recorded = flat.new_empty(num_ranks, flat.numel()) if recorded is None else recorded
+        recorded[rank] = flat
+    return recorded
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """In the order of DDP's buckets: the last parameter first."""
+    return torch.cat([parameter.grad.flatten() for parameter in reversed(list(model.parameters()))])
+
+
+# ---- training
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model and how it is trained. `batches` takes seed and rank, `final` returns what is to be told at the end."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    loss: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]
+    batches: Callable[[int, int], Iterator[tuple[Tensor, Tensor]]]
+    final: Callable[[nn.Module], dict[str, float]]
+
+
+def characters_task(characters: Characters, held_out: int) -> Task:
+    test = next(characters.batches(seed=3, batch=held_out, test=True))
+    return Task(
+        name="characters",
+        model=Transformer,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
+        loss=character_loss,
+        batches=lambda seed, rank: characters.batches(seed=1000 * (seed + 1) + rank, batch=4),
+        final=lambda model: {"loss": character_loss(model, test).item()},
+    )
+
+
+def digits_task() -> Task:
+    """The demo's network, data and schedule; the loss is that on all training digits."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(images).float().div(16).view(-1, 1, 8, 8)
+    split = train_test_split(images, torch.from_numpy(labels), test_size=0.3, random_state=0, stratify=labels)
+    train_images, test_images, train_labels, test_labels = split
+
+    def batches(seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        shard = slice(rank, len(train_labels) // NUM_TRAINING_RANKS * NUM_TRAINING_RANKS, NUM_TRAINING_RANKS)
+        shard_images, shard_labels = train_images[shard], train_labels[shard]
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for chosen in torch.randperm(len(shard_labels), generator=generator).split(demo.BATCH_PER_RANK)[:-1]:
+                yield shard_images[chosen], shard_labels[chosen]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def final(model: nn.Module) -> dict[str, float]:
+        accuracy = (model(test_images).argmax(dim=1) == test_labels).double().mean().item()
+        return {"loss": loss(model, (train_images, train_labels)).item(), "accuracy": accuracy}
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=demo.LEARNING_RATE, momentum=demo.MOMENTUM)
+
+    return Task("digits", demo.network, optimizer, loss, batches, final)
+
+
+def train(task: Task, way: Way, seed: int, steps: int) -> dict:
+    """Trains with one bucket; biases and norms travel in fp32 on wires with scales, as by attach()'s default."""
+    torch.manual_seed(seed)
+    model = task.model()
+    named = list(reversed(list(model.named_parameters())))
+    config = Config(wire=way.wire)
+    exempt = torch.cat([torch.full((p.numel(),), config.is_exempt(name, p)) for name, p in named])
+    exempt = exempt if exempt.any() else None
+    optimizer = task.optimizer(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
+    batches = [task.batches(seed, rank) for rank in range(NUM_TRAINING_RANKS)]
+    losses, errors, norm_errors = [], [], []
+    for step in range(steps):
+        grads, step_losses = [], []
+        for of_rank in batches:
+            model.zero_grad()
+            loss = task.loss(model, next(of_rank))
+            loss.backward()
+            step_losses.append(loss.item())
+            grads.append(flat_gradient(model))
+        losses.append(statistics.mean(step_losses))
+        mean = way.mean(grads, exempt)
+        if step % GRADIENT_ERROR_EVERY == 0:
+            right = torch.stack(grads).mean(dim=0, dtype=torch.float64)
+            errors.append(((mean - right).square().sum() / right.square().sum()).item())
+            norm_errors.append(abs((mean.double().norm() / right.norm()).item() - 1))
+        for (_, parameter), grad in zip(named, mean.split([p.numel() for _, p in named]), strict=True):
+            parameter.grad = grad.view(parameter.shape)
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        final = task.final(model)
+    return {
+        "model": task.name,
+        "way": way.name,
+        "seed": seed,
+        "steps": steps,
+        **final,
+        "vnmse_median": statistics.median(errors),
+        "vnmse_max": max(errors),
+        "norm_error_median": statistics.median(norm_errors),
+        "norm_error_max": max(norm_errors),
+        "loss_curve": [round(statistics.mean(losses[i : i + LOSS_STEPS]), 5) for i in range(0, steps, LOSS_STEPS)],
+    }
+
+
+def training_summary(runs: list[dict]) -> list[dict]:
+    """One row for each model and way. Differences are from the unmodified run of the same seed."""
+    result = []
+    for model, way in dict.fromkeys((run["model"], run["way"]) for run in runs):
+        own = [run for run in runs if (run["model"], run["way"]) == (model, way)]
+        of_seed = {run["seed"]: run for run in runs if (run["model"], run["way"]) == (model, UNMODIFIED.name)}
+        row = {"model": model, "way": way, "loss": [run["loss"] for run in own]}
+        row["loss_difference"] = [run["loss"] - of_seed[run["seed"]]["loss"] for run in own]
+        if "accuracy" in own[0]:
+            row["accuracy"] = [run["accuracy"] for run in own]
+        row["vnmse_median"] = statistics.median(run["vnmse_median"] for run in own)
+        row["vnmse_max"] = max(run["vnmse_max"] for run in own)
+        row["norm_error_median"] = statistics.median(run["norm_error_median"] for run in own)
+        row["norm_error_max"] = max(run["norm_error_max"] for run in own)
+        result.append(row)
+    return result
+
+
+# ---- tables and plots
+
+
+def print_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print("\n| " + " | ".join(headings) + " |\n|" + "---|" * len(headings))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+def print_errors(rows: list[dict]) -> None:
+    for kind in dict.fromkeys(row["gradients"] for row in rows):
+        own = [row for row in rows if row["gradients"] == kind]
+        ranks = sorted({row["ranks"] for row in own})
+        found = {(row["way"], row["ranks"]): row["vnmse"] for row in own}
+        body = [[way.name, *[f"{found[way.name, p]:.2g}" for p in ranks]] for way in WAYS]
+        print_markdown([kind, *map(str, ranks)], body)
+
+
+def print_targets(rows: list[dict]) -> None:
+    body = [
+        [t["gradients"], t["what"], f"{t['figure']:.3g}", t["wanted"], "yes" if t["reached"] else "**no**"]
+        for t in rows
+    ]
+    print_markdown(["gradients", "target", "measured", "wanted", "reached"], body)
+
+
+def print_training(summary: list[dict]) -> None:
+    headings = [
+        "model",
+        "way",
+        "final loss: seeds",
+        "− fp32's of the seed",
+        "accuracy",
+        "vNMSE",
+        "norm error (greatest)",
+    ]
+    body = []
+    for row in summary:
+        accuracy = ", ".join(f"{value:.2%}" for value in row.get("accuracy", ()))
+        norm = f"{row['norm_error_median']:.1e} ({row['norm_error_max']:.1e})"
+        losses = ", ".join(f"{value:.5f}" for value in row["loss"])
+        differences = ", ".join(f"{value:+.5f}" for value in row["loss_difference"])
+        body.append([row["model"], row["way"], losses, differences, accuracy, f"{row['vnmse_median']:.1e}", norm])
+    print_markdown(headings, body)
+
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; rotated wires are dashed in their wire's.
+COLOURS = {
+    "fp32": "#8a8a8a",
+    "bf16": "#0072b2",
+    "fp16": "#56b4e9",
+    "int8": "#009e73",
+    "fp8": "#e69f00",
+    "fp8_e5m2": "#f0e442",
+    "int4": "#cc79a7",
+}
+
+
+def plot_errors(rows: list[dict], path: Path) -> None:
+    kinds = list(dict.fromkeys(row["gradients"] for row in rows))
+    figure, all_axes = plt.subplots(1, len(kinds), figsize=(3.4 * len(kinds), 4.6), sharey=True, layout="constrained")
+    for axes, kind in zip(all_axes, kinds, strict=True):
+        for way in WAYS:
+            if way.wire == "fp32":
+                continue
+            points = [
+                (row["ranks"], row["vnmse"]) for row in rows if (row["gradients"], row["way"]) == (kind, way.name)
+            ]
+            style = ":" if way.sum == "direct" else "--" if way.rotate else "-"
+            axes.plot(*zip(*points, strict=True), style, color=COLOURS[way.wire], marker=".", lw=1.3, label=way.name)
+        axes.set(xscale="log", yscale="log", xlabel="ranks", title=kind)
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.25, lw=0.5)
+    all_axes[0].set_ylabel("vNMSE against the float64 mean")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.savefig(path, dpi=75)
+    plt.close(figure)
+
+
+def plot_training(runs: list[dict], summary: list[dict], path: Path) -> None:
+    models = list(dict.fromkeys(run["model"] for run in runs))
+    figure, all_axes = plt.subplots(2, len(models), figsize=(5.5 * len(models), 7), layout="constrained")
+    for (curves, finals), model in zip(all_axes.T, models, strict=True):
+        own = [row for row in summary if row["model"] == model]
+        for way in TRAINING_WAYS:
+            of_seeds = [run["loss_curve"] for run in runs if (run["model"], run["way"]) == (model, way.name)]
+            if not of_seeds or way == REPEAT:
+                continue
+            curve = torch.tensor(of_seeds).log().mean(dim=0).exp()
+            steps = [LOSS_STEPS * (index + 1) for index in range(len(curve))]
+            curves.plot(steps, curve, "--" if way.rotate else "-", color=COLOURS[way.wire], lw=1.2, label=way.name)
+        curves.set(yscale="log", xlabel="step", ylabel="training loss, mean of seeds", title=model)
+        curves.legend(frameon=False)
+        for index, row in enumerate(own):
+            finals.plot(row["loss"], [index] * len(row["loss"]), "o", color="#0072b2", alpha=0.6)
+        finals.axvspan(min(own[0]["loss"]), max(own[0]["loss"]), color="#8a8a8a", alpha=0.25, lw=0)
+        finals.set_yticks(range(len(own)), [row["way"].replace(", ", ",\n") for row in own])
+        finals.invert_yaxis()
+        finals.set(xlabel="final loss, each seed; grey: fp32's seeds")
+        for axes in (curves, finals):
+            axes.grid(alpha=0.25, lw=0.5, which="both")
+    figure.savefig(path, dpi=75)
+    plt.close(figure)
+
+
+# ---- command line
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    ranks: tuple[int, ...] = (2, 8, 32, 128, 512, 4096)
+    total_numel: int = 1 << 26  # elements of all ranks and samples together, within MIN_SAMPLES and MAX_SAMPLES
+    record_steps: int = 300
+    record_batch: int = 4
+    train_steps: int = 300
+    seeds: int = 3
+    held_out: int = 512
+    models: tuple[str, ...] = ("digits", "characters")
+
+
+QUICK = Sizes((2, 8), 1 << 15, record_steps=3, record_batch=1, train_steps=3, seeds=1, held_out=8)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few ranks, elements and steps: the figures mean little")
+    parser.add_argument("--parts", nargs="+", choices=("error", "training"), default=["error", "training"])
+    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
+    parser.add_argument("--json", metavar="PATH", help="write the figures there, as they come")
+    parser.add_argument("--plots", metavar="FOLDER", help="write accuracy-ranks.png and accuracy-training.png there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    sizes = QUICK if arguments.quick else Sizes()
+    document = {"env": env(), "quick": arguments.quick, "sizes": dataclasses.asdict(sizes)}
+    started = time.monotonic()
+
+    def done(what: str) -> None:
+        document["seconds"] = round(time.monotonic() - started)
+        document["peak_memory_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+        print(f"[{document['seconds']:>5} s] {what}", flush=True)
+        if arguments.json:
+            write_document(arguments.json, document)
+
+    characters = Characters()
+    if "error" in arguments.parts:
+        rows = document["error_by_ranks"] = []
+        recorded = record(characters, sizes.ranks[-1], sizes.record_steps, sizes.record_batch)
+        done(f"recorded {len(recorded)} gradients of {recorded.shape[1]} elements")
+        for ranks in sizes.ranks:
+            rows += error_by_ranks("recorded", ranks, recorded_sample(recorded, ranks))
+            done(f"recorded, {ranks} ranks")
+        del recorded
+        for kind, ranks in itertools.product(RANDOM_GRADIENTS, sizes.ranks):
+            rows += error_by_ranks(kind, ranks, random_samples(kind, ranks, sizes.total_numel))
+            done(f"{kind}, {ranks} ranks")
+        document["targets"] = targets(rows)
+        print_errors(rows)
+        print_targets(document["targets"])
+    if "training" in arguments.parts:
+        runs = document["training"] = []
+        for task in (digits_task(), characters_task(characters, sizes.held_out)):
+            for seed, way in itertools.product(range(sizes.seeds), TRAINING_WAYS):
+                runs.append(train(task, way, seed, sizes.train_steps))
+                done(f"{task.name}, {way.name}, seed {seed}: loss {runs[-1]['loss']:.5f}")
+        document["training_summary"] = training_summary(runs)
+        print_training(document["training_summary"])
+    done("all")
+    if arguments.plots:
+        folder = Path(arguments.plots)
+        folder.mkdir(parents=True, exist_ok=True)
+        if "error" in arguments.parts:
+            plot_errors(document["error_by_ranks"], folder / "accuracy-ranks.png")
+        if "training" in arguments.parts:
+            plot_training(document["training"], document["training_summary"], folder / "accuracy-training.png")
+
+
+if __name__ == "__main__":
+    main()
