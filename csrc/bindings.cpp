@@ -22,8 +22,8 @@ void bind_plan(py::module_& m) {
   py::class_<WireConfig>(m, "WireConfig")
       .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
                        int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate) {
-             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide, chunk_nbytes,
-                               chunks_in_flight,     rotate};
+             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
+                               chunk_nbytes,         chunks_in_flight,   rotate};
              check_config(config);
              return config;
            }),

@@ -93,9 +93,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
     const double predivide = config.predivide != 0 ? config.predivide : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.reduce_scale = static_cast<float>(predivide / p);
-    plan.layout =
-        bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel, config.max_chunk_nbytes,
-                      config.rotate);
+    plan.layout = bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel,
+                                config.max_chunk_nbytes, config.rotate);
     return plan;
   }
 

@@ -131,8 +131,9 @@ inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_pa
                                   int64_t lossy_numel, int64_t max_chunk_nbytes, bool rotated = false) {
   check_block_numel(block_numel);
   if (rotated && !has_scales(wire)) {
-    throw std::invalid_argument("rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4): others round each "
-                                "element by itself, which a rotation cannot improve");
+    throw std::invalid_argument(
+        "rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4): others round each "
+        "element by itself, which a rotation cannot improve");
   }
   if (num_parts < 1 || exact_numel < 0 || lossy_numel < 0 || max_chunk_nbytes < 1) {
     throw std::invalid_argument("bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative");
