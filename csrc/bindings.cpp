@@ -82,18 +82,26 @@ void bind_hook(py::module_& m) {
         return names;
       });
 
+  py::class_<Verification>(m, "Verification")
+      .def_readonly("step", &Verification::step)
+      .def_property_readonly("bucket", [](const Verification& verification) { return verification.label->text; })
+      .def_readonly("error_norm", &Verification::error_norm)
+      .def_readonly("exact_norm", &Verification::exact_norm);
+
   py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<C10dTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters, bool exempt_1d,
-                       at::Device grad_device) {
+                       at::Device grad_device, int64_t verify_every) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<GradHook::Parameter> table;
              for (const auto& [tensor, name, exempt] : parameters) table.push_back({tensor, name, exempt});
-             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d, grad_device);
+             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d, grad_device,
+                                               verify_every);
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
-           py::arg("exempt_1d"), py::arg("grad_device"), NoGil())
+           py::arg("exempt_1d"), py::arg("grad_device"), py::arg("verify_every"), NoGil())
+      .def("verifications", &GradHook::verifications, NoGil())
       .def("run",
            [](GradHook& hook, c10d::GradBucket& bucket) {
              c10::intrusive_ptr<c10::ivalue::Future> future;

@@ -251,6 +251,7 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
   if (!error) {
     try {
       StampPtr done = device_->stamp();
+      if (!job->counted) return job->on_done(nullptr);
       if (tracer_->on()) tracer_->add(job->label, Stage::kBucket, job->step, 0, job->submitted, done);
       std::lock_guard<std::mutex> lock(mutex_);
       stats_.num_buckets += 1;

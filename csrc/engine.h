@@ -34,6 +34,7 @@ struct BucketJob {
   BucketStreams streams;  // in_place: everything is in `lossy`
   std::shared_ptr<const BucketLabel> label;
   bool is_last = false;  // of this backward pass
+  bool counted = true;   // in the engine's stats; not if it serves another bucket
   int64_t grad_nbytes = 0;
 
   // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.

@@ -14,6 +14,8 @@
 namespace fusedcomm {
 namespace {
 
+constexpr size_t kMaxVerifications = 256;
+
 bool carried_by_codec(const at::Tensor& buffer) {
   return buffer.layout() == at::kStrided && has_wire_format(buffer.scalar_type());
 }
@@ -80,8 +82,12 @@ void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, con
 }  // namespace
 
 GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-                   const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device)
-    : engine_(std::move(engine)), transport_(std::move(transport)), exempt_1d_(exempt_1d), device_(device) {
+                   const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device, int64_t verify_every)
+    : engine_(std::move(engine)),
+      transport_(std::move(transport)),
+      exempt_1d_(exempt_1d),
+      device_(device),
+      verify_every_(verify_every) {
   for (const Parameter& parameter : parameters) {
     auto state = std::make_shared<ParameterState>();
     state->parameter = parameter.tensor;
@@ -156,8 +162,67 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
         member.state->exempt && record->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
     stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
   }
-  engine_->submit(std::move(job));
+  const bool due = is_due(bucket);
+  if (due && !record->plan.in_place) {
+    submit_verified(std::move(job), buffer);
+  } else {
+    engine_->submit(std::move(job));
+  }
   return future;
+}
+
+bool GradHook::is_due(const c10d::GradBucket& bucket) {
+  if (verify_every_ == 0) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto turn = static_cast<size_t>(step_ / verify_every_) % num_buckets_;
+  const bool due = step_ % verify_every_ == 0 && bucket.getIndex() == turn;
+  if (bucket.isLast()) {
+    ++step_;
+    num_buckets_ = bucket.getIndex() + 1;
+  }
+  return due;
+}
+
+void GradHook::submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer) {
+  at::NoGradGuard no_grad;
+  const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
+  engine_->device().will_use(exact);
+  auto check = std::make_shared<BucketJob>();
+  check->owner = job->owner;
+  check->counted = false;
+  check->label = std::make_shared<const BucketLabel>(job->label->name + " verified",
+                                                     "the exact sum that verifies " + job->label->text);
+  check->on_done = std::move(job->on_done);
+  // The engine fails all that follows a failure, so the check's end tells of both.
+  job->on_done = [](std::exception_ptr) {};
+
+  Verification verification;
+  verification.label = job->label;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    verification.step = step_ - (job->is_last ? 1 : 0);
+  }
+  ForeignStages stages;
+  stages.scatter = [transport = transport_, exact](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
+  };
+  // On the lane, and so after the end, of the bucket's own unpacking.
+  stages.unpack = [this, verification, exact, buffer]() mutable {
+    at::NoGradGuard inner_no_grad;
+    verification.error_norm = at::linalg_vector_norm(at::sub(buffer.to(at::kFloat), exact), 2, {}, false, at::kDouble);
+    verification.exact_norm = at::linalg_vector_norm(exact, 2, {}, false, at::kDouble);
+    std::lock_guard<std::mutex> lock(mutex_);
+    verifications_.push_back(std::move(verification));
+    if (verifications_.size() > kMaxVerifications) verifications_.pop_front();
+  };
+  engine_->submit(std::move(job));
+  engine_->submit_foreign(std::move(check), std::move(stages));
+}
+
+std::vector<Verification> GradHook::verifications() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  take_device_counts();  // which waits for the streams that made the norms, too
+  return {verifications_.begin(), verifications_.end()};
 }
 
 std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {

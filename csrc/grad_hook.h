@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -38,6 +39,13 @@ struct BucketRecord {
   std::shared_ptr<const BucketLabel> label;
 };
 
+// A bucket's result beside an exact all-reduce of the same gradients.
+struct Verification {
+  int64_t step = 0;
+  std::shared_ptr<const BucketLabel> label;
+  at::Tensor error_norm, exact_norm;  // float64 scalars: ‖result − exact‖₂, ‖exact‖₂
+};
+
 class GradHook {
  public:
   struct Parameter {
@@ -46,10 +54,11 @@ class GradHook {
     bool exempt;
   };
 
-  // device: where the gradients are. Parameters that turn up later (a hook registered without the module) are named by
-  // their shape, and are exempt if `exempt_1d` and they have at most one dimension.
+  // device: where the gradients are. verify_every: compares one bucket, another each time, with an exact all-reduce in
+  // every step that it divides; 0: never. The same on every rank. Parameters that turn up later (a hook registered
+  // without the module) are named by their shape, and are exempt if `exempt_1d` and they have at most one dimension.
   GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-           const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device);
+           const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device, int64_t verify_every);
   // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
@@ -68,10 +77,15 @@ class GradHook {
   // Waits for the device where it counts them.
   std::vector<ParameterCount> nonfinite_by_parameter() const;
   void restore_nonfinite(const std::vector<ParameterCount>& counts);
+  // The last of them, oldest first. Waits for the device.
+  std::vector<Verification> verifications() const;
   // The buckets of the last backward pass, by index.
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
+  void submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer);
+  // Whether it is this bucket's turn; counts the steps.
+  bool is_due(const c10d::GradBucket& bucket);
   std::shared_ptr<const BucketRecord> record_of(const c10d::GradBucket& bucket);
   std::shared_ptr<const BucketRecord> make_record(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
                                                   size_t index);
@@ -97,6 +111,11 @@ class GradHook {
   };
   mutable std::vector<Counted> counted_;
   mutable int64_t num_nonfinite_on_device_ = 0;
+
+  const int64_t verify_every_;
+  int64_t step_ = 0;
+  size_t num_buckets_ = 1;  // in the step before
+  std::deque<Verification> verifications_;
 };
 
 }  // namespace fusedcomm

@@ -18,8 +18,8 @@ class CommState:
     """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
 
     Args:
-        wire, sum, exempt, block, rotate, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa, sm_limit: as
-            for :func:`fusedcomm.attach`.
+        wire, sum, exempt, block, rotate, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa, sm_limit,
+            verify_every: as for :func:`fusedcomm.attach`.
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
         module: the model, needed only if `exempt` has patterns of names: a hook sees parameters without names.
@@ -42,10 +42,11 @@ class CommState:
         codec_threads: int | None = None,
         isa: str | None = None,
         sm_limit: int | None = None,
+        verify_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate)
+        self.config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate, verify_every)
         if self.config.exempt_names and module is None:
             raise ValueError(
                 f"exempt={self.config.exempt!r} has patterns of names, and a communication hook sees no names: pass "

@@ -55,6 +55,7 @@ class Config:
     chunk_nbytes: int | None = None
     chunks_in_flight: int = 4
     rotate: bool = False
+    verify_every: int = 0
 
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, WIRES)
@@ -72,12 +73,14 @@ class Config:
             raise ValueError(
                 f"exempt={self.exempt!r}: every pattern must be '1d' or a parameter name, wildcards allowed"
             )
-        for field in ("block", "chunk_nbytes", "chunks_in_flight"):
+        for field in ("block", "chunk_nbytes", "chunks_in_flight", "verify_every"):
             value = getattr(self, field)
             if field == "chunk_nbytes" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
+        if self.verify_every < 0:
+            raise ValueError(f"verify_every={self.verify_every} is not possible: use a number of steps, or 0 for never")
         if not isinstance(self.rotate, bool):
             raise ValueError(f"rotate={self.rotate!r} is not possible: use True or False")
         if self.predivide != "auto" and (

@@ -37,6 +37,7 @@ def attach(
     codec_threads: int | None = None,
     isa: str | None = None,
     sm_limit: int | None = None,
+    verify_every: int = 0,
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
@@ -64,6 +65,8 @@ def attach(
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
         isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
         sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.
+        verify_every: in every so many steps one bucket, another each time, is also summed exactly, in fp32, and its
+            result compared: ``stats().verified`` has the errors. That step waits for the extra bytes. 0: never.
         quiet: do not print the plan on rank 0.
 
     Returns:
@@ -80,7 +83,7 @@ def attach(
         RuntimeError: the module already has a hook or a DDP option that cannot combine, a device or backend has no
             path, or the ranks do not agree; the last with the same text on every rank.
     """
-    config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate)
+    config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate, verify_every)
     _check_module(ddp)
     parameters = _synchronised_parameters(ddp, config)
     local = LocalOptions(isa, codec_threads, sm_limit)

@@ -80,6 +80,7 @@ class Session:
                 parameters=[(p.tensor, p.name, p.exempt) for p in parameters or []],
                 exempt_1d=cfg.exempt_1d,
                 grad_device=device,
+                verify_every=cfg.verify_every,
             )
         except Exception as error:
             problem = error

@@ -7,6 +7,16 @@ from fusedcomm.native import _C
 
 
 @dataclasses.dataclass(frozen=True)
+class Verified:
+    """One bucket's result beside an exact all-reduce of the same gradients. Equal on every rank."""
+
+    step: int
+    bucket: str
+    relative_error: float
+    """‖result − exact‖₂ / ‖exact‖₂; NaN where gradients were not finite, 0 where result and exact are zeros."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """Of this rank, since attach. Times in milliseconds; medians are over the last 512 steps, None before the first.
 
@@ -30,6 +40,8 @@ class Stats:
     nonfinite: int
     """Elements of local gradients that were NaN or Inf when packed."""
     nonfinite_by_parameter: dict[str, int]
+    verified: tuple[Verified, ...]
+    """The last 256 buckets that were compared, oldest first; see ``verify_every`` of :func:`fusedcomm.attach`."""
 
 
 def collect(hook: "_C.GradHook", world_size: int) -> Stats:
@@ -47,4 +59,11 @@ def collect(hook: "_C.GradHook", world_size: int) -> Stats:
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
         nonfinite=native.num_nonfinite,
         nonfinite_by_parameter=hook.nonfinite_by_parameter(),
+        verified=tuple(_verified(verification) for verification in hook.verifications()),
     )
+
+
+def _verified(verification: "_C.Verification") -> Verified:
+    error, exact = verification.error_norm.item(), verification.exact_norm.item()
+    relative_error = error / exact if exact != 0 else 0.0 if error == 0 else float("inf")
+    return Verified(verification.step, verification.bucket, relative_error)

@@ -50,6 +50,8 @@ def refused(rank, world_size, kwargs):
         ({"sm_limit": 8}, ["sm_limit=8 is for gradients on cuda, and these are on cpu"]),
         ({"wire": "int4", "block": 16}, ["block=16"]),
         ({"wire": "bf16", "rotate": True}, ["rotate=True", "int8, fp8, fp8_e5m2, int4", "wire='bf16'"]),
+        ({"verify_every": -1}, ["verify_every=-1", "number of steps, or 0"]),
+        ({"verify_every": 1.5}, ["verify_every=1.5", "whole number"]),
         ({"wire": "int4", "rotate": 1}, ["rotate=1", "True or False"]),
         ({"exempt": "1d"}, ["exempt='1d'", "('1d',)"]),
         ({"exempt": ("wieghts*",)}, ["'wieghts*'", "matches none of the 2 parameters", "weights.0"]),
