@@ -263,7 +263,7 @@ for variant in (
     c.Variant("unpack", "fp8", 128, torch.float32, False),
     c.Variant("pack", "int8", 128, torch.float32, False, rotated=True),
 ):
-    refused("ragged.cu has fp32, bf16, fp16, int8 without rotation", lambda: ragged_cuda.compile(variant, 90))
+    refused("for fp32, bf16, fp16, int8 unrotated", lambda: ragged_cuda.compile(variant, 90))
 
 for version in ("3.5.1", "3.10.0", "4.0.0", "2.3.0+git"):
     triton.__version__ = version
