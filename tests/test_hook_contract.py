@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, synchronise
+from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, constant, synchronise
 from ranks import Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -170,9 +170,9 @@ def aliasing(rank, world_size, wire, views):
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_the_result_is_the_mean_in_the_buckets_own_memory(ranks, wire):
     for values, same_bucket in ranks.run(aliasing, wire, True, world_size=2):
-        assert values == ([1.0], [2.0]) and same_bucket
+        assert values == ([constant(1.0, wire)], [constant(2.0, wire)]) and same_bucket
     for values, _ in ranks.run(aliasing, wire, False, world_size=2):
-        assert values == ([1.0], [2.0])
+        assert values == ([constant(1.0, wire)], [constant(2.0, wire)])
 
 
 # --- bucket identity ------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def accumulated(rank, world_size, views, wire):
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
     for rank, (during, local, seen) in enumerate(ranks.run(accumulated, views, wire, world_size=2)):
-        assert during == 0 and local == [2.0 * (rank + 1)] and seen == [4.5]
+        assert during == 0 and local == [2.0 * (rank + 1)] and seen == [constant(4.5, wire)]
 
 
 def joined(rank, world_size, wire):
@@ -363,8 +363,9 @@ def joined(rank, world_size, wire):
 def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
     # The hook divides by the group's size, which is Join's divide_by_initial_world_size=True.
     outcome = ranks.run(joined, wire, world_size=2)
-    assert outcome[0] == [[[4.0], [8.0]]] * 2
-    assert outcome[1] == [[[4.0], [8.0]]] * 2 + [[[2.0], [4.0]]] * 3
+    both, one = [[[constant(4.0, wire)], [constant(8.0, wire)]], [[constant(2.0, wire)], [constant(4.0, wire)]]]
+    assert outcome[0] == [both] * 2
+    assert outcome[1] == [both] * 2 + [one] * 3
 
 
 def frozen_after_wrapping(rank, world_size):
