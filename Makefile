@@ -41,6 +41,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.torch
 BUILT := $(VENV)/.built
 FORMATTERS := $(VENV)/.lint
+KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
@@ -54,7 +55,7 @@ demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
 test: PACKAGES += pytest pytest-timeout hypothesis
-test: build
+test: build $(KERNELS)
 	$(PY) -m pytest $(ARGS)
 
 bench: PACKAGES += scikit-learn matplotlib tqdm
@@ -98,6 +99,11 @@ $(VENV)/.torch: | check-tools
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade pip 'setuptools>=77' wheel ninja numpy
 	$(PY) -m pip install $(PIP_ARGS) $(TORCH)
+	touch $@
+
+# Not for every machine: where there is no wheel of them, the tests that need them skip themselves.
+$(VENV)/.kernels: pyproject.toml $(VENV)/.torch
+	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
 	touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.torch
