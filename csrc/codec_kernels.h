@@ -45,6 +45,32 @@ using SumFn = void (*)(const void* src, int64_t stride_nbytes, int64_t num_srcs,
 using SumBlocksFn = void (*)(const void* scales, const void* codes, int64_t stride_nbytes, int64_t num_srcs, float* acc,
                              int64_t num_blocks, int64_t block_numel);
 
+// ---- of a tile of fp32 values, for encoders that round stochastically or feed back what they left out
+
+// Which of the noise of reference.py: the Philox key, and all of the counter but the element.
+struct NoiseKey {
+  uint64_t seed = 0;
+  uint32_t parameter = 0;
+  uint32_t step = 0;
+  uint32_t source = 0;
+};
+
+// out[i] = 16 bits for element first + i. `first` and `numel` are multiples of 8.
+using NoiseFn = void (*)(const NoiseKey& key, int64_t first, uint16_t* out, int64_t numel);
+
+// Rounds stochastically to values that the format has; what is not finite stays. numel is a multiple of 8.
+using RoundFn = void (*)(float* data, const uint16_t* noise, int64_t numel);
+
+// As quantize with scale 1, but rounded stochastically; noise[i] is that of src[i], or of what rotation puts there.
+using QuantizeStochasticFn = int64_t (*)(const float* src, const uint16_t* noise, void* scales, void* codes,
+                                         int64_t num_blocks, int64_t block_numel);
+
+// data[i] += float(addend[i])
+using AddFn = void (*)(float* data, const void* addend, int64_t numel);
+
+// out[i] = Out(value[i] - decoded[i]), 0 where that is not finite
+using SubtractFn = void (*)(const float* value, const float* decoded, void* out, int64_t numel);
+
 // Of one code.
 struct BlockKernels {
   QuantizeFn quantize[kNumFormats];              // [source]
@@ -52,6 +78,8 @@ struct BlockKernels {
   DequantizeFn dequantize[kNumFormats];          // [destination]
   DequantizeFn dequantize_rotated[kNumFormats];  // [destination]
   SumBlocksFn sum;
+  QuantizeStochasticFn quantize_stochastic;
+  QuantizeStochasticFn quantize_rotated_stochastic;
 };
 
 struct KernelTable {
@@ -60,6 +88,10 @@ struct KernelTable {
   ScaleFn scale[kNumFormats];
   SumFn sum[kNumFormats];  // [source]
   BlockKernels blocks[kNumCodes];
+  NoiseFn noise;
+  RoundFn round_stochastic[kNumFormats];  // null for fp32
+  AddFn add[kNumFormats];                 // [addend]; null for fp16, as the next
+  SubtractFn subtract[kNumFormats];       // [out]
   void (*fence)();
 };
 

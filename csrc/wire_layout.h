@@ -10,6 +10,9 @@
 // Cuts fall on multiples of the block, counted from the start of the stream, so neither the block grid nor the sum
 // depends on the chunk size. Elements past the end of a stream are zeros.
 //
+// Where some parameters have a wire of their own, the bucket has one layout for each wire, and a part of the message is
+// the layouts' parts one after the other: all have the same chunks, the first also the exact stream.
+//
 // Python and device code ask this header (through the bindings or by inclusion); nobody recomputes it.
 #pragma once
 
@@ -17,11 +20,12 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace fusedcomm {
 
 // Bumped whenever the same gradients would give other bytes; ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 2;
+inline constexpr int kWireLayoutVersion = 3;
 
 // NCCL and vector units both want it; one misaligned pointer has been seen to cut NCCL's rate twelvefold.
 inline constexpr int64_t kAlignNbytes = 16;
@@ -93,8 +97,14 @@ struct BucketLayout {
   int64_t exact_numel = 0;  // of the whole bucket
   int64_t lossy_numel = 0;
   PartLayout part;
+  int64_t part_offset = 0;  // bytes from the start of a message's part to this layout's
+  int64_t part_stride = 0;  // bytes from one part of a message to the next; part.nbytes if this is the only layout
 
-  int64_t chunk_nbytes() const { return part.nbytes * num_parts; }
+  // Of the message, all layouts'.
+  int64_t chunk_nbytes() const { return part_stride * num_parts; }
+
+  // Elements of the lossy stream with its padding: what a residual holds.
+  int64_t padded_numel() const { return num_chunks * num_parts * part.lossy_numel; }
 
   Range lossy_range(int64_t chunk, int64_t part_index) const {
     return clipped(chunk, part_index, part.lossy_numel, lossy_numel);
@@ -126,37 +136,86 @@ inline PartLayout part_layout(Wire wire, int64_t block_numel, int64_t exact_nume
   return part;
 }
 
-// Cuts a bucket into equal chunks of at most about `max_chunk_nbytes` (one grain a part is the least).
-inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_parts, int64_t exact_numel,
-                                  int64_t lossy_numel, int64_t max_chunk_nbytes, bool rotated = false) {
-  check_block_numel(block_numel);
-  if (rotated && !has_scales(wire)) {
+// A lossy stream and how it travels.
+struct StreamWire {
+  Wire wire = Wire::kFp32;
+  int64_t block_numel = kDefaultBlockNumel;
+  bool rotated = false;
+  int64_t numel = 0;
+};
+
+inline void check_stream_wire(const StreamWire& stream) {
+  check_block_numel(stream.block_numel);
+  if (stream.rotated && !has_scales(stream.wire)) {
     throw std::invalid_argument(
         "rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4): others round each "
         "element by itself, which a rotation cannot improve");
   }
-  if (num_parts < 1 || exact_numel < 0 || lossy_numel < 0 || max_chunk_nbytes < 1) {
-    throw std::invalid_argument("bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative");
-  }
-  BucketLayout layout;
-  layout.wire = wire;
-  layout.block_numel = block_numel;
-  layout.rotated = rotated;
-  layout.num_parts = num_parts;
-  layout.exact_numel = exact_numel;
-  layout.lossy_numel = lossy_numel;
-  if (exact_numel + lossy_numel == 0) return layout;
+  if (stream.numel < 0) throw std::invalid_argument("bucket_layout: a numel is negative");
+}
 
-  const int64_t nbytes = part_layout(wire, block_numel, exact_numel, lossy_numel).nbytes;
-  const int64_t wanted_parts = ceil_div(nbytes, max_chunk_nbytes) * num_parts;
-  const int64_t exact_part = round_up(ceil_div(exact_numel, wanted_parts), kAlignNbytes / 4);
-  const int64_t lossy_part = round_up(ceil_div(lossy_numel, wanted_parts), grain_numel(wire, block_numel));
-  layout.part = part_layout(wire, block_numel, exact_part, lossy_part);
-  // Rounding up to the grain can leave the last chunks empty: do not send those.
-  const int64_t exact_chunks = exact_numel ? ceil_div(exact_numel, exact_part * num_parts) : 0;
-  const int64_t lossy_chunks = lossy_numel ? ceil_div(lossy_numel, lossy_part * num_parts) : 0;
-  layout.num_chunks = std::max(exact_chunks, lossy_chunks);
-  return layout;
+// Cuts a bucket into equal chunks of at most about `max_chunk_nbytes` (one grain a part is the least). One layout for
+// each of `streams`, of which there is at least one, in their order.
+inline std::vector<BucketLayout> bucket_layouts(const std::vector<StreamWire>& streams, int64_t num_parts,
+                                                int64_t exact_numel, int64_t max_chunk_nbytes) {
+  if (streams.empty() || num_parts < 1 || exact_numel < 0 || max_chunk_nbytes < 1) {
+    throw std::invalid_argument(
+        "bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative, streams not empty");
+  }
+  int64_t nbytes = 0, numel = exact_numel;
+  for (const StreamWire& stream : streams) {
+    check_stream_wire(stream);
+    nbytes +=
+        part_layout(stream.wire, stream.block_numel, &stream == streams.data() ? exact_numel : 0, stream.numel).nbytes;
+    numel += stream.numel;
+  }
+  std::vector<BucketLayout> layouts;
+  const int64_t wanted_parts = std::max<int64_t>(1, ceil_div(nbytes, max_chunk_nbytes)) * num_parts;
+  int64_t stride = 0, num_chunks = 0;
+  for (const StreamWire& stream : streams) {
+    BucketLayout layout;
+    layout.wire = stream.wire;
+    layout.block_numel = stream.block_numel;
+    layout.rotated = stream.rotated;
+    layout.num_parts = num_parts;
+    layout.exact_numel = layouts.empty() ? exact_numel : 0;
+    layout.lossy_numel = stream.numel;
+    if (numel != 0) {
+      const int64_t exact_part = round_up(ceil_div(layout.exact_numel, wanted_parts), kAlignNbytes / 4);
+      const int64_t lossy_part =
+          round_up(ceil_div(stream.numel, wanted_parts), grain_numel(stream.wire, stream.block_numel));
+      layout.part = part_layout(stream.wire, stream.block_numel, exact_part, lossy_part);
+      // Rounding up to the grain can leave the last chunks empty: do not send those.
+      if (exact_part != 0) num_chunks = std::max(num_chunks, ceil_div(layout.exact_numel, exact_part * num_parts));
+      if (lossy_part != 0) num_chunks = std::max(num_chunks, ceil_div(stream.numel, lossy_part * num_parts));
+    }
+    layout.part_offset = stride;
+    stride += layout.part.nbytes;
+    layouts.push_back(layout);
+  }
+  for (BucketLayout& layout : layouts) {
+    layout.num_chunks = num_chunks;
+    layout.part_stride = stride;
+  }
+  return layouts;
+}
+
+// The same of a bucket with a single lossy stream.
+inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_parts, int64_t exact_numel,
+                                  int64_t lossy_numel, int64_t max_chunk_nbytes, bool rotated = false) {
+  return bucket_layouts({{wire, block_numel, rotated, lossy_numel}}, num_parts, exact_numel, max_chunk_nbytes).front();
+}
+
+// ---- residuals: what rounding has left out so far, see reference.py
+
+enum class ResidualFormat : uint8_t { kFp32, kBf16, kInt8 };
+
+// Of `numel` elements, a multiple of the block where it is int8: that has fp32 scales of the wire's blocks behind it.
+inline int64_t residual_scale_offset(int64_t numel) { return round_up(numel, kAlignNbytes); }
+inline int64_t residual_nbytes(ResidualFormat format, int64_t block_numel, int64_t numel) {
+  return format == ResidualFormat::kFp32   ? 4 * numel
+         : format == ResidualFormat::kBf16 ? 2 * numel
+                                           : residual_scale_offset(numel) + 4 * ceil_div(numel, block_numel);
 }
 
 }  // namespace fusedcomm

@@ -19,8 +19,23 @@ Sizes and offsets are asked of the layout (csrc/wire_layout.h); the arithmetic i
     reduce   ((part 0 + part 1) + part 2) … in fp32, · scale, encoded again
     unpack   x = decoded · scale, rounded to the gradient's dtype
 
+With stochastic rounding "to nearest even" becomes, with u in [0, 1) from `noise` (what is rotated has the noise of the
+place where the rotation puts it; scales and what is not finite are not affected):
+
+    int8, int4       floor(y · inverse + u)
+    floats           magnitudes, as bits, plus u·2^(bits dropped), truncated; below the least normal number, where the
+                     step is constant, floor(magnitude / step + u) steps
+
+With error feedback an encoder adds to y what it has left out so far, before anything else, and keeps what it leaves out
+now, in a residual for each element of the padded stream; so an element's errors do not add up over the steps:
+
+    y += residual, then residual = y − decoded (rotated back, where y was rotated), or 0 where that is not finite
+    residuals are fp32, bf16 (rounded as on the wire), or int8 with the wire's blocks (encoded as on the wire)
+
 Every NaN that is stored is the canonical one, 0x7FC00000 and its like in 16 bits.
 """
+
+import dataclasses
 
 import torch
 
@@ -75,13 +90,17 @@ def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return canonical(y.to(dtype))
 
 
-def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wire codes of `y` (fp32, [numel]) and the scales of its blocks.
+def encode(
+    y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL, u: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wire codes of `y` (fp32, [numel]) and the scales of its blocks; rounded stochastically by `u` (fp32, [numel]).
 
     Returns (codes [numel] in the wire's dtype, int4 [ceil(numel / 2)]; scales [ceil(numel / block)] in fp32, int4 in
     bf16; no scales unless the wire has blocks). Elements missing from the last block count as zeros.
     """
     if wire not in GREATEST_CODE:
+        if u is not None and wire != "fp32":
+            y = torch.where(y.isfinite(), _stochastic_float(y, u, WIRE_DTYPES[wire]), y)
         return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
     scale_dtype = torch.bfloat16 if wire == "int4" else torch.float32
     if y.numel() == 0:
@@ -98,7 +117,12 @@ def encode(y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> t
     if wire == "int4":
         scales = round_to(scales, torch.bfloat16).float()
         inverse = torch.ones_like(scales) / scales
-    codes = torch.where(normal[:, None], _nearest_code(blocks * inverse[:, None], wire), 0.0)
+    v = blocks * inverse[:, None]
+    if u is None:
+        codes = _nearest_code(v, wire)
+    else:
+        codes = _stochastic_code(v, torch.nn.functional.pad(u, (0, -u.numel() % block)).view_as(v), wire)
+    codes = torch.where(normal[:, None], codes, 0.0)
     codes = torch.where(blocks.isinf(), greatest[:, None] * blocks.sign(), codes)
     scales = torch.where(normal, scales, 0.0)
     scales = torch.where(finite, scales, torch.inf).to(scale_dtype)
@@ -111,6 +135,31 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
     if wire in ("int8", "int4"):
         return v.round().clamp(-greatest, greatest)
     return v.clamp(-greatest, greatest).to(WIRE_DTYPES[wire]).float()
+
+
+def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
+    """As `_nearest_code`, but rounded up with a probability that is the distance from the value below."""
+    greatest = GREATEST_CODE[wire]
+    rounded = (v + u).floor() if wire in ("int8", "int4") else _stochastic_float(v, u, WIRE_DTYPES[wire])
+    return rounded.clamp(-greatest, greatest)
+
+
+def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32: finite `v` (fp32) as a value of a float `dtype`, which may be beyond its greatest."""
+    mantissa_nbits, least_exponent = {
+        torch.bfloat16: (7, -126),
+        torch.float16: (10, -14),
+        torch.float8_e4m3fn: (3, -6),
+        torch.float8_e5m2: (2, -14),
+    }[dtype]
+    magnitude = v.abs()
+    dropped = 23 - mantissa_nbits
+    bits = magnitude.view(torch.int32) + (u * 2.0**dropped).to(torch.int32)
+    value = (bits >> dropped << dropped).view(torch.float32)
+    if dtype != torch.bfloat16:  # whose subnormals have the step of fp32's
+        step = 2.0 ** (least_exponent - mantissa_nbits)
+        value = torch.where(magnitude < 2.0**least_exponent, (magnitude / step + u).floor() * step, value)
+    return value.copysign(v)
 
 
 def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
@@ -135,6 +184,80 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C
     if wire in GREATEST_CODE:
         values = values * scales.float().repeat_interleave(block)[: values.numel()]
     return canonical(values)
+
+
+# ---- noise
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseKey:
+    """Whose noise it is: the draws of two keys are independent."""
+
+    seed: int
+    """64 bits, the same on every rank."""
+    parameter: int
+    """Number of the first parameter of the stream; elements are counted from its beginning."""
+    step: int
+    """Backward passes before this one."""
+    source: int
+    """The rank that packs, or REDUCER for who encodes the mean."""
+
+
+REDUCER = 0xFFFFFFFF
+
+
+def noise(key: NoiseKey, first: int, numel: int, device: torch.device | None = None) -> torch.Tensor:
+    """u in [0, 1) for the stream's elements from `first` on: fp32 [numel], multiples of 2^-16.
+
+    Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), key (seed's low word, its high
+    word), counter (element // 8, parameter, step, source): 128 bits, of which an element has the 16 at 16·(element % 8).
+    """
+    group = torch.arange(first // 8, -(-(first + numel) // 8), device=device)
+    words = [group & _WORD, *(torch.full_like(group, word) for word in (key.parameter, key.step, key.source))]
+    low, high = key.seed & _WORD, key.seed >> 32
+    for _ in range(10):
+        product_0, product_1 = _product(words[0], 0xD2511F53), _product(words[2], 0xCD9E8D57)
+        words = [product_1[0] ^ words[1] ^ low, product_1[1], product_0[0] ^ words[3] ^ high, product_0[1]]
+        low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=1).view(-1)
+    return halves[first % 8 :][:numel].float() / 2**16
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(high, low) words of a·b, of 32-bit words in int64."""
+    low = a * (b & 0xFFFF)
+    high = a * (b >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
+# ---- residuals
+
+RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def load_residual(residual: torch.Tensor, format: str, numel: int, block: int) -> torch.Tensor:
+    """fp32 [numel] of a residual, uint8 [_C.residual_nbytes(format, block, numel)]."""
+    if format != "int8":
+        return residual.view(RESIDUAL_DTYPES[format]).float()
+    scales = residual[_C.residual_scale_offset(numel) :].view(torch.float32)
+    return decode(residual[:numel].view(torch.int8), scales, "int8", block)
+
+
+def store_residual(
+    residual: torch.Tensor, values: torch.Tensor, begin: int, format: str, numel: int, block: int
+) -> None:
+    """Writes `values` (fp32), zeros for what is not finite, to a residual of `numel` elements, from `begin` on."""
+    values = torch.where(values.isfinite(), values, 0.0)
+    end = begin + values.numel()
+    if format != "int8":
+        residual.view(RESIDUAL_DTYPES[format])[begin:end] = round_to(values, RESIDUAL_DTYPES[format])
+        return
+    codes, scales = encode(values, "int8", block)
+    residual[begin:end] = codes.view(torch.uint8)
+    residual[_C.residual_scale_offset(numel) :].view(torch.float32)[begin // block : end // block] = scales
 
 
 # ---- rotation
@@ -172,35 +295,95 @@ def _butterfly(runs: torch.Tensor) -> torch.Tensor:
 # ---- parts and chunks
 
 
+@dataclasses.dataclass
+class Feedback:
+    """A residual and its format; `pack` and `reduce` read and overwrite it."""
+
+    format: str
+    residual: torch.Tensor
+    """uint8, for the elements that the whole stream has on this rank: for pack [layout.padded_numel] elements, for
+    reduce those of the parts that it encodes, chunk by chunk."""
+
+
 def pack(
-    layout: "_C.BucketLayout", chunk: int, lossy_flat: torch.Tensor, exact_flat: torch.Tensor, scale: float
+    layout: "_C.BucketLayout",
+    chunk: int,
+    lossy_flat: torch.Tensor,
+    exact_flat: torch.Tensor,
+    scale: float,
+    key: NoiseKey | None = None,
+    feedback: Feedback | None = None,
 ) -> torch.Tensor:
-    """One chunk's bytes: uint8 [layout.chunk_nbytes].
+    """One chunk's bytes in this layout: uint8 [num_parts · part.nbytes].
 
     `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's streams, in fp32, bf16 or
-    fp16. Raises ValueError if they have other lengths.
+    fp16. With `key`, rounded stochastically. Raises ValueError if the streams have other lengths.
     """
     _check_streams(layout, lossy_flat, exact_flat)
+    lossy_numel = layout.part.lossy_numel
+    begin = chunk * layout.num_parts * lossy_numel
+    lossy = torch.cat(
+        [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
+    )
+    codes, scales = _encode_stream(layout, lossy, begin, layout.padded_numel, begin, key, feedback)
     parts = []
     for part in range(layout.num_parts):
-        lossy = _padded(lossy_flat, layout.lossy_range(chunk, part), layout.part.lossy_numel, scale)
-        lossy = rotate(lossy) if layout.rotated else lossy
         exact = _padded(exact_flat, layout.exact_range(chunk, part), layout.part.exact_numel, scale)
-        parts.append(_part_bytes(layout, lossy, exact))
+        parts.append(_part_bytes(layout, _piece(codes, part, layout), _piece(scales, part, layout), exact))
     return torch.cat(parts)
 
 
-def reduce(layout: "_C.BucketLayout", parts: torch.Tensor, scale: float) -> torch.Tensor:
-    """One part's bytes, uint8 [layout.part.nbytes]: the scaled sum of `parts`, uint8 [layout.chunk_nbytes].
+def reduce(
+    layout: "_C.BucketLayout",
+    parts: torch.Tensor,
+    scale: float,
+    key: NoiseKey | None = None,
+    feedback: Feedback | None = None,
+    chunk: int = 0,
+    rank: int = 0,
+) -> torch.Tensor:
+    """One part's bytes, uint8 [layout.part.nbytes]: the scaled sum of `parts`, uint8 [num_parts · part.nbytes].
 
-    `parts` holds every rank's encoding of the same part, in rank order, which is the order of summation.
+    `parts` holds every rank's encoding of the same part, in rank order, which is the order of summation. `chunk` and
+    `rank`, whose part it is, matter with `key` and `feedback` only.
     """
     lossy_sum, exact_sum = None, None
     for part in parts.view(layout.num_parts, layout.part.nbytes):
         lossy, exact = _part_values(layout, part)
         lossy_sum = lossy if lossy_sum is None else lossy_sum + lossy
         exact_sum = exact if exact_sum is None else exact_sum + exact
-    return _part_bytes(layout, scaled(lossy_sum, scale), scaled(exact_sum, scale))
+    numel = layout.part.lossy_numel
+    first = (chunk * layout.num_parts + rank) * numel
+    # What is summed has been rotated already, and what has been left out is kept as it is.
+    codes, scales = _encode_stream(
+        layout, scaled(lossy_sum, scale), chunk * numel, layout.num_chunks * numel, first, key, feedback, rotated=False
+    )
+    return _part_bytes(layout, codes, scales, scaled(exact_sum, scale))
+
+
+def _encode_stream(
+    layout: "_C.BucketLayout",
+    y: torch.Tensor,
+    begin: int,
+    residual_numel: int,
+    first: int,
+    key: NoiseKey | None,
+    feedback: Feedback | None,
+    rotated: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of `y`: elements of the stream from `first` on, of the residual from `begin` on."""
+    rotated = layout.rotated if rotated is None else rotated
+    end = begin + y.numel()
+    if feedback is not None:
+        residual = load_residual(feedback.residual, feedback.format, residual_numel, layout.block_numel)
+        y = y + residual[begin:end]
+    u = None if key is None else noise(key, first, y.numel(), y.device)
+    codes, scales = encode(rotate(y) if rotated else y, layout.wire, layout.block_numel, u)
+    if feedback is not None:
+        decoded = decode(codes, scales, layout.wire, layout.block_numel)
+        left_out = y - (unrotate(decoded) if rotated else decoded)
+        store_residual(feedback.residual, left_out, begin, feedback.format, residual_numel, layout.block_numel)
+    return codes, scales
 
 
 def unpack(
@@ -237,10 +420,16 @@ def _padded(flat: torch.Tensor, bounds: tuple[int, int], numel: int, scale: floa
     return torch.nn.functional.pad(scaled(flat[begin:end], scale), (0, numel - (end - begin)))
 
 
-def _part_bytes(layout: "_C.BucketLayout", lossy: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+def _piece(section: torch.Tensor, part: int, layout: "_C.BucketLayout") -> torch.Tensor:
+    """What `part` has of a section of all parts."""
+    return section.chunk(layout.num_parts)[part] if section.numel() else section
+
+
+def _part_bytes(
+    layout: "_C.BucketLayout", codes: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor
+) -> torch.Tensor:
     part = layout.part
-    out = torch.zeros(part.nbytes, dtype=torch.uint8, device=lossy.device)
-    codes, scales = encode(lossy, layout.wire, layout.block_numel)
+    out = torch.zeros(part.nbytes, dtype=torch.uint8, device=exact.device)
     for offset, section in ((0, canonical(exact)), (part.scale_offset, scales), (part.code_offset, codes)):
         section_bytes = section.view(torch.uint8)
         out[offset : offset + section_bytes.numel()] = section_bytes
