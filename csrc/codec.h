@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "codec_kernels.h"
 #include "wire_layout.h"
 
 namespace fusedcomm {
@@ -61,26 +62,49 @@ struct BucketStreams {
   std::shared_ptr<const BucketTables> tables;  // null where the device keeps none
 };
 
+// What rounding has left out so far, for each element that one encoder encodes. See reference.py.
+struct Residual {
+  ResidualFormat format = ResidualFormat::kFp32;
+  std::byte* data = nullptr;  // residual_nbytes(), on the codec's device; null: nothing is kept
+  int64_t numel = 0;
+};
+
+// How the lossy stream is rounded.
+struct Encoding {
+  bool stochastic = false;
+  NoiseKey noise;  // if stochastic
+  Residual residual;
+};
+
 struct PackArgs {
   const BucketLayout& layout;
   int64_t chunk;
   const BucketStreams& streams;
   float scale;
-  std::byte* out;  // layout.chunk_nbytes(): every part, padding zeroed
+  std::byte* out;  // a message of layout.chunk_nbytes(): this layout's piece of every part is written, padding zeroed
+  Encoding encoding = {};  // a residual of layout.padded_numel() elements
 };
 
+// Sums a part of `from` and encodes it as parts of `to`. These are one layout in a two-shot on one level; else `to` has
+// the same elements in `num_parts` times as many parts.
 struct ReduceArgs {
-  const BucketLayout& layout;
-  const std::byte* parts;  // num_parts encodings of the same part, one from each rank, in rank order
-  float scale;             // 1/world_size times what pack divided by
-  std::byte* out;          // `num_copies` identical encoded parts, part.nbytes apart
-  int64_t num_copies;
+  const BucketLayout& from;
+  const std::byte*
+      parts;    // a message: encodings of the same part, one from each of from.num_parts ranks, in rank order
+  float scale;  // 1/world_size times what pack divided by, if these are all the ranks
+  const BucketLayout& to;
+  std::byte* out;  // `num_copies` times `num_parts` consecutive parts, to.part_stride apart
+  int64_t num_parts = 1;
+  int64_t num_copies = 1;
+  int64_t chunk = 0;       // the rest is used by `encoding` only. A residual of to.num_chunks · num_parts parts
+  int64_t first_part = 0;  // of the `to` parts in a chunk, that which is written first
+  Encoding encoding = {};
 };
 
 struct UnpackArgs {
   const BucketLayout& layout;
   int64_t chunk;
-  const std::byte* parts;  // layout.chunk_nbytes()
+  const std::byte* parts;  // a message of layout.chunk_nbytes()
   float scale;
   const BucketStreams& streams;  // written
 };

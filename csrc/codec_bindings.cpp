@@ -139,6 +139,9 @@ void bind_layout(py::module_& m) {
       .def_readonly("exact_numel", &BucketLayout::exact_numel)
       .def_readonly("lossy_numel", &BucketLayout::lossy_numel)
       .def_readonly("part", &BucketLayout::part)
+      .def_readonly("part_offset", &BucketLayout::part_offset)
+      .def_readonly("part_stride", &BucketLayout::part_stride)
+      .def_property_readonly("padded_numel", &BucketLayout::padded_numel)
       .def_property_readonly("chunk_nbytes", &BucketLayout::chunk_nbytes)
       .def(
           "lossy_range",
@@ -171,6 +174,24 @@ void bind_layout(py::module_& m) {
       },
       py::arg("wire"), py::arg("block"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("lossy_numel"),
       py::arg("max_chunk_nbytes"), py::arg("rotated") = false);
+  m.def(
+      "bucket_layouts",
+      [](const std::vector<std::tuple<std::string, int64_t, bool, int64_t>>& streams, int64_t num_parts,
+         int64_t exact_numel, int64_t max_chunk_nbytes) {
+        std::vector<StreamWire> wires;
+        for (const auto& [wire, block, rotated, numel] : streams) {
+          wires.push_back({wire_from_name(wire), block, rotated, numel});
+        }
+        return bucket_layouts(wires, num_parts, exact_numel, max_chunk_nbytes);
+      },
+      py::arg("streams"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("max_chunk_nbytes"));
+  m.def("residual_scale_offset", &residual_scale_offset, py::arg("numel"));
+  m.def(
+      "residual_nbytes",
+      [](const std::string& format, int64_t block, int64_t numel) {
+        return residual_nbytes(residual_format_from_name(format), block, numel);
+      },
+      py::arg("format"), py::arg("block"), py::arg("numel"));
   m.def("stream_table", &stream_table, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
 }
 

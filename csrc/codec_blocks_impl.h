@@ -338,6 +338,10 @@ constexpr KernelTable make_table(const char* isa) {
           {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
           {block_kernels<V, Int8>(), block_kernels<V, E4m3>(), block_kernels<V, E5m2>(), block_kernels<V, Int4>()},
+          nullptr,
+          {},
+          {},
+          {},
           V::fence};
 }
 

@@ -210,7 +210,8 @@ def noise(key: NoiseKey, first: int, numel: int, device: torch.device | None = N
     """u in [0, 1) for the stream's elements from `first` on: fp32 [numel], multiples of 2^-16.
 
     Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), key (seed's low word, its high
-    word), counter (element // 8, parameter, step, source): 128 bits, of which an element has the 16 at 16·(element % 8).
+    word), counter (element // 8, parameter, step, source): 128 bits, of which an element has 16, from bit
+    16·(element % 8) on.
     """
     group = torch.arange(first // 8, -(-(first + numel) // 8), device=device)
     words = [group & _WORD, *(torch.full_like(group, word) for word in (key.parameter, key.step, key.source))]
