@@ -11,15 +11,12 @@
 #include <stdexcept>
 #include <utility>
 
-#include "codec_kernels.h"
+#include "codec_walk.h"
 #include "thread_pool.h"
+#include "tile_encoder.h"
 
 namespace fusedcomm {
 namespace {
-
-// A multiple of every block; large enough to hide the hand-over of a unit, small enough to share out a 1 MiB chunk.
-constexpr int64_t kUnitNumel = 32 << 10;
-static_assert(kUnitNumel % kMaxBlockNumel == 0, "units must fall on the block grid");
 
 // Outputs from these sizes on bypass the caches, which saves reading each line before it is overwritten: 10 to 15% of
 // the stage. A smaller chunk should be in cache for the transport that sends it next, and a smaller bucket for its
@@ -27,25 +24,6 @@ static_assert(kUnitNumel % kMaxBlockNumel == 0, "units must fall on the block gr
 // it is 0.47 and 0.44.
 constexpr int64_t kStreamedChunkNbytes = 4 << 20;
 constexpr int64_t kStreamedBucketNbytes = 16 << 20;
-
-Format format_of(Wire wire) {
-  return wire == Wire::kBf16 ? Format::kBf16 : wire == Wire::kFp16 ? Format::kFp16 : Format::kFp32;
-}
-
-Format format_of(GradDtype dtype) {
-  return dtype == GradDtype::kBFloat16 ? Format::kBf16 : dtype == GradDtype::kFloat16 ? Format::kFp16 : Format::kFp32;
-}
-
-int index_of(Format format) { return static_cast<int>(format); }
-
-// Of a wire that has scales.
-int code_index(Wire wire) {
-  const Code code = wire == Wire::kInt8   ? Code::kInt8
-                    : wire == Wire::kFp8  ? Code::kFp8
-                    : wire == Wire::kInt4 ? Code::kInt4
-                                          : Code::kFp8E5m2;
-  return static_cast<int>(code);
-}
 
 // The same bytes whatever the calling thread has set: rounding mode, denormals flushed to zero.
 class DefaultFloatEnvironment {
@@ -58,105 +36,6 @@ class DefaultFloatEnvironment {
 
  private:
   std::fenv_t saved_;
-};
-
-// ---- units of work
-
-// Elements [first, first + numel) of one section of one part, padding included.
-struct Unit {
-  int64_t part;
-  bool exact;
-  int64_t first;
-  int64_t numel;
-};
-
-class Units {
- public:
-  Units(const PartLayout& part, int64_t num_parts)
-      : part_(part),
-        num_exact_(ceil_div(part.exact_numel, kUnitNumel)),
-        num_per_part_(num_exact_ + ceil_div(part.lossy_numel, kUnitNumel)),
-        count_(num_per_part_ * num_parts) {}
-
-  int64_t count() const { return count_; }
-
-  Unit operator[](int64_t index) const {
-    const int64_t within = index % num_per_part_;
-    const bool exact = within < num_exact_;
-    const int64_t first = (exact ? within : within - num_exact_) * kUnitNumel;
-    const int64_t section_numel = exact ? part_.exact_numel : part_.lossy_numel;
-    return {index / num_per_part_, exact, first, std::min(kUnitNumel, section_numel - first)};
-  }
-
-  // One unit of each part sees to the bytes between the part's sections.
-  bool is_first_of_part(int64_t index) const { return index % num_per_part_ == 0; }
-
- private:
-  const PartLayout& part_;
-  int64_t num_exact_;
-  int64_t num_per_part_;
-  int64_t count_;
-};
-
-// Where a unit's bytes are within its part.
-template <class Byte>
-struct Section {
-  Section(const BucketLayout& layout, const Unit& unit, Byte* part) {
-    if (unit.exact) {
-      codes = part + unit.first * 4;
-      return;
-    }
-    codes = part + layout.part.code_offset + codes_nbytes(layout.wire, unit.first);
-    scales = part + layout.part.scale_offset + scales_nbytes(layout.wire, unit.first / layout.block_numel);
-  }
-  Byte* codes;
-  Byte* scales = nullptr;  // of the lossy section of a wire that has them
-};
-
-void zero(std::byte* begin, std::byte* end) { std::memset(begin, 0, static_cast<size_t>(end - begin)); }
-
-void zero_padding(const BucketLayout& layout, std::byte* part) {
-  const PartLayout& p = layout.part;
-  const int64_t num_blocks = ceil_div(p.lossy_numel, layout.block_numel);
-  zero(part + p.exact_numel * 4, part + p.scale_offset);
-  zero(part + p.scale_offset + scales_nbytes(layout.wire, num_blocks), part + p.code_offset);
-  zero(part + p.code_offset + codes_nbytes(layout.wire, p.lossy_numel), part + p.nbytes);
-}
-
-// The elements of `range` that the unit covers; fewer than unit.numel where the stream ends.
-Range covered(const Range& range, const Unit& unit) {
-  const int64_t begin = std::min(range.begin + unit.first, range.end);
-  return {begin, std::min(begin + unit.numel, range.end)};
-}
-
-// ---- slices
-
-// Goes through the elements [begin, end) of a stream, one contiguous run after another.
-class Cursor {
- public:
-  Cursor(const Stream& stream, const Range& range)
-      : stream_(stream), nbytes_(grad_nbytes(stream.dtype())), position_(range.begin), end_(range.end) {
-    const auto& starts = stream.starts();
-    slice_ = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), position_) - starts.begin()) - 1;
-  }
-
-  int64_t remaining() const { return end_ - position_; }
-  int64_t run_numel() const { return std::min(end_, stream_.starts()[slice_ + 1]) - position_; }
-  std::byte* data() const {
-    return static_cast<std::byte*>(stream_.slices()[slice_].data) + (position_ - stream_.starts()[slice_]) * nbytes_;
-  }
-  // By at most run_numel().
-  void advance(int64_t numel) {
-    position_ += numel;
-    if (position_ == stream_.starts()[slice_ + 1]) ++slice_;
-  }
-
- private:
-  const Stream& stream_;
-  int64_t nbytes_;
-  int64_t position_;
-  int64_t end_;
-  size_t slice_;
 };
 
 void check_stream(const Stream& stream, int64_t numel, const char* name) {
@@ -173,6 +52,15 @@ void check_bucket(const BucketLayout& layout, int64_t chunk, const BucketStreams
   }
   check_stream(streams.lossy, layout.lossy_numel, "lossy");
   check_stream(streams.exact, layout.exact_numel, "exact");
+}
+
+void check_reduce(const ReduceArgs& args) {
+  const PartLayout &from = args.from.part, &to = args.to.part;
+  if (from.lossy_numel != args.num_parts * to.lossy_numel || from.exact_numel != args.num_parts * to.exact_numel) {
+    throw std::invalid_argument("reduce: a part of " + std::to_string(from.lossy_numel) + " elements cannot become " +
+                                std::to_string(args.num_parts) + " of " + std::to_string(to.lossy_numel));
+  }
+  check_encoding(args.encoding, args.to, args.to.num_chunks * args.num_parts * to.lossy_numel);
 }
 
 // ---- one unit of each stage
@@ -236,18 +124,19 @@ class Blocks {
   Section<Byte> section_;
 };
 
-// The block's products as fp32, zeros after the last element. Multiplying these by one again changes nothing.
-void gather_block(const KernelTable& kernels, Cursor& cursor, int64_t block_numel, float scale, float* tile,
-                  Format grad) {
+// The next `numel` products as fp32, zeros after the last element; multiplying these by one again changes nothing.
+// Returns how many are not finite.
+int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float scale, float* tile, Format grad) {
   const ConvertFn convert = kernels.convert[index_of(grad)][index_of(Format::kFp32)];
-  int64_t filled = 0;
-  while (filled < block_numel && cursor.remaining() > 0) {
-    const int64_t numel = std::min(block_numel - filled, cursor.run_numel());
-    convert(cursor.data(), tile + filled, numel, scale, false);
-    cursor.advance(numel);
-    filled += numel;
+  int64_t filled = 0, nonfinite = 0;
+  while (filled < numel && cursor.remaining() > 0) {
+    const int64_t run = std::min(numel - filled, cursor.run_numel());
+    nonfinite += convert(cursor.data(), tile + filled, run, scale, false);
+    cursor.advance(run);
+    filled += run;
   }
-  std::memset(tile + filled, 0, static_cast<size_t>(block_numel - filled) * sizeof(float));
+  std::memset(tile + filled, 0, static_cast<size_t>(numel - filled) * sizeof(float));
+  return nonfinite;
 }
 
 // Rounds the block's values into the slices that it straddles, as far as the stream goes.
@@ -275,7 +164,7 @@ int64_t pack_blocks(const KernelTable& kernels, Blocks<std::byte> blocks, Cursor
       cursor.advance(num_blocks * block_numel);
     } else {
       num_blocks = 1;
-      gather_block(kernels, cursor, block_numel, scale, tile, grad);
+      gather(kernels, cursor, block_numel, scale, tile, grad);
       nonfinite += blocks.encode(tile, Format::kFp32, 1, 1.0f, false);
     }
     num_left -= num_blocks;
@@ -300,14 +189,33 @@ void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, C
   }
 }
 
+// The same for encoders that need the whole tile at hand: what a slice ends in is gathered first.
+int64_t pack_tiles(const KernelTable& kernels, const PackArgs& args, const Unit& unit, Cursor cursor, Format grad) {
+  const BucketLayout& layout = args.layout;
+  std::byte* const part = args.out + part_place(layout, unit.part);
+  const int64_t part_begin = (args.chunk * layout.num_parts + unit.part) * layout.part.lossy_numel;
+  TileEncoder encoder(kernels, layout, args.encoding, layout.rotated);
+  alignas(64) float tile[kMaxTileNumel];
+  int64_t nonfinite = 0;
+  for (int64_t first = 0; first < unit.numel;) {
+    const int64_t numel = std::min(encoder.tile_numel(), unit.numel - first);
+    nonfinite += gather(kernels, cursor, numel, args.scale, tile, grad);
+    const int64_t begin = part_begin + unit.first + first;
+    encoder.encode(tile, numel, begin, begin, {layout, {unit.part, false, unit.first + first, numel}, part});
+    first += numel;
+  }
+  return nonfinite;
+}
+
 int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& unit, bool streamed) {
   const BucketLayout& layout = args.layout;
   const Stream& stream = unit.exact ? args.streams.exact : args.streams.lossy;
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
   const Cursor cursor(stream, covered(range, unit));
-  const Section<std::byte> out(layout, unit, args.out + unit.part * layout.part.nbytes);
+  const Section<std::byte> out(layout, unit, args.out + part_place(layout, unit.part));
   const Format grad = format_of(stream.dtype());
+  if (!unit.exact && is_special(args.encoding)) return pack_tiles(kernels, args, unit, cursor, grad);
   if (!unit.exact && has_scales(layout.wire)) {
     return pack_blocks(kernels, {kernels, layout, out}, cursor, unit.numel, args.scale, grad, streamed);
   }
@@ -320,7 +228,7 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const Stream& stream = unit.exact ? args.streams.exact : args.streams.lossy;
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
-  const Section<const std::byte> in(layout, unit, args.parts + unit.part * layout.part.nbytes);
+  const Section<const std::byte> in(layout, unit, args.parts + part_place(layout, unit.part));
   const Format grad = format_of(stream.dtype());
   Cursor cursor(stream, covered(range, unit));
   if (!unit.exact && has_scales(layout.wire)) {
@@ -338,46 +246,61 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   }
 }
 
-// Sums one tile of every rank's part in rank order and encodes it into `out`, a part.
-void reduce_tile(const KernelTable& kernels, const ReduceArgs& args, const Unit& tile, float* acc, std::byte* out) {
-  const BucketLayout& layout = args.layout;
-  const Section<const std::byte> first(layout, tile, args.parts);
-  const Section<std::byte> encoded(layout, tile, out);
-  const int fp32 = index_of(Format::kFp32);
-  if (!tile.exact && has_scales(layout.wire)) {
-    const BlockKernels& blocks = kernels.blocks[code_index(layout.wire)];
-    const int64_t num_blocks = tile.numel / layout.block_numel;
-    blocks.sum(first.scales, first.codes, layout.part.nbytes, layout.num_parts, acc, num_blocks, layout.block_numel);
-    blocks.quantize[fp32](acc, encoded.scales, encoded.codes, num_blocks, layout.block_numel, args.scale, false);
+// acc = the sum, in rank order, of every rank's elements that `tile` of the part of `to` has.
+void sum_tile(const KernelTable& kernels, const ReduceArgs& args, const Unit& tile, float* acc) {
+  const BucketLayout& from = args.from;
+  const int64_t section_numel = tile.exact ? args.to.part.exact_numel : args.to.part.lossy_numel;
+  const Unit source{0, tile.exact, tile.part * section_numel + tile.first, tile.numel};
+  const Section<const std::byte> first(from, source, args.parts + part_place(from, 0));
+  if (!tile.exact && has_scales(from.wire)) {
+    kernels.blocks[code_index(from.wire)].sum(first.scales, first.codes, from.part_stride, from.num_parts, acc,
+                                              tile.numel / from.block_numel, from.block_numel);
   } else {
-    const int wire = index_of(tile.exact ? Format::kFp32 : format_of(layout.wire));
-    kernels.sum[wire](first.codes, layout.part.nbytes, layout.num_parts, acc, tile.numel);
-    kernels.convert[fp32][wire](acc, encoded.codes, tile.numel, args.scale, false);
+    const int wire = index_of(tile.exact ? Format::kFp32 : format_of(from.wire));
+    kernels.sum[wire](first.codes, from.part_stride, from.num_parts, acc, tile.numel);
   }
 }
 
-// The accumulator of a tile stays in the first-level cache. Measured with 4 ranks: 1024 elements reach 0.9 of memcpy's
-// rate for bf16 and 0.75 for int8; 4096, where reading and encoding overlap less, 0.8 and 0.5.
-constexpr int64_t kTileNumel = 1024;
-
+// Every rank's elements of `unit`, a piece of one of the parts to write, summed and encoded.
 void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit& unit) {
-  alignas(64) float acc[std::max(kTileNumel, kMaxBlockNumel)];
-  const int64_t tile_numel = std::max(kTileNumel, args.layout.block_numel);
-  for (int64_t first = 0; first < unit.numel; first += tile_numel) {
-    const Unit tile{0, unit.exact, unit.first + first, std::min(tile_numel, unit.numel - first)};
-    reduce_tile(kernels, args, tile, acc, args.out);
+  const BucketLayout& to = args.to;
+  std::byte* const part = args.out + part_place(to, unit.part);
+  const bool rotates = to.rotated && !args.from.rotated;
+  const int fp32 = index_of(Format::kFp32);
+  TileEncoder encoder(kernels, to, args.encoding, rotates);
+  const int64_t stream_begin = (args.chunk * to.num_parts + args.first_part + unit.part) * to.part.lossy_numel;
+  const int64_t residual_begin = (args.chunk * args.num_parts + unit.part) * to.part.lossy_numel;
+  alignas(64) float acc[kMaxTileNumel];
+  for (int64_t first = unit.first; first < unit.first + unit.numel;) {
+    const Unit tile{unit.part, unit.exact, first, std::min(encoder.tile_numel(), unit.first + unit.numel - first)};
+    const Section<std::byte> out(to, tile, part);
+    sum_tile(kernels, args, tile, acc);
+    if (tile.exact) {
+      kernels.convert[fp32][fp32](acc, out.codes, tile.numel, args.scale, false);
+    } else if (is_special(args.encoding)) {
+      kernels.scale[fp32](acc, tile.numel, args.scale);
+      encoder.encode(acc, tile.numel, stream_begin + first, residual_begin + first, out);
+    } else if (has_scales(to.wire)) {
+      const BlockKernels& blocks = kernels.blocks[code_index(to.wire)];
+      const QuantizeFn quantize = rotates ? blocks.quantize_rotated[fp32] : blocks.quantize[fp32];
+      quantize(acc, out.scales, out.codes, tile.numel / to.block_numel, to.block_numel, args.scale, false);
+    } else {
+      kernels.convert[fp32][index_of(format_of(to.wire))](acc, out.codes, tile.numel, args.scale, false);
+    }
+    first += tile.numel;
   }
 }
 
 // Copies what reduce_unit wrote into the other copies.
 void repeat_unit(const ReduceArgs& args, const Unit& unit) {
-  const BucketLayout& layout = args.layout;
-  const Section<const std::byte> from(layout, unit, args.out);
+  const BucketLayout& layout = args.to;
+  const int64_t size = args.num_parts * layout.part_stride;
+  const Section<const std::byte> from(layout, unit, args.out + part_place(layout, unit.part));
   const Wire wire = unit.exact ? Wire::kFp32 : layout.wire;
   const int64_t codes = codes_nbytes(wire, unit.numel);
-  const int64_t scales = scales_nbytes(wire, ceil_div(unit.numel, layout.block_numel));
+  const int64_t scales = unit.exact ? 0 : scales_nbytes(wire, ceil_div(unit.numel, layout.block_numel));
   for (int64_t copy = 1; copy < args.num_copies; ++copy) {
-    const Section<std::byte> to(layout, unit, args.out + copy * layout.part.nbytes);
+    const Section<std::byte> to(layout, unit, args.out + copy * size + part_place(layout, unit.part));
     std::memcpy(to.codes, from.codes, static_cast<size_t>(codes));
     if (scales > 0) std::memcpy(to.scales, from.scales, static_cast<size_t>(scales));
   }
@@ -473,10 +396,11 @@ Codec::~Codec() = default;
 
 int64_t Codec::pack(const PackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.streams);
+  check_encoding(args.encoding, args.layout, args.layout.padded_numel());
   const bool streamed = args.layout.chunk_nbytes() >= kStreamedChunkNbytes;
   std::atomic<int64_t> nonfinite{0};
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool first_of_part) {
-    if (first_of_part) zero_padding(args.layout, args.out + unit.part * args.layout.part.nbytes);
+    if (first_of_part) zero_padding(args.layout, args.out + part_place(args.layout, unit.part));
     nonfinite.fetch_add(pack_unit(impl_->kernels, args, unit, streamed), std::memory_order_relaxed);
     if (streamed) impl_->kernels.fence();
   });
@@ -484,9 +408,11 @@ int64_t Codec::pack(const PackArgs& args) const {
 }
 
 void Codec::reduce(const ReduceArgs& args) const {
-  impl_->for_each_unit(Units(args.layout.part, 1), [&](const Unit& unit, bool first_of_part) {
+  check_reduce(args);
+  const BucketLayout& to = args.to;
+  impl_->for_each_unit(Units(to.part, args.num_parts), [&](const Unit& unit, bool first_of_part) {
     for (int64_t copy = 0; first_of_part && copy < args.num_copies; ++copy) {
-      zero_padding(args.layout, args.out + copy * args.layout.part.nbytes);
+      zero_padding(to, args.out + copy * args.num_parts * to.part_stride + part_place(to, unit.part));
     }
     reduce_unit(impl_->kernels, args, unit);
     repeat_unit(args, unit);

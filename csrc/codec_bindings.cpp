@@ -1,6 +1,7 @@
 #include "codec_bindings.h"
 
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -44,21 +45,49 @@ BucketStreams streams_of(const std::vector<at::Tensor>& lossy, const std::vector
   return {stream_of(lossy), stream_of(exact)};
 }
 
+// (seed, parameter, step, source) and (format, bytes, numel); see reference.py.
+using NoiseTuple = std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>;
+using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
+
+Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual,
+                     const BucketLayout& layout) {
+  Encoding encoding;
+  if (noise) {
+    const auto& [seed, parameter, step, source] = *noise;
+    encoding.stochastic = true;
+    encoding.noise = {seed, parameter, step, source};
+  }
+  if (residual) {
+    const auto& [format, bytes, numel] = *residual;
+    Residual& kept = encoding.residual;
+    kept.format = residual_format_from_name(format);
+    kept.numel = numel;
+    kept.data = wire_bytes(bytes, residual_nbytes(kept.format, layout.block_numel, numel), "residual");
+  }
+  return encoding;
+}
+
 int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const std::vector<at::Tensor>& lossy,
-             const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out) {
+             const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out,
+             const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
   const BucketStreams streams = streams_of(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
+  const Encoding encoding = encoding_of(noise, residual, layout);
   py::gil_scoped_release no_gil;
-  return codec.pack({layout, chunk, streams, scale, bytes});
+  return codec.pack({layout, chunk, streams, scale, bytes, encoding});
 }
 
 void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& parts, float scale, const at::Tensor& out,
-            int64_t num_copies) {
+            int64_t num_copies, const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual,
+            int64_t chunk, int64_t first_part, const std::optional<BucketLayout>& to_layout, int64_t num_parts) {
   TORCH_CHECK_VALUE(num_copies >= 1, "num_copies=", num_copies, " is not possible: use 1 or more");
+  TORCH_CHECK_VALUE(num_parts >= 1, "num_parts=", num_parts, " is not possible: use 1 or more");
+  const BucketLayout& to = to_layout ? *to_layout : layout;
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
-  std::byte* bytes = wire_bytes(out, layout.part.nbytes * num_copies, "out");
+  std::byte* bytes = wire_bytes(out, to.part_stride * num_parts * num_copies, "out");
+  const Encoding encoding = encoding_of(noise, residual, to);
   py::gil_scoped_release no_gil;
-  codec.reduce({layout, in, scale, bytes, num_copies});
+  codec.reduce({layout, in, scale, to, bytes, num_parts, num_copies, chunk, first_part, encoding});
 }
 
 void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
@@ -203,9 +232,10 @@ void bind_codec(py::module_& m) {
   py::class_<Codec>(m, "Codec")
       .def(py::init<const std::string&, int>(), py::arg("isa") = "auto", py::arg("num_threads") = 1)
       .def("pack", &pack, py::arg("layout"), py::arg("chunk"), py::arg("lossy"), py::arg("exact"), py::arg("scale"),
-           py::arg("out"))
+           py::arg("out"), py::arg("noise") = py::none(), py::arg("residual") = py::none())
       .def("reduce", &reduce, py::arg("layout"), py::arg("parts"), py::arg("scale"), py::arg("out"),
-           py::arg("num_copies") = 1)
+           py::arg("num_copies") = 1, py::arg("noise") = py::none(), py::arg("residual") = py::none(),
+           py::arg("chunk") = 0, py::arg("first_part") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
       .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
            py::arg("exact"))
       .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))

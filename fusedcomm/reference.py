@@ -326,12 +326,15 @@ def pack(
     lossy = torch.cat(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
-    codes, scales = _encode_stream(layout, lossy, begin, layout.padded_numel, begin, key, feedback)
-    parts = []
-    for part in range(layout.num_parts):
-        exact = _padded(exact_flat, layout.exact_range(chunk, part), layout.part.exact_numel, scale)
-        parts.append(_part_bytes(layout, _piece(codes, part, layout), _piece(scales, part, layout), exact))
-    return torch.cat(parts)
+    codes, scales = _encode_stream(
+        layout, lossy, begin, layout.padded_numel, begin, key, feedback, rotated=layout.rotated
+    )
+    exacts = [
+        _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
+        for p in range(layout.num_parts)
+    ]
+    pieces = zip(_pieces(codes, layout.num_parts), _pieces(scales, layout.num_parts), exacts, strict=True)
+    return torch.cat([_part_bytes(layout, *sections) for sections in pieces])
 
 
 def reduce(
@@ -341,25 +344,38 @@ def reduce(
     key: NoiseKey | None = None,
     feedback: Feedback | None = None,
     chunk: int = 0,
-    rank: int = 0,
+    first_part: int = 0,
+    to: "_C.BucketLayout | None" = None,
+    num_parts: int = 1,
 ) -> torch.Tensor:
-    """One part's bytes, uint8 [layout.part.nbytes]: the scaled sum of `parts`, uint8 [num_parts · part.nbytes].
+    """`num_parts` parts' bytes in the layout `to`, uint8 [num_parts · to.part.nbytes]: the scaled sum of `parts`.
 
-    `parts` holds every rank's encoding of the same part, in rank order, which is the order of summation. `chunk` and
-    `rank`, whose part it is, matter with `key` and `feedback` only.
+    `parts`, uint8 [layout.num_parts · layout.part.nbytes], holds every rank's encoding of the same part, in rank order,
+    which is the order of summation. `to` is None for the same layout, else one that has the same elements in
+    `num_parts` times as many parts. `chunk` and `first_part`, the number of the first part written, matter with `key`
+    and `feedback` only.
     """
+    to = layout if to is None else to
     lossy_sum, exact_sum = None, None
     for part in parts.view(layout.num_parts, layout.part.nbytes):
         lossy, exact = _part_values(layout, part)
         lossy_sum = lossy if lossy_sum is None else lossy_sum + lossy
         exact_sum = exact if exact_sum is None else exact_sum + exact
-    numel = layout.part.lossy_numel
-    first = (chunk * layout.num_parts + rank) * numel
-    # What is summed has been rotated already, and what has been left out is kept as it is.
+    numel = to.part.lossy_numel * num_parts
+    first = (chunk * to.num_parts + first_part) * to.part.lossy_numel
     codes, scales = _encode_stream(
-        layout, scaled(lossy_sum, scale), chunk * numel, layout.num_chunks * numel, first, key, feedback, rotated=False
+        to,
+        scaled(lossy_sum, scale),
+        chunk * numel,
+        to.num_chunks * numel,
+        first,
+        key,
+        feedback,
+        rotated=to.rotated and not layout.rotated,  # what has been rotated stays so, and what it leaves out, too
     )
-    return _part_bytes(layout, codes, scales, scaled(exact_sum, scale))
+    exacts = scaled(exact_sum, scale).view(num_parts, -1)
+    pieces = zip(_pieces(codes, num_parts), _pieces(scales, num_parts), exacts, strict=True)
+    return torch.cat([_part_bytes(to, *sections) for sections in pieces])
 
 
 def _encode_stream(
@@ -370,10 +386,9 @@ def _encode_stream(
     first: int,
     key: NoiseKey | None,
     feedback: Feedback | None,
-    rotated: bool | None = None,
+    rotated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of `y`: elements of the stream from `first` on, of the residual from `begin` on."""
-    rotated = layout.rotated if rotated is None else rotated
     end = begin + y.numel()
     if feedback is not None:
         residual = load_residual(feedback.residual, feedback.format, residual_numel, layout.block_numel)
@@ -421,9 +436,9 @@ def _padded(flat: torch.Tensor, bounds: tuple[int, int], numel: int, scale: floa
     return torch.nn.functional.pad(scaled(flat[begin:end], scale), (0, numel - (end - begin)))
 
 
-def _piece(section: torch.Tensor, part: int, layout: "_C.BucketLayout") -> torch.Tensor:
-    """What `part` has of a section of all parts."""
-    return section.chunk(layout.num_parts)[part] if section.numel() else section
+def _pieces(section: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """[num_parts, …]: what each part has of a section of all of them."""
+    return section.view(num_parts, -1) if section.numel() else section.view(1, 0).expand(num_parts, 0)
 
 
 def _part_bytes(
