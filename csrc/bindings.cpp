@@ -2,8 +2,10 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <variant>
 
 #include "codec_bindings.h"
 #include "ddp_hook.h"
@@ -21,19 +23,29 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 void bind_plan(py::module_& m) {
   py::class_<WireConfig>(m, "WireConfig")
       .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
-                       int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate) {
+                       int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate,
+                       const std::vector<std::tuple<std::string, int64_t, bool>>& others, bool stochastic,
+                       uint64_t seed, const std::optional<std::string>& error_feedback) {
              WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
                                chunk_nbytes,         chunks_in_flight,   rotate};
+             for (const auto& [name, block_numel, rotated] : others) {
+               config.others.push_back({wire_from_name(name), block_numel, rotated, 0});
+             }
+             config.stochastic = stochastic;
+             config.seed = seed;
+             if (error_feedback) config.feedback = residual_format_from_name(*error_feedback);
              check_config(config);
              return config;
            }),
            py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
-           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"));
+           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"), py::arg("others"),
+           py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"));
 
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })
       .def_readonly("in_place", &BucketPlan::in_place)
-      .def_readonly("layout", &BucketPlan::layout)
+      .def_readonly("layouts", &BucketPlan::layouts)
+      .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
       .def_readonly("pack_scale", &BucketPlan::pack_scale)
       .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
@@ -42,12 +54,16 @@ void bind_plan(py::module_& m) {
 
   m.def(
       "plan_bucket",
-      [](const WireConfig& config, int world_size, const at::Tensor& like, int64_t exact_numel, int64_t lossy_numel) {
-        return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel, lossy_numel);
+      [](const WireConfig& config, int world_size, const at::Tensor& like, int64_t exact_numel,
+         const std::variant<int64_t, std::vector<int64_t>>& lossy_numel) {
+        const auto* numels = std::get_if<std::vector<int64_t>>(&lossy_numel);
+        return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel,
+                           numels ? *numels : std::vector<int64_t>{std::get<int64_t>(lossy_numel)});
       },
       py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
   m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"));
   m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
+  m.attr("EXACT_WIRE") = kExactWire;
 }
 
 void bind_hook(py::module_& m) {
@@ -73,6 +89,13 @@ void bind_hook(py::module_& m) {
   py::class_<BucketRecord, std::shared_ptr<BucketRecord>>(m, "BucketRecord")
       .def_property_readonly("label", [](const BucketRecord& record) { return record.label->text; })
       .def_readonly("plan", &BucketRecord::plan)
+      .def_property_readonly("wires",
+                             [](const BucketRecord& record) {
+                               // Of the parameters, in their order.
+                               std::vector<int> wires;
+                               for (const auto& member : record.members) wires.push_back(member.state->wire);
+                               return wires;
+                             })
       .def_readonly("numel", &BucketRecord::numel)
       .def_readonly("foreign", &BucketRecord::foreign)
       .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
@@ -85,23 +108,59 @@ void bind_hook(py::module_& m) {
   py::class_<Verification>(m, "Verification")
       .def_readonly("step", &Verification::step)
       .def_property_readonly("bucket", [](const Verification& verification) { return verification.label->text; })
-      .def_readonly("error_norm", &Verification::error_norm)
-      .def_readonly("exact_norm", &Verification::exact_norm);
+      .def_readonly("norms", &Verification::norms);
+
+  py::class_<Measurement>(m, "Measurement")
+      .def_readonly("step", &Measurement::step)
+      .def_readonly("error_norm", &Measurement::error_norm)
+      .def_readonly("norm", &Measurement::norm);
 
   py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<C10dTransport> transport,
-                       const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters, bool exempt_1d,
-                       at::Device grad_device, int64_t verify_every) {
+                       const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
+                       at::Device grad_device, int64_t verify_every, int64_t measure_every, double fallback_error,
+                       int fallback_wire) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<GradHook::Parameter> table;
-             for (const auto& [tensor, name, exempt] : parameters) table.push_back({tensor, name, exempt});
-             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, exempt_1d, grad_device,
-                                               verify_every);
+             for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
+             const GradHook::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
+             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, grad_device, options);
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
-           py::arg("exempt_1d"), py::arg("grad_device"), py::arg("verify_every"), NoGil())
-      .def("verifications", &GradHook::verifications, NoGil())
+           py::arg("wire_1d"), py::arg("grad_device"), py::arg("verify_every"), py::arg("measure_every"),
+           py::arg("fallback_error"), py::arg("fallback_wire"), NoGil())
+      .def(
+          "verifications",
+          [](const GradHook& hook) {
+            hook.settle();
+            return hook.guard().verifications();
+          },
+          NoGil())
+      .def(
+          "measurements",
+          [](const GradHook& hook) {
+            hook.settle();
+            return hook.guard().measurements();
+          },
+          NoGil())
+      .def(
+          "residuals",
+          [](const GradHook& hook) {
+            std::map<std::string, at::Tensor> residuals;
+            for (const auto& residual : hook.residuals()) residuals[residual.name] = residual.values;
+            return residuals;
+          },
+          NoGil())
+      .def(
+          "restore_residuals",
+          [](GradHook& hook, const std::map<std::string, at::Tensor>& residuals) {
+            std::vector<GradHook::ParameterResidual> list;
+            for (const auto& [name, values] : residuals) list.push_back({name, values});
+            hook.restore_residuals(list);
+          },
+          NoGil())
+      .def_property("step", &GradHook::step, &GradHook::restore_step)
       .def("run",
            [](GradHook& hook, c10d::GradBucket& bucket) {
              c10::intrusive_ptr<c10::ivalue::Future> future;

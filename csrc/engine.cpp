@@ -64,7 +64,7 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& s
     what = e.what();
   } catch (...) {
   }
-  const int64_t num_chunks = std::max<int64_t>(1, job.plan.in_place ? 1 : job.plan.layout.num_chunks);
+  const int64_t num_chunks = std::max<int64_t>(1, job.plan.in_place ? 1 : job.plan.num_chunks());
   auto error = std::make_exception_ptr(std::runtime_error(
       "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": the " + stage +
       " of chunk " + std::to_string(chunk + 1) + "/" + std::to_string(num_chunks) + " failed for " + job.label->text +
@@ -113,10 +113,10 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
   std::exception_ptr error = failure_->get();
-  if (!error && !job->plan.in_place && job->plan.layout.chunk_nbytes() > slot_nbytes_) {
+  if (!error && !job->plan.in_place && job->plan.chunk_nbytes() > slot_nbytes_) {
     error = failure_->fail(*job, "planning", 0,
                            std::make_exception_ptr(std::length_error(
-                               "a chunk of " + std::to_string(job->plan.layout.chunk_nbytes()) +
+                               "a chunk of " + std::to_string(job->plan.chunk_nbytes()) +
                                " bytes does not fit a workspace of " + std::to_string(slot_nbytes_))));
   }
   if (!error) {
@@ -141,7 +141,7 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
     // With a single workspace, a chunk has to be through before the next begins.
     const size_t max_half_done = std::min<size_t>(1, slots_.size() - 1);
     std::deque<HalfDone> half_done;
-    for (int64_t chunk = 0; chunk < job->plan.layout.num_chunks; ++chunk) {
+    for (int64_t chunk = 0; chunk < job->plan.num_chunks(); ++chunk) {
       half_done.push_back(submit_first_half(job, chunk));
       if (half_done.size() > max_half_done) {
         end = submit_second_half(job, half_done.front());
@@ -174,35 +174,62 @@ void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages
 }
 
 EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
-  if (job->streams.lossy.numel() == 0) return nullptr;
+  if (job->payloads.front().streams.lossy.numel() == 0) return nullptr;
   EventPtr scaled = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, [this, job] {
-                                      job->num_nonfinite = device_->scale_in_place(job->streams, job->plan.pack_scale);
+                                      job->num_nonfinite =
+                                          device_->scale_in_place(job->payloads.front().streams, job->plan.pack_scale);
                                       if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
                                     }));
   return scatter_lane_->start(scaled, wire_stage(job, Stage::kAllReduce, 0, [this, job](Lane::Completion done) {
-                                const Slice& bucket = job->streams.lossy.slices().front();
+                                const Slice& bucket = job->payloads.front().streams.lossy.slices().front();
                                 WireSpan span{static_cast<std::byte*>(bucket.data),
                                               bucket.numel * grad_nbytes(GradDtype::kFloat32), job};
                                 transport_->all_reduce(Channel::kScatter, span, Wire::kFp32, std::move(done));
                               }));
 }
 
+void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
+  if (chunk == 0 && job.before_pack) job.before_pack();
+  int64_t count = 0;
+  for (size_t i = 0; i < job.payloads.size(); ++i) {
+    const Payload& payload = job.payloads[i];
+    count += device_->pack({job.plan.layouts[i], chunk, payload.streams, job.plan.pack_scale, out, payload.pack});
+  }
+  job.num_nonfinite += count;
+  if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
+  if (chunk == job.plan.num_chunks() - 1 && job.after_pack) job.after_pack();
+}
+
+void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  for (size_t i = 0; i < job.payloads.size(); ++i) {
+    const BucketLayout& layout = job.plan.layouts[i];
+    ReduceArgs args{layout, parts, job.plan.reduce_scale, layout, out};
+    args.num_copies = transport_->gather_copies();
+    args.chunk = chunk;
+    args.first_part = transport_->rank();
+    args.encoding = job.payloads[i].reduce;
+    device_->reduce(args);
+  }
+}
+
+void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts) {
+  for (size_t i = 0; i < job.payloads.size(); ++i) {
+    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, job.payloads[i].streams});
+  }
+}
+
 Engine::HalfDone Engine::submit_first_half(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
   Slot& slot = slots_[next_slot_++ % slots_.size()];
-  const int64_t nbytes = job->plan.layout.chunk_nbytes();
+  const int64_t nbytes = job->plan.chunk_nbytes();
   const WireSpan outgoing{slot.outgoing.get(), nbytes, slot.outgoing};
   const WireSpan incoming{slot.incoming.get(), nbytes, slot.incoming};
 
-  EventPtr packed = pack_lane_->run(slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, outgoing] {
-                                      const int64_t count = device_->pack(
-                                          {job->plan.layout, chunk, job->streams, job->plan.pack_scale, outgoing.data});
-                                      job->num_nonfinite += count;
-                                      if (count != 0 && job->on_nonfinite) job->on_nonfinite(*job, chunk);
-                                    }));
+  EventPtr packed = pack_lane_->run(
+      slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, outgoing] { pack(*job, chunk, outgoing.data); }));
   if (job->plan.sum != Sum::kTwoShot) {
     EventPtr summed = scatter_lane_->start(
         packed, wire_stage(job, Stage::kAllReduce, chunk, [this, job, outgoing](Lane::Completion done) {
-          transport_->all_reduce(Channel::kScatter, outgoing, job->plan.layout.wire, std::move(done));
+          transport_->all_reduce(Channel::kScatter, outgoing, job->plan.layouts.front().wire, std::move(done));
         }));
     return {&slot, chunk, std::move(summed)};
   }
@@ -210,10 +237,9 @@ Engine::HalfDone Engine::submit_first_half(const std::shared_ptr<BucketJob>& job
       packed, wire_stage(job, Stage::kAllToAll, chunk, [this, outgoing, incoming](Lane::Completion done) {
         transport_->all_to_all(Channel::kScatter, outgoing, incoming, std::move(done));
       }));
-  EventPtr reduced = reduce_lane_->run(scattered, stage(job, Stage::kReduce, chunk, [this, job, outgoing, incoming] {
-                                         device_->reduce({job->plan.layout, incoming.data, job->plan.reduce_scale,
-                                                          outgoing.data, transport_->gather_copies()});
-                                       }));
+  EventPtr reduced = reduce_lane_->run(
+      scattered, stage(job, Stage::kReduce, chunk,
+                       [this, job, chunk, outgoing, incoming] { reduce(*job, chunk, incoming.data, outgoing.data); }));
   return {&slot, chunk, std::move(reduced)};
 }
 
@@ -223,19 +249,17 @@ EventPtr Engine::submit_second_half(const std::shared_ptr<BucketJob>& job, const
   const int64_t chunk = half.chunk;
   EventPtr summed = half.event;
   if (two_shot) {
-    const WireSpan outgoing{slot.outgoing.get(), job->plan.layout.part.nbytes * transport_->gather_copies(),
+    const WireSpan outgoing{slot.outgoing.get(), job->plan.layouts.front().part_stride * transport_->gather_copies(),
                             slot.outgoing};
-    const WireSpan incoming{slot.incoming.get(), job->plan.layout.chunk_nbytes(), slot.incoming};
+    const WireSpan incoming{slot.incoming.get(), job->plan.chunk_nbytes(), slot.incoming};
     summed = gather_lane_->start(
         summed, wire_stage(job, Stage::kAllGather, chunk, [this, outgoing, incoming](Lane::Completion done) {
           transport_->all_gather(Channel::kGather, outgoing, incoming, std::move(done));
         }));
   }
   const std::byte* result = two_shot ? slot.incoming.get() : slot.outgoing.get();
-  slot.free =
-      unpack_lane_->run(summed, stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] {
-                          device_->unpack({job->plan.layout, chunk, result, job->plan.unpack_scale, job->streams});
-                        }));
+  slot.free = unpack_lane_->run(
+      summed, stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] { unpack(*job, chunk, result); }));
   return slot.free;
 }
 

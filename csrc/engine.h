@@ -25,18 +25,26 @@
 
 namespace fusedcomm {
 
+// The elements that travel in one of a bucket's layouts, and how they are rounded.
+struct Payload {
+  BucketStreams streams;
+  Encoding pack, reduce;
+};
+
 // One bucket under way.
 struct BucketJob {
   BucketPlan plan;
   // Keeps the gradients alive as long as the job: after a failure or a stop, on_done comes before the transport has let
   // go of memory that it was given.
   std::shared_ptr<void> owner;
-  BucketStreams streams;  // in_place: everything is in `lossy`
+  std::vector<Payload> payloads;  // of plan.layouts; in_place: everything is in the first one's lossy stream
   std::shared_ptr<const BucketLabel> label;
   bool is_last = false;  // of this backward pass
   bool counted = true;   // in the engine's stats; not if it serves another bucket
   int64_t grad_nbytes = 0;
 
+  // Called on the pack lane before the first chunk is packed and after the last one is; may be empty.
+  std::function<void()> before_pack, after_pack;
   // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
   // Called exactly once, with an error or null.
@@ -133,6 +141,10 @@ class Engine {
   EventPtr submit_in_place(const std::shared_ptr<BucketJob>& job);
   HalfDone submit_first_half(const std::shared_ptr<BucketJob>& job, int64_t chunk);
   EventPtr submit_second_half(const std::shared_ptr<BucketJob>& job, const HalfDone& half);
+  // The stages of a chunk, one payload after another. `out` and `parts` are messages.
+  void pack(BucketJob& job, int64_t chunk, std::byte* out);
+  void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
+  void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
   void take_times();
 

@@ -4,17 +4,17 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <sstream>
 #include <utility>
 
 #include "foreign.h"
 #include "grad_dtype.h"
+#include "wire_names.h"
 
 namespace fusedcomm {
 namespace {
-
-constexpr size_t kMaxVerifications = 256;
 
 bool carried_by_codec(const at::Tensor& buffer) {
   return buffer.layout() == at::kStrided && has_wire_format(buffer.scalar_type());
@@ -56,43 +56,61 @@ int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel, fl
   }
 }
 
+// The elements of a chunk that one of its streams has.
+Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
+  const int64_t last = layout.num_parts - 1;
+  if (exact) return {layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end};
+  return {layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end};
+}
+
 // Which parameters the chunk's non-finite elements belong to. Rare, so it reads the chunk a second time.
 void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, const BucketJob& job, int64_t chunk) {
-  const BucketLayout& layout = job.plan.layout;
-  const int64_t last_part = layout.num_parts - 1;
-  Range lossy{layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last_part).end};
-  const Range exact{layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last_part).end};
-  if (job.plan.in_place) lossy = {0, flat.numel()};
   // In place they have been scaled already.
   const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
-  int64_t lossy_seen = 0, exact_seen = 0;
+  std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});  // by payload, lossy and exact
   for (const BucketRecord::Member& member : record.members) {
-    const bool in_exact = member.state->exempt && layout.exact_numel != 0;
-    int64_t& seen = in_exact ? exact_seen : lossy_seen;
-    const Range& range = in_exact ? exact : lossy;
-    const int64_t begin = std::max(range.begin, seen);
-    const int64_t end = std::min(range.end, seen + member.numel);
+    int64_t& before = seen[member.payload][member.exact];
+    const Range range =
+        job.plan.in_place ? Range{0, flat.numel()} : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
+    const int64_t begin = std::max(range.begin, before);
+    const int64_t end = std::min(range.end, before + member.numel);
     if (begin < end) {
-      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - seen, end - begin, scale);
+      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - before, end - begin, scale);
     }
-    seen += member.numel;
+    before += member.numel;
   }
 }
+
+// What parameters have left out so far, each bucket's residual decoded once.
+class ResidualValues {
+ public:
+  // fp32 [numel]; undefined if it is nothing.
+  at::Tensor of(const ParameterState& state, int64_t numel) {
+    if (state.loaded.defined() || !state.residual) return state.loaded;
+    at::Tensor& values = values_[state.residual];
+    if (!values.defined()) values = state.residual->values();
+    return values.narrow(0, state.residual_begin, numel);
+  }
+
+ private:
+  std::unordered_map<std::shared_ptr<const StreamResidual>, at::Tensor> values_;
+};
 
 }  // namespace
 
 GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-                   const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device, int64_t verify_every)
+                   const std::vector<Parameter>& parameters, c10::Device device, const Options& options)
     : engine_(std::move(engine)),
       transport_(std::move(transport)),
-      exempt_1d_(exempt_1d),
+      options_(options),
       device_(device),
-      verify_every_(verify_every) {
+      guard_(options.guard, engine_, transport_) {
   for (const Parameter& parameter : parameters) {
     auto state = std::make_shared<ParameterState>();
     state->parameter = parameter.tensor;
     state->name = parameter.name;
-    state->exempt = parameter.exempt;
+    state->number = static_cast<uint32_t>(states_.size());
+    state->wire = parameter.wire;
     states_.emplace(parameter.tensor.unsafeGetTensorImpl(), std::move(state));
   }
 }
@@ -114,17 +132,27 @@ GradHook::~GradHook() {
 c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
   engine_->device().check_caller();
   const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
-  auto record = record_of(bucket);
+  const size_t index = bucket.getIndex();
+  if (index == 0) begin_step();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto record = record_of(bucket);
+  const int64_t step = step_;
+  const size_t num_buckets = num_buckets_;
+  if (bucket.isLast()) {
+    ++step_;
+    num_buckets_ = index + 1;
+  }
+  lock.unlock();
+
   // With its device, so that completing it records an event there and waiting for it waits for that.
   std::vector<c10::Device> devices;
   if (!buffer.is_cpu()) devices.push_back(buffer.device());
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
 
   for (const at::Tensor& part : storages_of(buffer)) engine_->device().will_use(part);
-  auto job = std::make_shared<BucketJob>();
+  auto job = make_job(record, buffer, step);
   auto result = std::make_shared<at::Tensor>(buffer);
   job->owner = result;
-  job->label = record->label;
   job->is_last = bucket.isLast();
   job->on_done = [future, result](std::exception_ptr error) {
     if (error) {
@@ -146,90 +174,111 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
     engine_->submit_foreign(std::move(job), std::move(stages));
     return future;
   }
+  if (guard_.is_measured(step)) measure(job.get(), record, buffer, step);
+  guard_.submit(std::move(job), buffer, step, index, num_buckets);
+  return future;
+}
 
+void GradHook::begin_step() {
+  const auto failing = guard_.begin_step(step());
+  if (!failing) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& record : records_) {
+    if (!record || record->label != failing->label) continue;  // it has been rebuilt: its turn will come again
+    for (const BucketRecord::Member& member : record->members) {
+      if (!member.exact) member.state->wire = options_.fallback_wire;
+    }
+    record = nullptr;
+    if (transport_->rank() != 0) continue;
+    const std::string to = options_.fallback_wire == kExactWire
+                               ? "fp32"
+                               : wire_name(stream_wire(engine_->config(), options_.fallback_wire).wire);
+    TORCH_WARN("fusedcomm: the mean of ", failing->label->text, " was off by ", failing->relative_error,
+               " of the exact one in step ", failing->step,
+               ", more than fallback_error=", options_.guard.fallback_error, ": its parameters travel in ", to,
+               " from now on, on every rank");
+  }
+}
+
+std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const BucketRecord>& record,
+                                              const at::Tensor& buffer, int64_t step) const {
+  auto job = std::make_shared<BucketJob>();
+  job->label = record->label;
+  if (record->foreign) return job;
   job->grad_nbytes = static_cast<int64_t>(buffer.nbytes());
   job->plan = record->plan;
   job->on_nonfinite = [record, buffer](const BucketJob& packed, int64_t chunk) {
     attribute_nonfinite(*record, buffer, packed, chunk);
   };
+  const WireConfig& config = engine_->config();
   // Addresses are taken anew each time: the reducer may allocate its buckets at every backward pass.
   auto* data = static_cast<std::byte*>(buffer.data_ptr());
-  job->streams.origin = data;
-  job->streams.tables = record->tables;
+  job->payloads.reserve(record->streams.size());
+  for (const BucketRecord::Stream& stream : record->streams) {
+    Payload payload;
+    payload.streams.origin = data;
+    payload.streams.tables = stream.tables;
+    if (record->plan.sum == Sum::kTwoShot && config.stochastic) {
+      constexpr uint32_t kReducer = 0xFFFFFFFF;  // of reference.py
+      const NoiseKey noise{config.seed, stream.first_parameter, static_cast<uint32_t>(step), 0};
+      payload.pack.stochastic = payload.reduce.stochastic = true;
+      payload.pack.noise = payload.reduce.noise = noise;
+      payload.pack.noise.source = static_cast<uint32_t>(transport_->rank());
+      payload.reduce.noise.source = kReducer;
+    }
+    if (stream.residual) {
+      payload.pack.residual = stream.residual->of_pack();
+      payload.reduce.residual = stream.residual->of_reduce();
+    }
+    job->payloads.push_back(std::move(payload));
+  }
   const GradDtype dtype = grad_dtype_of(record->dtype);
   for (const BucketRecord::Member& member : record->members) {
-    Stream& stream =
-        member.state->exempt && record->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
+    BucketStreams& streams = job->payloads[member.payload].streams;
+    Stream& stream = member.exact ? streams.exact : streams.lossy;
     stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
   }
-  const bool due = is_due(bucket);
-  if (due && !record->plan.in_place) {
-    submit_verified(std::move(job), buffer);
-  } else {
-    engine_->submit(std::move(job));
-  }
-  return future;
+  return job;
 }
 
-bool GradHook::is_due(const c10d::GradBucket& bucket) {
-  if (verify_every_ == 0) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto turn = static_cast<size_t>(step_ / verify_every_) % num_buckets_;
-  const bool due = step_ % verify_every_ == 0 && bucket.getIndex() == turn;
-  if (bucket.isLast()) {
-    ++step_;
-    num_buckets_ = bucket.getIndex() + 1;
-  }
-  return due;
-}
-
-void GradHook::submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer) {
+void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+                       int64_t step) {
+  if (record->plan.sum == Sum::kExact) return;
   at::NoGradGuard no_grad;
-  const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
-  engine_->device().will_use(exact);
-  auto check = std::make_shared<BucketJob>();
-  check->owner = job->owner;
-  check->counted = false;
-  check->label = std::make_shared<const BucketLabel>(job->label->name + " verified",
-                                                     "the exact sum that verifies " + job->label->text);
-  check->on_done = std::move(job->on_done);
-  // The engine fails all that follows a failure, so the check's end tells of both.
-  job->on_done = [](std::exception_ptr) {};
-
-  Verification verification;
-  verification.label = job->label;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    verification.step = step_ - (job->is_last ? 1 : 0);
+  const BucketPlan& plan = record->plan;
+  // Encoders say what they leave out if they are given a residual. -0 added to a value is that value.
+  auto residuals = std::make_shared<std::vector<std::shared_ptr<StreamResidual>>>();
+  for (size_t i = 0; i < record->streams.size(); ++i) {
+    if (plan.layouts[i].lossy_numel == 0 || plan.layouts[i].wire == Wire::kFp32) continue;
+    std::shared_ptr<StreamResidual> residual = record->streams[i].residual;
+    if (!residual) {
+      residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
+                                                  plan.reduce_scale, transport_->rank(), device_);
+      residual->fill_packed(-0.0F);
+      for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
+      job->payloads[i].pack.residual = residual->of_pack();
+    }
+    residuals->push_back(std::move(residual));
   }
-  ForeignStages stages;
-  stages.scatter = [transport = transport_, exact](Lane::Completion done) {
-    transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
-  };
-  // On the lane, and so after the end, of the bucket's own unpacking.
-  stages.unpack = [this, verification, exact, buffer]() mutable {
+  auto measurement = std::make_shared<Measurement>();
+  measurement->step = step;
+  job->before_pack = [measurement, buffer] {
     at::NoGradGuard inner_no_grad;
-    verification.error_norm = at::linalg_vector_norm(at::sub(buffer.to(at::kFloat), exact), 2, {}, false, at::kDouble);
-    verification.exact_norm = at::linalg_vector_norm(exact, 2, {}, false, at::kDouble);
-    std::lock_guard<std::mutex> lock(mutex_);
-    verifications_.push_back(std::move(verification));
-    if (verifications_.size() > kMaxVerifications) verifications_.pop_front();
+    measurement->norm = at::linalg_vector_norm(buffer, 2, {}, false, at::kDouble);
   };
-  engine_->submit(std::move(job));
-  engine_->submit_foreign(std::move(check), std::move(stages));
-}
-
-std::vector<Verification> GradHook::verifications() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  take_device_counts();  // which waits for the streams that made the norms, too
-  return {verifications_.begin(), verifications_.end()};
+  job->after_pack = [this, measurement, residuals, name = record->label->name] {
+    at::NoGradGuard inner_no_grad;
+    at::Tensor squares = at::zeros({}, measurement->norm.options());
+    for (const auto& residual : *residuals) squares.add_(residual->packed_norm().square_());
+    measurement->error_norm = squares.sqrt_();
+    guard_.add(name, std::move(*measurement));
+  };
 }
 
 std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {
   const at::Tensor& buffer = bucket.getBuffer();
   const std::vector<at::Tensor> parameters = bucket.getParameters();
   const size_t index = bucket.getIndex();
-  std::lock_guard<std::mutex> lock(mutex_);
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
   const auto same = [&] {
@@ -253,11 +302,10 @@ std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buff
   auto record = std::make_shared<BucketRecord>();
   record->dtype = buffer.scalar_type();
   record->foreign = !carried_by_codec(buffer);
-  int64_t offset = 0, exact_numel = 0;
+  int64_t offset = 0;
   for (const at::Tensor& parameter : parameters) {
     BucketRecord::Member member{state_of(parameter), offset, numel_in_bucket(parameter)};
     offset += member.numel;
-    if (member.state->exempt) exact_numel += member.numel;
     record->parameters.push_back(parameter.unsafeGetTensorImpl());
     record->members.push_back(std::move(member));
   }
@@ -267,28 +315,93 @@ std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buff
     TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == offset, "fusedcomm: ", record->label->text, " holds ",
                 buffer.numel(), " elements where its parameters have ", offset,
                 ": this layout of buckets is not known. Please report it with your DDP options.");
-    record->plan = plan_bucket(engine_->config(), engine_->world_size(), grad_dtype_of(record->dtype), exact_numel,
-                               offset - exact_numel);
+    plan(record.get());
     prepare(record.get());
+    move_residuals(record.get(), buffer);
   }
   return record;
 }
 
-void GradHook::prepare(BucketRecord* record) {
-  std::vector<SlicePlace> lossy, exact;
-  Counted counted;
-  std::vector<std::shared_ptr<ParameterState>> exact_states;
+void GradHook::plan(BucketRecord* record) {
+  const WireConfig& config = engine_->config();
+  int64_t exact_numel = 0;
+  std::vector<int64_t> lossy_numels(config.others.size() + 1, 0);
   for (const BucketRecord::Member& member : record->members) {
-    const bool in_exact = member.state->exempt && record->plan.layout.exact_numel != 0;
-    (in_exact ? exact : lossy).push_back({member.offset, member.numel});
-    (in_exact ? exact_states : counted.states).push_back(member.state);
+    const int wire = member.state->wire;
+    (wire == kExactWire ? exact_numel : lossy_numels[static_cast<size_t>(wire)]) += member.numel;
   }
-  record->tables = engine_->device().prepare(record->plan.layout, lossy, exact);
-  if (!record->tables) return;
-  counted.tables = record->tables;
-  counted.states.insert(counted.states.end(), exact_states.begin(), exact_states.end());
-  counted.taken.resize(counted.states.size());
-  counted_.push_back(std::move(counted));
+  record->plan = plan_bucket(config, engine_->world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels);
+  record->streams.resize(record->plan.layouts.size());
+  std::vector<bool> begun(record->streams.size(), false);
+  for (BucketRecord::Member& member : record->members) {
+    const std::vector<int>& wires = record->plan.wires;
+    member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
+    if (member.exact) continue;
+    if (!wires.empty()) {
+      const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
+      member.payload = static_cast<size_t>(found - wires.begin());
+    }
+    if (!begun[member.payload]) record->streams[member.payload].first_parameter = member.state->number;
+    begun[member.payload] = true;
+  }
+}
+
+void GradHook::prepare(BucketRecord* record) {
+  for (size_t payload = 0; payload < record->streams.size(); ++payload) {
+    std::vector<SlicePlace> lossy, exact;
+    Counted counted;
+    std::vector<std::shared_ptr<ParameterState>> exact_states;
+    for (const BucketRecord::Member& member : record->members) {
+      if (member.payload != payload) continue;
+      (member.exact ? exact : lossy).push_back({member.offset, member.numel});
+      (member.exact ? exact_states : counted.states).push_back(member.state);
+    }
+    auto& tables = record->streams[payload].tables;
+    tables = engine_->device().prepare(record->plan.layouts[payload], lossy, exact);
+    if (!tables) continue;
+    counted.tables = tables;
+    counted.states.insert(counted.states.end(), exact_states.begin(), exact_states.end());
+    counted.taken.resize(counted.states.size());
+    counted_.push_back(std::move(counted));
+  }
+}
+
+void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
+  const WireConfig& config = engine_->config();
+  if (!config.feedback) return;
+  at::NoGradGuard no_grad;
+  const BucketPlan& plan = record->plan;
+  for (size_t payload = 0; plan.sum == Sum::kTwoShot && payload < record->streams.size(); ++payload) {
+    const BucketLayout& layout = plan.layouts[payload];
+    if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
+    auto& residual = record->streams[payload].residual;
+    residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale,
+                                                transport_->rank(), device_);
+    for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
+  }
+  ResidualValues old;
+  std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined while nothing is left out
+  std::vector<int64_t> begins(record->streams.size(), 0);
+  for (const BucketRecord::Member& member : record->members) {
+    if (member.exact && !member.state->residual && !member.state->loaded.defined()) continue;
+    ParameterState& state = *member.state;
+    const at::Tensor left_out = old.of(state, member.numel);
+    const auto residual = member.exact ? nullptr : record->streams[member.payload].residual;
+    if (residual && left_out.defined()) {
+      at::Tensor& all = values[member.payload];
+      if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
+      all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
+    } else if (left_out.defined()) {
+      buffer.narrow(0, member.offset, member.numel).add_(left_out);
+    }
+    state.loaded = {};
+    state.residual = residual;
+    state.residual_begin = begins[member.payload];
+    if (!member.exact) begins[member.payload] += member.numel;
+  }
+  for (size_t payload = 0; payload < values.size(); ++payload) {
+    if (values[payload].defined()) record->streams[payload].residual->set_values(values[payload]);
+  }
 }
 
 void GradHook::take_device_counts() const {
@@ -314,6 +427,56 @@ EngineStats GradHook::stats() const {
   return stats;
 }
 
+void GradHook::settle() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  take_device_counts();
+}
+
+int64_t GradHook::step() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return step_;
+}
+
+void GradHook::restore_step(int64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  step_ = step;
+}
+
+std::vector<GradHook::ParameterResidual> GradHook::residuals() const {
+  at::NoGradGuard no_grad;
+  std::lock_guard<std::mutex> lock(mutex_);
+  ResidualValues values;
+  std::vector<ParameterResidual> residuals;
+  for (const auto& [impl, state] : states_) {
+    const at::Tensor left_out = values.of(*state, numel_in_bucket(state->parameter));
+    if (left_out.defined()) residuals.push_back({state->name, left_out.clone()});
+  }
+  return residuals;
+}
+
+void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unordered_map<std::string, ParameterState*> by_name;
+  for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
+  for (const ParameterResidual& residual : residuals) {
+    const auto found = by_name.find(residual.name);
+    TORCH_CHECK_VALUE(found != by_name.end(), "fusedcomm: the state has a parameter '", residual.name,
+                      "' which this model does not have");
+    const int64_t numel = numel_in_bucket(found->second->parameter);
+    TORCH_CHECK_VALUE(residual.values.numel() == numel, "fusedcomm: the state's residual of '", residual.name, "' has ",
+                      residual.values.numel(), " elements, the parameter ", numel);
+  }
+  for (const auto& [impl, state] : states_) {
+    state->loaded = {};
+    state->residual = nullptr;
+  }
+  for (const ParameterResidual& residual : residuals) {
+    by_name[residual.name]->loaded =
+        residual.values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
+  }
+  records_.clear();  // the next backward pass makes residuals of what has been loaded
+}
+
 std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) {
   auto& state = states_[parameter.unsafeGetTensorImpl()];
   if (!state) {
@@ -322,7 +485,8 @@ std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) 
     state = std::make_shared<ParameterState>();
     state->parameter = parameter;
     state->name = name.str();
-    state->exempt = exempt_1d_ && parameter.dim() <= 1;
+    state->number = static_cast<uint32_t>(states_.size() - 1);
+    state->wire = parameter.dim() <= 1 ? options_.wire_1d : 0;
   }
   return state;
 }

@@ -11,6 +11,8 @@
 
 #include "c10d_transport.h"
 #include "engine.h"
+#include "feedback.h"
+#include "guard.h"
 
 namespace fusedcomm {
 
@@ -18,8 +20,15 @@ namespace fusedcomm {
 struct ParameterState {
   at::Tensor parameter;  // held, so that its address stays its own
   std::string name;
-  bool exempt = false;
+  uint32_t number = 0;                    // in the order in which all ranks met them
+  int wire = 0;                           // its number, see plan.h
   std::atomic<int64_t> num_nonfinite{0};  // elements of local gradients that were not finite when packed
+
+  // Error feedback: what has been left out of it is at `residual_begin` of its bucket's, or, before it has a bucket, in
+  // `loaded`, fp32 in the unit of gradients.
+  std::shared_ptr<const StreamResidual> residual;
+  int64_t residual_begin = 0;
+  at::Tensor loaded;
 };
 
 // A bucket as DDP last showed it. Valid for as long as the same parameters come in the same order.
@@ -28,6 +37,14 @@ struct BucketRecord {
     std::shared_ptr<ParameterState> state;
     int64_t offset = 0;  // elements from the start of the bucket's buffer
     int64_t numel = 0;   // of the buffer's dtype: a complex parameter counts twice
+    size_t payload = 0;  // of the plan's layouts
+    bool exact = false;  // in that layout's exact stream
+  };
+  // Of one of the plan's layouts.
+  struct Stream {
+    uint32_t first_parameter = 0;
+    std::shared_ptr<const BucketTables> tables;
+    std::shared_ptr<StreamResidual> residual;  // null without error feedback
   };
   std::vector<c10::TensorImpl*> parameters;
   at::ScalarType dtype = at::kFloat;
@@ -35,15 +52,8 @@ struct BucketRecord {
   int64_t numel = 0;
   bool foreign = false;  // sparse, or of a dtype the codec does not carry: summed as it is
   BucketPlan plan;
-  std::shared_ptr<const BucketTables> tables;
+  std::vector<Stream> streams;  // by payload
   std::shared_ptr<const BucketLabel> label;
-};
-
-// A bucket's result beside an exact all-reduce of the same gradients.
-struct Verification {
-  int64_t step = 0;
-  std::shared_ptr<const BucketLabel> label;
-  at::Tensor error_norm, exact_norm;  // float64 scalars: ‖result − exact‖₂, ‖exact‖₂
 };
 
 class GradHook {
@@ -51,14 +61,20 @@ class GradHook {
   struct Parameter {
     at::Tensor tensor;
     std::string name;
-    bool exempt;
+    int wire;
+  };
+  // The same on every rank.
+  struct Options {
+    // Parameters that turn up later (a hook registered without the module) are named by their shape, and travel like
+    // this, if they have at most one dimension.
+    int wire_1d = 0;
+    GuardOptions guard;
+    int fallback_wire = kExactWire;  // that the parameters of a bucket get which lost too much
   };
 
-  // device: where the gradients are. verify_every: compares one bucket, another each time, with an exact all-reduce in
-  // every step that it divides; 0: never. The same on every rank. Parameters that turn up later (a hook registered
-  // without the module) are named by their shape, and are exempt if `exempt_1d` and they have at most one dimension.
+  // device: where the gradients are.
   GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-           const std::vector<Parameter>& parameters, bool exempt_1d, c10::Device device, int64_t verify_every);
+           const std::vector<Parameter>& parameters, c10::Device device, const Options& options);
   // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
@@ -77,29 +93,54 @@ class GradHook {
   // Waits for the device where it counts them.
   std::vector<ParameterCount> nonfinite_by_parameter() const;
   void restore_nonfinite(const std::vector<ParameterCount>& counts);
-  // The last of them, oldest first. Waits for the device.
-  std::vector<Verification> verifications() const;
+
+  // Error feedback: what this rank has left out so far, fp32 in the unit of gradients, by parameter. Empty without.
+  struct ParameterResidual {
+    std::string name;
+    at::Tensor values;  // [numel in its bucket]
+  };
+  std::vector<ParameterResidual> residuals() const;
+  // Between backward passes. Parameters that are not named have left out nothing.
+  void restore_residuals(const std::vector<ParameterResidual>& residuals);
+
+  // Backward passes so far, which number the noise.
+  int64_t step() const;
+  void restore_step(int64_t step);
+
+  const Guard& guard() const { return guard_; }
+  // Waits for the device, so that what the guard has found can be read.
+  void settle() const;
   // The buckets of the last backward pass, by index.
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
-  void submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer);
-  // Whether it is this bucket's turn; counts the steps.
-  bool is_due(const c10d::GradBucket& bucket);
+  // Before the first bucket of a backward pass.
+  void begin_step();
+  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+                                      int64_t step) const;
+  // Has this rank's pack of the bucket measured.
+  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+               int64_t step);
+
+  // All that follow, under mutex_.
   std::shared_ptr<const BucketRecord> record_of(const c10d::GradBucket& bucket);
   std::shared_ptr<const BucketRecord> make_record(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
                                                   size_t index);
+  void plan(BucketRecord* record);
   std::shared_ptr<ParameterState> state_of(const at::Tensor& parameter);
-  // The device's tables of the record's bucket. Under mutex_, as the next.
+  // The device's tables of the record's bucket.
   void prepare(BucketRecord* record);
+  // Makes the record's residuals, of what its parameters have left out so far; what cannot be kept any more goes into
+  // the gradients at hand.
+  void move_residuals(BucketRecord* record, const at::Tensor& buffer);
   // Adds what devices have counted since the last time to the parameters' states.
   void take_device_counts() const;
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<C10dTransport> transport_;
-  const bool exempt_1d_;
+  const Options options_;
   const c10::Device device_;
-  mutable std::mutex mutex_;  // the two tables
+  mutable std::mutex mutex_;  // what follows, but for guard_
   std::unordered_map<c10::TensorImpl*, std::shared_ptr<ParameterState>> states_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
 
@@ -112,10 +153,10 @@ class GradHook {
   mutable std::vector<Counted> counted_;
   mutable int64_t num_nonfinite_on_device_ = 0;
 
-  const int64_t verify_every_;
   int64_t step_ = 0;
   size_t num_buckets_ = 1;  // in the step before
-  std::deque<Verification> verifications_;
+
+  Guard guard_;
 };
 
 }  // namespace fusedcomm

@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <utility>
@@ -12,27 +13,40 @@ namespace {
 constexpr std::pair<const char*, Sum> kSumNames[] = {
     {"auto", Sum::kAuto}, {"exact", Sum::kExact}, {"direct", Sum::kDirect}, {"two-shot", Sum::kTwoShot}};
 
+bool any_without_scales(const std::vector<StreamWire>& streams) {
+  return std::any_of(streams.begin(), streams.end(), [](const StreamWire& s) { return !has_scales(s.wire); });
+}
+
 bool is_16_bit(Wire wire) { return wire == Wire::kBf16 || wire == Wire::kFp16; }
 
 // With every rank's fp16 value divided by f and the sum multiplied by f/p afterwards, f = p cannot overflow but loses
 // small values, f = 1 the reverse; a power of two near √p halves the risk on both sides (as FSDP does).
 double balanced_predivide(int world_size) { return std::exp2(std::ceil(std::log2(world_size) / 2)); }
 
-Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel, int64_t lossy_numel,
-               std::string* reason) {
+Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
+               const std::vector<StreamWire>& streams, std::string* reason) {
   if (config.sum != Sum::kAuto) return config.sum;
-  if (lossy_numel == 0 && dtype == GradDtype::kFloat32) {
+  int64_t numel = exact_numel;
+  bool rounds = false;
+  for (const StreamWire& stream : streams) {
+    numel += stream.numel;
+    rounds = rounds || stream.wire != Wire::kFp32;
+  }
+  if (numel == exact_numel && dtype == GradDtype::kFloat32) {
     if (config.wire != Wire::kFp32) *reason = "every parameter in it is exempt";
     return Sum::kExact;
   }
   // Half-precision gradients under an fp32 wire: two-shot adds in rank order, so the result is the same everywhere.
-  if (config.wire == Wire::kFp32) return dtype == GradDtype::kFloat32 ? Sum::kExact : Sum::kTwoShot;
-  if (dtype == GradDtype::kFloat32 && (exact_numel + lossy_numel) * grad_nbytes(dtype) <= kSmallBucketNbytes) {
+  if (!rounds) return dtype == GradDtype::kFloat32 ? Sum::kExact : Sum::kTwoShot;
+  if (dtype == GradDtype::kFloat32 && numel * grad_nbytes(dtype) <= kSmallBucketNbytes) {
     *reason = "small: one exact collective costs no more than two short ones";
     return Sum::kExact;
   }
   // Two ranks add once, so summing in the wire dtype rounds no more often than two-shot, with one collective less.
-  if (is_16_bit(config.wire) && world_size <= 2 && exact_numel == 0) return Sum::kDirect;
+  if (streams.size() == 1 && is_16_bit(streams.front().wire) && world_size <= 2 && exact_numel == 0 &&
+      !config.feedback && !config.stochastic) {
+    return Sum::kDirect;
+  }
   return Sum::kTwoShot;
 }
 
@@ -63,8 +77,25 @@ void check_config(const WireConfig& config) {
         "sum='direct' adds in the wire dtype, which must be bf16 or fp16: use sum='two-shot' for wires with scales, "
         "sum='exact' for fp32");
   }
-  if (config.sum == Sum::kExact && config.wire != Wire::kFp32) {
-    throw std::invalid_argument("sum='exact' is an fp32 all-reduce: use wire='fp32' with it");
+  if (config.sum == Sum::kExact && (config.wire != Wire::kFp32 || !config.others.empty())) {
+    throw std::invalid_argument("sum='exact' is an fp32 all-reduce: use wire='fp32' with it, and no other wires");
+  }
+  if (config.sum == Sum::kDirect && !config.others.empty()) {
+    throw std::invalid_argument(
+        "sum='direct' adds the whole bucket in one dtype: use sum='two-shot' where parameters have wires of their own");
+  }
+  for (const StreamWire& stream : config.others) check_stream_wire(stream);
+  const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
+  if ((config.feedback || config.stochastic) && (!rounds || config.sum == Sum::kDirect)) {
+    throw std::invalid_argument(
+        std::string(config.feedback ? "error_feedback" : "rounding='stochastic'") +
+        (rounds ? " needs the encoder's own sum: use sum='two-shot', where the transport does not round"
+                : " has nothing to do with wire='fp32', which rounds nothing"));
+  }
+  if (config.feedback == ResidualFormat::kInt8 && (!has_scales(config.wire) || any_without_scales(config.others))) {
+    throw std::invalid_argument(
+        "error_feedback='int8' keeps residuals in the wire's blocks, which only wires with scales have (int8, fp8, "
+        "fp8_e5m2, int4): use error_feedback='bf16' or 'fp32'");
   }
   if (config.predivide != 0 && (config.wire != Wire::kFp16 || !(config.predivide > 0) ||
                                 !std::isfinite(static_cast<float>(1 / config.predivide)) ||
@@ -83,25 +114,43 @@ void check_config(const WireConfig& config) {
   }
 }
 
+StreamWire stream_wire(const WireConfig& config, int number) {
+  if (number > 0) return config.others.at(static_cast<size_t>(number) - 1);
+  return {config.wire, config.block_numel, config.rotate, 0};
+}
+
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       int64_t lossy_numel) {
+                       const std::vector<int64_t>& lossy_numels) {
   BucketPlan plan;
-  plan.sum = choose_sum(config, world_size, dtype, exact_numel, lossy_numel, &plan.reason);
+  std::vector<StreamWire> streams;
+  int64_t lossy_numel = 0;
+  for (size_t number = 0; number < lossy_numels.size(); ++number) {
+    if (lossy_numels[number] == 0) continue;
+    streams.push_back(stream_wire(config, static_cast<int>(number)));
+    streams.back().numel = lossy_numels[number];
+    plan.wires.push_back(static_cast<int>(number));
+    lossy_numel += lossy_numels[number];
+  }
+  if (streams.empty()) {
+    streams.push_back(stream_wire(config, 0));
+    plan.wires.push_back(0);
+  }
+  plan.sum = choose_sum(config, world_size, dtype, exact_numel, streams, &plan.reason);
   const double p = world_size;
 
   if (plan.sum == Sum::kTwoShot) {
     const double predivide = config.predivide != 0 ? config.predivide : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.reduce_scale = static_cast<float>(predivide / p);
-    plan.layout = bucket_layout(config.wire, config.block_numel, world_size, exact_numel, lossy_numel,
-                                config.max_chunk_nbytes, config.rotate);
+    plan.layouts = bucket_layouts(streams, world_size, exact_numel, config.max_chunk_nbytes);
     return plan;
   }
 
   // An all-reduce has one dtype: what is exempt in an exact bucket needs no section of its own.
-  const Wire wire = plan.sum == Sum::kExact ? Wire::kFp32 : config.wire;
+  StreamWire whole = streams.front();
+  plan.wires = {};
   if (plan.sum == Sum::kExact) {
-    lossy_numel += exact_numel;
+    whole = {Wire::kFp32, config.block_numel, false, lossy_numel + exact_numel};
     exact_numel = 0;
     plan.pack_scale = static_cast<float>(1 / p);  // before the sum, as DDP's own all-reduce does: the same bits
     plan.in_place = dtype == GradDtype::kFloat32;
@@ -111,27 +160,30 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
           "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
           "parameters: use sum='two-shot' or exempt=()");
     }
-    const double predivide = config.predivide != 0 ? config.predivide
-                             : wire == Wire::kFp16 ? balanced_predivide(world_size)
-                                                   : 1;
+    const double predivide = config.predivide != 0       ? config.predivide
+                             : whole.wire == Wire::kFp16 ? balanced_predivide(world_size)
+                                                         : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.unpack_scale = static_cast<float>(predivide / p);
   }
-  plan.layout = bucket_layout(wire, config.block_numel, 1, exact_numel, lossy_numel, config.max_chunk_nbytes);
+  plan.layouts = bucket_layouts({whole}, 1, exact_numel, config.max_chunk_nbytes);
   return plan;
 }
 
 int64_t workspace_nbytes(const WireConfig& config, int world_size) {
-  const Wire wire = config.wire;
-  // Each part is rounded up to one more grain and each of its three sections to 16 bytes.
-  const int64_t slack =
-      codes_nbytes(wire, grain_numel(wire, config.block_numel)) + scales_nbytes(wire, 1) + 4 * kAlignNbytes;
+  // Each layout's part is rounded up to one more grain and each of its three sections to 16 bytes.
+  int64_t slack = 0;
+  for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
+    const StreamWire stream = stream_wire(config, number);
+    slack += codes_nbytes(stream.wire, grain_numel(stream.wire, stream.block_numel)) + scales_nbytes(stream.wire, 1) +
+             4 * kAlignNbytes;
+  }
   return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }
 
 int64_t sent_nbytes(const BucketPlan& plan, int world_size) {
-  const int64_t nbytes =
-      plan.in_place ? plan.layout.lossy_numel * 4 : plan.layout.chunk_nbytes() * plan.layout.num_chunks;
+  if (plan.layouts.empty()) return 0;
+  const int64_t nbytes = plan.in_place ? plan.layouts.front().lossy_numel * 4 : plan.chunk_nbytes() * plan.num_chunks();
   return 2 * nbytes * (world_size - 1) / world_size;
 }
 

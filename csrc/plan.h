@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "codec.h"
 #include "wire_layout.h"
@@ -27,18 +29,35 @@ struct WireConfig {
   int64_t block_numel = kDefaultBlockNumel;
   double predivide = 0;  // fp16 only; 0: chosen here
   int64_t max_chunk_nbytes = 512 << 10;
-  int64_t num_slots = 4;  // chunks that may be under way at once
-  bool rotate = false;    // mix runs of elements before quantising, against outliers
+  int64_t num_slots = 4;                   // chunks that may be under way at once
+  bool rotate = false;                     // mix runs of elements before quantising, against outliers
+  std::vector<StreamWire> others;          // that some parameters have instead of `wire`; numels are not used
+  bool stochastic = false;                 // rounding; else to nearest
+  uint64_t seed = 0;                       // of the noise
+  std::optional<ResidualFormat> feedback;  // error feedback, if any
 };
+
+// How a parameter travels: 0 in the configuration's wire, k > 0 in others[k - 1], kExact in fp32.
+inline constexpr int kExactWire = -1;
+// `number` ≥ 0.
+StreamWire stream_wire(const WireConfig& config, int number);
 
 struct BucketPlan {
   Sum sum = Sum::kExact;
   bool in_place = false;  // the collective works on the bucket's own memory; nothing is packed or unpacked
-  BucketLayout layout;
+  // Two-shot: one for each wire in the bucket, whose numbers are in `wires`; else one for the whole bucket.
+  std::vector<BucketLayout> layouts;
+  std::vector<int> wires;
   float pack_scale = 1;
   float reduce_scale = 1;  // two-shot only
   float unpack_scale = 1;
   std::string reason;  // why not what the configuration's wire would lead one to expect; empty if it is
+
+  // 0 of a bucket that is not planned, because the codec does not carry it.
+  int64_t num_chunks() const { return layouts.empty() ? 0 : layouts.front().num_chunks; }
+  int64_t chunk_nbytes() const { return layouts.empty() ? 0 : layouts.front().chunk_nbytes(); }
+  // Of the exact stream, which the first layout has.
+  int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
 };
 
 // Buckets of at most this many gradient bytes are summed exactly when the sum is left to us: on them an exact
@@ -48,8 +67,9 @@ inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 // Throws std::invalid_argument naming the field, its value and what is possible.
 void check_config(const WireConfig& config);
 
+// lossy_numels: by the number of the wire, missing ones are 0.
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       int64_t lossy_numel);
+                       const std::vector<int64_t>& lossy_numels);
 
 // Upper bound of chunk_nbytes() over every bucket: the size of one workspace. The module does not bound it more
 // tightly, since what a reducer will bring cannot be told for sure from it (parameters frozen, tied or ignored since).

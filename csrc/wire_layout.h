@@ -56,6 +56,8 @@ inline constexpr int64_t default_block_numel(Wire wire) { return wire == Wire::k
 
 // Elements that a rotation mixes; see reference.py. Divides every block.
 inline constexpr int64_t kRotationNumel = 32;
+// Bit i is set where element i changes its sign before it is rotated.
+inline constexpr uint32_t kRotationSigns = 0x9E3779B9;
 
 inline constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;

@@ -89,10 +89,10 @@ class SimDevice : public StreamDevice {
   void reduce(const ReduceArgs& args) override {
     check_stream(2);
     sim::launch(current_stream(), "reduce",
-                {{args.parts, 0, 0, args.layout.chunk_nbytes(), false},
-                 {args.out, 0, 0, args.layout.part.nbytes * args.num_copies, true}},
-                [codec = codec_, layout = args.layout, parts = args.parts, scale = args.scale, out = args.out,
-                 copies = args.num_copies] { codec->reduce({layout, parts, scale, out, copies}); });
+                {{args.parts, 0, 0, args.from.chunk_nbytes(), false},
+                 {args.out, 0, 0, args.to.part_stride * args.num_copies, true}},
+                [codec = codec_, layout = args.from, parts = args.parts, scale = args.scale, out = args.out,
+                 copies = args.num_copies] { codec->reduce({layout, parts, scale, layout, out, 1, copies}); });
   }
 
   void unpack(const UnpackArgs& args) override {

@@ -74,12 +74,15 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   auto job = std::make_shared<BucketJob>();
   job->owner = bucket;
   job->plan = plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32, bucket->exact_numel,
-                          numel - bucket->exact_numel);
-  job->streams.origin = bucket->gradients.data();
-  Stream& head = job->plan.layout.exact_numel != 0 ? job->streams.exact : job->streams.lossy;
+                          {numel - bucket->exact_numel});
+  Payload payload;
+  BucketStreams& streams = payload.streams;
+  streams.origin = bucket->gradients.data();
+  Stream& head = job->plan.exact_numel() != 0 ? streams.exact : streams.lossy;
   head.append(bucket->gradients.data(), bucket->exact_numel, GradDtype::kFloat32);
-  job->streams.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel,
-                            GradDtype::kFloat32);
+  streams.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel,
+                       GradDtype::kFloat32);
+  job->payloads.push_back(std::move(payload));
   const std::string name = "bucket " + std::to_string(index);
   job->label = std::make_shared<const BucketLabel>(name, name + " (" + std::to_string(numel) + " elements)");
   job->is_last = is_last;

@@ -1,0 +1,82 @@
+// Watches what the wire does to gradients: measures what buckets lose when they are packed, compares results with exact
+// sums, and says which buckets lose too much.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "c10d_transport.h"
+#include "engine.h"
+
+namespace fusedcomm {
+
+struct GuardOptions {
+  int64_t verify_every = 0;   // steps; 0: never
+  int64_t measure_every = 0;  // steps; 0: never
+  double fallback_error = 0;  // relative error of a verified bucket beyond which it falls back; 0: never
+};
+
+// A bucket's result beside an exact all-reduce of the same gradients.
+struct Verification {
+  int64_t step = 0;
+  std::shared_ptr<const BucketLabel> label;
+  at::Tensor norms;  // float64 [2], on the gradients' device: ‖result − exact‖₂², ‖exact‖₂²
+};
+
+// What this rank's pack of a bucket left out.
+struct Measurement {
+  int64_t step = 0;
+  at::Tensor error_norm, norm;  // float64 scalars: ‖gradient − what was sent for it‖₂, ‖gradient‖₂
+};
+
+class Guard {
+ public:
+  Guard(const GuardOptions& options, std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport);
+
+  // Submits the job; if it is its bucket's turn, with an exact sum of the same gradients behind it, which on_done waits
+  // for, too. `index` and `num_buckets` are the bucket's and those of the step before.
+  void submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t step, size_t index, size_t num_buckets);
+
+  // Whether buckets of this step are to be measured, and what came out for one.
+  bool is_measured(int64_t step) const;
+  void add(const std::string& bucket, Measurement measurement);
+
+  // A bucket that lost too much, on every rank alike.
+  struct Failing {
+    std::shared_ptr<const BucketLabel> label;
+    int64_t step;
+    double relative_error;
+  };
+  // Once at the beginning of each step, before its first bucket is submitted. What is found in step s is told to the
+  // other ranks in step s + 1, and returned in step s + 2: a decision must not depend on who was first.
+  std::optional<Failing> begin_step(int64_t step);
+
+  // The last of them, oldest first.
+  std::vector<Verification> verifications() const;
+  std::map<std::string, Measurement> measurements() const;
+
+ private:
+  struct Pending {
+    Verification verification;
+    at::Tensor shared;  // the sum of all ranks' norms, once it has been asked for
+  };
+
+  void share(Pending* pending);
+
+  const GuardOptions options_;
+  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<C10dTransport> transport_;
+  mutable std::mutex mutex_;
+  std::deque<Verification> verifications_;
+  std::map<std::string, Measurement> measurements_;
+  std::deque<Pending> pending_;  // only where there is a fallback
+};
+
+}  // namespace fusedcomm
