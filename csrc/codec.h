@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "codec_kernels.h"
+#include "noise_key.h"
 #include "wire_layout.h"
 
 namespace fusedcomm {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "noise_key.h"
 #include "wire_layout.h"
 
 namespace fusedcomm {
@@ -46,14 +47,6 @@ using SumBlocksFn = void (*)(const void* scales, const void* codes, int64_t stri
                              int64_t num_blocks, int64_t block_numel);
 
 // ---- of a tile of fp32 values, for encoders that round stochastically or feed back what they left out
-
-// Which of the noise of reference.py: the Philox key, and all of the counter but the element.
-struct NoiseKey {
-  uint64_t seed = 0;
-  uint32_t parameter = 0;
-  uint32_t step = 0;
-  uint32_t source = 0;
-};
 
 // out[i] = 16 bits for element first + i. `first` and `numel` are multiples of 8.
 using NoiseFn = void (*)(const NoiseKey& key, int64_t first, uint16_t* out, int64_t numel);

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "codec.h"
+#include "codec_kernels.h"
 
 namespace fusedcomm {
 

@@ -194,12 +194,12 @@ int64_t CudaDevice::pack(const PackArgs& args) {
 void CudaDevice::reduce(const ReduceArgs& args) {
   TORCH_CHECK(args.num_copies == 1, "fusedcomm: the device's reduce writes one copy, not ", args.num_copies);
   ReduceLaunch launch;
-  launch.in = sections(args.layout.part, args.parts);
-  launch.out = sections(args.layout.part, args.out);
-  launch.part = shape(args.layout.part);
-  launch.world_size = static_cast<int32_t>(args.layout.num_parts);
+  launch.in = sections(args.from.part, args.parts);
+  launch.out = sections(args.from.part, args.out);
+  launch.part = shape(args.from.part);
+  launch.world_size = static_cast<int32_t>(args.from.num_parts);
   launch.scale = args.scale;
-  launch_kernel(kernels_.reduce[args.layout.part.exact_numel == 0], num_tiles(args.layout, 1), launch);
+  launch_kernel(kernels_.reduce[args.from.part.exact_numel == 0], num_tiles(args.from, 1), launch);
 }
 
 void CudaDevice::unpack(const UnpackArgs& args) {

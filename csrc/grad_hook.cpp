@@ -394,7 +394,7 @@ void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
     } else if (left_out.defined()) {
       buffer.narrow(0, member.offset, member.numel).add_(left_out);
     }
-    state.loaded = {};
+    state.loaded = at::Tensor();
     state.residual = residual;
     state.residual_begin = begins[member.payload];
     if (!member.exact) begins[member.payload] += member.numel;
@@ -467,7 +467,7 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
                       residual.values.numel(), " elements, the parameter ", numel);
   }
   for (const auto& [impl, state] : states_) {
-    state->loaded = {};
+    state->loaded = at::Tensor();
     state->residual = nullptr;
   }
   for (const ParameterResidual& residual : residuals) {

@@ -41,6 +41,25 @@ def agree(store: dist.Store, rank: int, world_size: int, record: dict, timeout: 
         raise RuntimeError(verdict)
 
 
+def gather(store: dist.Store, rank: int, world_size: int, record: object, timeout: datetime.timedelta) -> list[object]:
+    """Every rank's `record` (JSON-serialisable), in rank order. On every rank, each time with a store of its own.
+
+    Raises:
+        RuntimeError: naming the ranks that did not call within `timeout`.
+    """
+    keys = [f"record/{other}" for other in range(world_size)]
+    store.set(keys[rank], json.dumps(record))
+    try:
+        store.wait(keys, timeout)
+    except (RuntimeError, dist.DistStoreError) as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"fusedcomm: rank(s) {missing} did not take part within {timeout.total_seconds():.0f} s: this is a "
+            "collective call, which every rank of the process group has to make"
+        ) from error
+    return [json.loads(store.get(key)) for key in keys]
+
+
 def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.timedelta) -> str:
     keys = [f"record/{rank}" for rank in range(world_size)]
     try:

@@ -5,11 +5,12 @@ costs one call from the reducer into Python.
 """
 
 import copy
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config, LocalOptions, residual_name
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import Stats
 
@@ -18,11 +19,13 @@ class CommState:
     """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
 
     Args:
-        wire, sum, exempt, block, rotate, predivide, chunk_nbytes, chunks_in_flight, codec_threads, isa, sm_limit,
-            verify_every: as for :func:`fusedcomm.attach`.
+        wire, sum, exempt, block, rotate, wire_for, rounding, seed, error_feedback, predivide, chunk_nbytes,
+            chunks_in_flight, codec_threads, isa, sm_limit, verify_every, measure_every, fallback_error, fallback_wire:
+            as for :func:`fusedcomm.attach`.
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
-        module: the model, needed only if `exempt` has patterns of names: a hook sees parameters without names.
+        module: the model, needed only if `exempt` or `wire_for` has patterns of names: a hook sees parameters without
+            names.
 
     Raises:
         ValueError: an argument is out of range, or two cannot go together.
@@ -36,6 +39,10 @@ class CommState:
         exempt: tuple[str, ...] | None = None,
         block: int | None = None,
         rotate: bool = False,
+        wire_for: Mapping[str, str] | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        error_feedback: bool | str | None = None,
         predivide: float | str = "auto",
         chunk_nbytes: int | None = None,
         chunks_in_flight: int = 4,
@@ -43,14 +50,34 @@ class CommState:
         isa: str | None = None,
         sm_limit: int | None = None,
         verify_every: int = 0,
+        measure_every: int = 1000,
+        fallback_error: float | None = None,
+        fallback_wire: str = "bf16",
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate, verify_every)
-        if self.config.exempt_names and module is None:
+        self.config = Config(
+            wire=wire,
+            sum=sum,
+            exempt=exempt,
+            block=block,
+            rotate=rotate,
+            wire_for=wire_for or {},
+            rounding=rounding,
+            seed=seed,
+            error_feedback=residual_name(error_feedback),
+            predivide=predivide,
+            chunk_nbytes=chunk_nbytes,
+            chunks_in_flight=chunks_in_flight,
+            verify_every=verify_every,
+            measure_every=measure_every,
+            fallback_error=fallback_error,
+            fallback_wire=fallback_wire,
+        )
+        if self.config.name_patterns and module is None:
             raise ValueError(
-                f"exempt={self.config.exempt!r} has patterns of names, and a communication hook sees no names: pass "
-                "module=model, or use fusedcomm.attach"
+                f"{', '.join(map(repr, self.config.name_patterns))}: exempt and wire_for have patterns of names, and a "
+                "communication hook sees no names: pass module=model, or use fusedcomm.attach"
             )
         self.process_group = process_group
         self._module = module
@@ -86,7 +113,7 @@ class CommState:
             return None
         named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
         self.config.check_patterns([name for name, _ in named])
-        return [NamedParameter(name, p, self.config.is_exempt(name, p)) for name, p in named]
+        return [NamedParameter(name, p, self.config.wire_number(name, p)) for name, p in named]
 
     def __getstate__(self) -> dict:
         # A copy is a configuration; the engine, the group and the model stay with the original.

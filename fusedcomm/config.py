@@ -2,7 +2,9 @@
 
 import dataclasses
 import fnmatch
+import math
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -11,6 +13,9 @@ from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 SUMS = ("auto", "exact", "direct", "two-shot")
+ROUNDINGS = ("nearest", "stochastic")
+RESIDUALS = ("fp32", "bf16", "int8")
+FALLBACK_WIRES = ("fp32", "bf16", "fp16")
 
 ONE_DIMENSIONAL = "1d"
 
@@ -55,7 +60,14 @@ class Config:
     chunk_nbytes: int | None = None
     chunks_in_flight: int = 4
     rotate: bool = False
+    wire_for: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rounding: str = "nearest"
+    seed: int = 0
+    error_feedback: str | None = None
     verify_every: int = 0
+    measure_every: int = 1000
+    fallback_error: float | None = None
+    fallback_wire: str = "bf16"
 
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, WIRES)
@@ -73,14 +85,19 @@ class Config:
             raise ValueError(
                 f"exempt={self.exempt!r}: every pattern must be '1d' or a parameter name, wildcards allowed"
             )
-        for field in ("block", "chunk_nbytes", "chunks_in_flight", "verify_every"):
+        _check_choice("rounding", self.rounding, ROUNDINGS)
+        if self.error_feedback is not None:
+            _check_choice("error_feedback", self.error_feedback, RESIDUALS)
+        self._check_wire_for()
+        self._check_guard()
+        for field in ("block", "chunk_nbytes", "chunks_in_flight", "seed"):
             value = getattr(self, field)
             if field == "chunk_nbytes" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
-        if self.verify_every < 0:
-            raise ValueError(f"verify_every={self.verify_every} is not possible: use a number of steps, or 0 for never")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed} is not possible: use a whole number from 0 to 2^64 - 1")
         if not isinstance(self.rotate, bool):
             raise ValueError(f"rotate={self.rotate!r} is not possible: use True or False")
         if self.predivide != "auto" and (
@@ -95,6 +112,69 @@ class Config:
                 "use sum='two-shot' or exempt=()"
             )
         self.native(world_size=1)
+
+    def _check_wire_for(self) -> None:
+        if not isinstance(self.wire_for, Mapping):
+            raise ValueError(
+                f"wire_for={self.wire_for!r} is not possible: use a dict from patterns of parameter names to wires"
+            )
+        object.__setattr__(self, "wire_for", dict(self.wire_for))
+        for pattern, wire in self.wire_for.items():
+            if not isinstance(pattern, str) or not pattern:
+                raise ValueError(
+                    f"wire_for[{pattern!r}]: every pattern must be '1d' or a parameter name, wildcards allowed"
+                )
+            _check_choice(f"wire_for[{pattern!r}]", wire, WIRES)
+
+    def _check_guard(self) -> None:
+        for field in ("verify_every", "measure_every"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
+            if value < 0:
+                raise ValueError(f"{field}={value} is not possible: use a number of steps, or 0 for never")
+        _check_choice("fallback_wire", self.fallback_wire, FALLBACK_WIRES)
+        threshold = self.fallback_error
+        if threshold is None:
+            return
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf:
+            raise ValueError(
+                f"fallback_error={threshold!r} is not possible: use a relative error greater than 0, e.g. 0.5, or None"
+            )
+        if self.verify_every == 0:
+            raise ValueError(
+                f"fallback_error={threshold!r} needs errors to compare with: set verify_every to a number of steps"
+            )
+        if self.sum in ("exact", "direct"):
+            raise ValueError(
+                f"fallback_error={threshold!r} needs a bucket's wire to be free to change: use sum='auto' or "
+                f"'two-shot' instead of sum='{self.sum}'"
+            )
+
+    @property
+    def wires(self) -> tuple[str, ...]:
+        """The wires that parameters may have, by their numbers; "fp32" has none but EXACT_WIRE, unless it is `wire`."""
+        others = [wire for wire in self.wire_for.values() if wire != "fp32"]
+        if self.fallback_error is not None and self.fallback_wire != "fp32":
+            others.append(self.fallback_wire)
+        return tuple(dict.fromkeys((self.wire, *others)))
+
+    def number_of(self, wire: str) -> int:
+        """The number of a wire that parameters may have; see csrc/plan.h."""
+        return self.wires.index(wire) if wire in self.wires else _C.EXACT_WIRE
+
+    def wire_number(self, name: str, parameter: torch.Tensor) -> int:
+        if self.is_exempt(name, parameter):
+            return _C.EXACT_WIRE
+        for pattern, wire in self.wire_for.items():
+            if _matches(pattern, name, parameter):
+                return self.number_of(wire)
+        return 0
+
+    @property
+    def wire_number_1d(self) -> int:
+        """Of parameters with at most one dimension of which nothing else is known."""
+        return self.wire_number("", torch.empty(0))
 
     def chunk_nbytes_for(self, world_size: int, device_type: str = "cpu") -> int:
         if self.chunk_nbytes is not None:
@@ -112,29 +192,45 @@ class Config:
             chunk_nbytes=self.chunk_nbytes_for(world_size, device_type),
             chunks_in_flight=self.chunks_in_flight,
             rotate=self.rotate,
+            others=[
+                (wire, _C.default_block_numel(wire), self.rotate and _C.has_scales(wire)) for wire in self.wires[1:]
+            ],
+            stochastic=self.rounding == "stochastic",
+            seed=self.seed,
+            error_feedback=self.error_feedback,
         )
 
     @property
-    def exempt_1d(self) -> bool:
-        return ONE_DIMENSIONAL in self.exempt
-
-    @property
-    def exempt_names(self) -> tuple[str, ...]:
-        return tuple(pattern for pattern in self.exempt if pattern != ONE_DIMENSIONAL)
+    def name_patterns(self) -> tuple[str, ...]:
+        """Those that need parameters' names to be known."""
+        return tuple(pattern for pattern in (*self.exempt, *self.wire_for) if pattern != ONE_DIMENSIONAL)
 
     def is_exempt(self, name: str, parameter: torch.Tensor) -> bool:
-        if self.exempt_1d and parameter.dim() <= 1:
-            return True
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exempt_names)
+        return any(_matches(pattern, name, parameter) for pattern in self.exempt)
 
     def check_patterns(self, names: list[str]) -> None:
         """Raises ValueError for a pattern that no parameter's name matches: a typo would otherwise do nothing."""
-        for pattern in self.exempt_names:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        for field, patterns in (("exempt", self.exempt), ("wire_for", self.wire_for)):
+            for pattern in patterns:
+                if pattern == ONE_DIMENSIONAL or any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                    continue
                 raise ValueError(
-                    f"exempt pattern {pattern!r} matches none of the {len(names)} parameters that DDP synchronises, "
+                    f"{field} pattern {pattern!r} matches none of the {len(names)} parameters that DDP synchronises, "
                     f"for example {', '.join(names[:3])}"
                 )
+
+
+def _matches(pattern: str, name: str, parameter: torch.Tensor) -> bool:
+    if pattern == ONE_DIMENSIONAL:
+        return parameter.dim() <= 1
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def residual_name(error_feedback: bool | str | None) -> str | None:
+    """What `error_feedback=` says residuals are kept in; True: fp32, False: none are."""
+    if isinstance(error_feedback, bool):
+        return RESIDUALS[0] if error_feedback else None
+    return error_feedback
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

@@ -4,19 +4,20 @@ import contextlib
 import os
 import warnings
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.config import Config, LocalOptions, residual_name
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
-from fusedcomm.stats import Stats
+from fusedcomm.stats import NonFinite, Stats
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 # A reducer keeps its hook for life; detaching and attaching again reuse it.
 _targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookTarget]" = weakref.WeakKeyDictionary()
@@ -31,6 +32,10 @@ def attach(
     exempt: tuple[str, ...] | None = None,
     block: int | None = None,
     rotate: bool = False,
+    wire_for: Mapping[str, str] | None = None,
+    rounding: str = "nearest",
+    seed: int = 0,
+    error_feedback: bool | str | None = None,
     predivide: float | str = "auto",
     chunk_nbytes: int | None = None,
     chunks_in_flight: int = 4,
@@ -38,6 +43,9 @@ def attach(
     isa: str | None = None,
     sm_limit: int | None = None,
     verify_every: int = 0,
+    measure_every: int = 1000,
+    fallback_error: float | None = None,
+    fallback_wire: str = "bf16",
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
@@ -56,6 +64,16 @@ def attach(
         rotate: wires with scales only: runs of 32 elements are multiplied by a Hadamard matrix before they are
             quantised and by its inverse afterwards, so that an outlier costs its block less. Helps int4 on
             heavy-tailed gradients (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
+        wire_for: wires of their own for some parameters, in the same payload: {"lm_head.*": "bf16", "embed*": "int8"}.
+            Patterns as for exempt, which goes first; then the first that matches. "fp32" is as exempt.
+        rounding: "nearest", or "stochastic": up or down by chance, such that the mean of many roundings is right.
+            Nearest has half the worst error; stochastic does not lose what is small in the same direction every time.
+        seed: of the chance: the same seed, step and buckets give the same bits, on any device.
+        error_feedback: True: what encoders leave out of a step is added to the next one, so that rounding delays
+            gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and as much again
+            divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of that. They
+            stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs the two-shot
+            sum, which "auto" then takes for all but small buckets.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
@@ -67,10 +85,18 @@ def attach(
         sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.
         verify_every: in every so many steps one bucket, another each time, is also summed exactly, in fp32, and its
             result compared: ``stats().verified`` has the errors. That step waits for the extra bytes. 0: never.
+        measure_every: in one of so many steps every bucket's relative quantisation error on this rank is measured:
+            ``stats().quantisation_error``. Takes one pass over the residual, and 4 bytes for each element where there
+            is no fp32 residual. 0: never.
+        fallback_error: a bucket whose mean verify_every found to be off by more, relatively, has its parameters sent
+            in fallback_wire from the second step after that on; said once for each bucket, with the numbers. With
+            error_feedback a result also contains what earlier steps left out. None: never.
+        fallback_wire: "bf16", "fp16", or "fp32".
         quiet: do not print the plan on rank 0.
 
     Returns:
-        A handle with ``stats()``, ``plan()``, ``trace()``, ``detach()``, ``state_dict()`` and ``load_state_dict()``.
+        A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()``, ``detach()``, ``state_dict()`` and
+        ``load_state_dict()``.
 
     On cuda the kernels are compiled here, which takes some seconds the first time, and a training step cannot be
     captured into a CUDA graph: the hook raises RuntimeError under capture.
@@ -83,7 +109,24 @@ def attach(
         RuntimeError: the module already has a hook or a DDP option that cannot combine, a device or backend has no
             path, or the ranks do not agree; the last with the same text on every rank.
     """
-    config = Config(wire, sum, exempt, block, predivide, chunk_nbytes, chunks_in_flight, rotate, verify_every)
+    config = Config(
+        wire=wire,
+        sum=sum,
+        exempt=exempt,
+        block=block,
+        rotate=rotate,
+        wire_for=wire_for or {},
+        rounding=rounding,
+        seed=seed,
+        error_feedback=residual_name(error_feedback),
+        predivide=predivide,
+        chunk_nbytes=chunk_nbytes,
+        chunks_in_flight=chunks_in_flight,
+        verify_every=verify_every,
+        measure_every=measure_every,
+        fallback_error=fallback_error,
+        fallback_wire=fallback_wire,
+    )
     _check_module(ddp)
     parameters = _synchronised_parameters(ddp, config)
     local = LocalOptions(isa, codec_threads, sm_limit)
@@ -161,25 +204,73 @@ class Handle:
             _handles.pop(ddp, None)
         self._session.stop("fusedcomm was detached")
 
-    def state_dict(self) -> dict:
-        """State by parameter name, for a checkpoint: independent of buckets and world size."""
+    def nonfinite_report(self) -> list[NonFinite]:
+        """Every rank's NaN and Inf counts by parameter, worst first. A collective call: on every rank.
+
+        Counting costs no host wait; asking waits for the kernels under way.
+        """
+        return self._session.nonfinite_report()
+
+    def state_dict(self, consolidated: bool = False) -> dict:
+        """State by parameter name, for a checkpoint: independent of buckets.
+
+        Without error feedback it is small and of no consequence. With it, it holds what this rank has left out of its
+        gradients so far, so each rank's is another: save all of them, as sharded optimizers do, to go on with the same
+        bits on as many ranks.
+
+        Args:
+            consolidated: a collective call, on every rank: the mean over the ranks, the same on each. Save it once and
+                load it on any number of ranks: nothing is lost, but the next steps' bits are others.
+        """
+        session = self._session
+        residuals = session.hook.residuals()
+        if consolidated:
+            residuals = session.mean_of_residuals(residuals)
         return {
             "version": STATE_VERSION,
-            "nonfinite": self._session.hook.nonfinite_by_parameter(),
+            "rank": None if consolidated else session.rank,
+            "world_size": None if consolidated else session.world_size,
+            "step": session.hook.step,
+            "nonfinite": session.hook.nonfinite_by_parameter(),
+            "error_feedback": session.config.error_feedback,
+            "residuals": residuals,
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores what :meth:`state_dict` gave.
+        """Restores what :meth:`state_dict` gave, between backward passes; on every rank, the wire may be another.
+
+        A residual that another rank saved, or this rank among another number of ranks, is not loaded but forgotten,
+        with a warning: at most what one step left out is lost.
 
         Raises:
-            ValueError: another version, a missing key, or a parameter this model does not have.
+            ValueError: another version, a missing key, a parameter this model does not have or of another size, or
+                residuals where this attachment has no error feedback.
         """
-        missing = {"version", "nonfinite"} - state.keys()
-        if missing:
-            raise ValueError(f"not a fusedcomm state: {sorted(missing)} missing, found {sorted(state)}")
-        if state["version"] != STATE_VERSION:
+        keys = ("version", "rank", "world_size", "step", "nonfinite", "error_feedback", "residuals")
+        if state.get("version", STATE_VERSION) != STATE_VERSION:
             raise ValueError(f"state version {state['version']!r} is not known; this fusedcomm reads {STATE_VERSION}")
-        self._session.hook.restore_nonfinite(state["nonfinite"])
+        missing = sorted(set(keys) - state.keys())
+        if missing:
+            raise ValueError(f"not a fusedcomm state: {missing} missing, found {sorted(state)}")
+        session = self._session
+        residuals = state["residuals"]
+        if residuals and session.config.error_feedback is None:
+            raise ValueError(
+                f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
+                "(error_feedback=None): attach with error_feedback, or empty state['residuals']"
+            )
+        saved_by, here = (state["rank"], state["world_size"]), (session.rank, session.world_size)
+        if residuals and saved_by not in (here, (None, None)):
+            warnings.warn(
+                f"fusedcomm: these residuals were saved by rank {saved_by[0]} of {saved_by[1]} and this is rank "
+                f"{here[0]} of {here[1]}: they are forgotten. Save state_dict(consolidated=True) to go on with another "
+                "number of ranks.",
+                stacklevel=2,
+            )
+            residuals = {}
+        session.hook.restore_residuals(residuals)
+        session.hook.restore_nonfinite(state["nonfinite"])
+        session.hook.step = state["step"]
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
@@ -188,6 +279,11 @@ class Handle:
         known = {parameter.name for parameter in new.parameters or []}
         counts = {name: count for name, count in old.hook.nonfinite_by_parameter().items() if name in known}
         new.hook.restore_nonfinite(counts)
+        new.hook.step = old.hook.step
+        # A gradient now counts for one in another number: what is left out of it has to, too.
+        ratio = new.world_size / old.world_size
+        residuals = {name: ratio * values for name, values in old.hook.residuals().items() if name in known}
+        new.hook.restore_residuals(residuals)
         self._target.set(new.hook, ddp.process_group)
         self._session = new
         old.stop("the module moved to another process group")
@@ -275,7 +371,7 @@ def _synchronised_parameters(ddp: DistributedDataParallel, config: Config) -> li
     delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
     ignored = ddp.parameters_to_ignore
     parameters = [
-        NamedParameter(name, tensor, config.is_exempt(name, tensor))
+        NamedParameter(name, tensor, config.wire_number(name, tensor))
         for name, tensor in ddp.module.named_parameters()
         if tensor.requires_grad and name not in ignored and id(tensor) not in delayed
     ]

@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class BucketRow:
-    """One bucket. `wire` is the dtype its lossy elements travel in, `sum` the algorithm."""
+    """One bucket. `wire` is what its lossy elements travel in, e.g. "int4+bf16", `sum` the algorithm."""
 
     parameters: tuple[str, ...]
     grad_nbytes: int
@@ -51,18 +51,25 @@ class Plan:
 
     def __str__(self) -> str:
         config = self.config
-        wire = f"{config.wire} rotated" if config.rotate else config.wire
+        wire = " ".join(
+            (
+                config.wire,
+                *(["rotated"] if config.rotate else []),
+                *(["rounded stochastically"] if config.rounding == "stochastic" else []),
+                *([f"with {config.error_feedback} error feedback"] if config.error_feedback else []),
+            )
+        )
         chunk_kib = config.chunk_nbytes_for(self.world_size, self.device_type) >> 10
         lines = [
             f"fusedcomm: wire {wire}, sum {config.sum}, {self.world_size} ranks, codec {self.codec}, chunks of "
             f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
         ]
-        lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>6} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
+        lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
         for index, row in enumerate(self.buckets):
             first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
             names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
             lines.append(
-                f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>6} {row.sum:>9} {row.num_chunks:>6} "
+                f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>9} {row.sum:>9} {row.num_chunks:>6} "
                 f"{row.sent_nbytes / _MIB:>9.3f}  {names}{'  [' + row.reason + ']' if row.reason else ''}"
             )
         plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
@@ -89,12 +96,18 @@ def predicted_rows(
     rows = []
     for bucket in indices:
         members = [backwards[index] for index in bucket]
-        numels = [tensor.numel() * (2 if tensor.is_complex() else 1) for _, tensor in members]
-        exact = sum(n for n, (name, tensor) in zip(numels, members, strict=True) if config.is_exempt(name, tensor))
+        exact, lossy = 0, [0] * len(config.wires)
+        for name, tensor in members:
+            numel = tensor.numel() * (2 if tensor.is_complex() else 1)
+            number = config.wire_number(name, tensor)
+            if number == _C.EXACT_WIRE:
+                exact += numel
+            else:
+                lossy[number] += numel
         dtype = members[0][1].dtype
         names = tuple(name for name, _ in members)
         native = config.native(world_size, device_type)
-        rows.append(_row(native, world_size, names, dtype.to_real() if dtype.is_complex else dtype, exact, sum(numels)))
+        rows.append(_row(native, world_size, names, dtype.to_real() if dtype.is_complex else dtype, exact, lossy))
     return tuple(rows)
 
 
@@ -102,35 +115,38 @@ def actual_rows(config: Config, world_size: int, hook: "_C.GradHook") -> tuple[B
     """Rows for the buckets of the last backward pass."""
     rows = []
     for record in hook.buckets():
-        layout = record.plan.layout
-        numel = record.numel
         names = tuple(record.parameters)
         if record.foreign:
-            rows.append(_foreign_row(world_size, names, record.dtype, numel))
+            rows.append(_foreign_row(world_size, names, record.dtype, record.numel))
         else:
-            rows.append(_planned_row(world_size, names, record.dtype, numel, record.plan, layout))
+            rows.append(_planned_row(world_size, names, record.dtype, record.numel, record.plan))
     return tuple(rows)
 
 
 def _row(
-    config: "_C.WireConfig", world_size: int, names: tuple[str, ...], dtype: torch.dtype, exact_numel: int, numel: int
+    config: "_C.WireConfig",
+    world_size: int,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    exact_numel: int,
+    lossy_numels: list[int],
 ) -> BucketRow:
+    numel = exact_numel + sum(lossy_numels)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _foreign_row(world_size, names, dtype, numel)
-    like = torch.empty(0, dtype=dtype)
-    plan = _C.plan_bucket(config, world_size, like, exact_numel, numel - exact_numel)
-    return _planned_row(world_size, names, dtype, numel, plan, plan.layout)
+    plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
+    return _planned_row(world_size, names, dtype, numel, plan)
 
 
 def _planned_row(
-    world_size: int, names: tuple[str, ...], dtype: torch.dtype, numel: int, plan: "_C.BucketPlan", layout: object
+    world_size: int, names: tuple[str, ...], dtype: torch.dtype, numel: int, plan: "_C.BucketPlan"
 ) -> BucketRow:
     return BucketRow(
         parameters=names,
         grad_nbytes=numel * dtype.itemsize,
-        wire=layout.wire,
+        wire="+".join(layout.wire for layout in plan.layouts),
         sum=plan.sum,
-        num_chunks=1 if plan.in_place else layout.num_chunks,
+        num_chunks=1 if plan.in_place else plan.layout.num_chunks,
         sent_nbytes=plan.sent_nbytes(world_size),
         reason=plan.reason,
     )

@@ -28,7 +28,8 @@ _running: "weakref.WeakSet[Session]" = weakref.WeakSet()
 class NamedParameter:
     name: str
     tensor: torch.Tensor
-    exempt: bool
+    wire: int
+    """Its number, see csrc/plan.h."""
 
 
 class Session:
@@ -68,7 +69,8 @@ class Session:
             record = {**self._record(), **path.must_agree}
         except Exception as error:
             problem = error
-        store = groups.private_store(process_group)
+        self._store = store = groups.private_store(process_group)
+        self._num_gathered = 0
         self._agree(store, "plan", record, problem)
         try:
             self.native_device, transport = path.connect(process_group, device, store)
@@ -77,10 +79,13 @@ class Session:
                 config=cfg.native(self.world_size, device.type),
                 device=self.native_device,
                 transport=transport,
-                parameters=[(p.tensor, p.name, p.exempt) for p in parameters or []],
-                exempt_1d=cfg.exempt_1d,
+                parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
+                wire_1d=cfg.wire_number_1d,
                 grad_device=device,
                 verify_every=cfg.verify_every,
+                measure_every=cfg.measure_every,
+                fallback_error=cfg.fallback_error or 0.0,
+                fallback_wire=cfg.number_of(cfg.fallback_wire),
             )
         except Exception as error:
             problem = error
@@ -128,6 +133,32 @@ class Session:
     def stats(self) -> stats.Stats:
         return stats.collect(self.hook, self.world_size)
 
+    def nonfinite_report(self) -> list[stats.NonFinite]:
+        """See :meth:`fusedcomm.handle.Handle.nonfinite_report`."""
+        rows = [dataclasses.astuple(row) for row in stats.nonfinite_rows(self.hook, self.rank)]
+        everybodys = [stats.NonFinite(*row) for rows in self._gather("nonfinite", rows) for row in rows]
+        return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
+
+    def mean_of_residuals(self, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Over the ranks, by parameter name; one that some ranks lack counts there as zeros. A collective call."""
+        sizes = {name: values.numel() for name, values in residuals.items()}
+        sizes = {name: numel for theirs in self._gather("residuals", sizes) for name, numel in theirs.items()}
+        means = {}
+        for name in sorted(sizes):
+            values = residuals.get(name)
+            mean = torch.zeros(sizes[name], device=self.device) if values is None else values.clone()
+            dist.all_reduce(mean, group=self.process_group)
+            means[name] = mean / self.world_size
+        return means
+
+    def _gather(self, what: str, record: object) -> list:
+        """Every rank's `record` (JSON-serialisable), in rank order. A collective call."""
+        self._num_gathered += 1
+        store = dist.PrefixStore(f"{what}/{self._num_gathered}", self._store)
+        return agreement.gather(
+            store, self.rank, self.world_size, record, groups.group_timeout(self.process_group, self.device)
+        )
+
     def plan(self, bucket_nbytes_caps: list[int] | None) -> plan.Plan:
         """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them."""
         rows = plan.actual_rows(self.config, self.world_size, self.hook)
@@ -141,7 +172,7 @@ class Session:
             device_type=self.device.type,
             codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
-            exempt=tuple(p.name for p in self.parameters or [] if p.exempt),
+            exempt=tuple(p.name for p in self.parameters or [] if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
         )

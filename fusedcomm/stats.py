@@ -17,6 +17,18 @@ class Verified:
 
 
 @dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """Whose gradients were NaN or Inf."""
+
+    rank: int
+    bucket: str
+    """Where the parameter is now; empty if it is in none."""
+    parameter: str
+    count: int
+    """Elements, since attach."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """Of this rank, since attach. Times in milliseconds; medians are over the last 512 steps, None before the first.
 
@@ -40,6 +52,10 @@ class Stats:
     nonfinite: int
     """Elements of local gradients that were NaN or Inf when packed."""
     nonfinite_by_parameter: dict[str, int]
+    quantisation_error: dict[str, float]
+    """By bucket, when it was last measured (``measure_every`` of :func:`fusedcomm.attach`): ‖g − ĝ‖₂ / ‖g‖₂ of this
+    rank's gradients g, and ĝ, what the other ranks got for them; with error feedback they had got some of it earlier.
+    Buckets that are summed exactly are not there."""
     verified: tuple[Verified, ...]
     """The last 256 buckets that were compared, oldest first; see ``verify_every`` of :func:`fusedcomm.attach`."""
 
@@ -59,11 +75,25 @@ def collect(hook: "_C.GradHook", world_size: int) -> Stats:
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
         nonfinite=native.num_nonfinite,
         nonfinite_by_parameter=hook.nonfinite_by_parameter(),
+        quantisation_error={
+            bucket: _ratio(measured.error_norm.item(), measured.norm.item())
+            for bucket, measured in hook.measurements().items()
+        },
         verified=tuple(_verified(verification) for verification in hook.verifications()),
     )
 
 
 def _verified(verification: "_C.Verification") -> Verified:
-    error, exact = verification.error_norm.item(), verification.exact_norm.item()
-    relative_error = error / exact if exact != 0 else 0.0 if error == 0 else float("inf")
-    return Verified(verification.step, verification.bucket, relative_error)
+    error, exact = verification.norms.sqrt().tolist()
+    return Verified(verification.step, verification.bucket, _ratio(error, exact))
+
+
+def _ratio(error: float, norm: float) -> float:
+    return error / norm if norm != 0 else 0.0 if error == 0 else float("inf")
+
+
+def nonfinite_rows(hook: "_C.GradHook", rank: int) -> list[NonFinite]:
+    """This rank's share of a report."""
+    bucket_of = {name: bucket.label for bucket in hook.buckets() for name in bucket.parameters}
+    counts = hook.nonfinite_by_parameter()
+    return [NonFinite(rank, bucket_of.get(name, ""), name, count) for name, count in counts.items()]
