@@ -45,6 +45,8 @@ struct Avx2 {
   static void count(N& n, F value) {
     n = _mm256_sub_epi32(n, _mm256_cmpgt_epi32(magnitude(value), _mm256_set1_epi32(kInfBits - 1)));
   }
+  static __m256i is_finite(F value) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(kInfBits), magnitude(value)); }
+  static F finite_or_zero(F value) { return _mm256_and_ps(value, _mm256_castsi256_ps(is_finite(value))); }
   static int64_t total(N n) {
     alignas(32) uint32_t lanes[kLanes];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), n);
@@ -84,6 +86,33 @@ struct Avx2 {
   static void stream(Bf16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(value)); }
   static void stream(Fp16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
 
+  static __m256i load_noise(const uint16_t* p) { return _mm256_cvtepu16_epi32(load_128(p)); }
+  static F add_noise(F value, __m256i noise) {
+    return _mm256_add_ps(value, _mm256_mul_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(kNoiseUnit)));
+  }
+
+  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  static F rounded(Bf16, F value, const uint16_t* noise) {
+    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(value), load_noise(noise));
+    const __m256i truncated = _mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
+    return _mm256_blendv_ps(value, _mm256_castsi256_ps(truncated), _mm256_castsi256_ps(is_finite(value)));
+  }
+  static F rounded(Fp16, F value, const uint16_t* p) {
+    const __m256i size = magnitude(value);
+    const __m256i noise = load_noise(p);
+    const __m256i sum = _mm256_add_epi32(size, _mm256_srli_epi32(noise, 16 - kFp16Dropped));
+    const __m256i normal = _mm256_and_si256(sum, _mm256_set1_epi32(-(1 << kFp16Dropped)));
+    const __m256 steps = add_noise(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(kFp16StepsInOne)), noise);
+    const __m256 subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvttps_epi32(steps)), _mm256_set1_ps(kFp16Step));
+    const __m256i overflows = _mm256_cmpgt_epi32(normal, _mm256_set1_epi32(kFp16OverflowBits - 1));
+    const __m256i is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(kFp16LeastNormalBits), size);
+    __m256i rounded = _mm256_blendv_epi8(normal, _mm256_set1_epi32(kInfBits), overflows);
+    rounded = _mm256_blendv_epi8(rounded, _mm256_castps_si256(subnormal), is_subnormal);
+    const __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0f));
+    return _mm256_blendv_ps(value, _mm256_or_ps(_mm256_castsi256_ps(rounded), sign),
+                            _mm256_castsi256_ps(is_finite(value)));
+  }
+
   // In the low byte of each element.
   static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
   static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(value); }
@@ -100,8 +129,33 @@ struct Avx2 {
     const __m256 shifted = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(step));
     const __m256i subnormal = _mm256_sub_epi32(_mm256_castps_si256(shifted), step);
     const __m256i is_normal = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(Rounding::kLeastNormalBits - 1));
-    return _mm256_or_si256(_mm256_blendv_epi8(subnormal, normal, is_normal),
-                           _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+    return with_sign(_mm256_blendv_epi8(subnormal, normal, is_normal), bits);
+  }
+  static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
+    return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+  }
+
+  // The same, rounded stochastically.
+  template <class Code>
+  static __m256i floor_code(F value) {
+    const __m256i greatest = _mm256_set1_epi32(static_cast<int>(Code::kGreatest));
+    const __m256i least = _mm256_set1_epi32(-static_cast<int>(Code::kGreatest));
+    return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
+  }
+  static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
+  static __m256i code(Int4, F value, __m256i noise) { return floor_code<Int4>(add_noise(value, noise)); }
+  template <class Code>
+  static __m256i code(Code, F value, __m256i noise) {
+    using Rounding = Fp8Rounding<Code>;
+    const __m256i size = magnitude(value);
+    const __m256i exponents = _mm256_set1_epi32(static_cast<int>(Rounding::kExponents));
+    const __m256i sum =
+        _mm256_add_epi32(_mm256_add_epi32(size, exponents), _mm256_slli_epi32(noise, Rounding::kNoiseShift));
+    const __m256i normal = _mm256_srli_epi32(sum, Rounding::kDropped);
+    const __m256 steps =
+        add_noise(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(Rounding::kStepsInOne)), noise);
+    const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(Rounding::kLeastNormalBits - 1));
+    return with_sign(_mm256_blendv_epi8(_mm256_cvttps_epi32(steps), normal, is_normal), _mm256_castps_si256(value));
   }
 
   // 16 bits each, in order. The pack works within halves, which leaves runs of four codes to be put in order.
@@ -113,12 +167,11 @@ struct Avx2 {
     return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   }
   template <class Code>
-  static __m128i to_codes(Code, F first, F second) {
-    const __m256i low_bytes = _mm256_set1_epi16(0xFF);
-    return bytes(_mm256_and_si256(words(code(Code(), first), code(Code(), second)), low_bytes));
+  static __m128i pack_codes(Code, __m256i first, __m256i second) {
+    return bytes(_mm256_and_si256(words(first, second), _mm256_set1_epi16(0xFF)));
   }
-  static __m128i to_codes(Int4, F first, F second) {  // in the low half
-    const __m256i pairs = words(code(Int4(), first), code(Int4(), second));
+  static __m128i pack_codes(Int4, __m256i first, __m256i second) {  // in the low half
+    const __m256i pairs = words(first, second);
     const __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(0xF));
     const __m256i high = _mm256_and_si256(_mm256_srli_epi32(pairs, 12), _mm256_set1_epi32(0xF0));
     const __m256i both = _mm256_or_si256(low, high);
@@ -126,11 +179,22 @@ struct Avx2 {
     return _mm_packus_epi16(eight, eight);
   }
   template <class Code>
-  static void store_codes(Code, uint8_t* p, F first, F second) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_codes(Code(), first, second));
+  static __m128i to_codes(Code, F first, F second) {
+    return pack_codes(Code(), code(Code(), first), code(Code(), second));
   }
-  static void store_codes(Int4, uint8_t* p, F first, F second) {
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), to_codes(Int4(), first, second));
+  template <class Code>
+  static void store_bytes(Code, uint8_t* p, __m128i bytes) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+  static void store_bytes(Int4, uint8_t* p, __m128i bytes) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes); }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    store_bytes(Code(), p, to_codes(Code(), first, second));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
+    const __m256i first_code = code(Code(), first, load_noise(noise));
+    store_bytes(Code(), p, pack_codes(Code(), first_code, code(Code(), second, load_noise(noise + kLanes))));
   }
   template <class Code>
   static void stream_codes(Code, uint8_t* p, F first, F second) {
@@ -183,6 +247,24 @@ struct Avx2 {
                     : kDistance == 2 ? _mm256_setr_ps(0.0f, 0.0f, -0.0f, -0.0f, 0.0f, 0.0f, -0.0f, -0.0f)
                                      : _mm256_setr_ps(0.0f, 0.0f, 0.0f, 0.0f, -0.0f, -0.0f, -0.0f, -0.0f);
     return _mm256_add_ps(swapped, _mm256_xor_ps(value, signs));
+  }
+
+  // In the low halves of 64 bits each; what is above does not matter. The order of the counters is that of store_noise.
+  using W = __m256i;
+  static constexpr int kCounters = 4;
+  static W word(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+  static W counters(uint32_t first) { return _mm256_add_epi32(word(first), _mm256_setr_epi64x(0, 2, 1, 3)); }
+  static void multiply(W a, uint32_t b, W& high, W& low) {
+    low = _mm256_mul_epu32(a, word(b));
+    high = _mm256_srli_epi64(low, 32);
+  }
+  static W xor3(W a, W b, W c) { return _mm256_xor_si256(a, _mm256_xor_si256(b, c)); }
+  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
+    constexpr int kHighHalves = 0xAA;
+    const W first = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), kHighHalves);
+    const W second = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), kHighHalves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_unpacklo_epi64(first, second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), _mm256_unpackhi_epi64(first, second));
   }
 
   static void fence() { _mm_sfence(); }
