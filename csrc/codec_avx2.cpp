@@ -1,4 +1,4 @@
-// Kernels for x86 with AVX2 and F16C (2013 and later).
+// Kernels for x86 with AVX2, FMA and F16C (2013 and later).
 #include "codec_kernels.h"
 
 #if defined(__x86_64__)
@@ -11,10 +11,10 @@
 #include <cstring>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,f16c")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 
 #include "codec_blocks_impl.h"
@@ -87,8 +87,9 @@ struct Avx2 {
   static void stream(Fp16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
 
   static __m256i load_noise(const uint16_t* p) { return _mm256_cvtepu16_epi32(load_128(p)); }
+  // The product is exact, so it does not matter whether it is rounded.
   static F add_noise(F value, __m256i noise) {
-    return _mm256_add_ps(value, _mm256_mul_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(kNoiseUnit)));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(kNoiseUnit), value);
   }
 
   // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
@@ -238,15 +239,19 @@ struct Avx2 {
   }
 
   template <int kDistance>
+  static constexpr float sign(int index) {
+    return index & kDistance ? -1.0f : 1.0f;
+  }
+  // x·(±1) + y rounds once, as an addition does.
+  template <int kDistance>
   static F mix(F value) {
     constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
     const F swapped = kDistance == 1   ? _mm256_permute_ps(value, kSwapOnes)
                       : kDistance == 2 ? _mm256_permute_ps(value, kSwapTwos)
                                        : _mm256_permute2f128_ps(value, value, 0x01);
-    const F signs = kDistance == 1   ? _mm256_setr_ps(0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f)
-                    : kDistance == 2 ? _mm256_setr_ps(0.0f, 0.0f, -0.0f, -0.0f, 0.0f, 0.0f, -0.0f, -0.0f)
-                                     : _mm256_setr_ps(0.0f, 0.0f, 0.0f, 0.0f, -0.0f, -0.0f, -0.0f, -0.0f);
-    return _mm256_add_ps(swapped, _mm256_xor_ps(value, signs));
+    const F signs = _mm256_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
+                                   sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7));
+    return _mm256_fmadd_ps(value, signs, swapped);
   }
 
   // In the low halves of 64 bits each; what is above does not matter. The order of the counters is that of store_noise.
@@ -286,7 +291,7 @@ namespace fusedcomm {
 const KernelTable* avx2_kernels() {
   unsigned eax, ebx, ecx = 0, edx;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);  // not every clang knows the name
-  return has_f16c && __builtin_cpu_supports("avx2") ? &kTable : nullptr;
+  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kTable : nullptr;
 }
 
 }  // namespace fusedcomm

@@ -41,7 +41,7 @@ inline void fill_signs(float* values, float magnitude) {
 
 // (a, b) ← (a + b, a - b) for all pairs of elements that are kDistance apart.
 template <class V, int kDistance>
-inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
+[[gnu::always_inline]] inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
   if constexpr (kDistance < V::kLanes) {
     for (int k = 0; k < kRun / V::kLanes; ++k) run[k] = V::template mix<kDistance>(run[k]);
   } else {
@@ -58,7 +58,7 @@ inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
 }
 
 template <class V>
-inline void butterfly(typename V::F (&run)[kRun / V::kLanes]) {
+[[gnu::always_inline]] inline void butterfly(typename V::F (&run)[kRun / V::kLanes]) {
   mix_run<V, 1>(run);
   mix_run<V, 2>(run);
   mix_run<V, 4>(run);
