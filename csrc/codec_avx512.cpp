@@ -4,7 +4,9 @@
 #if defined(__x86_64__)
 
 #if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own header, until GCC 13: its bug 105593
+// GCC's own header, until GCC 13: its bug 105593
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 // Everything that others may share is included before the instruction set is selected.
@@ -59,7 +61,16 @@ struct Avx512 {
   static void track(M& m, F value) {
     m = _mm512_max_epi32(m, _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(kMagnitudeMask)));
   }
-  static uint32_t greatest(M m) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(m)); }
+  static constexpr int kMaxima = 4;
+  static void greatest(const M* m, uint32_t* bits) {
+    const M ab = _mm512_max_epi32(_mm512_unpacklo_epi32(m[0], m[1]), _mm512_unpackhi_epi32(m[0], m[1]));
+    const M cd = _mm512_max_epi32(_mm512_unpacklo_epi32(m[2], m[3]), _mm512_unpackhi_epi32(m[2], m[3]));
+    // In each quarter, what each of the four has there.
+    const M abcd = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+    const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), all);
+  }
 
   static __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static F load(const float* p) { return _mm512_loadu_ps(p); }

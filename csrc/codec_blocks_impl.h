@@ -113,18 +113,18 @@ inline typename V::F load_scaled(const Src* src, typename V::F factor) {
   return kScaled ? V::mul(V::load(src), factor) : V::load(src);
 }
 
-// The bits of the greatest |src·factor|.
+// The greatest |src·factor|.
 template <class V, bool kScaled, class Src>
-inline uint32_t absmax_bits(const Src* __restrict src, int64_t numel, typename V::F factor) {
+inline typename V::M block_magnitude(const Src* __restrict src, int64_t numel, typename V::F factor) {
   typename V::M magnitude{};
   for (int64_t i = 0; i < numel; i += V::kLanes) V::track(magnitude, load_scaled<V, kScaled>(src + i, factor));
-  return V::greatest(magnitude);
+  return magnitude;
 }
 
 // The same of a block after it is rotated, which goes to `rotated`; `factors` are those of a run.
 template <class V, class Src>
-inline uint32_t rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
-                             const float* factors) {
+inline typename V::M rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
+                                  const float* factors) {
   typename V::M magnitude{};
   for (int64_t i = 0; i < numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
@@ -137,7 +137,7 @@ inline uint32_t rotate_block(const Src* __restrict src, float* __restrict rotate
       V::store(rotated + i + k * V::kLanes, run[k]);
     }
   }
-  return V::greatest(magnitude);
+  return magnitude;
 }
 
 // |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤ L(1 + 2^-24)², of int4, whose scale may have been
@@ -188,13 +188,19 @@ int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Sc
   int64_t nonfinite = 0;
   for (; num_blocks > 0; num_blocks -= batch) {
     const int64_t count = num_blocks < batch ? num_blocks : batch;
-    uint32_t absmax[kMaxBatch];
+    typename V::M magnitudes[kMaxBatch];
+    static_assert(kMaxBatch % V::kMaxima == 0, "a batch must have room for the last magnitudes");
     for (int64_t block = 0; block < count; ++block) {
       const int64_t first = block * block_numel;
-      absmax[block] = kRotated ? rotate_block<V>(src + first, rotated + first, block_numel, factors)
-                               : absmax_bits<V, kScaled>(src + first, block_numel, factor);
+      magnitudes[block] = kRotated ? rotate_block<V>(src + first, rotated + first, block_numel, factors)
+                                   : block_magnitude<V, kScaled>(src + first, block_numel, factor);
+    }
+    for (int64_t block = count; block % V::kMaxima != 0; ++block) magnitudes[block] = typename V::M{};
+    uint32_t absmax[kMaxBatch];
+    for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(magnitudes + block, absmax + block);
+    for (int64_t block = 0; block < count; ++block) {
       // What is not finite makes its whole run so when it is rotated.
-      if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + first, block_numel, scale);
+      if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
     }
     if (kRotated) {
       quantize_batch<V, Code, kPut, false>(rotated, noise, scales, codes, absmax, count, block_numel, 1.0f);

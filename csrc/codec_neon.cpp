@@ -43,7 +43,11 @@ struct Neon {
   static void track(M& m, F value) {
     for (int i = 0; i < 2; ++i) m.val[i] = vmaxq_u32(m.val[i], magnitude(value.val[i]));
   }
-  static uint32_t greatest(M m) { return vmaxvq_u32(vmaxq_u32(m.val[0], m.val[1])); }
+  static uint32x4_t greatest_2(const M* m) {  // two lanes of each
+    return vpmaxq_u32(vmaxq_u32(m[0].val[0], m[0].val[1]), vmaxq_u32(m[1].val[0], m[1].val[1]));
+  }
+  static constexpr int kMaxima = 4;
+  static void greatest(const M* m, uint32_t* bits) { vst1q_u32(bits, vpmaxq_u32(greatest_2(m), greatest_2(m + 2))); }
 
   static uint16x8_t load_8(const void* p) {
     uint16x8_t eight;
