@@ -120,21 +120,6 @@ struct Avx2 {
   // In the low byte of each element.
   static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
   static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(value); }
-  template <class Code>
-  static __m256i code(Code, F value) {
-    using Rounding = Fp8Rounding<Code>;
-    const __m256i bits = _mm256_castps_si256(value);
-    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(kMagnitudeMask));
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, Rounding::kDropped), _mm256_set1_epi32(1));
-    const __m256i round = _mm256_set1_epi32(static_cast<int>(Rounding::kRound));
-    const __m256i normal =
-        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(magnitude, round), odd), Rounding::kDropped);
-    const __m256i step = _mm256_set1_epi32(Code::kSubnormalBits);
-    const __m256 shifted = _mm256_add_ps(_mm256_castsi256_ps(magnitude), _mm256_castsi256_ps(step));
-    const __m256i subnormal = _mm256_sub_epi32(_mm256_castps_si256(shifted), step);
-    const __m256i is_normal = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(Rounding::kLeastNormalBits - 1));
-    return with_sign(_mm256_blendv_epi8(subnormal, normal, is_normal), bits);
-  }
   static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
     return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
@@ -162,29 +147,57 @@ struct Avx2 {
     return with_sign(_mm256_blendv_epi8(_mm256_cvttps_epi32(steps), normal, is_normal), _mm256_castps_si256(value));
   }
 
-  // 16 bits each, in order. The pack works within halves, which leaves runs of four codes to be put in order.
-  static __m256i words(__m256i first, __m256i second) {
-    return _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), _MM_SHUFFLE(3, 1, 2, 0));
-  }
-  // Of 16 bits each, 0 to 255.
+  // 16 bits each; runs of four take turns, as the instruction works within halves of a register.
+  static __m256i words(__m256i first, __m256i second) { return _mm256_packs_epi32(first, second); }
+  // The bytes of such words, in order; kSigned where a byte is -128 to 127, else 0 to 255.
+  template <bool kSigned>
   static __m128i bytes(__m256i words) {
-    return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    const __m256i packed = kSigned ? _mm256_packs_epi16(words, words) : _mm256_packus_epi16(words, words);
+    return _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5)));
   }
+  static __m128i pack_codes(Int8, __m256i first, __m256i second) { return bytes<true>(words(first, second)); }
   template <class Code>
   static __m128i pack_codes(Code, __m256i first, __m256i second) {
-    return bytes(_mm256_and_si256(words(first, second), _mm256_set1_epi16(0xFF)));
+    return bytes<false>(words(first, second));
   }
   static __m128i pack_codes(Int4, __m256i first, __m256i second) {  // in the low half
-    const __m256i pairs = words(first, second);
-    const __m256i low = _mm256_and_si256(pairs, _mm256_set1_epi32(0xF));
-    const __m256i high = _mm256_and_si256(_mm256_srli_epi32(pairs, 12), _mm256_set1_epi32(0xF0));
-    const __m256i both = _mm256_or_si256(low, high);
-    const __m128i eight = _mm_packus_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-    return _mm_packus_epi16(eight, eight);
+    const __m256i even_cut = _mm256_and_si256(words(first, second), _mm256_set1_epi32(static_cast<int>(0xFFFF000F)));
+    const __m256i pairs = _mm256_madd_epi16(even_cut, _mm256_set1_epi32(0x00100001));  // even + 16·odd
+    const __m256i fours = _mm256_shuffle_epi8(pairs, _mm256_set1_epi32(0x0C080400));
+    return _mm_unpacklo_epi16(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  }
+
+  // fp8 to nearest even, half of it on 16 bits. A code is that of the first value in its binade, which is the least
+  // normal one's for what is smaller, and the steps from there. Adding 1.5·2^23 steps rounds to whole ones.
+  template <class Code>
+  static __m256i binade(Code, F value) {
+    const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(kInfBits));
+    return _mm256_max_epi32(exponent, _mm256_set1_epi32(Fp8Rounding<Code>::kLeastNormalBits));
+  }
+  template <class Code>
+  static __m256i steps(Code, F value, __m256i binade) {
+    const __m256i many = _mm256_add_epi32(binade, _mm256_set1_epi32(Fp8Rounding<Code>::kDropped << 23 | 1 << 22));
+    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(value, _mm256_castsi256_ps(many))), many);
   }
   template <class Code>
   static __m128i to_codes(Code, F first, F second) {
-    return pack_codes(Code(), code(Code(), first), code(Code(), second));
+    constexpr int kDropped = Fp8Rounding<Code>::kDropped;
+    const __m256i a = binade(Code(), first);
+    const __m256i b = binade(Code(), second);
+    const __m256i binades = words(_mm256_srli_epi32(a, kDropped), _mm256_srli_epi32(b, kDropped));
+    // A binade's steps count from zero, not from its first value: as many as up to the least normal one.
+    const __m256i too_many = _mm256_set1_epi16(static_cast<int16_t>(Fp8Rounding<Code>::kLeastNormalBits >> kDropped));
+    const __m256i all_steps = _mm256_abs_epi16(words(steps(Code(), first, a), steps(Code(), second, b)));
+    const __m256i magnitude = _mm256_add_epi16(_mm256_sub_epi16(binades, too_many), all_steps);
+    // Saturation keeps the sign.
+    const __m256i signs = _mm256_srli_epi16(words(_mm256_castps_si256(first), _mm256_castps_si256(second)), 8);
+    return bytes<false>(_mm256_or_si256(magnitude, _mm256_and_si256(signs, _mm256_set1_epi16(0x80))));
+  }
+  static __m128i to_codes(Int8, F first, F second) {
+    return pack_codes(Int8(), code(Int8(), first), code(Int8(), second));
+  }
+  static __m128i to_codes(Int4, F first, F second) {
+    return pack_codes(Int4(), code(Int4(), first), code(Int4(), second));
   }
   template <class Code>
   static void store_bytes(Code, uint8_t* p, __m128i bytes) {

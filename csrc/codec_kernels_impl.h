@@ -74,7 +74,7 @@ struct Int4 {
   static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x9;
 };
 
-// What every V needs to turn the bits of a magnitude into an fp8 code, to nearest even:
+// What a V needs to turn the bits of a magnitude into an fp8 code, to nearest even:
 //   normal     (bits + kRound + the lowest bit kept) >> kDropped, where bits ≥ kLeastNormalBits
 //   subnormal  the bits of (magnitude + kSubnormal) - kSubnormalBits
 template <class Code>
