@@ -1,7 +1,7 @@
 // The codec's inner loops over blocks, and the table of all kernels; see codec_kernels_impl.h.
 #pragma once
 
-#include "codec_kernels_impl.h"
+#include "codec_noise_impl.h"
 
 namespace fusedcomm {
 namespace {
@@ -14,10 +14,17 @@ constexpr int64_t code_nbytes(int64_t numel) {
   return numel * Code::kNbits / 8;
 }
 
-template <bool kStreamed, class V, class Code>
-inline void put_codes(uint8_t* p, typename V::F first, typename V::F second) {
-  if (kStreamed) {
+// How codes come to be, and where they go: to nearest even through or past the caches, or stochastically through them.
+enum class Put { kStore, kStream, kStochastic };
+
+// Of the elements from `i` on; `noise` is for kStochastic.
+template <Put kPut, class V, class Code>
+inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename V::F first, typename V::F second) {
+  uint8_t* const p = codes + code_nbytes<Code>(i);
+  if constexpr (kPut == Put::kStream) {
     V::stream_codes(Code(), p, first, second);
+  } else if constexpr (kPut == Put::kStochastic) {
+    V::store_codes(Code(), p, first, second, noise + i);
   } else {
     V::store_codes(Code(), p, first, second);
   }
@@ -34,7 +41,7 @@ inline void fill_signs(float* values, float magnitude) {
 
 // (a, b) ← (a + b, a - b) for all pairs of elements that are kDistance apart.
 template <class V, int kDistance>
-inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
+[[gnu::always_inline]] inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
   if constexpr (kDistance < V::kLanes) {
     for (int k = 0; k < kRun / V::kLanes; ++k) run[k] = V::template mix<kDistance>(run[k]);
   } else {
@@ -51,7 +58,7 @@ inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
 }
 
 template <class V>
-inline void butterfly(typename V::F (&run)[kRun / V::kLanes]) {
+[[gnu::always_inline]] inline void butterfly(typename V::F (&run)[kRun / V::kLanes]) {
   mix_run<V, 1>(run);
   mix_run<V, 2>(run);
   mix_run<V, 4>(run);
@@ -100,18 +107,24 @@ __attribute__((noinline)) void quantize_nonfinite_block(const Src* src, typename
 constexpr int64_t kBatchNumel = 1024;
 constexpr int64_t kMaxBatch = kBatchNumel / kMinBlockNumel;
 
-// The bits of the greatest |src·factor|.
-template <class V, class Src>
-inline uint32_t absmax_bits(const Src* __restrict src, int64_t numel, typename V::F factor) {
+// src·factor, or src as it is.
+template <class V, bool kScaled, class Src>
+inline typename V::F load_scaled(const Src* src, typename V::F factor) {
+  return kScaled ? V::mul(V::load(src), factor) : V::load(src);
+}
+
+// The greatest |src·factor|.
+template <class V, bool kScaled, class Src>
+inline typename V::M block_magnitude(const Src* __restrict src, int64_t numel, typename V::F factor) {
   typename V::M magnitude{};
-  for (int64_t i = 0; i < numel; i += V::kLanes) V::track(magnitude, V::mul(V::load(src + i), factor));
-  return V::greatest(magnitude);
+  for (int64_t i = 0; i < numel; i += V::kLanes) V::track(magnitude, load_scaled<V, kScaled>(src + i, factor));
+  return magnitude;
 }
 
 // The same of a block after it is rotated, which goes to `rotated`; `factors` are those of a run.
 template <class V, class Src>
-inline uint32_t rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
-                             const float* factors) {
+inline typename V::M rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
+                                  const float* factors) {
   typename V::M magnitude{};
   for (int64_t i = 0; i < numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
@@ -124,29 +137,25 @@ inline uint32_t rotate_block(const Src* __restrict src, float* __restrict rotate
       V::store(rotated + i + k * V::kLanes, run[k]);
     }
   }
-  return V::greatest(magnitude);
+  return magnitude;
 }
 
 // |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤ L(1 + 2^-24)², of int4, whose scale may have been
 // rounded down by 2^-9 of it, < 7.03: less than half a step beyond L.
-template <class V, class Code, bool kStreamed, bool kScaled, class Src>
-inline void quantize_block(const Src* __restrict src, uint8_t* __restrict codes, int64_t numel, typename V::F factor,
-                           typename V::F inverse) {
+template <class V, class Code, Put kPut, bool kScaled, class Src>
+inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
+                           int64_t numel, typename V::F factor, typename V::F inverse) {
   for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
-    typename V::F first = V::load(src + i);
-    typename V::F second = V::load(src + i + V::kLanes);
-    if (kScaled) {
-      first = V::mul(first, factor);
-      second = V::mul(second, factor);
-    }
-    put_codes<kStreamed, V, Code>(codes + code_nbytes<Code>(i), V::mul(first, inverse), V::mul(second, inverse));
+    const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
+    const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
+    put_codes<kPut, V, Code>(codes, noise, i, first, second);
   }
 }
 
 // Scales and codes of `count` blocks of src, of which the bits of absmax are given.
-template <class V, class Code, bool kStreamed, bool kScaled, class Src>
-inline void quantize_batch(const Src* src, typename Code::Scale* scales, uint8_t* codes, const uint32_t* absmax_bits,
-                           int64_t count, int64_t block_numel, float scale) {
+template <class V, class Code, Put kPut, bool kScaled, class Src>
+inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
+                           const uint32_t* absmax_bits, int64_t count, int64_t block_numel, float scale) {
   const typename V::F factor = V::broadcast(scale);
   const int64_t block_nbytes = code_nbytes<Code>(block_numel);
   float inverse[kMaxBatch];
@@ -155,19 +164,21 @@ inline void quantize_batch(const Src* src, typename Code::Scale* scales, uint8_t
   }
   for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
     if (absmax_bits[block] - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
-      quantize_block<V, Code, kStreamed, kScaled>(src, codes, block_numel, factor, V::broadcast(inverse[block]));
+      quantize_block<V, Code, kPut, kScaled>(src, noise, codes, block_numel, factor, V::broadcast(inverse[block]));
     } else if (absmax_bits[block] >= kInfBits) {
       quantize_nonfinite_block<Code>(src, scales + block, codes, block_numel, scale);
     } else {
       Scalar::store(scales + block, 0.0f);
       std::memset(codes, 0, static_cast<size_t>(block_nbytes));
     }
+    if (kPut == Put::kStochastic) noise += block_numel;
   }
 }
 
-template <class V, class Code, class Src, bool kRotated, bool kStreamed>
-int64_t quantize_blocks(const Src* src, typename Code::Scale* scales, uint8_t* codes, int64_t num_blocks,
-                        int64_t block_numel, float scale) {
+template <class V, class Code, class Src, bool kRotated, Put kPut>
+int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
+                        int64_t num_blocks, int64_t block_numel, float scale) {
+  constexpr bool kScaled = kPut != Put::kStochastic;
   alignas(64) float rotated[kRotated ? kMaxBlockNumel : 1];
   static_assert(kBatchNumel <= kMaxBlockNumel, "a batch must have room in `rotated`");
   float factors[kRun];
@@ -177,20 +188,27 @@ int64_t quantize_blocks(const Src* src, typename Code::Scale* scales, uint8_t* c
   int64_t nonfinite = 0;
   for (; num_blocks > 0; num_blocks -= batch) {
     const int64_t count = num_blocks < batch ? num_blocks : batch;
-    uint32_t absmax[kMaxBatch];
+    typename V::M magnitudes[kMaxBatch];
+    static_assert(kMaxBatch % V::kMaxima == 0, "a batch must have room for the last magnitudes");
     for (int64_t block = 0; block < count; ++block) {
       const int64_t first = block * block_numel;
-      absmax[block] = kRotated ? rotate_block<V>(src + first, rotated + first, block_numel, factors)
-                               : absmax_bits<V>(src + first, block_numel, factor);
+      magnitudes[block] = kRotated ? rotate_block<V>(src + first, rotated + first, block_numel, factors)
+                                   : block_magnitude<V, kScaled>(src + first, block_numel, factor);
+    }
+    for (int64_t block = count; block % V::kMaxima != 0; ++block) magnitudes[block] = typename V::M{};
+    uint32_t absmax[kMaxBatch];
+    for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(magnitudes + block, absmax + block);
+    for (int64_t block = 0; block < count; ++block) {
       // What is not finite makes its whole run so when it is rotated.
-      if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + first, block_numel, scale);
+      if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
     }
     if (kRotated) {
-      quantize_batch<V, Code, kStreamed, false>(rotated, scales, codes, absmax, count, block_numel, 1.0f);
+      quantize_batch<V, Code, kPut, false>(rotated, noise, scales, codes, absmax, count, block_numel, 1.0f);
     } else {
-      quantize_batch<V, Code, kStreamed, true>(src, scales, codes, absmax, count, block_numel, scale);
+      quantize_batch<V, Code, kPut, kScaled>(src, noise, scales, codes, absmax, count, block_numel, scale);
     }
     src += count * block_numel;
+    if (kPut == Put::kStochastic) noise += count * block_numel;
     scales += count;
     codes += code_nbytes<Code>(count * block_numel);
   }
@@ -204,9 +222,19 @@ int64_t quantize(const void* src_data, void* scales_data, void* codes_data, int6
   auto* scales = static_cast<typename Code::Scale*>(scales_data);
   auto* codes = static_cast<uint8_t*>(codes_data);
   if (streamed && suits_streaming<V>(codes)) {
-    return quantize_blocks<V, Code, Src, kRotated, true>(src, scales, codes, num_blocks, block_numel, scale);
+    return quantize_blocks<V, Code, Src, kRotated, Put::kStream>(src, nullptr, scales, codes, num_blocks, block_numel,
+                                                                 scale);
   }
-  return quantize_blocks<V, Code, Src, kRotated, false>(src, scales, codes, num_blocks, block_numel, scale);
+  return quantize_blocks<V, Code, Src, kRotated, Put::kStore>(src, nullptr, scales, codes, num_blocks, block_numel,
+                                                              scale);
+}
+
+template <class V, class Code, bool kRotated>
+int64_t quantize_stochastic(const float* src, const uint16_t* noise, void* scales, void* codes, int64_t num_blocks,
+                            int64_t block_numel) {
+  return quantize_blocks<V, Code, float, kRotated, Put::kStochastic>(
+      src, noise, static_cast<typename Code::Scale*>(scales), static_cast<uint8_t*>(codes), num_blocks, block_numel,
+      1.0f);
 }
 
 // ---- dequantise
@@ -326,7 +354,9 @@ constexpr BlockKernels block_kernels() {
           {quantize<V, Code, float, true>, quantize<V, Code, Bf16, true>, quantize<V, Code, Fp16, true>},
           {dequantize<V, Code, float, false>, dequantize<V, Code, Bf16, false>, dequantize<V, Code, Fp16, false>},
           {dequantize<V, Code, float, true>, dequantize<V, Code, Bf16, true>, dequantize<V, Code, Fp16, true>},
-          sum_blocks<V, Code>};
+          sum_blocks<V, Code>,
+          quantize_stochastic<V, Code, false>,
+          quantize_stochastic<V, Code, true>};
 }
 
 template <class V>
@@ -338,10 +368,10 @@ constexpr KernelTable make_table(const char* isa) {
           {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
           {block_kernels<V, Int8>(), block_kernels<V, E4m3>(), block_kernels<V, E5m2>(), block_kernels<V, Int4>()},
-          nullptr,
-          {},
-          {},
-          {},
+          make_noise<V>,
+          {nullptr, round_stochastic<V, Bf16>, round_stochastic<V, Fp16>},
+          {add<V, float>, add<V, Bf16>, nullptr},
+          {subtract<V, float>, subtract<V, Bf16>, nullptr},
           V::fence};
 }
 

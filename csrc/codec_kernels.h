@@ -51,14 +51,15 @@ using SumBlocksFn = void (*)(const void* scales, const void* codes, int64_t stri
 // out[i] = 16 bits for element first + i. `first` and `numel` are multiples of 8.
 using NoiseFn = void (*)(const NoiseKey& key, int64_t first, uint16_t* out, int64_t numel);
 
-// Rounds stochastically to values that the format has; what is not finite stays. numel is a multiple of 8.
+// Rounds stochastically to values that the format has, beyond its greatest to Inf; what is not finite stays. numel is a
+// multiple of 8.
 using RoundFn = void (*)(float* data, const uint16_t* noise, int64_t numel);
 
 // As quantize with scale 1, but rounded stochastically; noise[i] is that of src[i], or of what rotation puts there.
 using QuantizeStochasticFn = int64_t (*)(const float* src, const uint16_t* noise, void* scales, void* codes,
                                          int64_t num_blocks, int64_t block_numel);
 
-// data[i] += float(addend[i])
+// data[i] += float(addend[i]), NaNs canonical
 using AddFn = void (*)(float* data, const void* addend, int64_t numel);
 
 // out[i] = Out(value[i] - decoded[i]), 0 where that is not finite

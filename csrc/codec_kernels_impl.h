@@ -1,18 +1,25 @@
-// The codec's inner loops, written once over a vector type V: here single elements, in codec_blocks_impl.h blocks. Each
-// codec_<isa>.cpp includes that after it has selected its instruction set, defines its V and makes a table: everything
-// here has internal linkage, so no other file can end up with code its machine cannot run. For the same reason no
-// function template of std is used.
+// The codec's inner loops, written once over a vector type V: here single elements, in codec_noise_impl.h noise, in
+// codec_blocks_impl.h blocks. Each codec_<isa>.cpp includes the last after it has selected its instruction set, defines
+// its V and makes a table: everything here has internal linkage, so no other file can end up with code its machine
+// cannot run. For the same reason no function template of std is used.
 //
 // V provides: F (a vector of kLanes floats), broadcast, mul, add, sub,
 //   load(const T*), store(T*, F), stream(T*, F)   T: float, Bf16, Fp16; store rounds to nearest even
 //   canonical(F)           NaN → 0x7FC00000, so that instruction sets cannot differ in a NaN's sign and payload
+//   finite_or_zero(F)      NaN, ±Inf → 0
+//   rounded(T, F, const uint16_t* noise)          T: Bf16, Fp16; to a value that T has, stochastically
 //   N, count(N&, F)        N counts elements that are not finite; total(N)
-//   M, track(M&, F)        M holds the greatest magnitude as bits, where Inf and NaN exceed any finite; greatest(M)
+//   M, track(M&, F)        M holds the greatest magnitude as bits, where Inf and NaN exceed any finite
+//   greatest(const M*, uint32_t*)                 those of kMaxima M, which takes little longer than that of one
 //   kStreamNbytes, fence() the alignment that stream() needs (0: it has none), what must follow the last stream()
 // and for 2·kLanes elements at once, Code being Int8, E4m3, E5m2 or Int4:
 //   load_codes(Code, const uint8_t*, F&, F&)         values of codes; not those of NaN and Inf, which are never sent
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  to nearest even, of values less than half a step beyond kGreatest
+//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  the same stochastically; fp8 at most 8 ulps beyond
 // and mix<distance>(F), distance < kLanes: (a, b) ← (a + b, a - b) for all pairs of elements that far apart
+// and for noise, W (a 32-bit word for each of kCounters counters): word(uint32_t) the same for all, counters(first),
+//   multiply(W, uint32_t, W& high, W& low)        the words of the product
+//   xor3(W, W, W), store_noise(uint16_t*, W, W, W, W)  counter by counter, a counter's words in their order
 #pragma once
 
 #include <cstdint>
@@ -67,7 +74,7 @@ struct Int4 {
   static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x9;
 };
 
-// What every V needs to turn the bits of a magnitude into an fp8 code, to nearest even:
+// What a V needs to turn the bits of a magnitude into an fp8 code, to nearest even:
 //   normal     (bits + kRound + the lowest bit kept) >> kDropped, where bits ≥ kLeastNormalBits
 //   subnormal  the bits of (magnitude + kSubnormal) - kSubnormalBits
 template <class Code>
@@ -76,7 +83,23 @@ struct Fp8Rounding {
   // Half an ulp less one, and the difference of the exponents.
   static constexpr uint32_t kRound = (1u << (kDropped - 1)) - 1u - (Code::kExponentShift << 23);
   static constexpr uint32_t kLeastNormalBits = (Code::kExponentShift + 1u) << 23;
+
+  // And stochastically, with 16 bits of noise:
+  //   normal     (bits + kExponents + (noise << kNoiseShift)) >> kDropped
+  //   subnormal  floor(magnitude·kStepsInOne + noise·2^-16); the product is exact
+  static constexpr int kNoiseShift = kDropped - 16;
+  static constexpr uint32_t kExponents = 0u - (Code::kExponentShift << 23);
+  static constexpr float kStepsInOne = static_cast<float>(1u << (126 - Code::kExponentShift + Code::kMantissaBits));
 };
+
+// fp16, of which fp32 has these bits more, and in whose step of subnormals these are the numbers.
+constexpr int kFp16Dropped = 13;
+constexpr float kFp16StepsInOne = 16777216.0f;
+constexpr float kFp16Step = 1.0f / kFp16StepsInOne;
+constexpr uint32_t kFp16LeastNormalBits = 113u << 23;
+constexpr uint32_t kFp16OverflowBits = 143u << 23;
+
+constexpr float kNoiseUnit = 1.0f / 65536.0f;
 
 // ---- bits
 
@@ -119,7 +142,10 @@ struct Scalar {
     const auto magnitude = static_cast<int32_t>(bits_of(value) & kMagnitudeMask);
     m = magnitude > m ? magnitude : m;
   }
-  static uint32_t greatest(M m) { return static_cast<uint32_t>(m); }
+  static constexpr int kMaxima = 1;
+  static void greatest(const M* m, uint32_t* bits) { *bits = static_cast<uint32_t>(*m); }
+
+  static F finite_or_zero(F value) { return (bits_of(value) & kMagnitudeMask) < kInfBits ? value : 0.0f; }
 
   static F load(const float* p) { return *p; }
   static F load(const Bf16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
@@ -161,6 +187,23 @@ struct Scalar {
     store(p, value);
   }
 
+  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  static F rounded(Bf16, F value, const uint16_t* noise) {
+    const uint32_t bits = bits_of(value);
+    return float_of((bits & kMagnitudeMask) < kInfBits ? (bits + *noise) & 0xFFFF0000u : bits);
+  }
+  static F rounded(Fp16, F value, const uint16_t* noise) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t normal = (magnitude + (*noise >> (16 - kFp16Dropped))) >> kFp16Dropped << kFp16Dropped;
+    const uint32_t normal_or_inf = normal < kFp16OverflowBits ? normal : kInfBits;
+    const float small = magnitude < kFp16LeastNormalBits ? float_of(magnitude) : 0.0f;
+    const auto steps = static_cast<int32_t>(small * kFp16StepsInOne + *noise * kNoiseUnit);
+    const uint32_t subnormal = bits_of(static_cast<float>(steps) * kFp16Step);
+    const uint32_t finite = magnitude < kFp16LeastNormalBits ? subnormal : normal_or_inf;
+    return float_of((magnitude < kInfBits ? finite : magnitude) | (bits & ~kMagnitudeMask));
+  }
+
   // 1.5·2^23 has an ulp of one, so the addition rounds to a whole number, nearest even, in the low bits.
   static uint32_t whole(F value) { return bits_of(value + 12582912.0f) - 0x4B400000u; }
   static uint32_t code(Int8, F value) { return whole(value); }
@@ -174,13 +217,45 @@ struct Scalar {
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
+  static uint32_t code(Int4, F value) { return whole(value); }
+
+  template <class Code>
+  static uint32_t floor_code(F value) {
+    constexpr auto kGreatest = static_cast<int32_t>(Code::kGreatest);
+    const auto truncated = static_cast<int32_t>(value);
+    const int32_t floor = truncated - (static_cast<float>(truncated) > value);
+    return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < -kGreatest ? -kGreatest : floor);
+  }
+  static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
+  static uint32_t code(Int4, F value, uint32_t noise) { return floor_code<Int4>(value + noise_value(noise)); }
+  template <class Code>
+  static uint32_t code(Code, F value, uint32_t noise) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const bool is_normal = magnitude >= Rounding::kLeastNormalBits;
+    const uint32_t normal = (magnitude + Rounding::kExponents + (noise << Rounding::kNoiseShift)) >> Rounding::kDropped;
+    const float small = is_normal ? 0.0f : float_of(magnitude);
+    const auto subnormal = static_cast<int32_t>(small * Rounding::kStepsInOne + noise_value(noise));
+    return (is_normal ? normal : static_cast<uint32_t>(subnormal)) | (bits >> 24 & 0x80u);
+  }
+  static F noise_value(uint32_t noise) { return static_cast<float>(static_cast<int32_t>(noise)) * kNoiseUnit; }
+
+  template <class Code>
+  static void pack_codes(Code, uint8_t* p, uint32_t first, uint32_t second) {
+    p[0] = static_cast<uint8_t>(first);
+    p[1] = static_cast<uint8_t>(second);
+  }
+  static void pack_codes(Int4, uint8_t* p, uint32_t first, uint32_t second) {
+    *p = static_cast<uint8_t>((first & 0xFu) | second << 4);
+  }
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {
-    p[0] = static_cast<uint8_t>(code(Code(), first));
-    p[1] = static_cast<uint8_t>(code(Code(), second));
+    pack_codes(Code(), p, code(Code(), first), code(Code(), second));
   }
-  static void store_codes(Int4, uint8_t* p, F first, F second) {
-    *p = static_cast<uint8_t>((whole(first) & 0xFu) | whole(second) << 4);
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
+    pack_codes(Code(), p, code(Code(), first, noise[0]), code(Code(), second, noise[1]));
   }
   template <class Code>
   static void stream_codes(Code, uint8_t* p, F first, F second) {
@@ -200,6 +275,25 @@ struct Scalar {
     first = static_cast<float>(static_cast<int8_t>(*p << 4) >> 4);
     second = static_cast<float>(static_cast<int8_t>(*p) >> 4);
   }
+
+  using W = uint32_t;
+  static constexpr int kCounters = 1;
+  static W word(uint32_t value) { return value; }
+  static W counters(uint32_t first) { return first; }
+  static void multiply(W a, uint32_t b, W& high, W& low) {
+    const uint64_t product = uint64_t{a} * b;
+    high = static_cast<uint32_t>(product >> 32);
+    low = static_cast<uint32_t>(product);
+  }
+  static W xor3(W a, W b, W c) { return a ^ b ^ c; }
+  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
+    const W words[4] = {w0, w1, w2, w3};
+    for (int i = 0; i < 4; ++i) {
+      p[2 * i] = static_cast<uint16_t>(words[i]);
+      p[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
+    }
+  }
+
   static void fence() {}
 };
 
@@ -262,6 +356,36 @@ int64_t scale_elements(void* data, int64_t numel, float scale) {
   auto* elements = static_cast<T*>(data);
   const int64_t body = numel - numel % V::kLanes;
   return scale_span<V>(elements, body, scale) + scale_span<Scalar>(elements + body, numel - body, scale);
+}
+
+template <class V, class Addend>
+void add_span(float* data, const Addend* addend, int64_t numel) {
+  for (int64_t i = 0; i < numel; i += V::kLanes) {
+    V::store(data + i, V::canonical(V::add(V::load(data + i), V::load(addend + i))));
+  }
+}
+
+template <class V, class Addend>
+void add(float* data, const void* addend_data, int64_t numel) {
+  const auto* addend = static_cast<const Addend*>(addend_data);
+  const int64_t body = numel - numel % V::kLanes;
+  add_span<V>(data, addend, body);
+  add_span<Scalar>(data + body, addend + body, numel - body);
+}
+
+template <class V, class Out>
+void subtract_span(const float* value, const float* decoded, Out* out, int64_t numel) {
+  for (int64_t i = 0; i < numel; i += V::kLanes) {
+    V::store(out + i, V::finite_or_zero(V::sub(V::load(value + i), V::load(decoded + i))));
+  }
+}
+
+template <class V, class Out>
+void subtract(const float* value, const float* decoded, void* out_data, int64_t numel) {
+  auto* out = static_cast<Out*>(out_data);
+  const int64_t body = numel - numel % V::kLanes;
+  subtract_span<V>(value, decoded, out, body);
+  subtract_span<Scalar>(value + body, decoded + body, out + body, numel - body);
 }
 
 // Sources are added a few at a time, the partial sum in registers: each pass over the accumulator serves kGroup
