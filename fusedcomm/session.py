@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, groups, plan, stats, trace
+from fusedcomm import agreement, groups, plan, trace
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
+from fusedcomm.stats import NonFinite, Stats, collect, nonfinite_rows
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that have a wire format."""
@@ -130,13 +131,13 @@ class Session:
             }
         return record
 
-    def stats(self) -> stats.Stats:
-        return stats.collect(self.hook, self.world_size)
+    def stats(self) -> Stats:
+        return collect(self.hook, self.world_size)
 
-    def nonfinite_report(self) -> list[stats.NonFinite]:
+    def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.handle.Handle.nonfinite_report`."""
-        rows = [dataclasses.astuple(row) for row in stats.nonfinite_rows(self.hook, self.rank)]
-        everybodys = [stats.NonFinite(*row) for rows in self._gather("nonfinite", rows) for row in rows]
+        rows = [dataclasses.astuple(row) for row in nonfinite_rows(self.hook, self.rank)]
+        everybodys = [NonFinite(*row) for rows in self._gather("nonfinite", rows) for row in rows]
         return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
 
     def mean_of_residuals(self, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
