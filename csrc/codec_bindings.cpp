@@ -214,6 +214,12 @@ void bind_layout(py::module_& m) {
         return bucket_layouts(wires, num_parts, exact_numel, max_chunk_nbytes);
       },
       py::arg("streams"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("max_chunk_nbytes"));
+  m.def(
+      "host_layouts",
+      [](const std::vector<BucketLayout>& layouts, const std::string& wire, int64_t ranks_per_host) {
+        return host_layouts(layouts, wire_from_name(wire), ranks_per_host);
+      },
+      py::arg("layouts"), py::arg("wire"), py::arg("ranks_per_host"));
   m.def("residual_scale_offset", &residual_scale_offset, py::arg("numel"));
   m.def(
       "residual_nbytes",

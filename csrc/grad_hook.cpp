@@ -104,7 +104,7 @@ GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport
       transport_(std::move(transport)),
       options_(options),
       device_(device),
-      guard_(options.guard, engine_, transport_) {
+      guard_(options.guard, engine_.get(), transport_.get()) {
   for (const Parameter& parameter : parameters) {
     auto state = std::make_shared<ParameterState>();
     state->parameter = parameter.tensor;

@@ -11,8 +11,8 @@ constexpr size_t kMaxVerifications = 256;
 
 }  // namespace
 
-Guard::Guard(const GuardOptions& options, std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport)
-    : options_(options), engine_(std::move(engine)), transport_(std::move(transport)) {}
+Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
+    : options_(options), engine_(engine), transport_(transport) {}
 
 void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t step, size_t index,
                    size_t num_buckets) {

@@ -38,7 +38,8 @@ struct Measurement {
 
 class Guard {
  public:
-  Guard(const GuardOptions& options, std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport);
+  // Neither is kept alive; the engine's lanes must have ended before the guard does.
+  Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport);
 
   // Submits the job; if it is its bucket's turn, with an exact sum of the same gradients behind it, which on_done waits
   // for, too. `index` and `num_buckets` are the bucket's and those of the step before.
@@ -71,8 +72,8 @@ class Guard {
   void share(Pending* pending);
 
   const GuardOptions options_;
-  const std::shared_ptr<Engine> engine_;
-  const std::shared_ptr<C10dTransport> transport_;
+  Engine* const engine_;
+  C10dTransport* const transport_;
   mutable std::mutex mutex_;
   std::deque<Verification> verifications_;
   std::map<std::string, Measurement> measurements_;

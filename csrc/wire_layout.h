@@ -208,6 +208,32 @@ inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_pa
   return bucket_layouts({{wire, block_numel, rotated, lossy_numel}}, num_parts, exact_numel, max_chunk_nbytes).front();
 }
 
+// The same bucket as it travels between the ranks of one host, before a sum over hosts: a part for each of them, which
+// has the elements of all hosts' parts for that rank; `layouts` has a part for each rank of the first, then of the
+// second …
+inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& layouts, Wire wire,
+                                              int64_t ranks_per_host) {
+  std::vector<BucketLayout> of_host;
+  int64_t stride = 0;
+  for (const BucketLayout& layout : layouts) {
+    if (has_scales(wire) || layout.num_parts % ranks_per_host != 0) {
+      throw std::invalid_argument("host_layouts: not for a wire with scales, nor for an uneven number of ranks");
+    }
+    const int64_t num_hosts = layout.num_parts / ranks_per_host;
+    BucketLayout host = layout;
+    host.wire = wire;
+    host.rotated = false;
+    host.num_parts = ranks_per_host;
+    host.part =
+        part_layout(wire, layout.block_numel, num_hosts * layout.part.exact_numel, num_hosts * layout.part.lossy_numel);
+    host.part_offset = stride;
+    stride += host.part.nbytes;
+    of_host.push_back(host);
+  }
+  for (BucketLayout& host : of_host) host.part_stride = stride;
+  return of_host;
+}
+
 // ---- residuals: what rounding has left out so far, see reference.py
 
 enum class ResidualFormat : uint8_t { kFp32, kBf16, kInt8 };

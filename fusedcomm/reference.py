@@ -334,7 +334,7 @@ def pack(
         for p in range(layout.num_parts)
     ]
     pieces = zip(_pieces(codes, layout.num_parts), _pieces(scales, layout.num_parts), exacts, strict=True)
-    return torch.cat([_part_bytes(layout, *sections) for sections in pieces])
+    return torch.cat([part_bytes(layout, *sections) for sections in pieces])
 
 
 def reduce(
@@ -375,7 +375,7 @@ def reduce(
     )
     exacts = scaled(exact_sum, scale).view(num_parts, -1)
     pieces = zip(_pieces(codes, num_parts), _pieces(scales, num_parts), exacts, strict=True)
-    return torch.cat([_part_bytes(to, *sections) for sections in pieces])
+    return torch.cat([part_bytes(to, *sections) for sections in pieces])
 
 
 def _encode_stream(
@@ -441,9 +441,10 @@ def _pieces(section: torch.Tensor, num_parts: int) -> torch.Tensor:
     return section.view(num_parts, -1) if section.numel() else section.view(1, 0).expand(num_parts, 0)
 
 
-def _part_bytes(
+def part_bytes(
     layout: "_C.BucketLayout", codes: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor
 ) -> torch.Tensor:
+    """uint8 [layout.part.nbytes] of one part's sections; padding is zeros."""
     part = layout.part
     out = torch.zeros(part.nbytes, dtype=torch.uint8, device=exact.device)
     for offset, section in ((0, canonical(exact)), (part.scale_offset, scales), (part.code_offset, codes)):

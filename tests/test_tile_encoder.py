@@ -1,0 +1,260 @@
+"""Stochastic rounding, error feedback, several wires in a message, sums into another layout: the C++ codec against the
+oracle, and the oracle against what these are for."""
+
+import itertools
+
+import pytest
+import torch
+
+from fusedcomm import reference
+from fusedcomm.native import _C
+
+BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}
+NOTHING = torch.empty(0)
+KEY = reference.NoiseKey(seed=0x0123456789ABCDEF, parameter=5, step=3, source=2)
+
+
+@pytest.fixture(params=CODECS)
+def codec(request):
+    return CODECS[request.param]
+
+
+@pytest.fixture(params=WIRES)
+def wire(request):
+    return request.param
+
+
+def layout_of(wire, numel, num_parts=3, block=64, exact_numel=37, max_chunk_nbytes=3000):
+    name, _, rotated = wire.partition(" ")
+    return _C.bucket_layout(name, block, num_parts, exact_numel, numel, max_chunk_nbytes, rotated=bool(rotated))
+
+
+def signed(numel, dtype=torch.float32, seed=0, specials=False):
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-12, 12, (numel,), generator=generator).float()
+    x = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
+    if specials:
+        x[torch.rand(numel, generator=generator) < 0.002] = torch.nan
+        x[torch.rand(numel, generator=generator) < 0.002] = -torch.inf
+        x[torch.rand(numel, generator=generator) < 0.01] = -0.0
+        x[torch.rand(numel, generator=generator) < 0.01] = torch.finfo(dtype).smallest_normal / 4
+        x[numel // 2 : numel // 2 + 200] = 0  # whole blocks
+    return x
+
+
+def residual(format, block, numel):
+    return torch.zeros(_C.residual_nbytes(format, block, numel), dtype=torch.uint8)
+
+
+def feedbacks(format, layout, numel):
+    """(what the codec takes, what the oracle takes), two residuals of zeros."""
+    if format is None:
+        return None, None
+    ours, oracles = (residual(format, layout.block_numel, numel) for _ in range(2))
+    return (format, ours, numel), reference.Feedback(format, oracles)
+
+
+def noise(key):
+    return None if key is None else (key.seed, key.parameter, key.step, key.source)
+
+
+def formats_of(wire):
+    return (None, "fp32", "bf16", "int8") if wire.partition(" ")[0] in BLOCK_WIRES else (None, "fp32", "bf16")
+
+
+def same_residual(ours, oracles):
+    return ours is None or torch.equal(ours[1], oracles.residual)
+
+
+# ---- the codec against the oracle
+
+
+@pytest.mark.parametrize("stochastic", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype, stochastic):
+    for format in formats_of(wire):
+        layout = layout_of(wire, 5003)
+        ours, oracles = feedbacks(format, layout, layout.padded_numel)
+        exact = signed(37, dtype, seed=7)
+        for step in range(3):
+            key = reference.NoiseKey(9, 1, step, 0) if stochastic else None
+            lossy = signed(5003, dtype, seed=step, specials=step == 1)
+            # Slices that end within blocks, one of them on an odd address.
+            slices = [lossy[:1], lossy[1:1200].clone(), lossy[1200:1203], lossy[1203:]]
+            for chunk in range(layout.num_chunks):
+                out = torch.full((layout.chunk_nbytes,), 0xA5, dtype=torch.uint8)
+                codec.pack(layout, chunk, slices, [exact], 1 / 3, out, noise(key), ours)
+                assert torch.equal(out, reference.pack(layout, chunk, lossy, exact, 1 / 3, key, oracles))
+                assert same_residual(ours, oracles), (format, step, chunk)
+
+
+@pytest.mark.parametrize("stochastic", (False, True))
+def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stochastic):
+    for format in formats_of(wire):
+        layout = layout_of(wire, 5003)
+        rank, numel = 1, layout.num_chunks * layout.part.lossy_numel
+        ours, oracles = feedbacks(format, layout, numel)
+        for step in range(3):
+            key = reference.NoiseKey(9, 1, step, reference.REDUCER) if stochastic else None
+            lossy, exact = signed(5003, seed=step, specials=step == 1), signed(37, seed=9)
+            for chunk in range(layout.num_chunks):
+                parts = reference.pack(layout, chunk, lossy, exact, 1.0)
+                out = torch.full((2 * layout.part.nbytes,), 0xA5, dtype=torch.uint8)
+                codec.reduce(layout, parts, 1 / 3, out, 2, noise(key), ours, chunk, rank)
+                expected = reference.reduce(layout, parts, 1 / 3, key, oracles, chunk, rank)
+                assert torch.equal(out, torch.cat([expected, expected]))
+                assert same_residual(ours, oracles), (format, step, chunk)
+
+
+@pytest.mark.parametrize("from_wire", ("fp32", "bf16", "fp16"))
+def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
+    """As on two levels: a part for each of 2 ranks of a host becomes parts for each of 3 hosts."""
+    to = layout_of(wire, 5003, num_parts=6)
+    (host,) = _C.host_layouts([to], from_wire, 2)
+    assert (host.num_parts, host.num_chunks, host.part.lossy_numel) == (2, to.num_chunks, 3 * to.part.lossy_numel)
+    assert all(host.lossy_range(c, 1) == (to.lossy_range(c, 3)[0], to.lossy_range(c, 5)[1]) for c in range(2))
+    numel = to.num_chunks * 3 * to.part.lossy_numel
+    for stochastic, format in itertools.product((False, True), formats_of(wire)):
+        ours, oracles = feedbacks(format, to, numel)
+        for step in range(2):
+            key = reference.NoiseKey(9, 1, step, 0x40000001) if stochastic else None
+            lossy, exact = signed(5003, seed=step, specials=step == 1), signed(37, seed=9)
+            for chunk in range(to.num_chunks):
+                parts = reference.pack(host, chunk, lossy, exact, 1.0)
+                out = torch.full((3 * to.part_stride,), 0xA5, dtype=torch.uint8)
+                codec.reduce(host, parts, 0.5, out, 1, noise(key), ours, chunk, 3, to, 3)
+                assert torch.equal(out, reference.reduce(host, parts, 0.5, key, oracles, chunk, 3, to, 3))
+                assert same_residual(ours, oracles), (format, step, chunk)
+
+
+@pytest.mark.parametrize("format", ("fp32", "int8"))
+def test_wires_share_a_message(codec, format):
+    """Each layout's piece of every part is what it would be alone, and all of the message is written."""
+    streams = [("int4", 32, True, 3001), ("fp8", 64, False, 700), ("int8", 128, False, 5)]
+    layouts = _C.bucket_layouts(streams, 3, 41, 1500)
+    values = [signed(numel, seed=numel) for _, _, _, numel in streams]
+    exact = signed(41, seed=1)
+    assert len({layout.num_chunks for layout in layouts}) == 1 and layouts[0].num_chunks > 1
+    residuals = [feedbacks(format, layout, layout.padded_numel) for layout in layouts]
+    unpacked = [torch.full((numel,), torch.nan) for _, _, _, numel in streams]
+    expected = [torch.full((numel,), torch.nan) for _, _, _, numel in streams]
+    for chunk in range(layouts[0].num_chunks):
+        message = torch.full((layouts[0].chunk_nbytes,), 0xA5, dtype=torch.uint8)
+        pieces, summed = [], torch.full((2 * layouts[0].part_stride,), 0xA5, dtype=torch.uint8)
+        for layout, value, (ours, oracles) in zip(layouts, values, residuals, strict=True):
+            exact_of = exact if layout.exact_numel else NOTHING
+            codec.pack(layout, chunk, [value], [exact_of], 1.0, message, None, ours)
+            piece = reference.pack(layout, chunk, value, exact_of, 1.0, None, oracles)
+            pieces.append(piece.view(3, -1))
+            assert same_residual(ours, oracles)
+        assert torch.equal(message.view(3, -1), torch.cat(pieces, dim=1))
+        for layout, piece in zip(layouts, pieces, strict=True):
+            codec.reduce(layout, message, 1 / 3, summed, 2)
+            begin = layout.part_offset
+            of_layout = summed.view(2, -1)[:, begin : begin + layout.part.nbytes]
+            assert torch.equal(of_layout, reference.reduce(layout, piece.reshape(-1), 1 / 3).expand(2, -1))
+        assert torch.equal(summed[: layouts[0].part_stride], summed[layouts[0].part_stride :])
+        for layout, piece, value, wanted in zip(layouts, pieces, unpacked, expected, strict=True):
+            codec.unpack(layout, chunk, message, 1.0, [value], [torch.empty(layout.exact_numel)])
+            lossy, _ = reference.unpack(layout, chunk, piece.reshape(-1), 1.0, torch.float32)
+            wanted[layout.lossy_range(chunk, 0)[0] : layout.lossy_range(chunk, 2)[1]] = lossy
+    assert all(torch.equal(*pair) for pair in zip(unpacked, expected, strict=True))
+
+
+# ---- bad input
+
+
+def test_residuals_that_do_not_fit_are_refused(codec):
+    layout = layout_of("int8", 1000)
+    numel = layout.padded_numel
+    out, values, exact = torch.zeros(layout.chunk_nbytes, dtype=torch.uint8), [torch.zeros(1000)], [torch.zeros(37)]
+    with pytest.raises(ValueError, match=f"a residual of {numel - 64} elements does not fit a layout of {numel}"):
+        codec.pack(layout, 0, values, exact, 1.0, out, None, ("fp32", residual("fp32", 64, numel - 64), numel - 64))
+    with pytest.raises(ValueError, match="residual must have"):
+        codec.pack(layout, 0, values, exact, 1.0, out, None, ("bf16", residual("fp32", 64, numel), numel))
+    with pytest.raises(ValueError, match="a residual cannot be 'fp8': use 'fp32', 'bf16' or 'int8'"):
+        codec.pack(layout, 0, values, exact, 1.0, out, None, ("fp8", residual("fp32", 64, numel), numel))
+    bf16 = layout_of("bf16", 1000)
+    with pytest.raises(ValueError, match="an int8 residual has the wire's blocks, and this wire has none"):
+        arguments = ("int8", residual("int8", 64, bf16.padded_numel), bf16.padded_numel)
+        codec.pack(bf16, 0, values, exact, 1.0, torch.zeros(bf16.chunk_nbytes, dtype=torch.uint8), None, arguments)
+    with pytest.raises(ValueError, match="cannot become 2 of"):
+        codec.reduce(layout, out, 1.0, torch.zeros(2 * layout.part_stride, dtype=torch.uint8), num_parts=2)
+
+
+# ---- what the oracle means
+
+
+def test_the_noise_is_philox():
+    """Random123's known answers for Philox4x32-10, of which an element has 16 bits."""
+
+    def words(key, first):
+        halves = (reference.noise(key, first, 8) * 2**16).long().tolist()
+        return [low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True)]
+
+    assert words(reference.NoiseKey(0, 0, 0, 0), 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+    key = reference.NoiseKey(ones << 32 | ones, ones, ones, ones)
+    assert words(key, 8 * ones) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    key = reference.NoiseKey(0x299F31D0A4093822, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert words(key, 8 * 0x243F6A88) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_noise_does_not_depend_on_where_it_is_cut():
+    whole = reference.noise(KEY, 0, 100)
+    assert all(torch.equal(reference.noise(KEY, first, 5), whole[first : first + 5]) for first in range(95))
+    assert whole.min() >= 0 and whole.max() < 1
+
+
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if "rotated" not in wire])
+def test_stochastic_rounding_is_right_in_the_mean_and_goes_to_a_neighbour(wire):
+    generator = torch.Generator().manual_seed(1)
+    # The first element sets the scale; all others lie between neighbouring values of the wire's.
+    y = torch.cat([torch.tensor([100.0]), torch.rand(63, generator=generator) * 90 - 45])
+    nearest = reference.decode(*reference.encode(y, wire, 64), wire, 64)
+    total, num_draws = torch.zeros(64, dtype=torch.float64), 4096
+    least, greatest = torch.full((64,), torch.inf), torch.full((64,), -torch.inf)
+    for step in range(num_draws):
+        u = reference.noise(reference.NoiseKey(0, 0, step, 0), 0, 64)
+        value = reference.decode(*reference.encode(y, wire, 64, u), wire, 64)
+        total += value
+        least, greatest = torch.minimum(least, value), torch.maximum(greatest, value)
+    step_size = greatest - least
+    assert torch.all((least <= y + 1e-4) & (y <= greatest + 1e-4))
+    assert torch.all((nearest == least) | (nearest == greatest))
+    # Five standard deviations of the mean of Bernoulli draws.
+    assert torch.all((total / num_draws - y).abs() <= 5 * 0.5 * step_size / num_draws**0.5 + 1e-4)
+
+
+@pytest.mark.parametrize("format", ("fp32", "bf16", "int8"))
+def test_error_feedback_delays_instead_of_losing(format):
+    """The sum of what was sent is the sum of what should have been, less the residual; so it stays close for ever."""
+    layout = layout_of("int4", 1024, num_parts=1, exact_numel=0, block=32, max_chunk_nbytes=1 << 20)
+    gradient = signed(1024, seed=3) * 1e-3
+    feedback = reference.Feedback(format, residual(format, 32, layout.padded_numel))
+    sums = {"without": torch.zeros(1024, dtype=torch.float64), "with": torch.zeros(1024, dtype=torch.float64)}
+    num_steps = 200
+    for _ in range(num_steps):
+        for name, kept in (("without", None), ("with", feedback)):
+            parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, None, kept)
+            sums[name] += reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].double()
+    errors = {name: ((total / num_steps - gradient).norm() / gradient.norm()).item() for name, total in sums.items()}
+    assert errors["without"] > 0.05  # nearest loses the same in every step
+    assert errors["with"] < (0.002 if format == "fp32" else 0.01)
+
+
+def test_what_is_not_finite_does_not_live_on_in_a_residual():
+    layout = layout_of("int8", 256, num_parts=1, exact_numel=0, max_chunk_nbytes=1 << 20)
+    feedback = reference.Feedback("fp32", residual("fp32", 64, layout.padded_numel))
+    gradient = signed(256, seed=1)
+    broken = gradient.clone()
+    broken[70] = torch.inf
+    broken[200] = torch.nan
+    reference.pack(layout, 0, broken, NOTHING, 1.0, None, feedback)
+    kept = feedback.residual.view(torch.float32)
+    assert kept.isfinite().all() and not kept[64:128].any() and not kept[192:256].any() and kept[:64].any()
+    parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, None, feedback)
+    assert reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].isfinite().all()
