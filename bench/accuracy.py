@@ -320,6 +320,25 @@ def digits_task() -> Task:
     return Task("digits", demo.network, optimizer, loss, batches, final)
 
 
+def rank_gradients(task: Task, model: nn.Module, batches: Sequence[Iterator]) -> tuple[list[Tensor], list[float]]:
+    """The flat gradient and the loss of every rank, each on the next of its batches."""
+    grads, losses = [], []
+    for of_rank in batches:
+        model.zero_grad()
+        loss = task.loss(model, next(of_rank))
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(flat_gradient(model))
+    return grads, losses
+
+
+def set_gradient(model: nn.Module, flat: Tensor) -> None:
+    """The inverse of `flat_gradient`."""
+    parameters = list(reversed(list(model.parameters())))
+    for parameter, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = grad.view(parameter.shape)
+
+
 def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     """Trains with one bucket; biases and norms travel in fp32 on wires with scales, as by attach()'s default."""
     torch.manual_seed(seed)
@@ -333,21 +352,14 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     batches = [task.batches(seed, rank) for rank in range(NUM_TRAINING_RANKS)]
     losses, errors, norm_errors = [], [], []
     for step in range(steps):
-        grads, step_losses = [], []
-        for of_rank in batches:
-            model.zero_grad()
-            loss = task.loss(model, next(of_rank))
-            loss.backward()
-            step_losses.append(loss.item())
-            grads.append(flat_gradient(model))
+        grads, step_losses = rank_gradients(task, model, batches)
         losses.append(statistics.mean(step_losses))
         mean = way.mean(grads, exempt)
         if step % GRADIENT_ERROR_EVERY == 0:
             right = torch.stack(grads).mean(dim=0, dtype=torch.float64)
             errors.append(((mean - right).square().sum() / right.square().sum()).item())
             norm_errors.append(abs((mean.double().norm() / right.norm()).item() - 1))
-        for (_, parameter), grad in zip(named, mean.split([p.numel() for _, p in named]), strict=True):
-            parameter.grad = grad.view(parameter.shape)
+        set_gradient(model, mean)
         optimizer.step()
         schedule.step()
     with torch.no_grad():

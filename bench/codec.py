@@ -83,9 +83,10 @@ def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out:
 # ---- cases
 
 
-def layout_of(wire: str, num_parts: int, numel: int) -> "_C.BucketLayout":
+def layout_of(wire: str, num_parts: int, numel: int, block: int | None = None) -> "_C.BucketLayout":
     name, _, rotated = wire.partition("-")
-    return _C.bucket_layout(name, _C.default_block_numel(name), num_parts, 0, numel, WHOLE, bool(rotated))
+    block = block or _C.default_block_numel(name)
+    return _C.bucket_layout(name, block, num_parts, 0, numel, WHOLE, bool(rotated))
 
 
 def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
