@@ -215,6 +215,13 @@ void bind_layout(py::module_& m) {
       },
       py::arg("streams"), py::arg("num_parts"), py::arg("exact_numel"), py::arg("max_chunk_nbytes"));
   m.def(
+      "with_num_parts",
+      [](BucketLayout layout, int64_t num_parts) {
+        layout.num_parts = num_parts;
+        return layout;
+      },
+      py::arg("layout"), py::arg("num_parts"));
+  m.def(
       "host_layouts",
       [](const std::vector<BucketLayout>& layouts, const std::string& wire, int64_t ranks_per_host) {
         return host_layouts(layouts, wire_from_name(wire), ranks_per_host);

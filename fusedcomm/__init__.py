@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from fusedcomm.comm_state import CommState, comm_hook
     from fusedcomm.config import SUMS, WIRES
     from fusedcomm.handle import Handle, attach
-    from fusedcomm.simulation import simulate
+    from fusedcomm.simulation import Residuals, simulate
     from fusedcomm.stats import Stats
 
 __version__ = "0.1.0"
-__all__ = ["SUMS", "WIRES", "CommState", "Handle", "Stats", "attach", "comm_hook", "simulate"]
+__all__ = ["SUMS", "WIRES", "CommState", "Handle", "Residuals", "Stats", "attach", "comm_hook", "simulate"]
 
 _HOME = {
     "attach": "handle",
@@ -26,6 +26,7 @@ _HOME = {
     "WIRES": "config",
     "SUMS": "config",
     "Stats": "stats",
+    "Residuals": "simulation",
     "simulate": "simulation",
 }
 

@@ -1,11 +1,12 @@
 """``fusedcomm.simulate``: what many ranks would end with, in one process, by the codec that real ranks use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fusedcomm.config import Config, choose_codec_threads, choose_isa
 from fusedcomm.native import _C
+from fusedcomm.reference import REDUCER
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,6 +26,10 @@ def simulate(
     predivide: float | str = "auto",
     exempt_mask: torch.Tensor | None = None,
     rotate: bool = False,
+    rounding: str = "nearest",
+    seed: int = 0,
+    step: int = 0,
+    residuals: "Residuals | None" = None,
 ) -> torch.Tensor:
     """The mean that every rank would end with if `grads` were one bucket's gradients on as many ranks.
 
@@ -34,11 +39,14 @@ def simulate(
     Args:
         grads: one tensor for each rank, in rank order: fp32, bf16 or fp16, on cpu, all of one shape and dtype. They are
             not changed.
-        wire, sum, block, predivide, rotate: as for :func:`fusedcomm.attach`. sum="auto" decides as the engine does for
-            a bucket of this size on so many ranks, so fp32 gradients of up to 16 KiB are summed exactly whatever the
-            wire, and a 16-bit wire between two ranks is summed directly: pass sum="two-shot" to see the wire itself.
+        wire, sum, block, predivide, rotate, rounding, seed: as for :func:`fusedcomm.attach`. sum="auto" decides as the
+            engine does for a bucket of this size on so many ranks, so fp32 gradients of up to 16 KiB are summed exactly
+            whatever the wire, and a 16-bit wire between two ranks is summed directly: pass sum="two-shot" to see the
+            wire itself.
         exempt_mask: bool, in the gradients' shape: True where an element travels in fp32. None: nowhere, whatever its
             place (attach() exempts biases and norms on wires with scales).
+        step: for rounding="stochastic"; the draws are those of a bucket that begins with the model's first parameter.
+        residuals: error feedback: what earlier steps left out is added, and what this one leaves out is kept in it.
 
     Returns:
         A tensor in the gradients' shape and dtype. By two-shot it has the bits that real ranks get. By "exact" and
@@ -54,47 +62,134 @@ def simulate(
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
     num_exempt = 0 if exempt is None else int(exempt.sum())
-    config = Config(wire=wire, sum=sum, exempt=(), block=block, predivide=predivide, rotate=rotate)
+    feedback = None if residuals is None else residuals.format
+    config = Config(
+        wire=wire,
+        sum=sum,
+        exempt=(),
+        block=block,
+        predivide=predivide,
+        rotate=rotate,
+        rounding=rounding,
+        seed=seed,
+        error_feedback=feedback,
+    )
     plan = _C.plan_bucket(config.native(world_size), world_size, flats[0], num_exempt, numel - num_exempt)
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
     if plan.sum == "two-shot":
-        lossy = None if num_exempt == 0 else (~exempt).nonzero().view(-1)
-        for piece in _pieces(plan.layout.lossy_numel, lossy, config.block, world_size):
-            result[piece] = _two_shot(codec, plan, [flat[piece] for flat in flats], exact=False)
-        exact = None if num_exempt == 0 else exempt.nonzero().view(-1)
-        for piece in _pieces(plan.layout.exact_numel, exact, config.block, world_size):
-            result[piece] = _two_shot(codec, plan, [flat[piece] for flat in flats], exact=True)
+        layout = plan.layout
+        of_one = _of_one_rank(layout, world_size)
+        if residuals is not None:
+            residuals._prepare(of_one, world_size)
+        lossy = _Places(None if num_exempt == 0 else (~exempt).nonzero().view(-1), of_one.lossy_numel)
+        exact = _Places(None if num_exempt == 0 else exempt.nonzero().view(-1), of_one.exact_numel)
+        for chunk in range(of_one.num_chunks):
+            _two_shot(codec, plan, of_one, chunk, flats, (lossy, exact), config, step, residuals, result)
     else:  # what is exempt in a bucket that is summed exactly is no stream of its own
-        for piece in _pieces(numel, None, config.block, num_held=2):
+        for begin in range(0, numel, _MAX_PIECE_NUMEL):
+            piece = slice(begin, begin + _MAX_PIECE_NUMEL)
             result[piece] = _added_by_transport(codec, plan, [flat[piece] for flat in flats])
     return result.view(grads[0].shape)
+
+
+class Residuals:
+    """What a run of :func:`simulate` calls, one for each step of the same bucket, has left out so far.
+
+    Args:
+        format: "fp32", "bf16" or "int8", as ``error_feedback`` of :func:`fusedcomm.attach`.
+    """
+
+    def __init__(self, format: str = "fp32") -> None:
+        self.format = format
+        self._of_ranks: list[torch.Tensor] = []
+        self._of_means: torch.Tensor | None = None
+        self._layout = ""
+
+    def _prepare(self, layout: "_C.BucketLayout", world_size: int) -> None:
+        if not self._of_ranks:
+            nbytes = _C.residual_nbytes(self.format, layout.block_numel, layout.padded_numel)
+            self._of_ranks = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)]
+            self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
+            self._layout = repr(layout)
+        if repr(layout) != self._layout or len(self._of_ranks) != world_size:
+            raise ValueError(
+                f"these residuals are of {len(self._of_ranks)} ranks and {self._layout}, not of {world_size} and "
+                f"{layout!r}: make a Residuals for each bucket"
+            )
 
 
 # ---- sums
 
 
-def _two_shot(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor], exact: bool) -> torch.Tensor:
-    """The mean of a run of one stream, as the rank that owns it takes it and every rank decodes it."""
-    packed = _part_of(plan.layout, 1, slices[0].numel(), exact)
-    part = packed.part
-    reduced = _part_of(plan.layout, len(slices), part.exact_numel + part.lossy_numel, exact)
-    parts = torch.empty(len(slices), part.nbytes, dtype=torch.uint8)
-    for slice_, out in zip(slices, parts, strict=True):
-        codec.pack(packed, 0, *_streams(slice_, exact), plan.pack_scale, out)
-    mean = torch.empty(part.nbytes, dtype=torch.uint8)
-    codec.reduce(reduced, parts.view(-1), plan.reduce_scale, mean)
-    result = torch.empty_like(slices[0])
-    codec.unpack(packed, 0, mean, plan.unpack_scale, *_streams(result, exact))
-    return result
+class _Places:
+    """Where the elements of a stream are in the gradients; None: they are all of them, in order."""
+
+    def __init__(self, indices: torch.Tensor | None, numel: int) -> None:
+        self._indices, self.numel = indices, numel
+
+    def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The stream."""
+        if self.numel == 0:
+            return []
+        return [flat if self._indices is None else flat[self._indices]]
+
+    def write(self, flat: torch.Tensor, values: list[torch.Tensor], begin: int, end: int) -> None:
+        """Elements [begin, end) of the stream, from the stream's `values`."""
+        if begin < end and self._indices is not None:
+            flat[self._indices[begin:end]] = values[0][begin:end]
+
+
+def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout":
+    """The bucket in chunks with one part, such that all ranks' encodings of a chunk are affordable."""
+    streams = [(layout.wire, layout.block_numel, layout.rotated, layout.lossy_numel)]
+    (of_one,) = _C.bucket_layouts(streams, 1, layout.exact_numel, max(_PIECES_NBYTES // world_size, 1))
+    return of_one
+
+
+def _two_shot(
+    codec: "_C.Codec",
+    plan: "_C.BucketPlan",
+    layout: "_C.BucketLayout",
+    chunk: int,
+    flats: list[torch.Tensor],
+    places: tuple[_Places, _Places],
+    config: Config,
+    step: int,
+    residuals: Residuals | None,
+    result: torch.Tensor,
+) -> None:
+    """The mean of a chunk, as the ranks that own it take it and every rank decodes it, written to `result`."""
+    lossy, exact = places
+    parts = torch.empty(len(flats), layout.part_stride, dtype=torch.uint8)
+
+    def noise(source: int) -> tuple[int, int, int, int] | None:
+        return (config.seed, 0, step, source) if config.rounding == "stochastic" else None
+
+    def residual(bytes: torch.Tensor) -> tuple[str, torch.Tensor, int]:
+        return (residuals.format, bytes, layout.padded_numel)
+
+    for rank, (flat, out) in enumerate(zip(flats, parts, strict=True)):
+        kept = None if residuals is None else residual(residuals._of_ranks[rank])
+        codec.pack(layout, chunk, lossy.of(flat), exact.of(flat), plan.pack_scale, out, noise(rank), kept)
+    mean = torch.empty(layout.part_stride, dtype=torch.uint8)
+    kept = None if residuals is None else residual(residuals._of_means)
+    everybodys = _C.with_num_parts(layout, len(flats))
+    arguments = (1, noise(REDUCER), kept, chunk, 0, layout, 1)
+    codec.reduce(everybodys, parts.view(-1), plan.reduce_scale, mean, *arguments)
+    values = [stream.of(result) for stream in places]
+    codec.unpack(layout, chunk, mean, plan.unpack_scale, *values)
+    lossy.write(result, values[0], *layout.lossy_range(chunk, 0))
+    exact.write(result, values[1], *layout.exact_range(chunk, 0))
 
 
 def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor]) -> torch.Tensor:
-    """As `_two_shot`, but the encodings themselves are added, in their dtype."""
-    packed = _part_of(plan.layout, 1, slices[0].numel(), exact=False)
+    """The mean, where the encodings themselves are added, in their dtype."""
+    layout, numel = plan.layout, slices[0].numel()
+    (packed,) = _C.bucket_layouts([(layout.wire, layout.block_numel, False, numel)], 1, 0, _ONE_CHUNK)
     total, addend = torch.empty(2, packed.part.nbytes, dtype=torch.uint8)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.layout.wire]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.wire]
     for rank, slice_ in enumerate(slices):
         codec.pack(packed, 0, [slice_], [], plan.pack_scale, addend if rank else total)
         if rank:
@@ -102,31 +197,6 @@ def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[t
     result = torch.empty_like(slices[0])
     codec.unpack(packed, 0, total, plan.unpack_scale, [result], [])
     return result
-
-
-def _part_of(layout: "_C.BucketLayout", num_parts: int, numel: int, exact: bool) -> "_C.BucketLayout":
-    """One chunk of `num_parts` parts that each hold `numel` elements of one stream."""
-    numels = (numel * num_parts, 0) if exact else (0, numel * num_parts)
-    return _C.bucket_layout(layout.wire, layout.block_numel, num_parts, *numels, _ONE_CHUNK, layout.rotated)
-
-
-def _streams(slice_: torch.Tensor, exact: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(lossy, exact)"""
-    return ([], [slice_]) if exact else ([slice_], [])
-
-
-def _pieces(
-    numel: int, places: torch.Tensor | None, block: int, num_held: int
-) -> Iterator[slice] | Iterator[torch.Tensor]:
-    """Cuts a stream of `numel` elements so that `num_held` encodings of each piece are affordable.
-
-    The stream's elements are at `places` in the gradients, None: all of them in order. Yields what selects a piece's.
-    """
-    blocks = min(_PIECES_NBYTES // (4 * num_held), _MAX_PIECE_NUMEL) // block
-    step = max(blocks, 1) * block
-    for begin in range(0, numel, step):
-        end = min(begin + step, numel)
-        yield slice(begin, end) if places is None else places[begin:end]
 
 
 # ---- arguments

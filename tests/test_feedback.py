@@ -1,0 +1,292 @@
+"""Error feedback and stochastic rounding from end to end: real ranks over gloo, through everything that DDP does to
+buckets, checkpoints, and other numbers of ranks."""
+
+import pytest
+import torch
+from models import Gradients, synchronise
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import residual_name
+
+SHAPE = (20011,)
+
+
+def gradient(rank, step, shape=SHAPE):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(shape, generator=generator) * (rank + 1)
+
+
+def attach_to(model, wire="int4", ddp_kwargs=None, **kwargs):
+    ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
+    return ddp, fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True, **kwargs)
+
+
+# ---- the bits
+
+
+def bits(rank, world_size, num_steps, wire, kwargs):
+    ddp, _ = attach_to(Gradients(SHAPE), wire, **kwargs)
+    return [synchronise(ddp, [gradient(rank, step)])[0] for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("wire", "kwargs"),
+    [
+        ("bf16", {"error_feedback": True}),
+        ("fp16", {"error_feedback": "bf16", "rounding": "stochastic"}),
+        ("int8", {"error_feedback": "int8"}),
+        ("fp8", {"rounding": "stochastic", "seed": 2**63 + 5}),
+        ("fp8_e5m2", {"error_feedback": True, "rounding": "stochastic"}),
+        ("int4", {"error_feedback": True, "rotate": True}),
+        ("int4", {"error_feedback": "int8", "rotate": True, "rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_every_step_gives_the_bits_of_simulate(ranks, world_size, wire, kwargs):
+    outcome = ranks.run(bits, 4, wire, {**kwargs, "chunk_nbytes": 4096}, world_size=world_size)
+    feedback = residual_name(kwargs.get("error_feedback"))
+    residuals = None if feedback is None else fusedcomm.Residuals(feedback)
+    settings = {key: value for key, value in kwargs.items() if key in ("rotate", "rounding", "seed")}
+    for step in range(4):
+        gradients = [gradient(rank, step) for rank in range(world_size)]
+        expected = fusedcomm.simulate(gradients, wire, sum="two-shot", step=step, residuals=residuals, **settings)
+        for on_rank in outcome:
+            assert torch.equal(on_rank[step], expected), step
+
+
+def bits_by_chunks(rank, world_size, chunk_nbytes, codec_threads):
+    ddp, _ = attach_to(
+        Gradients(SHAPE),
+        error_feedback=True,
+        rounding="stochastic",
+        chunk_nbytes=chunk_nbytes,
+        codec_threads=codec_threads,
+    )
+    return [synchronise(ddp, [gradient(rank, step)])[0] for step in range(3)]
+
+
+def test_bits_do_not_depend_on_chunks_or_threads(ranks):
+    outcomes = [ranks.run(bits_by_chunks, *how, world_size=3)[0] for how in ((4096, 1), (1 << 20, 1), (10000, 3))]
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+# ---- nothing is lost
+
+SHAPES = ((64, 33), (128,), (40, 50), (3, 1000), (7,))
+SMALL_BUCKETS = {"bucket_cap_mb": 0.012}
+
+
+def what_was_delivered(rank, world_size, scenario, kwargs):
+    """By parameter: Σ results + what is left out, and Σ means of what each rank had; on rank 0."""
+    ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, **kwargs)
+    delivered = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    handed_in = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+
+    def step(number, contribute=True):
+        ddp.zero_grad(set_to_none=True)
+        gradients = [gradient(rank, 10 * number + index, shape) for index, shape in enumerate(SHAPES)]
+        if scenario == "no_sync" and number % 2:
+            with ddp.no_sync():
+                ddp(gradients).backward()
+            for total, g in zip(handed_in, gradients, strict=True):
+                total += g
+        ddp(gradients).backward()
+        for total, g in zip(handed_in, gradients, strict=True):
+            total += g
+        for total, weight in zip(delivered, ddp.module.weights, strict=True):
+            total += weight.grad
+
+    num_steps = 6
+    if scenario == "join":
+        # Ranks that are done take part with zeros, and send what they have left out.
+        num_steps = 6 if rank == 0 else 3
+        with Join([ddp]):
+            for number in range(num_steps):
+                step(number)
+    else:
+        for number in range(num_steps):
+            step(number)
+    state = comm.state_dict(consolidated=True)
+    buckets = len(comm.plan().buckets)
+    for index, total in enumerate(delivered):
+        residual = state["residuals"].get(f"weights.{index}")
+        if residual is not None:
+            total += residual.view(SHAPES[index])
+    return delivered, handed_in, buckets, comm.stats().nonfinite
+
+
+@pytest.mark.parametrize("scenario", ["plain", "no_sync", "join"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"error_feedback": True},
+        {"error_feedback": True, "rotate": True, "rounding": "stochastic"},
+        {"error_feedback": True, "wire_for": {"weights.2": "int8", "weights.3": "bf16"}},
+    ],
+    ids=str,
+)
+def test_what_was_not_delivered_is_in_the_residuals(ranks, scenario, kwargs):
+    """Through the rebuilding of buckets, which moves residuals from bucket to bucket."""
+    world_size = 3
+    outcome = ranks.run(what_was_delivered, scenario, kwargs, world_size=world_size)
+    assert outcome[0][2] > 1
+    for index in range(len(SHAPES)):
+        wanted = sum(on_rank[1][index] for on_rank in outcome) / world_size
+        delivered = outcome[0][0][index]  # rank 0 takes part to the end
+        assert torch.allclose(delivered, wanted, rtol=0, atol=2e-5 * wanted.abs().max().item() + 1e-5), index
+
+
+# ---- what is not finite
+
+
+def after_an_overflow(rank, world_size, error_feedback):
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=error_feedback)
+    broken = gradient(rank, 0)
+    if rank == 1:
+        broken[777] = torch.inf
+        broken[7777] = torch.nan
+    (first,) = synchronise(ddp, [broken])
+    (second,) = synchronise(ddp, [gradient(rank, 1)])
+    return bool(first.isfinite().all()), bool(second.isfinite().all()), comm.state_dict()["residuals"]["weights.0"]
+
+
+@pytest.mark.parametrize("error_feedback", ["fp32", "bf16", "int8"])
+def test_an_overflow_does_not_live_on(ranks, error_feedback):
+    for first_finite, second_finite, residual in ranks.run(after_an_overflow, error_feedback, world_size=2):
+        assert not first_finite and second_finite and residual.isfinite().all()
+
+
+# ---- checkpoints
+
+
+def saved_after(rank, world_size, num_steps, consolidated, kwargs):
+    ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
+    for step in range(num_steps):
+        synchronise(ddp, [gradient(rank, step)])
+    state = comm.state_dict(consolidated)
+    return state, [synchronise(ddp, [gradient(rank, step)])[0] for step in (num_steps, num_steps + 1)]
+
+
+def went_on_from(rank, world_size, states, num_steps, kwargs):
+    ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
+    comm.load_state_dict(states[rank])
+    return [synchronise(ddp, [gradient(rank, step)])[0] for step in (num_steps, num_steps + 1)]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_loaded_state_goes_on_as_if_nothing_had_happened(ranks, rounding):
+    """What an owner has left out of means is loaded into its own residual, so not with the same bits."""
+    kwargs = {"error_feedback": True, "rounding": rounding}
+    outcome = ranks.run(saved_after, 3, False, kwargs, world_size=2)
+    states = [state for state, _ in outcome]
+    assert [(s["rank"], s["world_size"], s["step"]) for s in states] == [(0, 2, 3), (1, 2, 3)]
+    assert not torch.equal(*[state["residuals"]["weights.0"] for state in states])
+    again = ranks.run(went_on_from, states, 3, kwargs, world_size=2)
+    for (_, uninterrupted), resumed in zip(outcome, again, strict=True):
+        total, resumed_total = sum(uninterrupted), sum(resumed)
+        error = (total - resumed_total).norm() / total.norm()
+        assert error < 0.25, error  # of the size of int4's own errors: no residual is lost or counts twice
+
+
+def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
+    kwargs = {"error_feedback": True}
+    outcome = ranks.run(saved_after, 3, True, kwargs, world_size=3)
+    own = ranks.run(saved_after, 3, False, kwargs, world_size=3)
+    consolidated = [state for state, _ in outcome]
+    mean = sum(state["residuals"]["weights.0"] for state, _ in own) / 3
+    for state in consolidated:
+        assert (state["rank"], state["world_size"]) == (None, None)
+        assert torch.allclose(state["residuals"]["weights.0"], mean, rtol=1e-5, atol=1e-6)
+    # A step on two ranks, by hand: what is delivered and what remains is the mean gradient and what was loaded.
+    for delivered, remaining in ranks.run(delivered_and_remaining, consolidated[0], world_size=2):
+        wanted = (gradient(0, 9) + gradient(1, 9)) / 2 + mean
+        assert torch.allclose(delivered + remaining, wanted, rtol=0, atol=1e-4)
+
+
+def delivered_and_remaining(rank, world_size, state):
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    comm.load_state_dict(state)
+    (delivered,) = synchronise(ddp, [gradient(rank, 9)])
+    return delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
+
+
+def loads(rank, world_size, change, kwargs):
+    """The error or warning that loading a changed state gives, and what is left out afterwards."""
+    import warnings
+
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [gradient(rank, 0)])
+    state = {**comm.state_dict(), **change}
+    for key in [key for key, value in change.items() if value == "missing"]:
+        del state[key]
+    comm.detach()
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            comm.load_state_dict(state)
+            error = ""
+        except ValueError as e:
+            error = str(e)
+    return error, [str(warning.message) for warning in caught], sorted(comm.state_dict()["residuals"])
+
+
+@pytest.mark.parametrize(
+    ("change", "kwargs", "words"),
+    [
+        ({"version": 1}, {"error_feedback": True}, ["state version 1", "reads 2"]),
+        ({"residuals": "missing"}, {"error_feedback": True}, ["['residuals'] missing"]),
+        ({}, {}, ["error_feedback='fp32'", "error_feedback=None", "attach with error_feedback"]),
+        (
+            {"residuals": {"weights.0": torch.zeros(5)}},
+            {"error_feedback": True},
+            ["'weights.0'", "5 elements", f"{SHAPE[0]}"],
+        ),
+        ({"residuals": {"bias": torch.zeros(5)}}, {"error_feedback": True}, ["'bias'", "does not have"]),
+    ],
+    ids=str,
+)
+def test_states_that_do_not_fit_are_refused(ranks, change, kwargs, words):
+    for error, _, _ in ranks.run(loads, change, kwargs, world_size=2):
+        assert all(word in error for word in words), error
+
+
+def test_another_ranks_residuals_are_forgotten_with_a_warning(ranks):
+    outcome = ranks.run(loads, {"rank": 1}, {"error_feedback": True}, world_size=2)
+    error, messages, left_out = outcome[0]
+    assert error == "" and left_out == [] and len(messages) == 1
+    assert all(words in messages[0] for words in ("rank 1 of 2", "this is rank 0 of 2", "consolidated=True"))
+    assert outcome[1] == ("", [], ["weights.0"])
+
+
+def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
+    for error, messages, left_out in ranks.run(loads, {}, {"error_feedback": "int8"}, world_size=2):
+        assert (error, messages, left_out) == ("", [], ["weights.0"])
+
+
+# ---- another group
+
+
+def moved_to_a_smaller_group(rank, world_size):
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [gradient(rank, 0)])
+    before = comm.state_dict()["residuals"]["weights.0"]
+    if rank == 2:
+        return None
+    ddp._update_process_group(pairs[0])
+    (delivered,) = synchronise(ddp, [gradient(rank, 1)])
+    return before, delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
+
+
+def test_residuals_follow_into_another_group_with_the_weight_they_had(ranks):
+    """Of three ranks one leaves: what the others had left out of means of three is a mean of two's share of 2/3."""
+    (before_0, delivered, remaining), (before_1, _, _), _ = ranks.run(moved_to_a_smaller_group, world_size=3)
+    wanted = (gradient(0, 1) + gradient(1, 1)) / 2 + (before_0 + before_1) / 3
+    assert torch.allclose(delivered + remaining, wanted, rtol=0, atol=1e-4)
