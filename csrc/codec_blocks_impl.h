@@ -239,35 +239,52 @@ int64_t quantize_stochastic(const float* src, const uint16_t* noise, void* scale
 
 // ---- dequantise
 
-// One run of codes; `signs` only where it is rotated.
-template <class V, class Code, bool kRotated>
-inline void decode_run(const uint8_t* codes, typename V::F scale, const float* signs,
-                       typename V::F (&run)[kRun / V::kLanes]) {
-  for (int k = 0; k < kRun / V::kLanes; k += 2) {
-    V::load_codes(Code(), codes + code_nbytes<Code>(k * V::kLanes), run[k], run[k + 1]);
-    run[k] = V::mul(run[k], scale);
-    run[k + 1] = V::mul(run[k + 1], scale);
+// Whether a block's scale, or the factor, is so moderate that with both a rotated block's results are the same if 1/32
+// and the factor are multiplied first, and never NaN. What is added are multiples of 2^-60 · 2^-16 · 2^-23, the least
+// scale's least code's ulp, so the sums are as well and a 32th of them is exact.
+inline bool is_moderate(float scale_or_factor) {
+  constexpr uint32_t kLeastBits = (127u - 60u) << 23, kGreatestBits = (127u + 60u) << 23;
+  return (bits_of(scale_or_factor) & kMagnitudeMask) - kLeastBits < kGreatestBits - kLeastBits;
+}
+
+// `signs` are what undoes a rotation: of 1/32, kModerate of factor/32.
+template <class V, class Code, class Dst, bool kRotated, bool kStreamed, bool kModerate>
+inline void dequantize_block(typename V::F scale, const uint8_t* __restrict codes, Dst* __restrict dst,
+                             int64_t block_numel, typename V::F factor, const float* __restrict signs) {
+  for (int64_t i = 0; i < block_numel; i += kRun) {
+    typename V::F run[kRun / V::kLanes];
+    for (int k = 0; k < kRun / V::kLanes; k += 2) {
+      V::load_codes(Code(), codes + code_nbytes<Code>(i + k * V::kLanes), run[k], run[k + 1]);
+      run[k] = V::mul(run[k], scale);
+      run[k + 1] = V::mul(run[k + 1], scale);
+    }
+    if (kRotated) butterfly<V>(run);
+    for (int k = 0; k < kRun / V::kLanes; ++k) {
+      if (kRotated) run[k] = V::mul(run[k], V::load(signs + k * V::kLanes));
+      if (!kModerate) run[k] = V::canonical(V::mul(run[k], factor));
+      put<kStreamed, V>(dst + i + k * V::kLanes, run[k]);
+    }
   }
-  if (!kRotated) return;
-  butterfly<V>(run);
-  for (int k = 0; k < kRun / V::kLanes; ++k) run[k] = V::mul(run[k], V::load(signs + k * V::kLanes));
 }
 
 template <class V, class Code, class Dst, bool kRotated, bool kStreamed>
 void dequantize_blocks(const typename Code::Scale* __restrict scales, const uint8_t* __restrict codes,
                        Dst* __restrict dst, int64_t num_blocks, int64_t block_numel, float factor) {
   const typename V::F factor_v = V::broadcast(factor);
-  float signs[kRun];
+  float signs[kRun], factors[kRun];
   fill_signs(signs, 1.0f / kRun);
+  fill_signs(factors, factor / kRun);
+  const bool moderate_factor = kRotated && is_moderate(factor);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const typename V::F scale = V::broadcast(Scalar::load(scales + block));
-    for (int64_t i = 0; i < block_numel; i += kRun, codes += code_nbytes<Code>(kRun), dst += kRun) {
-      typename V::F run[kRun / V::kLanes];
-      decode_run<V, Code, kRotated>(codes, scale, signs, run);
-      for (int k = 0; k < kRun / V::kLanes; ++k) {
-        put<kStreamed, V>(dst + k * V::kLanes, V::canonical(V::mul(run[k], factor_v)));
-      }
+    const float block_scale = Scalar::load(scales + block);
+    const typename V::F scale = V::broadcast(block_scale);
+    if (moderate_factor && is_moderate(block_scale)) {
+      dequantize_block<V, Code, Dst, kRotated, kStreamed, kRotated>(scale, codes, dst, block_numel, factor_v, factors);
+    } else {
+      dequantize_block<V, Code, Dst, kRotated, kStreamed, false>(scale, codes, dst, block_numel, factor_v, signs);
     }
+    codes += code_nbytes<Code>(block_numel);
+    dst += block_numel;
   }
 }
 
