@@ -152,6 +152,19 @@ inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict
   }
 }
 
+// Blocks of this size or more, of a destination so large that it is streamed, are fetched a batch ahead: a batch is a
+// page of memory or half of one, and on each the machine's own prefetcher starts anew. Not where they are rotated,
+// which takes as long as the memory does.
+constexpr int64_t kFetchedBlockNumel = 128;
+
+// Inlined, or GCC takes it for a function without effect.
+template <class Src>
+[[gnu::always_inline]] inline void fetch_block(const Src* src, int64_t numel) {
+  constexpr int64_t kLineNumel = 64 / sizeof(Src);
+  if (numel < kFetchedBlockNumel) return;
+  for (int64_t i = 0; i < numel; i += kLineNumel) __builtin_prefetch(src + i);
+}
+
 // Scales and codes of `count` blocks of src, of which the bits of absmax are given.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
@@ -163,6 +176,7 @@ inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code:
     set_scale<Code>(float_of(absmax_bits[block]), scales + block, inverse + block);
   }
   for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
+    if (kPut == Put::kStream && kScaled) fetch_block(src + count * block_numel, block_numel);
     if (absmax_bits[block] - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
       quantize_block<V, Code, kPut, kScaled>(src, noise, codes, block_numel, factor, V::broadcast(inverse[block]));
     } else if (absmax_bits[block] >= kInfBits) {
