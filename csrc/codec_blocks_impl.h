@@ -152,6 +152,19 @@ inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict
   }
 }
 
+// Blocks of this size or more, of a destination so large that it is streamed, are fetched a batch ahead: a batch is a
+// page of memory or half of one, and on each the machine's own prefetcher starts anew. Not where they are rotated,
+// which takes as long as the memory does.
+constexpr int64_t kFetchedBlockNumel = 128;
+
+// Inlined, or GCC takes it for a function without effect.
+template <class Src>
+[[gnu::always_inline]] inline void fetch_block(const Src* src, int64_t numel) {
+  constexpr int64_t kLineNumel = 64 / sizeof(Src);
+  if (numel < kFetchedBlockNumel) return;
+  for (int64_t i = 0; i < numel; i += kLineNumel) __builtin_prefetch(src + i);
+}
+
 // Scales and codes of `count` blocks of src, of which the bits of absmax are given.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
@@ -163,6 +176,7 @@ inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code:
     set_scale<Code>(float_of(absmax_bits[block]), scales + block, inverse + block);
   }
   for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
+    if (kPut == Put::kStream && kScaled) fetch_block(src + count * block_numel, block_numel);
     if (absmax_bits[block] - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
       quantize_block<V, Code, kPut, kScaled>(src, noise, codes, block_numel, factor, V::broadcast(inverse[block]));
     } else if (absmax_bits[block] >= kInfBits) {
@@ -239,35 +253,52 @@ int64_t quantize_stochastic(const float* src, const uint16_t* noise, void* scale
 
 // ---- dequantise
 
-// One run of codes; `signs` only where it is rotated.
-template <class V, class Code, bool kRotated>
-inline void decode_run(const uint8_t* codes, typename V::F scale, const float* signs,
-                       typename V::F (&run)[kRun / V::kLanes]) {
-  for (int k = 0; k < kRun / V::kLanes; k += 2) {
-    V::load_codes(Code(), codes + code_nbytes<Code>(k * V::kLanes), run[k], run[k + 1]);
-    run[k] = V::mul(run[k], scale);
-    run[k + 1] = V::mul(run[k + 1], scale);
+// Whether a block's scale, or the factor, is so moderate that with both a rotated block's results are the same if 1/32
+// and the factor are multiplied first, and never NaN. What is added are multiples of 2^-60 · 2^-16 · 2^-23, the least
+// scale's least code's ulp, so the sums are as well and a 32th of them is exact.
+inline bool is_moderate(float scale_or_factor) {
+  constexpr uint32_t kLeastBits = (127u - 60u) << 23, kGreatestBits = (127u + 60u) << 23;
+  return (bits_of(scale_or_factor) & kMagnitudeMask) - kLeastBits < kGreatestBits - kLeastBits;
+}
+
+// `signs` are what undoes a rotation: of 1/32, kModerate of factor/32.
+template <class V, class Code, class Dst, bool kRotated, bool kStreamed, bool kModerate>
+inline void dequantize_block(typename V::F scale, const uint8_t* __restrict codes, Dst* __restrict dst,
+                             int64_t block_numel, typename V::F factor, const float* __restrict signs) {
+  for (int64_t i = 0; i < block_numel; i += kRun) {
+    typename V::F run[kRun / V::kLanes];
+    for (int k = 0; k < kRun / V::kLanes; k += 2) {
+      V::load_codes(Code(), codes + code_nbytes<Code>(i + k * V::kLanes), run[k], run[k + 1]);
+      run[k] = V::mul(run[k], scale);
+      run[k + 1] = V::mul(run[k + 1], scale);
+    }
+    if (kRotated) butterfly<V>(run);
+    for (int k = 0; k < kRun / V::kLanes; ++k) {
+      if (kRotated) run[k] = V::mul(run[k], V::load(signs + k * V::kLanes));
+      if (!kModerate) run[k] = V::canonical(V::mul(run[k], factor));
+      put<kStreamed, V>(dst + i + k * V::kLanes, run[k]);
+    }
   }
-  if (!kRotated) return;
-  butterfly<V>(run);
-  for (int k = 0; k < kRun / V::kLanes; ++k) run[k] = V::mul(run[k], V::load(signs + k * V::kLanes));
 }
 
 template <class V, class Code, class Dst, bool kRotated, bool kStreamed>
 void dequantize_blocks(const typename Code::Scale* __restrict scales, const uint8_t* __restrict codes,
                        Dst* __restrict dst, int64_t num_blocks, int64_t block_numel, float factor) {
   const typename V::F factor_v = V::broadcast(factor);
-  float signs[kRun];
+  float signs[kRun], factors[kRun];
   fill_signs(signs, 1.0f / kRun);
+  fill_signs(factors, factor / kRun);
+  const bool moderate_factor = kRotated && is_moderate(factor);
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const typename V::F scale = V::broadcast(Scalar::load(scales + block));
-    for (int64_t i = 0; i < block_numel; i += kRun, codes += code_nbytes<Code>(kRun), dst += kRun) {
-      typename V::F run[kRun / V::kLanes];
-      decode_run<V, Code, kRotated>(codes, scale, signs, run);
-      for (int k = 0; k < kRun / V::kLanes; ++k) {
-        put<kStreamed, V>(dst + k * V::kLanes, V::canonical(V::mul(run[k], factor_v)));
-      }
+    const float block_scale = Scalar::load(scales + block);
+    const typename V::F scale = V::broadcast(block_scale);
+    if (moderate_factor && is_moderate(block_scale)) {
+      dequantize_block<V, Code, Dst, kRotated, kStreamed, kRotated>(scale, codes, dst, block_numel, factor_v, factors);
+    } else {
+      dequantize_block<V, Code, Dst, kRotated, kStreamed, false>(scale, codes, dst, block_numel, factor_v, signs);
     }
+    codes += code_nbytes<Code>(block_numel);
+    dst += block_numel;
   }
 }
 
