@@ -153,14 +153,14 @@ inline void check_stream_wire(const StreamWire& stream) {
         "rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4): others round each "
         "element by itself, which a rotation cannot improve");
   }
-  if (stream.numel < 0) throw std::invalid_argument("bucket_layout: a numel is negative");
 }
 
 // Cuts a bucket into equal chunks of at most about `max_chunk_nbytes` (one grain a part is the least). One layout for
 // each of `streams`, of which there is at least one, in their order.
 inline std::vector<BucketLayout> bucket_layouts(const std::vector<StreamWire>& streams, int64_t num_parts,
                                                 int64_t exact_numel, int64_t max_chunk_nbytes) {
-  if (streams.empty() || num_parts < 1 || exact_numel < 0 || max_chunk_nbytes < 1) {
+  const bool negative = std::any_of(streams.begin(), streams.end(), [](const auto& s) { return s.numel < 0; });
+  if (streams.empty() || num_parts < 1 || exact_numel < 0 || negative || max_chunk_nbytes < 1) {
     throw std::invalid_argument(
         "bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative, streams not empty");
   }

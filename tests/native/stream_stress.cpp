@@ -367,7 +367,7 @@ class Rank {
     const auto& bucket = buckets_[0];
     const auto numel = static_cast<int64_t>(bucket->gradients.size());
     job->plan = {};
-    job->streams = {};
+    job->payloads.clear();
     BucketStreams streams;
     streams.origin = bucket->gradients.data();
     streams.lossy.append(streams.origin, numel, GradDtype::kFloat32);

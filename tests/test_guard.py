@@ -1,0 +1,229 @@
+"""What watches the wire: measured quantisation errors, buckets that fall back, and whose gradients were not finite."""
+
+import warnings
+
+import pytest
+import torch
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import reference
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+
+NUMEL = 20000
+
+
+def smooth(rank, step, numel=NUMEL):
+    """Every wire is good at it."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def spiky(rank, step, numel=NUMEL):
+    """One outlier in every block of 32, so large that int4 has few steps left for the rest."""
+    x = smooth(rank, step, numel)
+    x[::32] = 12 * x[::32].sign()
+    return x
+
+
+def two_buckets():
+    """Bucket 0 has weights.1, bucket 1 weights.0."""
+    return DistributedDataParallel(Gradients((NUMEL,), (NUMEL,)), bucket_cap_mb=0.05)
+
+
+# ---- measured
+
+
+def measured(rank, world_size, kwargs, num_steps):
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, exempt=(), quiet=True, measure_every=2, **kwargs)
+    for step in range(num_steps):
+        results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+    return comm.stats().quantisation_error, results
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8", "int4", "int4 rotated"])
+def test_quantisation_errors_are_those_of_the_oracle(ranks, wire):
+    name, _, rotated = wire.partition(" ")
+    kwargs = {"wire": name, "sum": "two-shot", "rotate": bool(rotated)}
+    for rank, (errors, results) in enumerate(ranks.run(measured, kwargs, 4, world_size=2)):
+        # Measured in steps 1, 3, …; DDP has its buckets in their final order from step 1 on.
+        for bucket, gradient in (("bucket 0", spiky(rank, 3)), ("bucket 1", smooth(rank, 3))):
+            y = reference.rotate(gradient) if rotated else gradient
+            block = _C.default_block_numel(name)
+            sent = reference.decode(*reference.encode(y, name, block), name, block)
+            sent = reference.unrotate(sent) if rotated else sent
+            expected = (gradient.double() - sent.double()).norm() / gradient.double().norm()
+            assert errors[bucket] == pytest.approx(expected.item(), rel=1e-4)
+        # Measuring does not change a bit of what is sent.
+        for result, gradients in zip(
+            results, ([smooth(r, 3) for r in (0, 1)], [spiky(r, 3) for r in (0, 1)]), strict=True
+        ):
+            assert torch.equal(result, fusedcomm.simulate(gradients, name, sum="two-shot", rotate=bool(rotated)))
+
+
+def test_with_error_feedback_the_error_is_what_is_left_out(ranks):
+    for errors, _ in ranks.run(measured, {"wire": "int4", "error_feedback": "bf16"}, 4, world_size=2):
+        assert 0.01 < errors["bucket 1"] < 0.5
+
+
+def test_buckets_that_are_summed_exactly_have_no_error(ranks):
+    for errors, _ in ranks.run(measured, {"wire": "fp32"}, 4, world_size=2):
+        assert errors == {}
+
+
+# ---- fallback
+
+
+def wires_by_step(rank, world_size, kwargs, num_steps):
+    """(wire of each bucket after each step, results, warnings)"""
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, verify_every=1, **kwargs)
+    wires, results, messages = [], [], []
+    for step in range(num_steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(synchronise(ddp, [smooth(rank, step), spiky(rank, step)]))
+        messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+        wires.append([(bucket.wire, bucket.sum) for bucket in comm.plan().buckets])
+    delivered = [sum(step[index].double() for step in results) for index in range(2)]
+    residuals = comm.state_dict(consolidated=True)["residuals"]
+    return wires, results, messages, delivered, residuals
+
+
+@pytest.mark.parametrize(
+    ("fallback_wire", "row"),
+    [("bf16", ("bf16", "two-shot")), ("fp16", ("fp16", "two-shot")), ("fp32", ("fp32", "exact"))],
+)
+def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fallback_wire, row):
+    num_steps = 8
+    outcome = ranks.run(wires_by_step, {"fallback_error": 0.2, "fallback_wire": fallback_wire}, num_steps, world_size=3)
+    for wires, results, _, _, _ in outcome:
+        assert wires[1] == [("int4", "two-shot")] * 2
+        assert wires[-1] == [row, ("int4", "two-shot")]  # the other one loses no more than int4 does
+        assert [torch.equal(a, b) for a, b in zip(results[-1], outcome[0][1][-1], strict=True)] == [True, True]
+        exact = sum(spiky(rank, num_steps - 1) for rank in range(3)) / 3
+        assert (results[-1][1] - exact).norm() / exact.norm() < 0.005
+    assert [len(messages) for _, _, messages, _, _ in outcome] == [1, 0, 0]
+    message = outcome[0][2][0]
+    assert all(
+        words in message for words in ("weights.1", "fallback_error=0.2", "in step", fallback_wire, "every rank")
+    ), message
+
+
+def test_a_fallback_takes_residuals_along(ranks):
+    """Into the next wire's, or, where there is none, into the gradients at hand."""
+    for fallback_wire in ("bf16", "fp32"):
+        kwargs = {"fallback_error": 0.3, "fallback_wire": fallback_wire, "error_feedback": True}
+        wires, _, _, delivered, residuals = ranks.run(wires_by_step, kwargs, 8, world_size=2)[0]
+        assert wires[-1][0][0] == fallback_wire
+        wanted = sum(spiky(rank, step).double() for rank in range(2) for step in range(8)) / 2
+        total = delivered[1] + residuals.get("weights.1", torch.zeros(NUMEL))
+        assert torch.allclose(total, wanted, rtol=0, atol=1e-4)
+
+
+# ---- whose gradients were not finite
+
+
+def reported(rank, world_size):
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), quiet=True)
+    for step in range(2):
+        broken = [smooth(rank, step), smooth(rank, step)]
+        if rank == 1:
+            broken[1][5] = torch.nan
+        if rank == 2:
+            broken[0][:3] = torch.inf
+        synchronise(ddp, broken)
+    return comm.nonfinite_report()
+
+
+def test_the_report_names_rank_bucket_and_parameter(ranks):
+    for report in ranks.run(reported, world_size=3):
+        rows = [(row.rank, row.parameter, row.count) for row in report]
+        assert rows == [(2, "weights.0", 6), (1, "weights.1", 2)]
+        assert "bucket 1" in report[0].bucket and "bucket 0" in report[1].bucket
+
+
+def report_by_one_rank(rank, world_size):
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not take part within .* collective call"):
+            comm.nonfinite_report()
+
+
+def test_a_report_that_not_every_rank_asks_for_is_an_error(ranks):
+    ranks.run(report_by_one_rank, world_size=2)
+
+
+# ---- wires for some parameters
+
+
+def with_wires(rank, world_size, kwargs):
+    ddp = DistributedDataParallel(Gradients((NUMEL,), (50, 60), (33,), (7000,)))
+    comm = fusedcomm.attach(ddp, wire="int4", quiet=True, **kwargs)
+    gradients = [smooth(rank, index, weight.numel()).view_as(weight) for index, weight in enumerate(ddp.module.weights)]
+    results = synchronise(ddp, gradients, steps=2)
+    (bucket,) = comm.plan().buckets
+    return gradients, results, bucket, comm.plan().exempt, comm.stats().sent_nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
+    kwargs = {"exempt": ("weights.2",), "wire_for": {"weights.1": "bf16", "weights.3": "int8", "weights.*": "fp8"}}
+    outcome = ranks.run(with_wires, kwargs, world_size=world_size)
+    for _, results, bucket, exempt, sent_nbytes in outcome:
+        assert (bucket.wire, bucket.sum, exempt) == ("bf16+int8+fp8", "two-shot", ("weights.2",))
+        for index, wire in enumerate(("fp8", "bf16", "fp32", "int8")):
+            means = fusedcomm.simulate([gradients[index] for gradients, *_ in outcome], wire, sum="two-shot")
+            assert torch.equal(results[index], means), wire
+        payload = 2 * 3000 + 4 * 33 + 1.04 * (NUMEL + 7000)
+        assert sent_nbytes == pytest.approx(2 * 2 * payload * (world_size - 1) / world_size, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"wire_for": "bf16"}, ["wire_for='bf16'", "dict"]),
+        ({"wire_for": {"a": "fp7"}}, ["wire_for['a']='fp7'", "'fp8'"]),
+        ({"wire_for": {"": "fp8"}}, ["wire_for['']", "pattern"]),
+        ({"wire_for": {"a": "int8"}, "sum": "direct", "exempt": ()}, ["sum='direct'", "sum='two-shot'"]),
+        ({"wire": "fp32", "sum": "exact", "wire_for": {"a": "int8"}}, ["sum='exact'", "no other wires"]),
+        ({"rounding": "up"}, ["rounding='up'", "'stochastic'"]),
+        ({"wire": "fp32", "rounding": "stochastic"}, ["rounding='stochastic'", "fp32", "rounds nothing"]),
+        ({"sum": "direct", "rounding": "stochastic"}, ["rounding='stochastic'", "sum='two-shot'"]),
+        ({"seed": -1}, ["seed=-1", "2^64 - 1"]),
+        ({"seed": 0.5}, ["seed=0.5", "whole number"]),
+        ({"error_feedback": "fp8"}, ["error_feedback='fp8'", "'bf16'"]),
+        ({"wire": "fp32", "error_feedback": "fp32"}, ["error_feedback", "rounds nothing"]),
+        ({"sum": "direct", "error_feedback": "fp32"}, ["error_feedback", "sum='two-shot'"]),
+        ({"error_feedback": "int8"}, ["error_feedback='int8'", "wires with scales", "'bf16' or 'fp32'"]),
+        (
+            {"wire": "int8", "error_feedback": "int8", "wire_for": {"a": "bf16"}},
+            ["error_feedback='int8'", "wires with scales"],
+        ),
+        ({"measure_every": -3}, ["measure_every=-3", "0 for never"]),
+        ({"fallback_error": 0.5}, ["fallback_error=0.5", "verify_every"]),
+        ({"fallback_error": 0, "verify_every": 1}, ["fallback_error=0", "greater than 0"]),
+        ({"fallback_error": float("nan"), "verify_every": 1}, ["fallback_error=nan", "greater than 0"]),
+        ({"fallback_error": 0.5, "verify_every": 1, "sum": "direct"}, ["fallback_error=0.5", "sum='direct'"]),
+        ({"fallback_wire": "int8"}, ["fallback_wire='int8'", "'bf16'"]),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused_with_what_is_possible(kwargs, words):
+    with pytest.raises(ValueError) as error:
+        Config(**kwargs)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def refused_pattern(rank, world_size):
+    ddp = two_buckets()
+    with pytest.raises(ValueError, match="wire_for pattern 'head.*' matches none of the 2 parameters"):
+        fusedcomm.attach(ddp, wire="int8", wire_for={"head.*": "bf16"}, quiet=True)
+
+
+def test_a_pattern_that_matches_nothing_is_refused(ranks):
+    ranks.run(refused_pattern, world_size=2)
