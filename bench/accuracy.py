@@ -53,10 +53,27 @@ class Way:
     sum: str
     rotate: bool = False
     reversed: bool = False  # ranks in reverse order
+    rounding: str = "nearest"
+    error_feedback: str | None = None
 
-    def mean(self, grads: Sequence[Tensor], exempt_mask: Tensor | None = None) -> Tensor:
+    def mean(
+        self,
+        grads: Sequence[Tensor],
+        exempt_mask: Tensor | None = None,
+        step: int = 0,
+        residuals: fusedcomm.Residuals | None = None,
+    ) -> Tensor:
         grads = list(grads)[:: -1 if self.reversed else 1]
-        return fusedcomm.simulate(grads, self.wire, sum=self.sum, rotate=self.rotate, exempt_mask=exempt_mask)
+        return fusedcomm.simulate(
+            grads,
+            self.wire,
+            sum=self.sum,
+            rotate=self.rotate,
+            exempt_mask=exempt_mask,
+            rounding=self.rounding,
+            step=step,
+            residuals=residuals,
+        )
 
 
 TWO_SHOT = [Way(wire, wire, "two-shot") for wire in fusedcomm.WIRES]
@@ -74,6 +91,12 @@ TRAINING_WAYS = [
     UNMODIFIED,
     REPEAT,
     *[way for way in [*TWO_SHOT, *ROTATED] if way.name in ("bf16", "int8", "fp8", "int4", "int4 rotated")],
+    Way("int4 stochastic", "int4", "two-shot", rounding="stochastic"),
+    Way("int4, feedback", "int4", "two-shot", error_feedback="fp32"),
+    Way("int4, feedback in bf16", "int4", "two-shot", error_feedback="bf16"),
+    Way("int4, feedback in int8", "int4", "two-shot", error_feedback="int8"),
+    Way("int4 stochastic, feedback", "int4", "two-shot", rounding="stochastic", error_feedback="fp32"),
+    Way("int4 rotated, feedback", "int4", "two-shot", rotate=True, error_feedback="fp32"),
 ]
 
 
@@ -350,11 +373,12 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
     optimizer = task.optimizer(model)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
     batches = [task.batches(seed, rank) for rank in range(NUM_TRAINING_RANKS)]
+    residuals = fusedcomm.Residuals(way.error_feedback) if way.error_feedback else None
     losses, errors, norm_errors = [], [], []
     for step in range(steps):
         grads, step_losses = rank_gradients(task, model, batches)
         losses.append(statistics.mean(step_losses))
-        mean = way.mean(grads, exempt)
+        mean = way.mean(grads, exempt, step, residuals)
         if step % GRADIENT_ERROR_EVERY == 0:
             right = torch.stack(grads).mean(dim=0, dtype=torch.float64)
             errors.append(((mean - right).square().sum() / right.square().sum()).item())

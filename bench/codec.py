@@ -26,7 +26,14 @@ BLOCK = _C.DEFAULT_BLOCK_NUMEL
 NUM_RANKS = 4
 RING_NBYTES = 256 * MIB
 WHOLE = 1 << 62  # one chunk, whatever its size
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4", "int4-rotated")
+PLAIN_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+# Encoded otherwise: unpack is the plain one's, or the rotated one's.
+SPECIAL_WIRES = (
+    *("int8-stochastic", "int4-stochastic"),
+    *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback", "int4-rotated-feedback"),
+    *("int4-feedback_bf16", "int4-feedback_int8", "int4-stochastic-feedback"),
+)
+WIRES = (*PLAIN_WIRES, "int4-rotated", *SPECIAL_WIRES)
 # Half a step relative to the greatest value of a block, twice over where an expression rounds before it divides.
 TOLERANCE = {"fp32": 2.0**-22, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1.01 / 127}
 # What PyTorch has no expression for that anyone would write is compared with the reference and memcpy alone.
@@ -84,9 +91,38 @@ def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out:
 
 
 def layout_of(wire: str, num_parts: int, numel: int, block: int | None = None) -> "_C.BucketLayout":
-    name, _, rotated = wire.partition("-")
+    name, *how = wire.split("-")
     block = block or _C.default_block_numel(name)
-    return _C.bucket_layout(name, block, num_parts, 0, numel, WHOLE, bool(rotated))
+    return _C.bucket_layout(name, block, num_parts, 0, numel, WHOLE, "rotated" in how)
+
+
+class Encoding:
+    """The noise and the residuals that `wire` asks for, one residual for each buffer of a ring."""
+
+    def __init__(self, wire: str, layout: "_C.BucketLayout", numel: int, num_buffers: int) -> None:
+        how = wire.split("-")[1:]
+        formats = [part.partition("_")[2] or "fp32" for part in how if part.startswith("feedback")]
+        self.noise = (1, 0, 0, 0) if "stochastic" in how else None
+        self.key = None if self.noise is None else reference.NoiseKey(*self.noise)
+        self._format, self._numel = formats[0] if formats else None, numel
+        self.residuals: list[torch.Tensor] = []
+        if formats:
+            nbytes = _C.residual_nbytes(self._format, layout.block_numel, numel)
+            self.residuals = ring(num_buffers, nbytes, torch.uint8)
+            for residual in self.residuals:
+                residual.zero_()
+
+    @property
+    def traffic_bytes(self) -> int:
+        """A residual is read and written."""
+        return 2 * self.residuals[0].numel() if self.residuals else 0
+
+    def arguments(self, index: int) -> tuple:
+        return (self.noise, (self._format, self.residuals[index], self._numel) if self.residuals else None)
+
+    def feedback(self) -> "reference.Feedback | None":
+        """The oracle's, still zeros."""
+        return reference.Feedback(self._format, torch.zeros_like(self.residuals[0])) if self.residuals else None
 
 
 def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -135,10 +171,13 @@ def pack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_
     layout, scale = layout_of(wire, 1, numel), 1 / NUM_RANKS
     grads = [gradients(numel, seed) for seed in range(num_buffers)]
     packed = ring(num_buffers, layout.chunk_nbytes, torch.uint8)
-    case = Case(f"pack/{wire}", numel, numel * 4 + layout.chunk_nbytes, num_buffers, {}, {})
-    case.impls["fusedcomm"] = lambda i: codec.pack(layout, 0, [grads[i]], [], scale, packed[i])
+    encoding = Encoding(wire, layout, layout.padded_numel, num_buffers)
+    traffic_bytes = numel * 4 + layout.chunk_nbytes + encoding.traffic_bytes
+    case = Case(f"pack/{wire}", numel, traffic_bytes, num_buffers, {}, {})
+    case.impls["fusedcomm"] = lambda i: codec.pack(layout, 0, [grads[i]], [], scale, packed[i], *encoding.arguments(i))
     case.checks["fusedcomm"] = lambda: torch.equal(
-        packed[0], reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale)
+        packed[0],
+        reference.pack(layout, 0, grads[0], grads[0].new_empty(0), scale, encoding.key, encoding.feedback()),
     )
     add_memcpy(case)
     for name, wrap in torch_impls.items() if wire in TORCH_WIRES else ():
@@ -157,9 +196,13 @@ def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
         for part, value in zip(buffer.view(NUM_RANKS, -1), values, strict=True):
             codec.pack(single, 0, [value], [], 1.0, part)
     out = ring(num_buffers, layout.part.nbytes, torch.uint8)
-    case = Case(f"reduce/{wire}", part_numel, layout.chunk_nbytes + layout.part.nbytes, num_buffers, {}, {})
-    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i])
-    case.checks["fusedcomm"] = lambda: torch.equal(out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS))
+    encoding = Encoding(wire, layout, part_numel, num_buffers)
+    traffic_bytes = layout.chunk_nbytes + layout.part.nbytes + encoding.traffic_bytes
+    case = Case(f"reduce/{wire}", part_numel, traffic_bytes, num_buffers, {}, {})
+    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i], 1, *encoding.arguments(i))
+    case.checks["fusedcomm"] = lambda: torch.equal(
+        out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS, encoding.key, encoding.feedback())
+    )
     add_memcpy(case)
     if wire not in TORCH_WIRES:
         return case
@@ -243,7 +286,12 @@ def main() -> None:
         torch_impls["torch.compile"] = torch.compile
 
     rows = []
-    for mib, stage, wire in tqdm(list(itertools.product(sizes, arguments.stages, arguments.wires)), disable=None):
+    cases = [
+        case
+        for case in itertools.product(sizes, arguments.stages, arguments.wires)
+        if case[1] != "unpack" or case[2] not in SPECIAL_WIRES
+    ]
+    for mib, stage, wire in tqdm(cases, disable=None):
         num_buffers = max(2, RING_NBYTES // (mib * MIB))
         rows += measure(STAGES[stage](wire, mib * MIB // 4, num_buffers, codec, torch_impls), rounds)
     rows = with_ratios(rows, ["memcpy", "torch"])

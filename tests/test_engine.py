@@ -397,3 +397,47 @@ def private_order(rank, world_size):
 
 def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
     assert ranks.run(private_order) == [(True, {6.0})] * 4
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def nbytes_at_the_socket(rank, world_size, wire, kwargs, steps):
+    from fusedcomm.transport import tcp_nbytes_sent
+
+    ddp = DistributedDataParallel(Gradients((1 << 20,)))
+    comm = fusedcomm.attach(ddp, wire=wire, exempt=(), **kwargs)
+    gradient = torch.randn(1 << 20, generator=torch.Generator().manual_seed(rank))
+    synchronise(ddp, [gradient])
+    dist.barrier()
+    before = tcp_nbytes_sent()
+    if before is None:
+        return None
+    synchronise(ddp, [gradient], steps=steps)
+    sent = tcp_nbytes_sent() - before
+    dist.barrier()  # a rank that leaves closes its end of our sockets
+    return sent / steps, comm.plan().sent_nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("wire", "kwargs", "most"),
+    [
+        ("bf16", {"sum": "two-shot"}, 0.505),
+        ("int8", {}, 0.265),
+        ("fp8", {}, 0.265),
+        ("fp8_e5m2", {"error_feedback": True, "rounding": "stochastic"}, 0.265),
+        ("int4", {}, 0.145),
+        ("int4", {"rotate": True, "error_feedback": True}, 0.145),
+    ],
+    ids=str,
+)
+def test_what_leaves_the_sockets_is_what_the_plan_says(ranks, wire, kwargs, most, world_size):
+    """Of an fp32 ring's bytes, headers of the transport included."""
+    of_fp32 = 2 * 4 * (1 << 20) * (world_size - 1) / world_size
+    for counted in ranks.run(nbytes_at_the_socket, wire, kwargs, 5, world_size=world_size):
+        if counted is None:
+            pytest.skip("this kernel does not count the bytes of a socket")
+        sent, planned = counted
+        assert planned <= sent <= 1.005 * planned
+        assert sent <= most * of_fp32
