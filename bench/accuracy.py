@@ -500,9 +500,13 @@ def plot_errors(rows: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def _style(way: Way) -> str:
+    return "-." if way.error_feedback else ":" if way.rounding == "stochastic" else "--" if way.rotate else "-"
+
+
 def plot_training(runs: list[dict], summary: list[dict], path: Path) -> None:
     models = list(dict.fromkeys(run["model"] for run in runs))
-    figure, all_axes = plt.subplots(2, len(models), figsize=(5.5 * len(models), 7), layout="constrained")
+    figure, all_axes = plt.subplots(2, len(models), figsize=(5.5 * len(models), 8.5), layout="constrained")
     for (curves, finals), model in zip(all_axes.T, models, strict=True):
         own = [row for row in summary if row["model"] == model]
         for way in TRAINING_WAYS:
@@ -511,9 +515,9 @@ def plot_training(runs: list[dict], summary: list[dict], path: Path) -> None:
                 continue
             curve = torch.tensor(of_seeds).log().mean(dim=0).exp()
             steps = [LOSS_STEPS * (index + 1) for index in range(len(curve))]
-            curves.plot(steps, curve, "--" if way.rotate else "-", color=COLOURS[way.wire], lw=1.2, label=way.name)
+            curves.plot(steps, curve, _style(way), color=COLOURS[way.wire], lw=1.2, label=way.name)
         curves.set(yscale="log", xlabel="step", ylabel="training loss, mean of seeds", title=model)
-        curves.legend(frameon=False)
+        curves.legend(frameon=False, fontsize="small")
         for index, row in enumerate(own):
             finals.plot(row["loss"], [index] * len(row["loss"]), "o", color="#0072b2", alpha=0.6)
         finals.axvspan(min(own[0]["loss"]), max(own[0]["loss"]), color="#8a8a8a", alpha=0.25, lw=0)
