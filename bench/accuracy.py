@@ -521,7 +521,7 @@ def plot_training(runs: list[dict], summary: list[dict], path: Path) -> None:
         for index, row in enumerate(own):
             finals.plot(row["loss"], [index] * len(row["loss"]), "o", color="#0072b2", alpha=0.6)
         finals.axvspan(min(own[0]["loss"]), max(own[0]["loss"]), color="#8a8a8a", alpha=0.25, lw=0)
-        finals.set_yticks(range(len(own)), [row["way"].replace(", ", ",\n") for row in own])
+        finals.set_yticks(range(len(own)), [row["way"] for row in own], fontsize="small")
         finals.invert_yaxis()
         finals.set(xlabel="final loss, each seed; grey: fp32's seeds")
         for axes in (curves, finals):
