@@ -105,7 +105,7 @@ def load_kernels(
     version = check_triton()
     from fusedcomm.kernels import compile, constants, ragged_cuda
 
-    variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes, cfg.rotate)
+    variants = compile.engine_variants([(cfg.wire, cfg.block, cfg.rotate)], grad_dtypes)
     if announce:
         print(
             f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
@@ -131,8 +131,14 @@ def load(loader: "_C.KernelLoader", compiled: object) -> None:
         )
     loader.load(
         kernel=variant.kernel,
-        grad_dtype=variant.grad_dtype,
+        wire=variant.wire,
+        block=variant.block,
+        rotated=variant.rotated,
         flat=variant.flat,
+        grad_dtype=variant.grad_dtype,
+        in_wire=variant.in_wire,
+        stochastic=variant.stochastic,
+        feedback=variant.feedback,
         cubin=compiled.cubin,
         symbol=compiled.symbol,
         num_threads=32 * compiled.num_warps,

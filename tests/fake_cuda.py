@@ -71,7 +71,7 @@ class FakeCuda:
         from fusedcomm.kernels import compile, constants
 
         loader = _C.KernelLoader(self.driver, TILE)
-        for index, variant in enumerate(compile.engine_variants(wire, block, grad_dtypes, rotated)):
+        for index, variant in enumerate(compile.engine_variants([(wire, block, rotated)], grad_dtypes)):
             image = f"variant {index} of {id(loader)}"
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(

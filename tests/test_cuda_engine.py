@@ -172,13 +172,15 @@ def recorded(rank, world_size, library):
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes by hand: two parts; 600 lossy elements in blocks of 64, 3000 exact ones."""
-    part = {"part_nbytes": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
+    part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
+    no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
     of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
     for launches in ranks.run(recorded, library, world_size=2):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
-        assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
-        assert reduce_args == {**part, "world_size": 2, "scale": 0.5}
+        assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
+        of_sum = {"in_stride": part["part_stride"], "first_part": 0, "num_parts": 1, "world_size": 2, "scale": 0.5}
+        assert reduce_args == {**part, **of_sum, **no_noise}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
 
 
@@ -186,7 +188,7 @@ def test_every_kernel_parameter_has_the_engines_type():
     """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
     from fusedcomm.kernels import compile
 
-    for variant in compile.engine_variants("int8", 128, (torch.float32,)):
+    for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
         signature, _ = compile._signature(variant)
         kinds = [
             "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
@@ -239,7 +241,7 @@ def test_a_cubin_that_does_not_load_is_an_error(fake, call):
 def test_kernels_of_another_version_are_refused(fake):
     from fusedcomm.kernels import compile
 
-    variant = compile.engine_variants("bf16", 128, (torch.float32,))[0]
+    variant = compile.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
     compiled = compile.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
     with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
         cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)
