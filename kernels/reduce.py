@@ -111,21 +111,25 @@ def reduce_tile(
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
     kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK) if FEEDBACK else None
     total = minus_zeros([TILE], tl.float32)
-    for rank in range(0, world_size, 4):
+    # With scales and residuals, four at a time are more than the registers hold.
+    AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
+    for rank in range(0, world_size, AT_A_TIME):
         c0, s0 = load_rank(scales_in, codes_in, in_stride, world_size, rank, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
         c1, s1 = load_rank(
             scales_in, codes_in, in_stride, world_size, rank + 1, begin, numel, VEC, IN_WIRE, BLOCK, TILE
         )
-        c2, s2 = load_rank(
-            scales_in, codes_in, in_stride, world_size, rank + 2, begin, numel, VEC, IN_WIRE, BLOCK, TILE
-        )
-        c3, s3 = load_rank(
-            scales_in, codes_in, in_stride, world_size, rank + 3, begin, numel, VEC, IN_WIRE, BLOCK, TILE
-        )
+        if AT_A_TIME == 4:
+            c2, s2 = load_rank(
+                scales_in, codes_in, in_stride, world_size, rank + 2, begin, numel, VEC, IN_WIRE, BLOCK, TILE
+            )
+            c3, s3 = load_rank(
+                scales_in, codes_in, in_stride, world_size, rank + 3, begin, numel, VEC, IN_WIRE, BLOCK, TILE
+            )
         total = add(total, c0, s0, VEC, IN_WIRE)
         total = add(total, c1, s1, VEC, IN_WIRE)
-        total = add(total, c2, s2, VEC, IN_WIRE)
-        total = add(total, c3, s3, VEC, IN_WIRE)
+        if AT_A_TIME == 4:
+            total = add(total, c2, s2, VEC, IN_WIRE)
+            total = add(total, c3, s3, VEC, IN_WIRE)
     # Past the part's end the total is a zero still, and nothing there is written.
     encode_tile(
         total * scale,
