@@ -180,10 +180,13 @@ int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) con
                       tiles_per_part(layout.part.lossy_numel, kernels_.tile_numel));
 }
 
+const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& layout) const {
+  return layout.lossy_numel == 0 ? kernels_.at_any_encoding(key) : kernels_.at(key);
+}
+
 template <typename Launch>
-void CudaDevice::launch_kernel(const KernelKey& key, int64_t num_tiles, const Launch& args) {
+void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args) {
   if (num_tiles == 0) return;
-  const Kernel& kernel = kernels_.at(key);
   void* stream = on_streams() ? current_stream().native_handle() : nullptr;
   launch(*driver_, kernel, std::min(num_tiles, max_programs_), stream, args);
   ++num_launches_;
@@ -218,7 +221,7 @@ int64_t CudaDevice::pack(const PackArgs& args) {
   KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);
-  launch_kernel(key, num_tiles(layout, layout.num_parts), launch);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
   return 0;
 }
 
@@ -247,7 +250,7 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   key.rotated = to.rotated && !from.rotated;  // what has been rotated stays so
   key.flat = to.part.exact_numel == 0;
   key.in_wire = from.wire;
-  launch_kernel(key, num_tiles(to, args.num_parts), launch);
+  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
 }
 
 void CudaDevice::unpack(const UnpackArgs& args) {
@@ -265,7 +268,7 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   KernelKey key{UnpackLaunch::kName, layout.wire, layout.block_numel, layout.rotated};
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);
-  launch_kernel(key, num_tiles(layout, layout.num_parts), launch);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
 }
 
 int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale) {
@@ -279,7 +282,7 @@ int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale) {
   launch.starts = tables.lossy.starts;
   launch.counts = tables.lossy.counts;
   launch.num_slices = tables.lossy.num_slices;
-  launch_kernel({ScaleLaunch::kName}, ceil_div(launch.numel, kernels_.tile_numel), launch);
+  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), launch);
   return 0;
 }
 

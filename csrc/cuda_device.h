@@ -48,8 +48,9 @@ class CudaDevice : public StreamDevice {
   int64_t num_launches() const { return num_launches_; }
 
  private:
+  const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
-  void launch_kernel(const KernelKey& key, int64_t num_tiles, const Launch& args);
+  void launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args);
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
 
   const std::shared_ptr<const CudaDriver> driver_;

@@ -84,6 +84,18 @@ struct CudaKernels {
     }
     return found->second;
   }
+
+  // The same for a bucket without lossy elements, which any noise and feedback do for: these come last in a key.
+  const Kernel& at_any_encoding(KernelKey key) const {
+    key.stochastic = false;
+    key.feedback.reset();
+    const auto first = kernels.lower_bound(normalised(key));
+    if (first == kernels.end()) return at(key);
+    KernelKey found = first->first;
+    found.stochastic = false;
+    found.feedback.reset();
+    return found < normalised(key) || normalised(key) < found ? at(key) : first->second;
+  }
 };
 
 // A stream's slices; see slice_table.h.

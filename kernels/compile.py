@@ -6,14 +6,14 @@ believed: the parameter list of the PTX has to be the one that the engine packs.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .constants import BLOCK_WIRES, CODE_NBYTES, FEEDBACK_IDS, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
+from .constants import CODE_NBYTES, FEEDBACK_IDS, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
@@ -86,29 +86,36 @@ def engine_variants(
     grad_dtypes: Sequence[torch.dtype],
     stochastic: bool = False,
     feedback: str | None = None,
+    measured: bool = False,
     local_wire: str | None = None,
 ) -> tuple[Variant, ...]:
     """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
 
-    `local_wire`: the 16-bit wire in which gradients travel within a host, packed to nearest, and only their sums in
-    `wires`; None: all travel in `wires`. ValueError if a wire has no blocks for an int8 residual.
+    `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
+    pack leaves out is asked for, as an fp32 residual. `local_wire`: the 16-bit wire in which gradients travel within a
+    host, packed to nearest, and only their sums in `wires`; None: all travel in `wires`. ValueError if a wire has no
+    blocks for an int8 residual.
     """
     variants = []
     for wire, block, rotated in wires:
-        if feedback == "int8" and wire not in BLOCK_WIRES:
+        if feedback == "int8" and wire in ("bf16", "fp16"):
             raise ValueError(f"an int8 residual has the wire's blocks, and {wire} has none: use 'bf16' or 'fp32'")
-        encoder = {"stochastic": stochastic and wire != "fp32", "feedback": feedback}
+        lossless = wire == "fp32"
+        encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
+        packs = [Variant("pack", wire, block, None, True, rotated=rotated, **encoder)]
+        if local_wire is not None:
+            packs = [Variant("pack", local_wire, block, None, True)]
+        if measured:
+            packs += [replace(pack, feedback="fp32") for pack in packs if pack.wire != "fp32"]
+        unpack = Variant("unpack", wire, block, None, True, rotated=rotated)
+        sums = [Variant("reduce", wire, block, None, True, **encoder)]
+        if local_wire is not None:
+            sums.append(replace(sums[0], rotated=rotated, in_wire=local_wire))
         for flat in (True, False):
-            for dtype in grad_dtypes:
-                if local_wire is None:
-                    variants.append(Variant("pack", wire, block, dtype, flat, rotated=rotated, **encoder))
-                else:
-                    variants.append(Variant("pack", local_wire, block, dtype, flat))
-                variants.append(Variant("unpack", wire, block, dtype, flat, rotated=rotated))
-            variants.append(Variant("reduce", wire, block, None, flat, **encoder))
-            if local_wire is not None:
-                sums = Variant("reduce", wire, block, None, flat, rotated=rotated, in_wire=local_wire, **encoder)
-                variants.append(sums)
+            variants += [
+                replace(variant, grad_dtype=dtype, flat=flat) for dtype in grad_dtypes for variant in (*packs, unpack)
+            ]
+            variants += [replace(variant, flat=flat) for variant in sums]
     variants.append(Variant("scale", None, 0, torch.float32, True))
     return tuple(dict.fromkeys(variants))
 

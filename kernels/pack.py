@@ -61,14 +61,15 @@ def pack_tile(
     """Packs a tile into the part whose sections are given; returns `seen`, grown by the magnitudes met."""
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_out.dtype.element_ty, residual[0].dtype.element_ty)
     begin, on_wire, real = extent(numel, part_numel, part, tile, TILE)
-    # Before the gradients, which come last to where they are waited for.
-    kept = load_residual(residual, begin, on_wire, VEC, BLOCK, TILE, FEEDBACK) if FEEDBACK else None
     offset, run, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
     lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
     if (run >= TILE) & (on_wire == TILE) & (offset % VEC == 0):
+        kept = load_residual(residual, begin, TILE, VEC, BLOCK, TILE, FEEDBACK)
         y = to_fp32(tl.load(grads + offset // VEC * VEC + lane)) * scale
     else:
         y = load_scattered(grads, starts, offsets, begin, real, low, high, lane, scale, FLAT)
+        # Only now, since the addresses of the gradients take most registers.
+        kept = load_residual(residual, begin, on_wire, VEC, BLOCK, TILE, FEEDBACK)
     seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
     encode_tile(
         y,

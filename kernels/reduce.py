@@ -109,7 +109,7 @@ def reduce_tile(
     )
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
-    kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK) if FEEDBACK else None
+    kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK)
     total = minus_zeros([TILE], tl.float32)
     # With scales and residuals, four at a time are more than the registers hold.
     AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4

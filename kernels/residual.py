@@ -22,17 +22,23 @@ def places_of(residual, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr):
 def load_residual(
     residual, begin, numel, VEC: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FEEDBACK: tl.constexpr
 ):
-    """fp32 [TILE], zeros past `numel` elements from `begin` on. `residual`: (values, the scales of int8 ones)."""
-    places, mask = places_of(residual[0], begin, numel, VEC, TILE)
-    loaded = tl.load(places, mask=mask, other=0)
-    if FEEDBACK == FEEDBACK_BF16:
-        return from_bf16_bits(loaded)
-    elif FEEDBACK == FEEDBACK_INT8:
-        scales = load_scales(residual[1] + begin // BLOCK, 0, numel, 0.0, VEC, BLOCK, TILE)
-        return times_scales(loaded.to(tl.float32), scales, VEC)
+    """fp32 [TILE], zeros past `numel` elements from `begin` on; a 0 without FEEDBACK.
+
+    `residual`: (values, the scales of int8 ones).
+    """
+    if FEEDBACK:
+        places, mask = places_of(residual[0], begin, numel, VEC, TILE)
+        loaded = tl.load(places, mask=mask, other=0)
+        if FEEDBACK == FEEDBACK_BF16:
+            return from_bf16_bits(loaded)
+        elif FEEDBACK == FEEDBACK_INT8:
+            scales = load_scales(residual[1] + begin // BLOCK, 0, numel, 0.0, VEC, BLOCK, TILE)
+            return times_scales(loaded.to(tl.float32), scales, VEC)
+        else:
+            tl.static_assert(FEEDBACK == FEEDBACK_FP32)
+            return loaded
     else:
-        tl.static_assert(FEEDBACK == FEEDBACK_FP32)
-        return loaded
+        return 0.0
 
 
 @triton.jit
