@@ -306,7 +306,7 @@ def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead
 
     def by(compiler):
         def compiled(variant, capability):
-            taken[variant.kernel, variant.flat] = compiler
+            taken[variant.kernel, variant.flat, variant.feedback] = compiler
             return compile.Compiled(variant, variant.kernel, b"", "", 16, 0, _C.kernel_params(variant.kernel), 0)
 
         return compiled
@@ -316,6 +316,8 @@ def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead
     monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
     monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
     cuda.load_kernels(fake.driver, Config(), [torch.float32], 90, announce=False)
-    expected = {(kernel, flat): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
-    expected["scale", True] = "triton"
-    assert taken == {**expected, **{(kernel, False): "cuda" for kernel in ahead}}
+    expected = {(kernel, flat, None): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
+    # Of measured buckets, which only Triton's kernels can do.
+    expected |= {("pack", flat, "fp32"): "triton" for flat in (True, False)}
+    expected["scale", True, None] = "triton"
+    assert taken == {**expected, **{(kernel, False, None): "cuda" for kernel in ahead}}
