@@ -14,15 +14,44 @@ constexpr const char* kRefusedCapture =
     "order of buckets and workspaces: capture the step without fusedcomm (comm.detach(), then DDP's default "
     "all-reduce), or leave it uncaptured";
 
-PartArgs sections(const PartLayout& part, std::byte* bytes) {
-  return {bytes, bytes + part.scale_offset, bytes + part.code_offset};
+// The layout's piece of a message's first part.
+PartArgs sections(const BucketLayout& layout, std::byte* message) {
+  std::byte* piece = message + layout.part_offset;
+  return {piece, piece + layout.part.scale_offset, piece + layout.part.code_offset};
 }
 
-PartArgs sections(const PartLayout& part, const std::byte* bytes) {
-  return sections(part, const_cast<std::byte*>(bytes));
+PartArgs sections(const BucketLayout& layout, const std::byte* message) {
+  return sections(layout, const_cast<std::byte*>(message));
 }
 
-PartShape shape(const PartLayout& part) { return {part.nbytes, part.lossy_numel, part.exact_numel}; }
+PartShape shape(const BucketLayout& layout) {
+  return {layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel};
+}
+
+// From element `first` of the residual on, which has to have `numel` elements.
+ResidualArgs residual_args(const Residual& residual, const BucketLayout& layout, int64_t first, int64_t numel) {
+  if (!residual.data) return {};
+  TORCH_CHECK(residual.numel == numel, "fusedcomm: a residual of ", residual.numel,
+              " elements was given where the layout has ", numel);
+  if (residual.format != ResidualFormat::kInt8) {
+    return {residual.data + residual_nbytes(residual.format, layout.block_numel, first), nullptr};
+  }
+  return {residual.data + first,
+          residual.data + residual_scale_offset(numel) + first / layout.block_numel * sizeof(float)};
+}
+
+NoiseArgs noise_args(const NoiseKey& key) {
+  return {static_cast<int64_t>(key.seed), static_cast<int32_t>(key.parameter), static_cast<int32_t>(key.step),
+          static_cast<int32_t>(key.source)};
+}
+
+// The key of a kernel that encodes `layout`.
+KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Encoding& encoding) {
+  KernelKey key{kernel, layout.wire, layout.block_numel, layout.rotated};
+  key.stochastic = encoding.stochastic;
+  if (encoding.residual.data) key.feedback = encoding.residual.format;
+  return key;
+}
 
 GradDtype dtype_of(const BucketStreams& streams) {
   return (streams.lossy.numel() != 0 ? streams.lossy : streams.exact).dtype();
@@ -105,7 +134,7 @@ const CudaTables& tables_of(const BucketStreams& streams) {
 
 }  // namespace
 
-CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const KernelTable& kernels, c10::Device device,
+CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
                        std::string isa, int64_t max_programs, bool forced_sync, bool registered_memory,
                        Allocate allocate)
     : StreamDevice(device, forced_sync),
@@ -151,6 +180,10 @@ int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) con
                       tiles_per_part(layout.part.lossy_numel, kernels_.tile_numel));
 }
 
+const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& layout) const {
+  return layout.lossy_numel == 0 ? kernels_.at_any_encoding(key) : kernels_.at(key);
+}
+
 template <typename Launch>
 void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args) {
   if (num_tiles == 0) return;
@@ -161,60 +194,81 @@ void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, const La
 
 void CudaDevice::warm_up() {
   void* stream = on_streams() ? current_stream().native_handle() : nullptr;
-  const auto warm = [&](const Kernel& kernel, auto args) {
-    if (kernel.function) launch(*driver_, kernel, 1, stream, args);
-  };
-  for (size_t flat : {0, 1}) {
-    for (size_t dtype = 0; dtype < kNumGradDtypes; ++dtype) {
-      warm(kernels_.pack[dtype][flat], PackLaunch{});
-      warm(kernels_.unpack[dtype][flat], UnpackLaunch{});
-    }
-    warm(kernels_.reduce[flat], ReduceLaunch{});
+  for (const auto& [key, kernel] : kernels_.kernels) {
+    const auto warm = [&, &kernel = kernel](auto args) { launch(*driver_, kernel, 1, stream, args); };
+    if (key.kernel == PackLaunch::kName) warm(PackLaunch{});
+    if (key.kernel == ReduceLaunch::kName) warm(ReduceLaunch{});
+    if (key.kernel == UnpackLaunch::kName) warm(UnpackLaunch{});
+    if (key.kernel == ScaleLaunch::kName) warm(ScaleLaunch{});
   }
-  warm(kernels_.scale, ScaleLaunch{});
   if (on_streams()) current_stream().synchronize();
 }
 
 int64_t CudaDevice::pack(const PackArgs& args) {
+  const BucketLayout& layout = args.layout;
   const CudaTables& tables = tables_of(args.streams);
   PackLaunch launch;
   launch.grads = args.streams.origin;
   launch.lossy = tables.lossy;
   launch.exact = tables.exact;
-  launch.out = sections(args.layout.part, args.out);
-  launch.part = shape(args.layout.part);
-  launch.first_part = args.chunk * args.layout.num_parts;
-  launch.num_parts = static_cast<int32_t>(args.layout.num_parts);
+  launch.out = sections(layout, args.out);
+  launch.part = shape(layout);
+  launch.first_part = args.chunk * layout.num_parts;
+  launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.scale = args.scale;
-  const auto dtype = static_cast<size_t>(dtype_of(args.streams));
-  launch_kernel(kernels_.pack[dtype][tables.flat], num_tiles(args.layout, args.layout.num_parts), launch);
+  launch.residual = residual_args(args.encoding.residual, layout, 0, layout.padded_numel());
+  launch.noise = noise_args(args.encoding.noise);
+  KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
+  key.flat = tables.flat;
+  key.grad_dtype = dtype_of(args.streams);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
   return 0;
 }
 
 void CudaDevice::reduce(const ReduceArgs& args) {
+  const BucketLayout &from = args.from, &to = args.to;
   TORCH_CHECK(args.num_copies == 1, "fusedcomm: the device's reduce writes one copy, not ", args.num_copies);
+  TORCH_CHECK(from.part.lossy_numel == args.num_parts * to.part.lossy_numel &&
+                  from.part.exact_numel == args.num_parts * to.part.exact_numel,
+              "fusedcomm: parts of ", from.part.lossy_numel, " and ", from.part.exact_numel,
+              " elements cannot be reduced to ", args.num_parts, " times ", to.part.lossy_numel, " and ",
+              to.part.exact_numel);
+  const int64_t first = args.chunk * args.num_parts * to.part.lossy_numel;
+  const int64_t residual_numel = to.num_chunks * args.num_parts * to.part.lossy_numel;
   ReduceLaunch launch;
-  launch.in = sections(args.from.part, args.parts);
-  launch.out = sections(args.from.part, args.out);
-  launch.part = shape(args.from.part);
-  launch.world_size = static_cast<int32_t>(args.from.num_parts);
+  launch.in = sections(from, args.parts);
+  launch.out = sections(to, args.out);
+  launch.in_stride = from.part_stride;
+  launch.part = shape(to);
+  launch.first_part = args.chunk * to.num_parts + args.first_part;
+  launch.num_parts = static_cast<int32_t>(args.num_parts);
+  launch.world_size = static_cast<int32_t>(from.num_parts);
   launch.scale = args.scale;
-  launch_kernel(kernels_.reduce[args.from.part.exact_numel == 0], num_tiles(args.from, 1), launch);
+  launch.residual = residual_args(args.encoding.residual, to, first, residual_numel);
+  launch.noise = noise_args(args.encoding.noise);
+  KernelKey key = encoder_key(ReduceLaunch::kName, to, args.encoding);
+  key.rotated = to.rotated && !from.rotated;  // what has been rotated stays so
+  key.flat = to.part.exact_numel == 0;
+  key.in_wire = from.wire;
+  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
 }
 
 void CudaDevice::unpack(const UnpackArgs& args) {
+  const BucketLayout& layout = args.layout;
   const CudaTables& tables = tables_of(args.streams);
   UnpackLaunch launch;
   launch.grads = args.streams.origin;
   launch.lossy = tables.lossy;
   launch.exact = tables.exact;
-  launch.in = sections(args.layout.part, args.parts);
-  launch.part = shape(args.layout.part);
-  launch.first_part = args.chunk * args.layout.num_parts;
-  launch.num_parts = static_cast<int32_t>(args.layout.num_parts);
+  launch.in = sections(layout, args.parts);
+  launch.part = shape(layout);
+  launch.first_part = args.chunk * layout.num_parts;
+  launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.scale = args.scale;
-  const auto dtype = static_cast<size_t>(dtype_of(args.streams));
-  launch_kernel(kernels_.unpack[dtype][tables.flat], num_tiles(args.layout, args.layout.num_parts), launch);
+  KernelKey key{UnpackLaunch::kName, layout.wire, layout.block_numel, layout.rotated};
+  key.flat = tables.flat;
+  key.grad_dtype = dtype_of(args.streams);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
 }
 
 int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale) {
@@ -228,7 +282,7 @@ int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale) {
   launch.starts = tables.lossy.starts;
   launch.counts = tables.lossy.counts;
   launch.num_slices = tables.lossy.num_slices;
-  launch_kernel(kernels_.scale, ceil_div(launch.numel, kernels_.tile_numel), launch);
+  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), launch);
   return 0;
 }
 

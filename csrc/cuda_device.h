@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
@@ -16,17 +15,6 @@
 
 namespace fusedcomm {
 
-inline constexpr int kNumGradDtypes = 3;
-
-// What attach() compiled, for one wire and block.
-struct KernelTable {
-  // By GradDtype; [0] for buckets of many slices and an exact stream, [1] for one flat run of memory.
-  std::array<std::array<Kernel, 2>, kNumGradDtypes> pack, unpack;
-  std::array<Kernel, 2> reduce;  // [0] with an exact section, [1] without
-  Kernel scale;
-  int64_t tile_numel = 0;
-};
-
 class CudaDevice : public StreamDevice {
  public:
   // A workspace, zeroed; from the process group's registered memory where it has some.
@@ -35,7 +23,7 @@ class CudaDevice : public StreamDevice {
   // max_programs: how many programs a kernel has at most, each of which fills one multiprocessor.
   // registered_memory: what `allocate` gives is registered with the network.
   // `device` may be the CPU, with a driver that runs kernels there.
-  CudaDevice(std::shared_ptr<const CudaDriver> driver, const KernelTable& kernels, c10::Device device, std::string isa,
+  CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
              int64_t max_programs, bool forced_sync, bool registered_memory, Allocate allocate);
 
   const std::string& isa() const override { return isa_; }
@@ -60,12 +48,13 @@ class CudaDevice : public StreamDevice {
   int64_t num_launches() const { return num_launches_; }
 
  private:
+  const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
   void launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args);
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
 
   const std::shared_ptr<const CudaDriver> driver_;
-  const KernelTable kernels_;
+  const CudaKernels kernels_;
   const std::string isa_;
   const int64_t max_programs_;
   const bool registered_memory_;

@@ -37,35 +37,44 @@ CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device, bo
   return [options](int64_t nbytes) { return at::empty({nbytes}, options); };
 }
 
-// The kernels of one wire and block, filled in one by one.
+// The kernels of one configuration, filled in one by one.
 class KernelLoader {
  public:
   KernelLoader(std::shared_ptr<const CudaDriver> driver, int64_t tile_numel) : driver_(std::move(driver)) {
-    table_.tile_numel = tile_numel;
+    kernels_.tile_numel = tile_numel;
   }
 
-  void load(const std::string& kernel, std::optional<at::ScalarType> grad_dtype, bool flat, const std::string& cubin,
-            const std::string& symbol, uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
-    place(kernel, grad_dtype, flat) = {driver_->load(cubin, symbol, shared_nbytes), num_threads, shared_nbytes,
-                                       num_scratch_pointers};
+  // The first nine are what tells kernels apart; None where a kernel has no such thing.
+  void load(const std::string& kernel, const std::optional<std::string>& wire, int64_t block, bool rotated, bool flat,
+            std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire, bool stochastic,
+            const std::optional<std::string>& feedback, const std::string& cubin, const std::string& symbol,
+            uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
+    KernelKey key{kernel};
+    if (kernel != ScaleLaunch::kName) {
+      TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
+      key.wire = wire_from_name(*wire);
+      key.block_numel = block;
+      key.rotated = rotated;
+      key.flat = flat;
+      key.stochastic = stochastic;
+      if (feedback) key.feedback = residual_format_from_name(*feedback);
+      if (kernel == ReduceLaunch::kName) {
+        key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
+      } else {
+        TORCH_CHECK_VALUE(grad_dtype, "fusedcomm: kernel ", kernel, " needs a gradient dtype");
+        key.grad_dtype = grad_dtype_of(*grad_dtype);
+      }
+    }
+    kernels_.kernels[normalised(key)] = {driver_->load(cubin, symbol, shared_nbytes), num_threads, shared_nbytes,
+                                         num_scratch_pointers};
   }
 
-  const KernelTable& table() const { return table_; }
+  const CudaKernels& kernels() const { return kernels_; }
   const std::shared_ptr<const CudaDriver>& driver() const { return driver_; }
 
  private:
-  Kernel& place(const std::string& kernel, std::optional<at::ScalarType> grad_dtype, bool flat) {
-    if (kernel == ScaleLaunch::kName) return table_.scale;
-    if (kernel == ReduceLaunch::kName) return table_.reduce[flat];
-    TORCH_CHECK_VALUE(grad_dtype, "fusedcomm: kernel ", kernel, " needs a gradient dtype");
-    const auto dtype = static_cast<size_t>(grad_dtype_of(*grad_dtype));
-    if (kernel == PackLaunch::kName) return table_.pack[dtype][flat];
-    TORCH_CHECK_VALUE(kernel == UnpackLaunch::kName, "fusedcomm: no kernel is called '", kernel, "'");
-    return table_.unpack[dtype][flat];
-  }
-
   std::shared_ptr<const CudaDriver> driver_;
-  KernelTable table_;
+  CudaKernels kernels_;
 };
 
 std::vector<std::string> kernel_params(const std::string& kernel) {
@@ -89,8 +98,9 @@ void bind_devices(py::module_& m) {
              return std::make_unique<KernelLoader>(std::move(driver), tile_numel);
            }),
            py::arg("driver"), py::arg("tile_numel"))
-      .def("load", &KernelLoader::load, py::kw_only(), py::arg("kernel"), py::arg("grad_dtype"), py::arg("flat"),
-           py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"), py::arg("shared_nbytes"),
+      .def("load", &KernelLoader::load, py::kw_only(), py::arg("kernel"), py::arg("wire"), py::arg("block"),
+           py::arg("rotated"), py::arg("flat"), py::arg("grad_dtype"), py::arg("in_wire"), py::arg("stochastic"),
+           py::arg("feedback"), py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"), py::arg("shared_nbytes"),
            py::arg("num_scratch_pointers"));
 
   py::class_<Device, std::shared_ptr<Device>>(m, "Device").def_property_readonly("isa", &Device::isa);
@@ -101,7 +111,7 @@ void bind_devices(py::module_& m) {
       .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
                        bool forced_sync, const BackendPtr& backend, bool register_memory) {
              const bool registered = register_memory && registers_memory(backend, device);
-             return std::make_shared<CudaDevice>(kernels.driver(), kernels.table(), device, isa, max_programs,
+             return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
                                                  forced_sync, registered, allocator(backend, device, registered));
            }),
            py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),

@@ -1,10 +1,16 @@
 """Gradients on a CUDA device: kernels compiled once at attach, launched natively, over the process group's own NCCL."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 
 from fusedcomm import config, env
 from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.kernels.compile import Variant
 
 DRIVER = "libcuda.so.1"
 
@@ -98,6 +104,20 @@ def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
     return sm_limit
 
 
+def kernel_variants(cfg: config.Config, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:
+    """Every kernel that `cfg` can need for gradients of these dtypes."""
+    from fusedcomm.kernels import compile
+
+    others = [(wire, _C.default_block_numel(wire), cfg.rotate and _C.has_scales(wire)) for wire in cfg.wires[1:]]
+    return compile.engine_variants(
+        [(cfg.wire, cfg.block, cfg.rotate), *others],
+        grad_dtypes,
+        stochastic=cfg.rounding == "stochastic",
+        feedback=cfg.error_feedback,
+        measured=cfg.measure_every > 0,
+    )
+
+
 def load_kernels(
     driver: "_C.CudaDriver", cfg: config.Config, grad_dtypes: list[torch.dtype], capability: int, announce: bool
 ) -> tuple["_C.KernelLoader", str]:
@@ -105,7 +125,7 @@ def load_kernels(
     version = check_triton()
     from fusedcomm.kernels import compile, constants, ragged_cuda
 
-    variants = compile.engine_variants(cfg.wire, cfg.block, grad_dtypes, cfg.rotate)
+    variants = kernel_variants(cfg, grad_dtypes)
     if announce:
         print(
             f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
@@ -131,8 +151,14 @@ def load(loader: "_C.KernelLoader", compiled: object) -> None:
         )
     loader.load(
         kernel=variant.kernel,
-        grad_dtype=variant.grad_dtype,
+        wire=variant.wire,
+        block=variant.block,
+        rotated=variant.rotated,
         flat=variant.flat,
+        grad_dtype=variant.grad_dtype,
+        in_wire=variant.in_wire,
+        stochastic=variant.stochastic,
+        feedback=variant.feedback,
         cubin=compiled.cubin,
         symbol=compiled.symbol,
         num_threads=32 * compiled.num_warps,

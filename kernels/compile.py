@@ -5,14 +5,15 @@ believed: the parameter list of the PTX has to be the one that the engine packs.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .constants import CODE_NBYTES, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
+from .constants import CODE_NBYTES, FEEDBACK_IDS, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
@@ -28,22 +29,26 @@ KERNELS = {"pack": pack_kernel, "reduce": reduce_kernel, "unpack": unpack_kernel
 GRAD_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CODE_TYPES = {1: "*i8", 2: "*i16", 4: "*i32"}
 SCALE_TYPES = {2: "*i16", 4: "*fp32"}
+RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16", "int8": "*i8"}
 
-# By parameter name, for all kernels; the gradients', the scales' and the codes' depend on the variant.
+# By parameter name, for all kernels; those of gradients, scales, codes and residuals depend on the variant.
 _TYPES = {
     **dict.fromkeys(("starts", "offsets", "counts", "exact_starts", "exact_offsets", "exact_counts"), "*i64"),
     **dict.fromkeys(("first", "exact_first"), "*i32"),
     **dict.fromkeys(("exact_in", "exact_out"), "*i32"),
     **dict.fromkeys(("num_slices", "exact_num_slices", "num_parts", "world_size"), "i32"),
     **dict.fromkeys(("numel", "exact_numel"), "i64"),
-    **dict.fromkeys(("part_nbytes", "part_numel", "part_exact_numel", "first_part"), "i64"),
+    **dict.fromkeys(("in_stride", "part_stride", "part_numel", "part_exact_numel", "first_part"), "i64"),
+    **dict.fromkeys(("noise_parameter", "noise_step", "noise_source"), "i32"),
+    "noise_seed": "i64",
+    "residual_scales": "*fp32",
     "data": "*fp32",
     "scale": "fp32",
     "nonfinite_out": "*i64",
     "sum_sq_out": "*fp64",
 }
 _ALIGNED = (
-    *("grads", "data", "part_nbytes"),
+    *("grads", "data", "in_stride", "part_stride", "residual"),
     *("exact_in", "scales_in", "codes_in", "exact_out", "scales_out", "codes_out"),
 )
 
@@ -58,7 +63,10 @@ class Variant:
     grad_dtype: torch.dtype | None  # None: reduce
     flat: bool  # pack, unpack: FLAT and no exact stream; reduce: no exact section
     epilogue: bool = False  # unpack
-    rotated: bool = False  # pack, unpack
+    rotated: bool = False  # the kernel rotates, unpack: back; reduce only where it changes the wire
+    in_wire: str | None = None  # reduce: what is summed, if that is another than what is written
+    stochastic: bool = False  # pack, reduce
+    feedback: str | None = None  # pack, reduce: the residual's format
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,42 @@ class Compiled:
 
 
 def engine_variants(
-    wire: str, block: int, grad_dtypes: tuple[torch.dtype, ...], rotated: bool = False
+    wires: Sequence[tuple[str, int, bool]],
+    grad_dtypes: Sequence[torch.dtype],
+    stochastic: bool = False,
+    feedback: str | None = None,
+    measured: bool = False,
+    local_wire: str | None = None,
 ) -> tuple[Variant, ...]:
-    """What an engine with this wire and these gradient dtypes launches."""
+    """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
+
+    `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
+    pack leaves out is asked for, as an fp32 residual. `local_wire`: the 16-bit wire in which gradients travel within a
+    host, packed to nearest, and only their sums in `wires`; None: all travel in `wires`. ValueError if a wire has no
+    blocks for an int8 residual.
+    """
     variants = []
-    for dtype in grad_dtypes:
+    for wire, block, rotated in wires:
+        if feedback == "int8" and wire in ("bf16", "fp16"):
+            raise ValueError(f"an int8 residual has the wire's blocks, and {wire} has none: use 'bf16' or 'fp32'")
+        lossless = wire == "fp32"
+        encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
+        packs = [Variant("pack", wire, block, None, True, rotated=rotated, **encoder)]
+        if local_wire is not None:
+            packs = [Variant("pack", local_wire, block, None, True)]
+        if measured:
+            packs += [replace(pack, feedback="fp32") for pack in packs if pack.wire != "fp32"]
+        unpack = Variant("unpack", wire, block, None, True, rotated=rotated)
+        sums = [Variant("reduce", wire, block, None, True, **encoder)]
+        if local_wire is not None:
+            sums.append(replace(sums[0], rotated=rotated, in_wire=local_wire))
         for flat in (True, False):
-            variants.append(Variant("pack", wire, block, dtype, flat, rotated=rotated))
-            variants.append(Variant("unpack", wire, block, dtype, flat, rotated=rotated))
-    variants += [Variant("reduce", wire, block, None, flat) for flat in (True, False)]
-    return (*variants, Variant("scale", None, block, torch.float32, True))
+            variants += [
+                replace(variant, grad_dtype=dtype, flat=flat) for dtype in grad_dtypes for variant in (*packs, unpack)
+            ]
+            variants += [replace(variant, flat=flat) for variant in sums]
+    variants.append(Variant("scale", None, 0, torch.float32, True))
+    return tuple(dict.fromkeys(variants))
 
 
 def check_triton() -> str:
@@ -145,13 +179,18 @@ def ptx_params(ptx: str) -> tuple[str, ...]:
 def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
     """(type of every parameter in the kernel's order, value of every constexpr)."""
     wire = variant.wire or "fp32"
+    in_wire = variant.in_wire or wire
     types = {
         **_TYPES,
         "grads": GRAD_TYPES.get(variant.grad_dtype, ""),
-        **dict.fromkeys(("scales_in", "scales_out"), SCALE_TYPES[SCALE_NBYTES.get(wire, 4)]),
-        **dict.fromkeys(("codes_in", "codes_out"), CODE_TYPES[CODE_NBYTES[wire]]),
+        "scales_in": SCALE_TYPES[SCALE_NBYTES.get(in_wire, 4)],
+        "scales_out": SCALE_TYPES[SCALE_NBYTES.get(wire, 4)],
+        "codes_in": CODE_TYPES[CODE_NBYTES[in_wire]],
+        "codes_out": CODE_TYPES[CODE_NBYTES[wire]],
+        "residual": RESIDUAL_TYPES[variant.feedback],
     }
     values = {
+        "IN_WIRE": WIRE_IDS[in_wire],
         "WIRE": WIRE_IDS[wire],
         "BLOCK": variant.block,
         "TILE": TILE,
@@ -159,6 +198,8 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
         "HAS_EXACT": not variant.flat,
         "EPILOGUE": variant.epilogue,
         "ROTATED": variant.rotated,
+        "STOCHASTIC": variant.stochastic,
+        "FEEDBACK": FEEDBACK_IDS[variant.feedback],
     }
     names = KERNELS[variant.kernel].arg_names
     signature = {name: "constexpr" if name in values else types[name] for name in names}

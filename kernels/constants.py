@@ -13,11 +13,17 @@ NUM_WARPS = 16
 use, and one program saturates its SM without keeping the registers from other kernels."""
 
 WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "int4": 6}
+BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+"""Those whose blocks have a scale."""
+
 CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 1}
 """Of the integers that a codes section is made of: one for each element, int4 one for two elements."""
 
 SCALE_NBYTES = {"int4": 2}
 """Where scales are not fp32: int4's are bf16."""
+
+FEEDBACK_IDS = {None: 0, "fp32": 1, "bf16": 2, "int8": 3}
+"""Formats of residuals; None: nothing is kept."""
 
 OPTIONS = {
     "num_warps": NUM_WARPS,
@@ -35,3 +41,6 @@ INT8 = tl.constexpr(WIRE_IDS["int8"])
 FP8 = tl.constexpr(WIRE_IDS["fp8"])
 FP8_E5M2 = tl.constexpr(WIRE_IDS["fp8_e5m2"])
 INT4 = tl.constexpr(WIRE_IDS["int4"])
+FEEDBACK_FP32 = tl.constexpr(FEEDBACK_IDS["fp32"])
+FEEDBACK_BF16 = tl.constexpr(FEEDBACK_IDS["bf16"])
+FEEDBACK_INT8 = tl.constexpr(FEEDBACK_IDS["int8"])

@@ -500,12 +500,12 @@ constexpr int kLossyV = VectorNumel<WIRE>::value;
 constexpr int kExactV = VectorNumel<kFp32>::value;
 
 template <class T>
-__device__ __forceinline__ T* of_part(T* section, int part, i64 part_nbytes) {
-  return reinterpret_cast<T*>(reinterpret_cast<char*>(section) + part * part_nbytes);
+__device__ __forceinline__ T* of_part(T* section, int part, i64 part_stride) {
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(section) + part * part_stride);
 }
 template <class T>
-__device__ __forceinline__ const T* of_part(const T* section, int part, i64 part_nbytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(section) + part * part_nbytes);
+__device__ __forceinline__ const T* of_part(const T* section, int part, i64 part_stride) {
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(section) + part * part_stride);
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -513,8 +513,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        const int* __restrict__ first, u64* counts, int num_slices, i64 numel,
                        const i64* __restrict__ exact_starts, const i64* __restrict__ exact_offsets,
                        const int* __restrict__ exact_first, u64* exact_counts, int exact_num_slices, i64 exact_numel,
-                       u32* exact_out, float* scales_out, Code* codes_out, i64 part_nbytes, i64 part_numel,
-                       i64 part_exact_numel, i64 first_part, int num_parts, float scale) {
+                       u32* exact_out, float* scales_out, Code* codes_out, i64 part_stride, i64 part_numel,
+                       i64 part_exact_numel, i64 first_part, int num_parts, float scale, const void*, const void*, i64,
+                       int, int, int) {  // what only other variants use: residuals and noise
   const Stream lossy = {starts, offsets, first, num_slices, numel, part_numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, exact_num_slices, exact_numel, part_exact_numel};
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -560,12 +561,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
 
     if (run.numel > 0) {
-      float* scales = of_part(scales_out, tile.part, part_nbytes);
+      float* scales = of_part(scales_out, tile.part, part_stride);
       if (tile.exact) {
-        u32* out = of_part(exact_out, tile.part, part_nbytes);
+        u32* out = of_part(exact_out, tile.part, part_stride);
         store_run<kFp32, kExactV>(y, run, part_exact_numel, top, any_nonfinite, lane, scales, out);
       } else {
-        Code* out = of_part(codes_out, tile.part, part_nbytes);
+        Code* out = of_part(codes_out, tile.part, part_stride);
         store_run<WIRE, kLossyV>(y, run, part_numel, top, any_nonfinite, lane, scales, out);
       }
       if (any_nonfinite) {
@@ -666,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                          const int* __restrict__ first, int num_slices, i64 numel, const i64* __restrict__ exact_starts,
                          const i64* __restrict__ exact_offsets, const int* __restrict__ exact_first,
                          int exact_num_slices, i64 exact_numel, const u32* __restrict__ exact_in,
-                         const float* __restrict__ scales_in, const Code* __restrict__ codes_in, i64 part_nbytes,
+                         const float* __restrict__ scales_in, const Code* __restrict__ codes_in, i64 part_stride,
                          i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts, float scale,
                          i64* nonfinite_out, double* sum_sq_out) {
   const Stream lossy = {starts, offsets, first, num_slices, numel, part_numel};
@@ -690,11 +691,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
     RunTally run_tally = {0, 0.0f};
     if (tile.exact) {
-      const u32* codes = of_part(exact_in, tile.part, part_nbytes);
+      const u32* codes = of_part(exact_in, tile.part, part_stride);
       unpack_run<kFp32>(grads, stream, run, tile.first, lane, codes, nullptr, scale, staged[warp], run_tally);
     } else {
-      const Code* codes = of_part(codes_in, tile.part, part_nbytes);
-      const float* scales = of_part(scales_in, tile.part, part_nbytes);
+      const Code* codes = of_part(codes_in, tile.part, part_stride);
+      const float* scales = of_part(scales_in, tile.part, part_stride);
       unpack_run<WIRE>(grads, stream, run, tile.first, lane, codes, scales, scale, staged[warp], run_tally);
     }
     if (EPILOGUE) {

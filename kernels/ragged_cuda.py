@@ -29,7 +29,7 @@ Empty: not measured on a GPU yet.
 
 SOURCE = Path(__file__).with_name("ragged.cu")
 WIRES = ("fp32", "bf16", "fp16", "int8")
-"""Those that ragged.cu has; nor does it rotate."""
+"""Those that ragged.cu has; nor does it rotate, round stochastically or feed back what it leaves out."""
 
 GRAD_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LANE_NUMEL = 16
@@ -38,8 +38,9 @@ LANE_NUMEL = 16
 _STREAM = ("ptr", "ptr", "ptr", "i32", "i64")  # starts, offsets, first, num_slices, numel
 _COUNTED_STREAM = ("ptr", "ptr", "ptr", "ptr", "i32", "i64")  # with counts
 _PARTS = ("ptr", "ptr", "ptr", "i64", "i64", "i64", "i64", "i32", "f32")
+_ENCODING = ("ptr", "ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it, but not used
 PARAMS = {
-    "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS),
+    "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS, *_ENCODING),
     "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "ptr", "ptr"),
 }
 
@@ -75,7 +76,8 @@ def check_cupy() -> str:
 
 def has(variant: "Variant") -> bool:
     """Whether ragged.cu has a kernel for it."""
-    return variant.kernel in PARAMS and not variant.flat and variant.wire in WIRES and not variant.rotated
+    plain = not (variant.flat or variant.rotated or variant.stochastic or variant.feedback)
+    return variant.kernel in PARAMS and variant.wire in WIRES and plain
 
 
 def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
@@ -85,8 +87,8 @@ def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
     """
     if not has(variant):
         raise ValueError(
-            f"ragged.cu has pack and unpack of buckets that are not flat, for {', '.join(WIRES)} unrotated, not "
-            f"{variant}"
+            f"ragged.cu has pack and unpack of buckets that are not flat, for {', '.join(WIRES)} unrotated, to "
+            f"nearest, not {variant}"
         )
     cubin, ptx = _compile(variant.wire, variant.block, variant.grad_dtype, variant.epilogue, tile, capability)
     symbol = f"ragged_{variant.kernel}_kernel"
@@ -154,7 +156,8 @@ def pack(bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_prog
     """One chunk's bytes into `out`, uint8 [layout.chunk_nbytes], on a GPU; adds to the streams' counts."""
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, True), *_stream(bucket.exact, True))
-    _launch("pack", bucket, False, num_programs, (*arguments, *_parts(layout, chunk, out, scale)))
+    arguments = (*arguments, *_parts(layout, chunk, out, scale), *(None,) * len(_ENCODING))
+    _launch("pack", bucket, False, num_programs, arguments)
 
 
 def unpack(
@@ -181,9 +184,9 @@ def _stream(stream: "Stream", counted: bool) -> tuple[object, ...]:
 
 
 def _parts(layout: object, chunk: int, parts: torch.Tensor, scale: float) -> tuple[object, ...]:
-    part = layout.part
-    sections = (parts.data_ptr(), parts.data_ptr() + part.scale_offset, parts.data_ptr() + part.code_offset)
-    shape = (part.nbytes, part.lossy_numel, part.exact_numel)
+    part, piece = layout.part, parts.data_ptr() + layout.part_offset
+    sections = (piece, piece + part.scale_offset, piece + part.code_offset)
+    shape = (layout.part_stride, part.lossy_numel, part.exact_numel)
     return *sections, *shape, chunk * layout.num_parts, layout.num_parts, scale
 
 

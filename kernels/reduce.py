@@ -1,5 +1,8 @@
 """One part from every rank → the encoded mean of that part: fp32 sum in rank order, · scale, one rounding.
 
+What is written may have another wire and be cut into more parts than what is read: so 16 bits within a host become few
+bits between hosts.
+
 Latency, not arithmetic, is what a rank's few bytes cost, so a few ranks are loaded before the first is added.
 """
 
@@ -9,17 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import FP32, OPTIONS, TILE, WIRE_IDS
-from .elements import (
-    code_lane,
-    decode,
-    encode_and_store,
-    has_scales,
-    load_scales,
-    per_code,
-    times_scales,
-    vector_numel,
-)
+from .constants import FEEDBACK_IDS, FP32, OPTIONS, TILE, WIRE_IDS
+from .elements import code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
+from .encode import encode_tile
+from .encoding import NEAREST, Encoding, encoding_args
+from .residual import load_residual
 from .sections import sections
 from .tiles import first_unit, section_of, tiles_of
 
@@ -44,25 +41,29 @@ def minus_zeros(shape: tl.constexpr, dtype: tl.constexpr):
 def load_rank(
     scales_in,
     codes_in,
-    part_nbytes,
+    in_stride,
     world_size,
     rank,
-    tile,
+    begin,
     numel,
     VEC: tl.constexpr,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(codes, scales [TILE // VEC]) of a rank's tile; values that decode to -0 if there is no such rank."""
+    """(codes, scales [TILE // VEC]) of `numel` elements of a rank's part, from `begin` on: a multiple of VEC and, where
+    there are scales, of BLOCK.
+
+    Values that decode to -0 if there is no such rank.
+    """
     PER_CODE: tl.constexpr = per_code(WIRE)
     numel = tl.where(rank < world_size, numel, 0)
     lane = code_lane(TILE, VEC, WIRE)
     mask = lane < numel // VEC * (VEC // PER_CODE)
-    codes = section_of(codes_in, part_nbytes, rank) + tl.cast(tile, tl.int64) * (TILE // PER_CODE)
+    codes = section_of(codes_in, in_stride, rank) + begin // VEC * (VEC // PER_CODE)
     if has_scales(WIRE):
         # Code 0 is +0 in every wire.
-        scales = section_of(scales_in, part_nbytes, rank) + tile * (TILE // BLOCK)
+        scales = section_of(scales_in, in_stride, rank) + begin // BLOCK
         none = minus_zeros([TILE // VEC], scales_in.dtype.element_ty)
         return tl.load(codes + lane, mask=mask, other=0), load_scales(scales, 0, numel, none, VEC, BLOCK, TILE)
     else:
@@ -84,32 +85,130 @@ def reduce_tile(
     codes_in,
     scales_out,
     codes_out,
-    part_nbytes,
+    in_stride,
     part_numel,
     world_size,
+    part,
     tile,
+    position,
     scale,
+    residual,
+    key,
+    IN_WIRE: tl.constexpr,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FEEDBACK: tl.constexpr,
 ):
-    VEC: tl.constexpr = vector_numel(codes_in.dtype.element_ty, codes_out.dtype.element_ty)
+    """Sums a tile of the part, of those written, whose sections are given; position: of the first such part's first
+    element in the stream."""
+    VEC: tl.constexpr = vector_numel(
+        codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual[0].dtype.element_ty
+    )
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
+    begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
+    kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK)
     total = minus_zeros([TILE], tl.float32)
-    for rank in range(0, world_size, 4):
-        c0, s0 = load_rank(scales_in, codes_in, part_nbytes, world_size, rank, tile, numel, VEC, WIRE, BLOCK, TILE)
-        c1, s1 = load_rank(scales_in, codes_in, part_nbytes, world_size, rank + 1, tile, numel, VEC, WIRE, BLOCK, TILE)
-        c2, s2 = load_rank(scales_in, codes_in, part_nbytes, world_size, rank + 2, tile, numel, VEC, WIRE, BLOCK, TILE)
-        c3, s3 = load_rank(scales_in, codes_in, part_nbytes, world_size, rank + 3, tile, numel, VEC, WIRE, BLOCK, TILE)
-        total = add(total, c0, s0, VEC, WIRE)
-        total = add(total, c1, s1, VEC, WIRE)
-        total = add(total, c2, s2, VEC, WIRE)
-        total = add(total, c3, s3, VEC, WIRE)
-    # Past the part's end the total is -0 still, and nothing there is written.
-    encode_and_store(total * scale, scales_out, codes_out, tile, numel, part_numel, VEC, WIRE, BLOCK)
+    # With scales and residuals, four at a time are more than the registers hold.
+    AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
+    for rank in range(0, world_size, AT_A_TIME):
+        c0, s0 = load_rank(scales_in, codes_in, in_stride, world_size, rank, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
+        c1, s1 = load_rank(
+            scales_in, codes_in, in_stride, world_size, rank + 1, begin, numel, VEC, IN_WIRE, BLOCK, TILE
+        )
+        if AT_A_TIME == 4:
+            c2, s2 = load_rank(
+                scales_in, codes_in, in_stride, world_size, rank + 2, begin, numel, VEC, IN_WIRE, BLOCK, TILE
+            )
+            c3, s3 = load_rank(
+                scales_in, codes_in, in_stride, world_size, rank + 3, begin, numel, VEC, IN_WIRE, BLOCK, TILE
+            )
+        total = add(total, c0, s0, VEC, IN_WIRE)
+        total = add(total, c1, s1, VEC, IN_WIRE)
+        if AT_A_TIME == 4:
+            total = add(total, c2, s2, VEC, IN_WIRE)
+            total = add(total, c3, s3, VEC, IN_WIRE)
+    # Past the part's end the total is a zero still, and nothing there is written.
+    encode_tile(
+        total * scale,
+        scales_out,
+        codes_out,
+        tile,
+        numel,
+        part_numel,
+        key,
+        position + begin,
+        residual,
+        kept,
+        begin,
+        VEC,
+        WIRE,
+        BLOCK,
+        ROTATED,
+        STOCHASTIC,
+        FEEDBACK,
+    )
 
 
-@triton.jit(do_not_specialize=["part_numel", "part_exact_numel", "world_size", "scale"])
+@triton.jit
+def reduce_stream(
+    scales_in,
+    codes_in,
+    scales_out,
+    codes_out,
+    in_stride,
+    part_stride,
+    part_numel,
+    num_parts,
+    world_size,
+    begin_unit,
+    position,
+    scale,
+    residual,
+    key,
+    IN_WIRE: tl.constexpr,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    num_tiles = tiles_of(part_numel, TILE)
+    for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
+        part = (unit // num_tiles).to(tl.int64)
+        reduce_tile(
+            scales_in,
+            codes_in,
+            section_of(scales_out, part_stride, part),
+            section_of(codes_out, part_stride, part),
+            in_stride,
+            part_numel,
+            world_size,
+            part,
+            unit % num_tiles,
+            position,
+            scale,
+            residual,
+            key,
+            IN_WIRE,
+            WIRE,
+            BLOCK,
+            TILE,
+            ROTATED,
+            STOCHASTIC,
+            FEEDBACK,
+        )
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("part_numel", "part_exact_numel", "first_part", "num_parts", "world_size", "scale"),
+        *("noise_seed", "noise_parameter", "noise_step", "noise_source"),
+    ]
+)
 def reduce_kernel(
     exact_in,
     scales_in,
@@ -117,49 +216,80 @@ def reduce_kernel(
     exact_out,
     scales_out,
     codes_out,
-    part_nbytes: tl.int64,
+    in_stride: tl.int64,
+    part_stride: tl.int64,
     part_numel: tl.int64,
     part_exact_numel: tl.int64,
+    first_part: tl.int64,
+    num_parts: tl.int32,
     world_size: tl.int32,
     scale: tl.float32,
+    residual,
+    residual_scales,
+    noise_seed: tl.int64,
+    noise_parameter: tl.int32,
+    noise_step: tl.int32,
+    noise_source: tl.int32,
+    IN_WIRE: tl.constexpr,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     HAS_EXACT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FEEDBACK: tl.constexpr,
 ):
-    num_exact_tiles = 0
+    kept = (residual, residual_scales)
+    key = (noise_seed, noise_parameter, noise_step, noise_source)
+    num_exact_units = 0
     if HAS_EXACT:
-        num_exact_tiles = tiles_of(part_exact_numel, TILE)
-        for tile in range(first_unit(0), num_exact_tiles, tl.num_programs(0)):
-            reduce_tile(
-                scales_in,
-                exact_in,
-                scales_out,
-                exact_out,
-                part_nbytes,
-                part_exact_numel,
-                world_size,
-                tile,
-                scale,
-                FP32,
-                BLOCK,
-                TILE,
-            )
-    for tile in range(first_unit(num_exact_tiles), tiles_of(part_numel, TILE), tl.num_programs(0)):
-        reduce_tile(
+        num_exact_units = num_parts * tiles_of(part_exact_numel, TILE)
+        reduce_stream(
             scales_in,
-            codes_in,
+            exact_in,
             scales_out,
-            codes_out,
-            part_nbytes,
-            part_numel,
+            exact_out,
+            in_stride,
+            part_stride,
+            part_exact_numel,
+            num_parts,
             world_size,
-            tile,
+            first_unit(0),
+            0,
             scale,
-            WIRE,
+            kept,
+            key,
+            FP32,
+            FP32,
             BLOCK,
             TILE,
+            False,
+            False,
+            0,
         )
+    reduce_stream(
+        scales_in,
+        codes_in,
+        scales_out,
+        codes_out,
+        in_stride,
+        part_stride,
+        part_numel,
+        num_parts,
+        world_size,
+        first_unit(num_exact_units),
+        first_part * part_numel,
+        scale,
+        kept,
+        key,
+        IN_WIRE,
+        WIRE,
+        BLOCK,
+        TILE,
+        ROTATED,
+        STOCHASTIC,
+        FEEDBACK,
+    )
 
 
 def reduce(
@@ -169,19 +299,37 @@ def reduce(
     out: torch.Tensor,
     num_programs: int,
     tile: int = TILE,
+    encoding: Encoding = NEAREST,
+    chunk: int = 0,
+    first_part: int = 0,
+    to: "_C.BucketLayout | None" = None,
+    num_parts: int = 1,
 ) -> None:
-    """Writes to `out`, uint8 [layout.part.nbytes], the scaled sum of `parts`, uint8 [layout.chunk_nbytes].
+    """Writes to `out`, uint8 [num_parts · to.part_stride], the scaled sum of `parts`, uint8 [layout.chunk_nbytes].
 
-    `parts` holds every rank's encoding of the same part, in rank order, which is the order of summation. Both start at
-    multiples of 16 bytes. ValueError if either has another shape, dtype or alignment.
+    `parts` is a message with every rank's encoding of the same part, in rank order, which is the order of summation.
+    `to`: None for the same layout, else one with the same elements in `num_parts` times as many parts. `chunk` and
+    `first_part`, the number of the first part written, matter to `encoding` only, whose residual is that of
+    to.num_chunks · num_parts parts. `parts` and `out` start at multiples of 16 bytes. ValueError if anything has
+    another shape, dtype or alignment.
     """
+    to = to or layout
+    numel = num_parts * to.part.lossy_numel
+    if (layout.part.lossy_numel, layout.part.exact_numel) != (numel, num_parts * to.part.exact_numel):
+        raise ValueError(f"parts of {layout} cannot become {num_parts} parts of {to}")
     reduce_kernel[(num_programs,)](
         *sections(layout, parts, layout.chunk_nbytes),
-        *sections(layout, out, layout.part.nbytes),
-        *(layout.part.nbytes, layout.part.lossy_numel, layout.part.exact_numel, layout.num_parts, scale),
-        WIRE=WIRE_IDS[layout.wire],
-        BLOCK=layout.block_numel,
+        *sections(to, out, num_parts * to.part_stride),
+        *(layout.part_stride, to.part_stride, to.part.lossy_numel, to.part.exact_numel),
+        *(chunk * to.num_parts + first_part, num_parts, layout.num_parts, scale),
+        *encoding_args(encoding, to, chunk * numel, to.num_chunks * numel, out),
+        IN_WIRE=WIRE_IDS[layout.wire],
+        WIRE=WIRE_IDS[to.wire],
+        BLOCK=to.block_numel,
         TILE=tile,
-        HAS_EXACT=layout.part.exact_numel > 0,
+        HAS_EXACT=to.part.exact_numel > 0,
+        ROTATED=to.rotated and not layout.rotated,  # what has been rotated stays so
+        STOCHASTIC=encoding.is_stochastic(to.wire),
+        FEEDBACK=FEEDBACK_IDS[encoding.feedback],
         **OPTIONS,
     )

@@ -18,7 +18,8 @@ INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 def sections(
     layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(exact int32, scales, codes) of the first part in `parts`, uint8 [nbytes]; each view runs on to the end.
+    """(exact int32, scales, codes) of the layout's piece of the first part in `parts`, uint8 [nbytes], parts of a
+    message; each view runs on to the end.
 
     Scales are fp32, int4's bf16 as int16.
     ValueError if `parts` is anything else, is strided, or does not start at a multiple of 16 bytes.
@@ -27,8 +28,9 @@ def sections(
         raise ValueError(f"parts must be contiguous uint8 [{nbytes}], not {parts.dtype} {list(parts.shape)}")
     if parts.data_ptr() % ALIGN_NBYTES:
         raise ValueError(f"parts must start at a multiple of {ALIGN_NBYTES} bytes")
+    piece = parts[layout.part_offset :]
     return (
-        parts.view(torch.int32),
-        parts[layout.part.scale_offset :].view(torch.int16 if layout.wire in SCALE_NBYTES else torch.float32),
-        parts[layout.part.code_offset :].view(INTEGERS[CODE_NBYTES[layout.wire]]),
+        piece.view(torch.int32),
+        piece[layout.part.scale_offset :].view(torch.int16 if layout.wire in SCALE_NBYTES else torch.float32),
+        piece[layout.part.code_offset :].view(INTEGERS[CODE_NBYTES[layout.wire]]),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from fusedcomm import cuda, session
+from fusedcomm.config import Config, residual_name
 from fusedcomm.native import _C
 
 TILE = 1024
@@ -67,11 +68,11 @@ class FakeCuda:
     def fail(self, call: str, result: int) -> None:
         self.library.fake_fail(call.encode(), result)
 
-    def loader(self, wire: str, block: int, grad_dtypes, rotated: bool = False) -> "_C.KernelLoader":
+    def loader(self, cfg: Config, grad_dtypes) -> "_C.KernelLoader":
         from fusedcomm.kernels import compile, constants
 
         loader = _C.KernelLoader(self.driver, TILE)
-        for index, variant in enumerate(compile.engine_variants(wire, block, grad_dtypes, rotated)):
+        for index, variant in enumerate(cuda.kernel_variants(cfg, grad_dtypes)):
             image = f"variant {index} of {id(loader)}"
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
@@ -89,9 +90,9 @@ class FakeCuda:
             )
         return loader
 
-    def device(self, backend, wire: str, block: int, grad_dtypes, rotated: bool) -> "_C.CudaDevice":
+    def device(self, backend, cfg: Config, grad_dtypes) -> "_C.CudaDevice":
         return _C.CudaDevice(
-            kernels=self.loader(wire, block, grad_dtypes, rotated),
+            kernels=self.loader(cfg, grad_dtypes),
             device=torch.device("cpu"),
             isa="fake",
             max_programs=MAX_PROGRAMS,
@@ -101,10 +102,12 @@ class FakeCuda:
         )
 
     @contextlib.contextmanager
-    def takes_over(self, wire: str, block: int | None = None, rotated: bool = False):
-        """Within it, fusedcomm.attach gives gradients on cpu the CUDA path; its launches are recorded anew."""
+    def takes_over(self, **kwargs):
+        """Within it, fusedcomm.attach with these arguments gives gradients on cpu the CUDA path; its launches are
+        recorded anew."""
         fake = self
-        block = block or _C.default_block_numel(wire)
+        feedback = residual_name(kwargs.pop("error_feedback", None))
+        cfg = Config(error_feedback=feedback, **kwargs)
 
         class Path:
             codec = "fake"
@@ -115,7 +118,7 @@ class FakeCuda:
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, wire, block, session.GRAD_DTYPES, rotated)
+                native = fake.device(backend, cfg, session.GRAD_DTYPES)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()

@@ -42,7 +42,8 @@ SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
 
 
 def both_paths(rank, world_size, library, kwargs, dtype):
-    """The gradients by the CPU path and by the CUDA path, twice each since DDP rebuilds its buckets; the launches."""
+    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches."""
+    num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     gradients[0].view(-1)[3] = -torch.inf
@@ -52,17 +53,18 @@ def both_paths(rank, world_size, library, kwargs, dtype):
         ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.016)
         if path == "cpu":
             comm = fusedcomm.attach(ddp, **kwargs)
-            seen = synchronise(ddp, gradients, steps=2)
+            seen = synchronise(ddp, gradients, steps=num_steps)
         else:
-            with fake.takes_over(kwargs["wire"], kwargs.get("block"), kwargs.get("rotate", False)):
+            with fake.takes_over(**kwargs):
                 comm = fusedcomm.attach(ddp, **kwargs)
-                seen = synchronise(ddp, gradients, steps=2)
+                seen = synchronise(ddp, gradients, steps=num_steps)
         stats = comm.stats()
         num_buckets = len(comm.plan().buckets)
         comm.detach()
         bits = torch.cat([gradient.flatten() for gradient in seen]).view(torch.uint8)
         # As text, since the errors are NaN here and there.
-        results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, str(stats.verified)))
+        told = str(stats.verified), str(stats.quantisation_error)
+        results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
     return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
 
 
@@ -79,6 +81,19 @@ CONFIGS = {
     "fp8_e5m2": {"wire": "fp8_e5m2", "sum": "two-shot", "exempt": ()},
     "int4": {"wire": "int4", "sum": "two-shot"},
     "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
+    "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "error_feedback": True},
+    "fp16 stochastic": {"wire": "fp16", "sum": "two-shot", "rounding": "stochastic", "chunk_nbytes": 4096},
+    "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
+    "int4 rotated stochastic feedback": {
+        **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
+        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "int8"},
+    },
+    "several wires": {
+        **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
+        **{"rounding": "stochastic", "error_feedback": "bf16", "chunk_nbytes": 4096},
+    },
+    "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
+    "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
     "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
 }
 
@@ -107,6 +122,13 @@ CONFIGS = {
         ("int4", 3, torch.float32),
         ("int4 rotated", 2, torch.float32),
         ("int4 rotated", 3, torch.float16),
+        ("bf16 feedback", 2, torch.float32),
+        ("fp16 stochastic", 3, torch.float32),
+        ("fp8 stochastic feedback", 2, torch.bfloat16),
+        ("int4 rotated stochastic feedback", 3, torch.float32),
+        ("several wires", 2, torch.float32),
+        ("all exempt", 2, torch.bfloat16),
+        ("measured", 2, torch.float32),
     ],
 )
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
@@ -140,7 +162,7 @@ def other_models(rank, world_size, library):
             model.load_state_dict(state)
             model.zero_grad(set_to_none=True)
             ddp = DistributedDataParallel(model)
-            with fake.takes_over("fp32"):
+            with fake.takes_over(wire="fp32"):
                 if path == "cuda":
                     comm = fusedcomm.attach(ddp, wire="fp32")
                 ddp(inputs).square().mean().backward()
@@ -159,7 +181,7 @@ def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
 
 def recorded(rank, world_size, library):
     fake = fake_cuda.gpu(library)
-    with fake.takes_over("int8", 64):
+    with fake.takes_over(wire="int8", block=64):
         ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
         comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", block=64, exempt=("1d",))
         synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
@@ -172,13 +194,15 @@ def recorded(rank, world_size, library):
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes by hand: two parts; 600 lossy elements in blocks of 64, 3000 exact ones."""
-    part = {"part_nbytes": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
+    part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
+    no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
     of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
-    for launches in ranks.run(recorded, library, world_size=2):
+    for rank, launches in enumerate(ranks.run(recorded, library, world_size=2)):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
-        assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
-        assert reduce_args == {**part, "world_size": 2, "scale": 0.5}
+        assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
+        of_sum = {"in_stride": part["part_stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
+        assert reduce_args == {**part, **of_sum, **no_noise}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
 
 
@@ -186,7 +210,7 @@ def test_every_kernel_parameter_has_the_engines_type():
     """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
     from fusedcomm.kernels import compile
 
-    for variant in compile.engine_variants("int8", 128, (torch.float32,)):
+    for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
         signature, _ = compile._signature(variant)
         kinds = [
             "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
@@ -204,7 +228,7 @@ def test_every_kernel_parameter_has_the_engines_type():
 def faulting(rank, world_size, library):
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
-    with fake.takes_over("bf16"):
+    with fake.takes_over(wire="bf16"):
         fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
         synchronise(ddp, [torch.ones(3000)])
         fake.fail("cuLaunchKernel", 700)
@@ -233,13 +257,13 @@ def test_a_missing_driver_is_named():
 def test_a_cubin_that_does_not_load_is_an_error(fake, call):
     fake.fail(call, 209)
     with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
-        fake.loader("bf16", 128, (torch.float32,))
+        fake.loader(Config(), (torch.float32,))
 
 
 def test_kernels_of_another_version_are_refused(fake):
     from fusedcomm.kernels import compile
 
-    variant = compile.engine_variants("bf16", 128, (torch.float32,))[0]
+    variant = compile.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
     compiled = compile.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
     with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
         cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)
@@ -282,7 +306,7 @@ def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead
 
     def by(compiler):
         def compiled(variant, capability):
-            taken[variant.kernel, variant.flat] = compiler
+            taken[variant.kernel, variant.flat, variant.feedback] = compiler
             return compile.Compiled(variant, variant.kernel, b"", "", 16, 0, _C.kernel_params(variant.kernel), 0)
 
         return compiled
@@ -292,6 +316,8 @@ def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead
     monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
     monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
     cuda.load_kernels(fake.driver, Config(), [torch.float32], 90, announce=False)
-    expected = {(kernel, flat): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
-    expected["scale", True] = "triton"
-    assert taken == {**expected, **{(kernel, False): "cuda" for kernel in ahead}}
+    expected = {(kernel, flat, None): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
+    # Of measured buckets, which only Triton's kernels can do.
+    expected |= {("pack", flat, "fp32"): "triton" for flat in (True, False)}
+    expected["scale", True, None] = "triton"
+    assert taken == {**expected, **{(kernel, False, None): "cuda" for kernel in ahead}}

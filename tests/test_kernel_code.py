@@ -57,6 +57,39 @@ def all_kernels():
     return kernels
 
 
+# Encoders with noise, residuals or another wire than they sum: (kernel, wire, gradient dtype, flat, what else).
+ENCODERS = [
+    ("pack", "bf16", "float32", True, {"feedback": "fp32"}),
+    ("pack", "int4", "float32", True, {"stochastic": True, "feedback": "bf16", "rotated": True}),
+    ("reduce", "int8", None, True, {"feedback": "fp32"}),
+    ("pack", "bf16", "bfloat16", True, {"stochastic": True, "feedback": "bf16"}),
+    ("pack", "fp16", "float32", True, {"stochastic": True}),
+    ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "int8"}),
+    ("pack", "int8", "float32", False, {"stochastic": True, "feedback": "fp32"}),
+    ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("pack", "fp8_e5m2", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("reduce", "fp8", None, True, {"stochastic": True, "feedback": "fp32"}),
+    ("reduce", "int4", None, True, {"stochastic": True}),
+    ("reduce", "int4", None, True, {"stochastic": True, "feedback": "int8", "in_wire": "bf16", "rotated": True}),
+]
+RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def all_encoders():
+    """(…, capability): all for two generations, the first three for the others, too."""
+    return [
+        (*encoder, capability)
+        for index, encoder in enumerate(ENCODERS)
+        for capability in CAPABILITIES
+        if capability in (80, 90) or index < 3
+    ]
+
+
+def encoder_key(kernel, wire, grad_dtype, flat, encoding, capability):
+    encoding = "-".join(name if value is True else f"{name}={value}" for name, value in encoding.items())
+    return f"{kernel_key(kernel, wire, grad_dtype, flat)}-{encoding}-{capability}"
+
+
 # ---- the child
 
 
@@ -72,24 +105,34 @@ def resources(cubin):
     return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
 
 
-def compile_all(kernels):
-    from fusedcomm.kernels.compile import Variant, compile
+def compile_all(kernels, encoders):
+    from fusedcomm.kernels.compile import Variant
 
     compiled = {}
     for kernel, wire, dtype, flat, epilogue, rotated, capability in kernels:
         variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, epilogue, rotated)
-        result = compile(variant, capability)
-        compiled[f"{kernel_key(kernel, wire, dtype, flat, epilogue, rotated)}-{capability}"] = {
-            "ptx": result.ptx,
-            "params": result.params,
-            "num_scratch_pointers": result.num_scratch_pointers,
-            "symbol": result.symbol,
-            "shared_nbytes": result.shared_nbytes,
-            "num_warps": result.num_warps,
-            "cubin_begin": base64.b64encode(result.cubin[:4]).decode(),
-            "resources": resources(result.cubin),
-        }
+        key = f"{kernel_key(kernel, wire, dtype, flat, epilogue, rotated)}-{capability}"
+        compiled[key] = compile_one(variant, capability)
+    for kernel, wire, dtype, flat, encoding, capability in encoders:
+        variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, **encoding)
+        compiled[encoder_key(kernel, wire, dtype, flat, encoding, capability)] = compile_one(variant, capability)
     return compiled
+
+
+def compile_one(variant, capability):
+    from fusedcomm.kernels.compile import compile
+
+    result = compile(variant, capability)
+    return {
+        "ptx": result.ptx,
+        "params": result.params,
+        "num_scratch_pointers": result.num_scratch_pointers,
+        "symbol": result.symbol,
+        "shared_nbytes": result.shared_nbytes,
+        "num_warps": result.num_warps,
+        "cubin_begin": base64.b64encode(result.cubin[:4]).decode(),
+        "resources": resources(result.cubin),
+    }
 
 
 def without_interpreter():
@@ -200,6 +243,11 @@ def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, rotated, capab
 
 @pytest.mark.parametrize(VARIANT, every_kernel((OLDEST_CAPABILITY, *CAPABILITIES)))
 def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+    check_arithmetic_and_resources(code)
+    assert code["symbol"] == f"{kernel}_kernel"
+
+
+def check_arithmetic_and_resources(code):
     ptx = code["ptx"]
     assert not re.search(r"\bfma\.", ptx)
     assert ".ftz" not in ptx
@@ -211,14 +259,14 @@ def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat,
     assert code["shared_nbytes"] <= 48 * 1024
     assert code["num_warps"] * 32 == NUM_THREADS
     assert code["cubin_begin"] == base64.b64encode(b"\x7fELF").decode()
-    assert code["symbol"] == f"{kernel}_kernel"
 
 
 POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
 SECTIONS = POINTER * 3
+ENCODING = POINTER * 2 + I64 + I32 * 3
 PARAMS = {
-    "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32,
-    "reduce": SECTIONS * 2 + I64 * 3 + I32 + F32,
+    "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + ENCODING,
+    "reduce": SECTIONS * 2 + I64 * 5 + I32 * 2 + F32 + ENCODING,
     "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + POINTER * 2,
     "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
 }
@@ -228,6 +276,35 @@ PARAMS = {
 def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
     assert code["params"] == PARAMS[kernel]
     assert 0 <= code["num_scratch_pointers"] <= 2
+
+
+# ---- encoders with noise and residuals
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wire", "dtype", "flat", "encoding", "capability"),
+    [pytest.param(*encoder, id=encoder_key(*encoder)) for encoder in all_encoders()],
+)
+def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
+    code, compiled, kernel, wire, dtype, flat, encoding, capability
+):
+    """A thread has as many neighbours as fill 16 bytes of whichever is widest: gradient, code or residual."""
+    check_arithmetic_and_resources(code)
+    assert code["params"] == PARAMS[kernel]
+    feedback, in_wire = encoding.get("feedback"), encoding.get("in_wire", wire)
+    # The loop's, and no more than they are without: noise and residuals stay with their threads.
+    plain = compiled[f"{kernel_key(kernel, wire, dtype, flat)}-90"]["ptx"] if dtype != "bfloat16" else code["ptx"]
+    assert code["ptx"].count("bar.sync") <= plain.count("bar.sync")
+    if feedback is None:
+        return
+    # An integer of a codes section; int4 has two codes in one.
+    widest = max(
+        RESIDUAL_NBYTES[feedback], *(max(1, CODE_NBYTES[w]) for w in (wire, in_wire)), GRAD_NBYTES.get(dtype, 0)
+    )
+    nbytes = 16 // widest * RESIDUAL_NBYTES[feedback]
+    wanted = TILE // (NUM_THREADS * 16 // widest)
+    for verb in ("ld", "st"):
+        assert len(re.findall(access(verb, nbytes), code["ptx"])) >= wanted
 
 
 # ---- what compile refuses
@@ -245,10 +322,23 @@ def refused(expected, call):
         raise AssertionError("not refused: " + expected)
 
 variant = c.Variant("scale", None, 128, torch.float32, True)
-engine = c.engine_variants("int8", 128, (torch.float32, torch.bfloat16))
+engine = c.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 11, engine
-rotated = c.engine_variants("int4", 32, (torch.float32,), rotated=True)
+rotated = c.engine_variants([("int4", 32, True)], (torch.float32,))
 assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
+measured = c.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
+packs = [(v.stochastic, v.feedback) for v in measured if v.kernel == "pack" and v.flat]
+assert packs == [(True, None), (True, "fp32")], packs
+several = c.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "int8")
+assert {(v.wire, v.stochastic, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
+    ("int4", True, "int8"), ("fp32", False, None)
+}, several
+hosts = c.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
+assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v in hosts if v.wire} == {
+    ("pack", "bf16", None, False, False, None), ("reduce", "int4", "bf16", True, True, "bf16"),
+    ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
+}, hosts
+refused("bf16 has none", lambda: c.engine_variants([("bf16", 128, False)], (torch.float32,), feedback="int8"))
 assert c.check_triton() == triton.__version__
 
 c.MAX_SHARED_NBYTES = 8
@@ -262,6 +352,8 @@ for variant in (
     c.Variant("pack", "int4", 32, torch.float32, False),
     c.Variant("unpack", "fp8", 128, torch.float32, False),
     c.Variant("pack", "int8", 128, torch.float32, False, rotated=True),
+    c.Variant("pack", "int8", 128, torch.float32, False, stochastic=True),
+    c.Variant("pack", "int8", 128, torch.float32, False, feedback="fp32"),
 ):
     refused("for fp32, bf16, fp16, int8 unrotated", lambda: ragged_cuda.compile(variant, 90))
 
@@ -287,4 +379,5 @@ def test_refuses_to_compile_under_the_interpreter():
 
 
 if __name__ == "__main__":
-    print(json.dumps(compile_all(all_kernels()[int(sys.argv[1]) :: NUM_WORKERS])))
+    mine = slice(int(sys.argv[1]), None, NUM_WORKERS)
+    print(json.dumps(compile_all(all_kernels()[mine], all_encoders()[mine])))

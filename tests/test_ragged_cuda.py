@@ -236,7 +236,8 @@ class OnCpu:
         nbytes = self.layout.chunk_nbytes
         out = aligned(torch.full((nbytes + GUARD_NBYTES,), 0xA5, dtype=torch.uint8))
         arguments = [("ptr", self.grads), *self._stream(False, True), *self._stream(True, True)]
-        self._launch("ragged_pack_kernel", num_programs, [*arguments, *self._parts(chunk, out, scale)])
+        no_encoding = [("ptr", None), ("ptr", None), ("i64", 0), ("i32", 0), ("i32", 0), ("i32", 0)]
+        self._launch("ragged_pack_kernel", num_programs, [*arguments, *self._parts(chunk, out, scale), *no_encoding])
         assert (out[nbytes:] == 0xA5).all(), "wrote past the chunk"
         return out[:nbytes]
 
@@ -259,8 +260,10 @@ class OnCpu:
 
     def _parts(self, chunk, parts, scale):
         part, num_parts = self.layout.part, self.layout.num_parts
-        sections = [("ptr", parts[begin:]) for begin in (0, part.scale_offset, part.code_offset)]
-        shape = [("i64", n) for n in (part.nbytes, part.lossy_numel, part.exact_numel, chunk * num_parts)]
+        piece = parts[self.layout.part_offset :]
+        sections = [("ptr", piece[begin:]) for begin in (0, part.scale_offset, part.code_offset)]
+        numels = part.lossy_numel, part.exact_numel
+        shape = [("i64", n) for n in (self.layout.part_stride, *numels, chunk * num_parts)]
         return [*sections, *shape, ("i32", num_parts), ("f32", scale)]
 
     def _launch(self, symbol, num_programs, arguments):
@@ -454,6 +457,8 @@ def test_what_it_refuses():
     for variant in (
         compile.Variant("pack", "bf16", 128, torch.float32, True),
         compile.Variant("reduce", "bf16", 128, None, False),
+        compile.Variant("pack", "bf16", 128, torch.float32, False, stochastic=True),
+        compile.Variant("pack", "int8", 128, torch.float32, False, feedback="fp32"),
     ):
         with pytest.raises(ValueError, match="not flat"):
             ragged_cuda.compile(variant, 90)

@@ -1,0 +1,127 @@
+"""A tile's way onto the wire, the same in pack and reduce: residual, rotation, noise, rounding, residual again.
+
+Whatever a variant leaves out costs it nothing: no parameter is read, nothing is kept in registers.
+"""
+
+import triton
+import triton.language as tl
+
+from .constants import BF16, FP16, FP32
+from .elements import (
+    bf16_bits,
+    canonical_bits,
+    code_lane,
+    decode,
+    floor,
+    fp16_bits,
+    has_scales,
+    per_code,
+)
+from .noise import fraction, noise
+from .quantise import quantise, store_scales
+from .residual import store_residual
+from .rotation import rotate, unrotate
+
+
+@triton.jit
+def encode(y, WIRE: tl.constexpr):
+    """The codes of `y` (fp32), as integers, to nearest even."""
+    if WIRE == FP32:
+        return canonical_bits(y)
+    elif WIRE == BF16:
+        return bf16_bits(y)
+    else:
+        tl.static_assert(WIRE == FP16)
+        return fp16_bits(y)
+
+
+@triton.jit
+def stochastic_encode(y, noise, WIRE: tl.constexpr):
+    """The same, rounded up where `noise`, of 16 bits, carries into what is kept. Inf and NaN have nothing it could."""
+    bits = canonical_bits(y)
+    if WIRE == BF16:
+        return ((bits + noise.to(tl.int32)) >> 16).to(tl.int16)
+    else:
+        tl.static_assert(WIRE == FP16)
+        value = ((bits + (noise >> 3).to(tl.int32)) & -(1 << 13)).to(tl.float32, bitcast=True)
+        # Below 2^-14 the step is 2^-24.
+        steps = floor(tl.abs(y) * 2.0**24 + fraction(noise)) * 2.0**-24
+        steps = (steps.to(tl.int32, bitcast=True) | (bits & -(2**31))).to(tl.float32, bitcast=True)
+        return fp16_bits(tl.where(tl.abs(y) < 2.0**-14, steps, value))
+
+
+@triton.jit
+def encode_and_store(
+    y,
+    noise,
+    scales_out,
+    codes_out,
+    tile,
+    numel,
+    part_numel,
+    VEC: tl.constexpr,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the first `numel` elements of `y`, the part's tile number `tile`, into the part's sections.
+
+    Elements past the end of the part must be zeros. Zeroes the padding after a part's last scale, too. Returns what was
+    written, decoded: fp32 [TILE].
+    """
+    TILE: tl.constexpr = y.shape[0]
+    if has_scales(WIRE):
+        codes, scales, decoded = quantise(y, noise, VEC, WIRE, BLOCK)
+        store_scales(scales_out + tile * (TILE // BLOCK), scales, numel, VEC, BLOCK)
+        if tl.cast(tile, tl.int64) * TILE + numel == part_numel:
+            IN_16_BYTES: tl.constexpr = 128 // scales.dtype.primitive_bitwidth
+            num_scales = part_numel // BLOCK
+            pad = num_scales + tl.arange(0, IN_16_BYTES)
+            end = tl.cdiv(num_scales, IN_16_BYTES) * IN_16_BYTES
+            tl.store(scales_out + pad, tl.zeros([IN_16_BYTES], scales.dtype), mask=pad < end)
+    else:
+        codes = encode(y, WIRE) if noise is None else stochastic_encode(y, noise, WIRE)
+        decoded = decode(codes, WIRE)
+    PER_CODE: tl.constexpr = per_code(WIRE)
+    lane = code_lane(TILE, VEC, WIRE)
+    places = codes_out + tl.cast(tile, tl.int64) * (TILE // PER_CODE) + lane
+    if numel == TILE:
+        tl.store(places, codes)
+    else:
+        tl.store(places, codes, mask=lane < numel // VEC * (VEC // PER_CODE))
+    return decoded
+
+
+@triton.jit
+def encode_tile(
+    y,
+    scales_out,
+    codes_out,
+    tile,
+    numel,
+    part_numel,
+    key,
+    position,
+    residual,
+    kept,
+    kept_at,
+    VEC: tl.constexpr,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+):
+    """Encodes `y`, as encode_and_store does, with all that the variant has.
+
+    key: see noise(); position: the tile's first element in the stream. residual: (values, scales); kept: what it holds
+    for the tile, fp32 [TILE]; kept_at: where it holds that, in elements.
+    """
+    if FEEDBACK:
+        y += kept
+    bits = noise(key, position, y.shape[0], VEC) if STOCHASTIC else None
+    rotated = rotate(y) if ROTATED else y
+    decoded = encode_and_store(rotated, bits, scales_out, codes_out, tile, numel, part_numel, VEC, WIRE, BLOCK)
+    if FEEDBACK:
+        if ROTATED:
+            decoded = unrotate(decoded)
+        store_residual(residual, y - decoded, kept_at, numel, VEC, BLOCK, FEEDBACK)
