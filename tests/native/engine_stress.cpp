@@ -79,7 +79,7 @@ class ThreadTransport : public Transport {
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     network_->arrive(channel, next(channel), rank_, {std::move(send), std::move(receive), std::move(done)}, false);
   }
-  int64_t gather_copies() const override { return world_size_; }
+  int64_t gather_copies(Channel) const override { return world_size_; }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     all_to_all(channel, std::move(send), std::move(receive), std::move(done));
   }

@@ -209,7 +209,7 @@ class SimTransport : public Transport {
         has_failed_(std::move(has_failed)) {}
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
-  int64_t gather_copies() const override { return 1; }
+  int64_t gather_copies(Channel) const override { return 1; }
 
   void all_to_all(Channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     enqueue(Kind::kAllToAll, "all-to-all", send, receive, done);
