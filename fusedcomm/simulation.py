@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fusedcomm.config import Config, choose_codec_threads, choose_isa
+from fusedcomm.hosts import Hosts, checked
 from fusedcomm.native import _C
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,6 +26,8 @@ def simulate(
     predivide: float | str = "auto",
     exempt_mask: torch.Tensor | None = None,
     rotate: bool = False,
+    hosts: int | Sequence[Sequence[int]] | None = None,
+    local_wire: str = "bf16",
 ) -> torch.Tensor:
     """The mean that every rank would end with if `grads` were one bucket's gradients on as many ranks.
 
@@ -39,6 +42,8 @@ def simulate(
             wire, and a 16-bit wire between two ranks is summed directly: pass sum="two-shot" to see the wire itself.
         exempt_mask: bool, in the gradients' shape: True where an element travels in fp32. None: nowhere, whatever its
             place (attach() exempts biases and norms on wires with scales).
+        hosts, local_wire: sums on two levels, as for :func:`fusedcomm.attach`; or a number of ranks on each host, which
+            then are consecutive.
 
     Returns:
         A tensor in the gradients' shape and dtype. By two-shot it has the bits that real ranks get. By "exact" and
@@ -54,18 +59,31 @@ def simulate(
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
     num_exempt = 0 if exempt is None else int(exempt.sum())
-    config = Config(wire=wire, sum=sum, exempt=(), block=block, predivide=predivide, rotate=rotate)
-    plan = _C.plan_bucket(config.native(world_size), world_size, flats[0], num_exempt, numel - num_exempt)
+    config = Config(
+        wire=wire,
+        sum=sum,
+        exempt=(),
+        block=block,
+        predivide=predivide,
+        rotate=rotate,
+        hosts=_groups(hosts, world_size),
+        local_wire=local_wire,
+    )
+    levels = None if hosts is None else checked(config.hosts, world_size)
+    if levels is not None and levels.flat_reason:
+        levels = None
+    native = config.native(world_size, ranks_per_host=levels.ranks_per_host if levels else 1)
+    plan = _C.plan_bucket(native, world_size, flats[0], num_exempt, numel - num_exempt)
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
     if plan.sum == "two-shot":
         lossy = None if num_exempt == 0 else (~exempt).nonzero().view(-1)
         for piece in _pieces(plan.layout.lossy_numel, lossy, config.block, world_size):
-            result[piece] = _two_shot(codec, plan, [flat[piece] for flat in flats], exact=False)
+            result[piece] = _two_shot(codec, plan, levels, [flat[piece] for flat in flats], exact=False)
         exact = None if num_exempt == 0 else exempt.nonzero().view(-1)
         for piece in _pieces(plan.layout.exact_numel, exact, config.block, world_size):
-            result[piece] = _two_shot(codec, plan, [flat[piece] for flat in flats], exact=True)
+            result[piece] = _two_shot(codec, plan, levels, [flat[piece] for flat in flats], exact=True)
     else:  # what is exempt in a bucket that is summed exactly is no stream of its own
         for piece in _pieces(numel, None, config.block, num_held=2):
             result[piece] = _added_by_transport(codec, plan, [flat[piece] for flat in flats])
@@ -75,19 +93,42 @@ def simulate(
 # ---- sums
 
 
-def _two_shot(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor], exact: bool) -> torch.Tensor:
+def _two_shot(
+    codec: "_C.Codec", plan: "_C.BucketPlan", levels: Hosts | None, slices: list[torch.Tensor], exact: bool
+) -> torch.Tensor:
     """The mean of a run of one stream, as the rank that owns it takes it and every rank decodes it."""
-    packed = _part_of(plan.layout, 1, slices[0].numel(), exact)
-    part = packed.part
-    reduced = _part_of(plan.layout, len(slices), part.exact_numel + part.lossy_numel, exact)
-    parts = torch.empty(len(slices), part.nbytes, dtype=torch.uint8)
-    for slice_, out in zip(slices, parts, strict=True):
-        codec.pack(packed, 0, *_streams(slice_, exact), plan.pack_scale, out)
-    mean = torch.empty(part.nbytes, dtype=torch.uint8)
-    codec.reduce(reduced, parts.view(-1), plan.reduce_scale, mean)
+    own = _part_of(plan.layout, 1, slices[0].numel(), exact)
+    if levels is None:
+        parts = _packed(codec, own, plan.pack_scale, slices, exact)
+    else:
+        (packed,) = _C.host_layouts([own], plan.host_layouts[0].wire, 1)
+        parts = torch.empty(levels.num_hosts, own.part.nbytes, dtype=torch.uint8)
+        for ranks, out in zip(levels.groups, parts, strict=True):
+            of_host = _packed(codec, packed, plan.pack_scale, [slices[rank] for rank in ranks], exact)
+            (on_host,) = _C.host_layouts(
+                [_parts_like(own, levels.ranks_per_host, exact)], packed.wire, levels.ranks_per_host
+            )
+            codec.reduce(on_host, of_host.view(-1), 1.0, out, to=own)
+    mean = torch.empty(own.part.nbytes, dtype=torch.uint8)
+    codec.reduce(_parts_like(own, len(parts), exact), parts.view(-1), plan.reduce_scale, mean)
     result = torch.empty_like(slices[0])
-    codec.unpack(packed, 0, mean, plan.unpack_scale, *_streams(result, exact))
+    codec.unpack(own, 0, mean, plan.unpack_scale, *_streams(result, exact))
     return result
+
+
+def _packed(
+    codec: "_C.Codec", layout: "_C.BucketLayout", scale: float, slices: list[torch.Tensor], exact: bool
+) -> torch.Tensor:
+    """uint8 [len(slices), layout.part.nbytes]"""
+    parts = torch.empty(len(slices), layout.part.nbytes, dtype=torch.uint8)
+    for slice_, out in zip(slices, parts, strict=True):
+        codec.pack(layout, 0, *_streams(slice_, exact), scale, out)
+    return parts
+
+
+def _parts_like(layout: "_C.BucketLayout", num_parts: int, exact: bool) -> "_C.BucketLayout":
+    """One chunk of `num_parts` parts, each as the only one of `layout`."""
+    return _part_of(layout, num_parts, layout.part.exact_numel + layout.part.lossy_numel, exact)
 
 
 def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor]) -> torch.Tensor:
@@ -130,6 +171,16 @@ def _pieces(
 
 
 # ---- arguments
+
+
+def _groups(hosts: int | Sequence[Sequence[int]] | None, world_size: int) -> Sequence[Sequence[int]] | None:
+    if isinstance(hosts, bool) or not isinstance(hosts, int):
+        if isinstance(hosts, str):
+            raise ValueError(f"hosts={hosts!r} is not possible in one process: say how many ranks each host has")
+        return hosts
+    if hosts < 1 or world_size % hosts:
+        raise ValueError(f"hosts={hosts} ranks on each host are not possible with {world_size} ranks")
+    return [list(range(first, first + hosts)) for first in range(0, world_size, hosts)]
 
 
 def _flats(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
