@@ -356,12 +356,11 @@ EventPtr Engine::all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, S
 }
 
 void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error) {
-  const std::exception_ptr first = failure_->get();
-  // A chunk before the last may have failed: the bucket is good only if nothing ever did. What failed outside of a
-  // stage, between streams, has no name yet.
-  if (!error) {
+  // A chunk before the last may have failed: the bucket is good only if nothing ever did. What fails outside of a
+  // stage, between streams, has no name yet; if it is not the first failure, it is a consequence of that.
+  if (const std::exception_ptr first = failure_->get()) {
     error = first;
-  } else if (!first) {
+  } else if (error) {
     error = failure_->fail(*job, "ordering of streams", 0, error);
   }
   if (!error) {

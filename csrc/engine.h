@@ -143,8 +143,8 @@ class Engine {
     EventPtr free;                        // the last use has ended
   };
 
-  // A chunk on its way, of which so many legs have been ordered. Each leg waits for the wire once or twice, and ends
-  // with codec work:
+  // A chunk on its way, of which so many legs have been ordered. A leg ends with codec work, which the next one's
+  // collective waits for; in between, the wire has other chunks' legs to carry:
   //
   //   one level    pack, all-to-all, reduce | all-gather, unpack            all-reduce: pack, all-reduce | unpack
   //   two levels   pack, local all-to-all, local reduce | all-to-all, reduce | all-gather, local all-gather, unpack
@@ -163,8 +163,9 @@ class Engine {
   // From a slot's outgoing buffer to its incoming one.
   EventPtr all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel, int64_t nbytes,
                       const Underway& underway);
-  EventPtr all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel, int64_t nbytes,
-                      const Underway& underway, bool back);
+  // The same way; `back`: the other way, of a part that is there only once.
+  EventPtr all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
+                      int64_t part_nbytes, const Underway& underway, bool back);
   // The stages of a chunk, one payload after another. `out` and `parts` are messages.
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
   void local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
