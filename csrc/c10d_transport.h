@@ -52,7 +52,8 @@ class WorkTransport : public C10dTransport {
   using C10dTransport::C10dTransport;
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
-  // An all-to-all of equal parts: gloo's own all-gather allocates and copies at every call.
+  // An all-to-all of equal parts: gloo's own all-gather allocates and copies at every call. For 1 MiB, copies included,
+  // 2 ranks take 0.33 ms instead of 0.44, 4 ranks 0.68 instead of 1.6.
   int64_t gather_copies(Channel channel) const override { return backend(channel).getSize(); }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     all_to_all(channel, std::move(send), std::move(receive), std::move(done));

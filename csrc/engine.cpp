@@ -349,7 +349,7 @@ EventPtr Engine::all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, S
   const WireSpan receive{to.get(), part_nbytes * num_ranks, to};
   return lane.start(underway.event, wire_stage(job, stage, underway.chunk,
                                                [this, channel, send, receive, num_copies, back](Lane::Completion done) {
-                                                 // What reduce has written it has written so many times.
+                                                 // What reduce writes it has written so many times already.
                                                  if (back) repeat(send, num_copies);
                                                  transport_->all_gather(channel, send, receive, std::move(done));
                                                }));

@@ -75,7 +75,8 @@ def attach(
             gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and as much again
             divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of that. They
             stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs the two-shot
-            sum, which "auto" then takes for all but small buckets.
+            sum, which "auto" then takes for all but small buckets. With hosts a rank keeps those of the elements it
+            sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB

@@ -178,6 +178,51 @@ def test_one_stage_at_a_time_gives_identical_bits(ranks, chunks_in_flight):
         assert torch.equal(seen, overlapped[0][1])
 
 
+def over_the_other_transport(rank, world_size, *args):
+    """What is enqueued on streams, NCCL's calls, over gloo: each ends before the next begins."""
+    from fusedcomm import session
+
+    class Path(session.CpuPath):
+        def connect(self, process_group, device, store):
+            self.codec = "portable"
+            native = _C.CpuDevice(isa="auto", codec_threads=1, forced_sync=True)
+            return native, _C.StreamTransport(process_group._get_backend(device), device)
+
+    own, session.CpuPath = session.CpuPath, Path
+    try:
+        return result(rank, world_size, *args)
+    finally:
+        session.CpuPath = own
+
+
+def test_the_transport_for_streams_has_the_same_channels(ranks):
+    kwargs = {"hosts": INTERLEAVED, "chunk_nbytes": 12345}
+    outcome = ranks.run(over_the_other_transport, "int8", {"exempt": (), **kwargs}, ((50021,),))
+    check_against_reference(outcome, INTERLEAVED, "int8")
+
+
+def on_both_devices(rank, world_size, kwargs):
+    generator = torch.Generator().manual_seed(rank)
+    shapes = ((301, 77), (1000,), (50021,))
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    results = []
+    for device in ("cpu", "cuda"):
+        ddp = DistributedDataParallel(Gradients(*shapes).to(device), bucket_cap_mb=0.05)
+        comm = fusedcomm.attach(ddp, hosts=TWO_BY_TWO, sum="two-shot", **kwargs)
+        seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=2)
+        results.append(torch.cat([gradient.flatten() for gradient in seen]).cpu())
+        comm.detach()
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU that this torch can use")
+@pytest.mark.parametrize("kwargs", [{"wire": "bf16"}, {"wire": "int8"}, {"wire": "int4", "rotate": True}], ids=str)
+def test_on_cuda_the_bits_are_those_of_the_cpu(ranks, kwargs):
+    for cpu, gpu in ranks.run(on_both_devices, kwargs, backend="cpu:gloo,cuda:nccl"):
+        assert torch.equal(cpu, gpu)
+
+
 def shapes_result(rank, world_size, wire):
     shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
     ddp = DistributedDataParallel(Gradients(*shapes))
@@ -438,6 +483,24 @@ def test_an_fp32_wire_is_not_rounded_on_its_way():
     with pytest.raises(ValueError, match="local_wire='bf16' would round what wire='fp32' does not"):
         Config(wire="fp32", hosts="auto")
     assert Config(wire="fp32", hosts="auto", local_wire="fp32").hosts == "auto"
+
+
+def in_a_subgroup(rank, world_size):
+    members = [1, 2, 4, 5]
+    group = dist.new_group(members)
+    if rank not in members:
+        return None
+    ddp = DistributedDataParallel(Gradients((30000,)), process_group=group)
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), hosts=INTERLEAVED)  # ranks of the group
+    gradient = torch.randn(30000, generator=torch.Generator().manual_seed(rank))
+    (seen,) = synchronise(ddp, [gradient], steps=2)
+    return gradient, seen, comm.plan().hosts.groups
+
+
+def test_hosts_are_of_the_ranks_of_ddps_own_group(six_ranks):
+    outcome = [of_rank for of_rank in six_ranks.run(in_a_subgroup) if of_rank is not None]
+    assert all(groups == ((0, 2), (1, 3)) for _, _, groups in outcome)
+    check_against_reference([(gradient, seen) for gradient, seen, _ in outcome], INTERLEAVED, "int8")
 
 
 def named(rank, world_size, names):
