@@ -25,7 +25,8 @@ void bind_plan(py::module_& m) {
       .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
                        int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate,
                        const std::vector<std::tuple<std::string, int64_t, bool>>& others, bool stochastic,
-                       uint64_t seed, const std::optional<std::string>& error_feedback) {
+                       uint64_t seed, const std::optional<std::string>& error_feedback, int64_t ranks_per_host,
+                       const std::string& local_wire) {
              WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
                                chunk_nbytes,         chunks_in_flight,   rotate};
              for (const auto& [name, block_numel, rotated] : others) {
@@ -34,23 +35,28 @@ void bind_plan(py::module_& m) {
              config.stochastic = stochastic;
              config.seed = seed;
              if (error_feedback) config.feedback = residual_format_from_name(*error_feedback);
+             config.ranks_per_host = ranks_per_host;
+             config.local_wire = wire_from_name(local_wire);
              check_config(config);
              return config;
            }),
            py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
            py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"), py::arg("others"),
-           py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"));
+           py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"), py::arg("ranks_per_host") = 1,
+           py::arg("local_wire") = "bf16");
 
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })
       .def_readonly("in_place", &BucketPlan::in_place)
       .def_readonly("layouts", &BucketPlan::layouts)
+      .def_readonly("host_layouts", &BucketPlan::host_layouts)
       .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
       .def_readonly("pack_scale", &BucketPlan::pack_scale)
       .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
       .def_readonly("reason", &BucketPlan::reason)
-      .def("sent_nbytes", &sent_nbytes, py::arg("world_size"));
+      .def("sent_nbytes", &sent_nbytes, py::arg("world_size"))
+      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("world_size"), py::arg("ranks_per_host"));
 
   m.def(
       "plan_bucket",
@@ -66,12 +72,27 @@ void bind_plan(py::module_& m) {
   m.attr("EXACT_WIRE") = kExactWire;
 }
 
+void bind_hosts(py::module_& m) {
+  m.def(
+      "connect_hosts",
+      [](C10dTransport& transport, int64_t local_rank, int64_t ranks_per_host, int64_t host, int64_t num_hosts,
+         const BackendPtr& local_scatter, const BackendPtr& local_gather, const BackendPtr& cross_scatter,
+         const BackendPtr& cross_gather) {
+        transport.connect_hosts({local_rank, ranks_per_host, host, num_hosts},
+                                {local_scatter, local_gather, cross_scatter, cross_gather});
+      },
+      py::arg("transport"), py::kw_only(), py::arg("local_rank"), py::arg("ranks_per_host"), py::arg("host"),
+      py::arg("num_hosts"), py::arg("local_scatter"), py::arg("local_gather"), py::arg("cross_scatter"),
+      py::arg("cross_gather"));
+}
+
 void bind_hook(py::module_& m) {
   py::class_<EngineStats>(m, "EngineStats")
       .def_readonly("num_steps", &EngineStats::num_steps)
       .def_readonly("num_buckets", &EngineStats::num_buckets)
       .def_readonly("grad_nbytes", &EngineStats::grad_nbytes)
       .def_readonly("sent_nbytes", &EngineStats::sent_nbytes)
+      .def_readonly("sent_between_hosts_nbytes", &EngineStats::sent_between_hosts_nbytes)
       .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
       .def_readonly("busy_ms", &EngineStats::busy_ms)
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
@@ -218,5 +239,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_codec(m);
   fusedcomm::bind_plan(m);
   fusedcomm::bind_devices(m);
+  fusedcomm::bind_hosts(m);
   fusedcomm::bind_hook(m);
 }

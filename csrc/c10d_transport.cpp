@@ -24,7 +24,7 @@ at::ScalarType scalar_type(Wire wire) {
     case Wire::kFp16:
       return at::kHalf;
     default:
-      TORCH_CHECK(false, "fusedcomm: an int8 wire cannot be all-reduced");
+      TORCH_CHECK(false, "fusedcomm: a wire with scales cannot be all-reduced");
   }
 }
 
@@ -43,11 +43,28 @@ void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion
 
 }  // namespace
 
-WorkTransport::WorkTransport(BackendPtr scatter, BackendPtr gather)
-    : scatter_(std::move(scatter)), gather_(std::move(gather)) {
-  TORCH_CHECK(scatter_ && gather_, "fusedcomm: a transport needs two backends");
-  TORCH_CHECK(scatter_->getRank() == gather_->getRank() && scatter_->getSize() == gather_->getSize(),
+C10dTransport::C10dTransport(BackendPtr scatter, BackendPtr gather) {
+  TORCH_CHECK(scatter && gather, "fusedcomm: a transport needs two backends");
+  TORCH_CHECK(scatter->getRank() == gather->getRank() && scatter->getSize() == gather->getSize(),
               "fusedcomm: the two backends disagree about rank or world size");
+  place_ = {0, 1, scatter->getRank(), scatter->getSize()};
+  backends_[static_cast<size_t>(Channel::kScatter)] = std::move(scatter);
+  backends_[static_cast<size_t>(Channel::kGather)] = std::move(gather);
+}
+
+void C10dTransport::connect_hosts(const Place& place, const std::array<BackendPtr, 4>& backends) {
+  TORCH_CHECK(place.ranks_per_host * place.num_hosts == world_size(), "fusedcomm: ", place.num_hosts, " hosts of ",
+              place.ranks_per_host, " ranks are not ", world_size(), " ranks");
+  constexpr auto kFirst = static_cast<size_t>(Channel::kLocalScatter);
+  for (size_t i = 0; i < backends.size(); ++i) {
+    const bool local = i + kFirst < static_cast<size_t>(Channel::kCrossScatter);
+    const int64_t rank = local ? place.local_rank : place.host;
+    const int64_t size = local ? place.ranks_per_host : place.num_hosts;
+    TORCH_CHECK(backends[i] && backends[i]->getRank() == rank && backends[i]->getSize() == size, "fusedcomm: channel ",
+                i + kFirst, " must be of rank ", rank, " of ", size);
+    backends_[i + kFirst] = backends[i];
+  }
+  place_ = place;
 }
 
 void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
@@ -72,13 +89,13 @@ void WorkTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
   on_end(backend(channel)._allgather_base(to, from), std::move(done));
 }
 
-void StreamTransport::all_to_all(Channel, WireSpan send, WireSpan receive, Lane::Completion done) {
+void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   at::Tensor input = as_tensor(send, at::kByte, device_);
   at::Tensor output = as_tensor(receive, at::kByte, device_);
   std::vector<int64_t> equal_splits;
   c10d::AllToAllOptions options;
   options.asyncOp = false;
-  enqueued(backend_->alltoall_base(output, input, equal_splits, equal_splits, options), done);
+  enqueued(backend(channel).alltoall_base(output, input, equal_splits, equal_splits, options), done);
 }
 
 void StreamTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
@@ -90,19 +107,19 @@ void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lan
   all_reduce_tensor(channel, as_tensor(data, scalar_type(dtype), device_), std::move(done));
 }
 
-void StreamTransport::all_reduce_tensor(Channel, const at::Tensor& tensor, Lane::Completion done) {
+void StreamTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
   std::vector<at::Tensor> tensors = {tensor};
   c10d::AllreduceOptions options;
   options.asyncOp = false;
-  enqueued(backend_->allreduce(tensors, options), done);
+  enqueued(backend(channel).allreduce(tensors, options), done);
 }
 
-void StreamTransport::all_gather_tensor(Channel, const at::Tensor& output, const at::Tensor& input,
+void StreamTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                         Lane::Completion done) {
   at::Tensor to = output, from = input;
   c10d::AllgatherOptions options;
   options.asyncOp = false;
-  enqueued(backend_->_allgather_base(to, from, options), done);
+  enqueued(backend(channel)._allgather_base(to, from, options), done);
 }
 
 }  // namespace fusedcomm

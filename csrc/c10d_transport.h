@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "transport.h"
@@ -11,15 +12,36 @@ namespace fusedcomm {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// What both have: collectives on whole tensors, for buckets that the codec does not carry.
+// What both have: a backend for each channel, and collectives on whole tensors, for buckets that the codec does not
+// carry.
 class C10dTransport : public Transport {
  public:
+  // Of all ranks.
+  C10dTransport(BackendPtr scatter, BackendPtr gather);
+
+  // Adds the channels of sums on two levels: backends for kLocalScatter, kLocalGather, kCrossScatter, kCrossGather.
+  // Before an engine has the transport.
+  void connect_hosts(const Place& place, const std::array<BackendPtr, 4>& backends);
+
+  int rank() const override { return backend(Channel::kScatter).getRank(); }
+  int world_size() const override { return backend(Channel::kScatter).getSize(); }
+  Place place() const override { return place_; }
+
   // The sum, in place, of a dense tensor of any dtype that the backend can reduce.
   virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;
 
   // Every rank's `input` (1-D, as long everywhere), one after the other in `output` (1-D).
   virtual void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                  Lane::Completion done) = 0;
+
+ protected:
+  c10d::Backend& backend(Channel channel) const { return *backends_[static_cast<size_t>(channel)]; }
+
+ private:
+  // By channel. Every rank lets go of them in the same order: a backend's end waits for its collectives under way, and
+  // these for a peer that may be gone.
+  std::array<BackendPtr, kNumChannels> backends_;
+  Place place_;
 };
 
 // For backends that answer with a Work which completes by itself (gloo), over backends of our own, one for each
@@ -27,13 +49,12 @@ class C10dTransport : public Transport {
 // own.
 class WorkTransport : public C10dTransport {
  public:
-  WorkTransport(BackendPtr scatter, BackendPtr gather);
+  using C10dTransport::C10dTransport;
 
-  int rank() const override { return scatter_->getRank(); }
-  int world_size() const override { return scatter_->getSize(); }
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
-  // An all-to-all of equal parts: gloo's own all-gather allocates and copies at every call.
-  int64_t gather_copies() const override { return world_size(); }
+  // An all-to-all of equal parts: gloo's own all-gather allocates and copies at every call. For 1 MiB, copies included,
+  // 2 ranks take 0.33 ms instead of 0.44, 4 ranks 0.68 instead of 1.6.
+  int64_t gather_copies(Channel channel) const override { return backend(channel).getSize(); }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     all_to_all(channel, std::move(send), std::move(receive), std::move(done));
   }
@@ -41,12 +62,6 @@ class WorkTransport : public C10dTransport {
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
   void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                          Lane::Completion done) override;
-
- private:
-  c10d::Backend& backend(Channel channel) { return channel == Channel::kScatter ? *scatter_ : *gather_; }
-
-  BackendPtr scatter_;
-  BackendPtr gather_;
 };
 
 // For backends that enqueue on the current stream (NCCL): the group DDP uses, with its watchdog and timeout. Everything
@@ -54,12 +69,10 @@ class WorkTransport : public C10dTransport {
 // order.
 class StreamTransport : public C10dTransport {
  public:
-  StreamTransport(BackendPtr backend, c10::Device device) : backend_(std::move(backend)), device_(device) {}
+  StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
 
-  int rank() const override { return backend_->getRank(); }
-  int world_size() const override { return backend_->getSize(); }
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
-  int64_t gather_copies() const override { return 1; }
+  int64_t gather_copies(Channel) const override { return 1; }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
@@ -67,7 +80,6 @@ class StreamTransport : public C10dTransport {
                          Lane::Completion done) override;
 
  private:
-  BackendPtr backend_;
   const c10::Device device_;
 };
 

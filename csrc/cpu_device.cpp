@@ -19,6 +19,12 @@ const char* thread_name(LaneRole role) {
       return "fc-reduce";
     case LaneRole::kGather:
       return "fc-gather";
+    case LaneRole::kLocalReduce:
+      return "fc-local-reduce";
+    case LaneRole::kCrossScatter:
+      return "fc-x-scatter";
+    case LaneRole::kCrossGather:
+      return "fc-x-gather";
     default:
       return "fc-unpack";
   }

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -14,6 +15,14 @@ void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
     recent->push_back(static_cast<float>(value));
   } else {
     (*recent)[static_cast<size_t>(num_steps) % kNumRecentSteps] = static_cast<float>(value);
+  }
+}
+
+// Copies the first of so many equal pieces into the others.
+void repeat(const WireSpan& span, int64_t num_copies) {
+  const int64_t nbytes = span.nbytes / num_copies;
+  for (int64_t copy = 1; copy < num_copies; ++copy) {
+    std::memcpy(span.data + copy * nbytes, span.data, static_cast<size_t>(nbytes));
   }
 }
 
@@ -79,8 +88,13 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
     : config_(config),
       device_(std::move(device)),
       transport_(std::move(transport)),
+      place_(transport_->place()),
       failure_(std::make_shared<FailureLatch>(transport_->rank(), transport_->world_size())) {
   check_config(config_);
+  if (config_.ranks_per_host != place_.ranks_per_host) {
+    throw std::invalid_argument("the configuration is for " + std::to_string(config_.ranks_per_host) +
+                                " ranks on a host, the transport for " + std::to_string(place_.ranks_per_host));
+  }
   stats_.recent_exposed_ms.reserve(kNumRecentSteps);
   stats_.recent_busy_ms.reserve(kNumRecentSteps);
   slot_nbytes_ = workspace_nbytes(config_, transport_->world_size());
@@ -94,6 +108,11 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
   reduce_lane_ = device_->make_lane(LaneRole::kReduce);
   gather_lane_ = device_->make_lane(LaneRole::kGather);
   unpack_lane_ = device_->make_lane(LaneRole::kUnpack);
+  if (place_.on_two_levels()) {
+    local_reduce_lane_ = device_->make_lane(LaneRole::kLocalReduce);
+    cross_scatter_lane_ = device_->make_lane(LaneRole::kCrossScatter);
+    cross_gather_lane_ = device_->make_lane(LaneRole::kCrossGather);
+  }
 }
 
 Engine::~Engine() { stop("its engine was destroyed"); }
@@ -102,22 +121,29 @@ void Engine::stop(const std::string& reason) {
   const auto error = std::make_exception_ptr(std::runtime_error(
       "fusedcomm: rank " + std::to_string(transport_->rank()) + ": a bucket was given up because " + reason));
   failure_->set(error);
-  // Upstream first: what fails there is passed down and its jobs end on the unpack lane.
-  for (Lane* lane :
-       {pack_lane_.get(), scatter_lane_.get(), reduce_lane_.get(), gather_lane_.get(), unpack_lane_.get()}) {
-    lane->stop(error);
+  // What fails upstream is passed down, and its jobs end on the unpack lane.
+  for (Lane* lane : lanes()) lane->stop(error);
+}
+
+std::vector<Lane*> Engine::lanes() const {
+  std::vector<Lane*> lanes;
+  for (const auto* lane : {&pack_lane_, &scatter_lane_, &local_reduce_lane_, &cross_scatter_lane_, &reduce_lane_,
+                           &cross_gather_lane_, &gather_lane_, &unpack_lane_}) {
+    if (*lane) lanes.push_back(lane->get());
   }
+  return lanes;
 }
 
 bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
   std::exception_ptr error = failure_->get();
-  if (!error && !job->plan.in_place && job->plan.chunk_nbytes() > slot_nbytes_) {
+  const int64_t chunk_nbytes = std::max(job->plan.chunk_nbytes(), job->plan.host_chunk_nbytes());
+  if (!error && !job->plan.in_place && chunk_nbytes > slot_nbytes_) {
     error = failure_->fail(*job, "planning", 0,
-                           std::make_exception_ptr(std::length_error(
-                               "a chunk of " + std::to_string(job->plan.chunk_nbytes()) +
-                               " bytes does not fit a workspace of " + std::to_string(slot_nbytes_))));
+                           std::make_exception_ptr(std::length_error("a chunk of " + std::to_string(chunk_nbytes) +
+                                                                     " bytes does not fit a workspace of " +
+                                                                     std::to_string(slot_nbytes_))));
   }
   if (!error) {
     try {
@@ -138,17 +164,22 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
   if (job->plan.in_place) {
     end = submit_in_place(job);
   } else {
-    // With a single workspace, a chunk has to be through before the next begins.
-    const size_t max_half_done = std::min<size_t>(1, slots_.size() - 1);
-    std::deque<HalfDone> half_done;
-    for (int64_t chunk = 0; chunk < job->plan.num_chunks(); ++chunk) {
-      half_done.push_back(submit_first_half(job, chunk));
-      if (half_done.size() > max_half_done) {
-        end = submit_second_half(job, half_done.front());
-        half_done.pop_front();
+    const int num_legs = job->plan.on_two_levels() ? 3 : 2;
+    const int64_t num_chunks = job->plan.num_chunks();
+    std::deque<Underway> underway;
+    for (int64_t chunk = 0; chunk < num_chunks || !underway.empty(); ++chunk) {
+      // A chunk goes one leg on when the next one has begun that leg.
+      const size_t num_older = underway.size();
+      if (chunk < num_chunks) underway.push_back(submit_first_leg(job, chunk));
+      for (size_t i = num_older; i-- > 0;) submit_next_leg(job, &underway[i]);
+      // But all workspaces may be taken: the oldest has to be through before the next begins.
+      const bool is_full = underway.size() == slots_.size();
+      while (is_full && underway.front().num_legs < num_legs) submit_next_leg(job, &underway.front());
+      while (!underway.empty() && underway.front().num_legs == num_legs) {
+        end = underway.front().event;
+        underway.pop_front();
       }
     }
-    for (const HalfDone& half : half_done) end = submit_second_half(job, half);
   }
   // Nothing to sum; its times are of the caller's stream nevertheless.
   if (!end) end = pack_lane_->run(nullptr, [] {});
@@ -191,22 +222,39 @@ EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   if (chunk == 0 && job.before_pack) job.before_pack();
   int64_t count = 0;
+  const std::vector<BucketLayout>& layouts = job.plan.packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    count += device_->pack({job.plan.layouts[i], chunk, payload.streams, job.plan.pack_scale, out, payload.pack});
+    count += device_->pack({layouts[i], chunk, payload.streams, job.plan.pack_scale, out, payload.pack});
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
-  if (chunk == job.plan.num_chunks() - 1 && job.after_pack) job.after_pack();
+  const bool is_first_encoder = !job.plan.on_two_levels();
+  if (is_first_encoder && chunk == job.plan.num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
+}
+
+void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  for (size_t i = 0; i < job.payloads.size(); ++i) {
+    ReduceArgs args{job.plan.host_layouts[i], parts, 1, job.plan.layouts[i], out};
+    args.num_parts = place_.num_hosts;
+    args.chunk = chunk;
+    args.first_part = place_.local_rank * place_.num_hosts;
+    args.encoding = job.payloads[i].local_reduce;
+    device_->reduce(args);
+  }
+  if (chunk == job.plan.num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
+  const Channel next = job.plan.on_two_levels() ? Channel::kCrossGather : Channel::kGather;
   for (size_t i = 0; i < job.payloads.size(); ++i) {
-    const BucketLayout& layout = job.plan.layouts[i];
-    ReduceArgs args{layout, parts, job.plan.reduce_scale, layout, out};
-    args.num_copies = transport_->gather_copies();
+    const BucketLayout& to = job.plan.layouts[i];
+    BucketLayout from = to;
+    from.num_parts = place_.num_hosts;  // on one level all ranks
+    ReduceArgs args{from, parts, job.plan.reduce_scale, to, out};
+    args.num_copies = transport_->gather_copies(next);
     args.chunk = chunk;
-    args.first_part = transport_->rank();
+    args.first_part = place_.part();
     args.encoding = job.payloads[i].reduce;
     device_->reduce(args);
   }
@@ -214,62 +262,105 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
 
 void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
-    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, job.payloads[i].streams});
+    const Payload& payload = job.payloads[i];
+    const BucketStreams& streams = payload.unpacked ? *payload.unpacked : payload.streams;
+    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams});
   }
 }
 
-Engine::HalfDone Engine::submit_first_half(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
+Engine::Underway Engine::submit_first_leg(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
   Slot& slot = slots_[next_slot_++ % slots_.size()];
-  const int64_t nbytes = job->plan.chunk_nbytes();
+  const BucketPlan& plan = job->plan;
+  std::byte *const outgoing = slot.outgoing.get(), *const incoming = slot.incoming.get();
+  Underway underway{&slot, chunk, nullptr};
+  underway.event = pack_lane_->run(
+      slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, outgoing] { pack(*job, chunk, outgoing); }));
+  if (plan.sum != Sum::kTwoShot) {
+    const WireSpan span{outgoing, plan.chunk_nbytes(), slot.outgoing};
+    underway.event = scatter_lane_->start(
+        underway.event, wire_stage(job, Stage::kAllReduce, chunk, [this, job, span](Lane::Completion done) {
+          transport_->all_reduce(Channel::kScatter, span, job->plan.layouts.front().wire, std::move(done));
+        }));
+  } else if (plan.on_two_levels()) {
+    underway.event = all_to_all(*scatter_lane_, job, Stage::kLocalAllToAll, Channel::kLocalScatter,
+                                plan.host_chunk_nbytes(), underway);
+    underway.event = local_reduce_lane_->run(
+        underway.event, stage(job, Stage::kLocalReduce, chunk, [this, job, chunk, outgoing, incoming] {
+          local_reduce(*job, chunk, incoming, outgoing);
+        }));
+  } else {
+    underway.event =
+        all_to_all(*scatter_lane_, job, Stage::kAllToAll, Channel::kScatter, plan.chunk_nbytes(), underway);
+    underway.event = reduce_lane_->run(
+        underway.event, stage(job, Stage::kReduce, chunk,
+                              [this, job, chunk, outgoing, incoming] { reduce(*job, chunk, incoming, outgoing); }));
+  }
+  return underway;
+}
+
+void Engine::submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* underway) {
+  const BucketPlan& plan = job->plan;
+  const int64_t chunk = underway->chunk, part_nbytes = plan.layouts.front().part_stride;
+  std::byte *const outgoing = underway->slot->outgoing.get(), *const incoming = underway->slot->incoming.get();
+  const std::byte* result = outgoing;
+  ++underway->num_legs;
+  if (plan.on_two_levels() && underway->num_legs == 2) {
+    underway->event = all_to_all(*cross_scatter_lane_, job, Stage::kAllToAll, Channel::kCrossScatter,
+                                 place_.num_hosts * part_nbytes, *underway);
+    underway->event = reduce_lane_->run(
+        underway->event, stage(job, Stage::kReduce, chunk,
+                               [this, job, chunk, outgoing, incoming] { reduce(*job, chunk, incoming, outgoing); }));
+    return;
+  }
+  if (plan.on_two_levels()) {
+    underway->event = all_gather(*cross_gather_lane_, job, Stage::kAllGather, Channel::kCrossGather, part_nbytes,
+                                 *underway, /*back=*/false);
+    underway->event = all_gather(*gather_lane_, job, Stage::kLocalAllGather, Channel::kLocalGather,
+                                 place_.num_hosts * part_nbytes, *underway, /*back=*/true);
+  } else if (plan.sum == Sum::kTwoShot) {
+    underway->event =
+        all_gather(*gather_lane_, job, Stage::kAllGather, Channel::kGather, part_nbytes, *underway, /*back=*/false);
+    result = incoming;
+  }
+  underway->event = underway->slot->free = unpack_lane_->run(
+      underway->event, stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] { unpack(*job, chunk, result); }));
+}
+
+EventPtr Engine::all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
+                            int64_t nbytes, const Underway& underway) {
+  const Slot& slot = *underway.slot;
   const WireSpan outgoing{slot.outgoing.get(), nbytes, slot.outgoing};
   const WireSpan incoming{slot.incoming.get(), nbytes, slot.incoming};
-
-  EventPtr packed = pack_lane_->run(
-      slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, outgoing] { pack(*job, chunk, outgoing.data); }));
-  if (job->plan.sum != Sum::kTwoShot) {
-    EventPtr summed = scatter_lane_->start(
-        packed, wire_stage(job, Stage::kAllReduce, chunk, [this, job, outgoing](Lane::Completion done) {
-          transport_->all_reduce(Channel::kScatter, outgoing, job->plan.layouts.front().wire, std::move(done));
-        }));
-    return {&slot, chunk, std::move(summed)};
-  }
-  EventPtr scattered = scatter_lane_->start(
-      packed, wire_stage(job, Stage::kAllToAll, chunk, [this, outgoing, incoming](Lane::Completion done) {
-        transport_->all_to_all(Channel::kScatter, outgoing, incoming, std::move(done));
-      }));
-  EventPtr reduced = reduce_lane_->run(
-      scattered, stage(job, Stage::kReduce, chunk,
-                       [this, job, chunk, outgoing, incoming] { reduce(*job, chunk, incoming.data, outgoing.data); }));
-  return {&slot, chunk, std::move(reduced)};
+  return lane.start(underway.event,
+                    wire_stage(job, stage, underway.chunk, [this, channel, outgoing, incoming](Lane::Completion done) {
+                      transport_->all_to_all(channel, outgoing, incoming, std::move(done));
+                    }));
 }
 
-EventPtr Engine::submit_second_half(const std::shared_ptr<BucketJob>& job, const HalfDone& half) {
-  Slot& slot = *half.slot;
-  const bool two_shot = job->plan.sum == Sum::kTwoShot;
-  const int64_t chunk = half.chunk;
-  EventPtr summed = half.event;
-  if (two_shot) {
-    const WireSpan outgoing{slot.outgoing.get(), job->plan.layouts.front().part_stride * transport_->gather_copies(),
-                            slot.outgoing};
-    const WireSpan incoming{slot.incoming.get(), job->plan.chunk_nbytes(), slot.incoming};
-    summed = gather_lane_->start(
-        summed, wire_stage(job, Stage::kAllGather, chunk, [this, outgoing, incoming](Lane::Completion done) {
-          transport_->all_gather(Channel::kGather, outgoing, incoming, std::move(done));
-        }));
-  }
-  const std::byte* result = two_shot ? slot.incoming.get() : slot.outgoing.get();
-  slot.free = unpack_lane_->run(
-      summed, stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] { unpack(*job, chunk, result); }));
-  return slot.free;
+EventPtr Engine::all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
+                            int64_t part_nbytes, const Underway& underway, bool back) {
+  const Slot& slot = *underway.slot;
+  const auto &from = back ? slot.incoming : slot.outgoing, &to = back ? slot.outgoing : slot.incoming;
+  const int64_t num_copies = transport_->gather_copies(channel);
+  const int64_t num_ranks = channel == Channel::kGather        ? world_size()
+                            : channel == Channel::kLocalGather ? place_.ranks_per_host
+                                                               : place_.num_hosts;
+  const WireSpan send{from.get(), part_nbytes * num_copies, from};
+  const WireSpan receive{to.get(), part_nbytes * num_ranks, to};
+  return lane.start(underway.event, wire_stage(job, stage, underway.chunk,
+                                               [this, channel, send, receive, num_copies, back](Lane::Completion done) {
+                                                 // What reduce writes it has written so many times already.
+                                                 if (back) repeat(send, num_copies);
+                                                 transport_->all_gather(channel, send, receive, std::move(done));
+                                               }));
 }
 
 void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error) {
-  const std::exception_ptr first = failure_->get();
-  // A chunk before the last may have failed: the bucket is good only if nothing ever did. What failed outside of a
-  // stage, between streams, has no name yet.
-  if (!error) {
+  // A chunk before the last may have failed: the bucket is good only if nothing ever did. What fails outside of a
+  // stage, between streams, has no name yet; if it is not the first failure, it is a consequence of that.
+  if (const std::exception_ptr first = failure_->get()) {
     error = first;
-  } else if (!first) {
+  } else if (error) {
     error = failure_->fail(*job, "ordering of streams", 0, error);
   }
   if (!error) {
@@ -281,6 +372,7 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
       stats_.num_buckets += 1;
       stats_.grad_nbytes += job->grad_nbytes;
       stats_.sent_nbytes += sent_nbytes(job->plan, world_size());
+      stats_.sent_between_hosts_nbytes += sent_between_hosts_nbytes(job->plan, world_size(), place_.ranks_per_host);
       stats_.num_nonfinite += job->num_nonfinite;
       if (job->is_last) stats_.num_steps += 1;
       untimed_.push_back({job->submitted, std::move(done), job->is_last});

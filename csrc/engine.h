@@ -3,6 +3,13 @@
 //   pack lane ──► scatter lane ──► reduce lane ──► gather lane ──► unpack lane        two-shot
 //   pack lane ──► scatter lane ───────────────────────────────────► unpack lane       all-reduce (exact, direct)
 //
+// Where hosts have several ranks a two-shot may have two levels: within a host and then between hosts, so that less of
+// it crosses the network. Rank l of a host sums the l-th of its ranks' parts, and then, with the ranks l of the other
+// hosts, one over all hosts of each of the pieces that this part is made of:
+//
+//   pack ──► scatter (local) ──► local reduce ──► cross scatter ──► reduce ──► cross gather ──► gather (local) ──►
+//   unpack
+//
 // A bucket travels as chunks through a small ring of workspaces. Every lane takes the chunks of all buckets in the same
 // order, so the order of collectives on each channel is a matter of the buckets alone and never of timing; and while
 // chunk k is on the wire, chunk k+1, of this bucket or the next, is packed. Where the lanes are streams, chunk k+1's
@@ -15,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,7 +36,9 @@ namespace fusedcomm {
 // The elements that travel in one of a bucket's layouts, and how they are rounded.
 struct Payload {
   BucketStreams streams;
-  Encoding pack, reduce;
+  // What unpack writes to, if it needs tables of its own: of the plan's layout, where pack's are of its host layout.
+  std::optional<BucketStreams> unpacked;
+  Encoding pack, local_reduce, reduce;
 };
 
 // One bucket under way.
@@ -43,8 +53,11 @@ struct BucketJob {
   bool counted = true;   // in the engine's stats; not if it serves another bucket
   int64_t grad_nbytes = 0;
 
-  // Called on the pack lane before the first chunk is packed and after the last one is; may be empty.
-  std::function<void()> before_pack, after_pack;
+  // Called on the pack lane before the first chunk is packed; may be empty.
+  std::function<void()> before_pack;
+  // Called on the lane of the encoder that error feedback begins with (pack; on two levels the local reduce), after the
+  // last chunk; may be empty.
+  std::function<void()> after_first_encoder;
   // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
   // Called exactly once, with an error or null.
@@ -86,6 +99,7 @@ struct EngineStats {
   int64_t num_buckets = 0;
   int64_t grad_nbytes = 0;
   int64_t sent_nbytes = 0;
+  int64_t sent_between_hosts_nbytes = 0;  // on one level every rank counts as a host
   int64_t num_nonfinite = 0;
   double busy_ms = 0;  // time during which at least one bucket was under way
   // Of the last steps, unordered. Exposed: from the last bucket's hand-over to its completion.
@@ -121,28 +135,40 @@ class Engine {
   int rank() const { return transport_->rank(); }
 
  private:
-  // The workspace of one chunk. Two buffers serve four uses, since the first collective's input is dead when reduce
-  // writes and its output is dead when the second collective receives.
+  // The workspace of one chunk. Two buffers serve all stages, since each reads from one what the stage before wrote
+  // there, and writes to the other, where all is dead.
   struct Slot {
-    std::shared_ptr<std::byte> outgoing;  // packed parts, then the encoded mean
-    std::shared_ptr<std::byte> incoming;  // parts to sum, then every owner's encoded mean
+    std::shared_ptr<std::byte> outgoing;  // packed parts, encoded sums; on two levels every owner's encoded mean
+    std::shared_ptr<std::byte> incoming;  // parts to sum, every owner's encoded mean
     EventPtr free;                        // the last use has ended
   };
 
-  // A chunk between its two collectives, or before the unpacking of its only one.
-  struct HalfDone {
+  // A chunk on its way, of which so many legs have been ordered. A leg ends with codec work, which the next one's
+  // collective waits for; in between, the wire has other chunks' legs to carry:
+  //
+  //   one level    pack, all-to-all, reduce | all-gather, unpack            all-reduce: pack, all-reduce | unpack
+  //   two levels   pack, local all-to-all, local reduce | all-to-all, reduce | all-gather, local all-gather, unpack
+  struct Underway {
     Slot* slot;
     int64_t chunk;
     EventPtr event;
+    int num_legs = 1;
   };
 
   // What the calling thread has enqueued comes before; false if the job has been ended with an error.
   bool begin(const std::shared_ptr<BucketJob>& job);
   EventPtr submit_in_place(const std::shared_ptr<BucketJob>& job);
-  HalfDone submit_first_half(const std::shared_ptr<BucketJob>& job, int64_t chunk);
-  EventPtr submit_second_half(const std::shared_ptr<BucketJob>& job, const HalfDone& half);
+  Underway submit_first_leg(const std::shared_ptr<BucketJob>& job, int64_t chunk);
+  void submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* underway);
+  // From a slot's outgoing buffer to its incoming one.
+  EventPtr all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel, int64_t nbytes,
+                      const Underway& underway);
+  // The same way; `back`: the other way, of a part that is there only once.
+  EventPtr all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
+                      int64_t part_nbytes, const Underway& underway, bool back);
   // The stages of a chunk, one payload after another. `out` and `parts` are messages.
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
+  void local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
@@ -152,9 +178,12 @@ class Engine {
   Lane::Task stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body);
   Lane::Transfer wire_stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Transfer body);
 
+  std::vector<Lane*> lanes() const;  // upstream first
+
   const WireConfig config_;
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Transport> transport_;
+  const Place place_;
   const std::shared_ptr<FailureLatch> failure_;
   const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
 
@@ -180,6 +209,7 @@ class Engine {
 
   // Last, so that they are gone before what their tasks use.
   std::unique_ptr<Lane> pack_lane_, scatter_lane_, reduce_lane_, gather_lane_, unpack_lane_;
+  std::unique_ptr<Lane> local_reduce_lane_, cross_scatter_lane_, cross_gather_lane_;  // null on one level
 };
 
 }  // namespace fusedcomm

@@ -63,36 +63,54 @@ at::Tensor zeros(ResidualFormat format, const BucketLayout& layout, int64_t nume
 }  // namespace
 
 StreamResidual::StreamResidual(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
-                               int rank, c10::Device device)
+                               const Place& place, c10::Device device)
     : layout_(layout),
       format_(format),
       pack_scale_(pack_scale),
       reduce_scale_(reduce_scale),
-      rank_(rank),
-      packed_(zeros(format, layout, layout.padded_numel(), device)),
-      reduced_(zeros(format, layout, reduced_numel(), device)) {}
+      place_(place),
+      num_first_parts_(place.on_two_levels() ? place.num_hosts : layout.num_parts),
+      first_(zeros(format, layout, first_numel(), device)),
+      second_(zeros(format, layout, second_numel(), device)) {}
+
+Range StreamResidual::first_range(int64_t chunk) const {
+  const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
+  return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
+}
 
 at::Tensor StreamResidual::values() const {
-  at::Tensor values = load(packed_, format_, layout_.block_numel, layout_.padded_numel());
-  at::Tensor of_means = load(reduced_, format_, layout_.block_numel, reduced_numel());
+  const at::Tensor of_first = load(first_, format_, layout_.block_numel, first_numel());
+  at::Tensor of_means = load(second_, format_, layout_.block_numel, second_numel());
   if (layout_.rotated) of_means = unrotated(of_means);
   const int64_t part_numel = layout_.part.lossy_numel;
+  at::Tensor values = at::zeros({layout_.lossy_numel}, of_first.options());
   for (int64_t chunk = 0; chunk < layout_.num_chunks; ++chunk) {
-    const Range range = layout_.lossy_range(chunk, rank_);
-    values.narrow(0, range.begin, range.numel())
-        .add_(of_means.narrow(0, chunk * part_numel, range.numel()), 1 / static_cast<double>(reduce_scale_));
+    const Range of_chunk = first_range(chunk), of_part = layout_.lossy_range(chunk, place_.part());
+    values.narrow(0, of_chunk.begin, of_chunk.numel())
+        .copy_(of_first.narrow(0, chunk * num_first_parts_ * part_numel, of_chunk.numel()));
+    values.narrow(0, of_part.begin, of_part.numel())
+        .add_(of_means.narrow(0, chunk * part_numel, of_part.numel()), 1 / static_cast<double>(reduce_scale_));
   }
-  return values.narrow(0, 0, layout_.lossy_numel).div_(pack_scale_);
+  return values.div_(pack_scale_);
 }
 
-void StreamResidual::set_values(const at::Tensor& values) {
-  const int64_t padding = layout_.padded_numel() - layout_.lossy_numel;
-  store(packed_, at::constant_pad_nd(values.mul(pack_scale_), {0, padding}), format_, layout_.block_numel);
-  reduced_.zero_();
+at::Tensor StreamResidual::set_values(const at::Tensor& values) {
+  at::Tensor rest = values.clone();
+  at::Tensor of_first = at::zeros({first_numel()}, values.options());
+  const int64_t part_numel = layout_.part.lossy_numel;
+  for (int64_t chunk = 0; chunk < layout_.num_chunks; ++chunk) {
+    const Range range = first_range(chunk);
+    of_first.narrow(0, chunk * num_first_parts_ * part_numel, range.numel())
+        .copy_(values.narrow(0, range.begin, range.numel()));
+    rest.narrow(0, range.begin, range.numel()).zero_();
+  }
+  store(first_, of_first.mul_(pack_scale_), format_, layout_.block_numel);
+  second_.zero_();
+  return place_.on_two_levels() ? rest : at::Tensor();
 }
 
-at::Tensor StreamResidual::packed_norm() const {
-  const at::Tensor values = load(packed_, format_, layout_.block_numel, layout_.padded_numel());
+at::Tensor StreamResidual::first_norm() const {
+  const at::Tensor values = load(first_, format_, layout_.block_numel, first_numel());
   return at::linalg_vector_norm(values, 2, {}, false, at::kDouble).div_(pack_scale_);
 }
 

@@ -81,6 +81,11 @@ void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, con
   }
 }
 
+// The encoder that error feedback and noise begin with: what is packed for ranks of the same host is neither.
+Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
+  return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
+}
+
 // What parameters have left out so far, each bucket's residual decoded once.
 class ResidualValues {
  public:
@@ -219,16 +224,18 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
     payload.streams.origin = data;
     payload.streams.tables = stream.tables;
     if (record->plan.sum == Sum::kTwoShot && config.stochastic) {
-      constexpr uint32_t kReducer = 0xFFFFFFFF;  // of reference.py
+      constexpr uint32_t kFirstHost = 0x40000000, kReducer = 0xFFFFFFFF;  // of reference.py
+      const auto host = static_cast<uint32_t>(transport_->place().host);
       const NoiseKey noise{config.seed, stream.first_parameter, static_cast<uint32_t>(step), 0};
-      payload.pack.stochastic = payload.reduce.stochastic = true;
-      payload.pack.noise = payload.reduce.noise = noise;
-      payload.pack.noise.source = static_cast<uint32_t>(transport_->rank());
+      Encoding& first = first_encoding(*record, &payload);
+      first.stochastic = payload.reduce.stochastic = true;
+      first.noise = payload.reduce.noise = noise;
+      first.noise.source = record->plan.on_two_levels() ? kFirstHost + host : static_cast<uint32_t>(transport_->rank());
       payload.reduce.noise.source = kReducer;
     }
     if (stream.residual) {
-      payload.pack.residual = stream.residual->of_pack();
-      payload.reduce.residual = stream.residual->of_reduce();
+      first_encoding(*record, &payload).residual = stream.residual->of_first();
+      payload.reduce.residual = stream.residual->of_second();
     }
     job->payloads.push_back(std::move(payload));
   }
@@ -237,6 +244,11 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
     BucketStreams& streams = job->payloads[member.payload].streams;
     Stream& stream = member.exact ? streams.exact : streams.lossy;
     stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
+  }
+  for (size_t i = 0; i < record->streams.size(); ++i) {
+    if (!record->streams[i].unpack_tables) continue;
+    job->payloads[i].unpacked = job->payloads[i].streams;
+    job->payloads[i].unpacked->tables = record->streams[i].unpack_tables;
   }
   return job;
 }
@@ -253,10 +265,10 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
     std::shared_ptr<StreamResidual> residual = record->streams[i].residual;
     if (!residual) {
       residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
-                                                  plan.reduce_scale, transport_->rank(), device_);
-      residual->fill_packed(-0.0F);
+                                                  plan.reduce_scale, transport_->place(), device_);
+      residual->fill_first(-0.0F);
       for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
-      job->payloads[i].pack.residual = residual->of_pack();
+      first_encoding(*record, &job->payloads[i]).residual = residual->of_first();
     }
     residuals->push_back(std::move(residual));
   }
@@ -266,10 +278,10 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
     at::NoGradGuard inner_no_grad;
     measurement->norm = at::linalg_vector_norm(buffer, 2, {}, false, at::kDouble);
   };
-  job->after_pack = [this, measurement, residuals, name = record->label->name] {
+  job->after_first_encoder = [this, measurement, residuals, name = record->label->name] {
     at::NoGradGuard inner_no_grad;
     at::Tensor squares = at::zeros({}, measurement->norm.options());
-    for (const auto& residual : *residuals) squares.add_(residual->packed_norm().square_());
+    for (const auto& residual : *residuals) squares.add_(residual->first_norm().square_());
     measurement->error_norm = squares.sqrt_();
     guard_.add(name, std::move(*measurement));
   };
@@ -357,8 +369,11 @@ void GradHook::prepare(BucketRecord* record) {
       (member.exact ? exact_states : counted.states).push_back(member.state);
     }
     auto& tables = record->streams[payload].tables;
-    tables = engine_->device().prepare(record->plan.layouts[payload], lossy, exact);
+    tables = engine_->device().prepare(record->plan.packed_layouts()[payload], lossy, exact);
     if (!tables) continue;
+    if (record->plan.on_two_levels()) {
+      record->streams[payload].unpack_tables = engine_->device().prepare(record->plan.layouts[payload], lossy, exact);
+    }
     counted.tables = tables;
     counted.states.insert(counted.states.end(), exact_states.begin(), exact_states.end());
     counted.taken.resize(counted.states.size());
@@ -376,7 +391,7 @@ void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->streams[payload].residual;
     residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale,
-                                                transport_->rank(), device_);
+                                                transport_->place(), device_);
     for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
   }
   ResidualValues old;
@@ -400,7 +415,14 @@ void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
     if (!member.exact) begins[member.payload] += member.numel;
   }
   for (size_t payload = 0; payload < values.size(); ++payload) {
-    if (values[payload].defined()) record->streams[payload].residual->set_values(values[payload]);
+    if (!values[payload].defined()) continue;
+    const at::Tensor rest = record->streams[payload].residual->set_values(values[payload]);
+    int64_t begin = 0;
+    for (const BucketRecord::Member& member : record->members) {
+      if (!rest.defined() || member.exact || member.payload != payload) continue;
+      buffer.narrow(0, member.offset, member.numel).add_(rest.narrow(0, begin, member.numel));
+      begin += member.numel;
+    }
   }
 }
 

@@ -43,8 +43,9 @@ struct BucketRecord {
   // Of one of the plan's layouts.
   struct Stream {
     uint32_t first_parameter = 0;
-    std::shared_ptr<const BucketTables> tables;
-    std::shared_ptr<StreamResidual> residual;  // null without error feedback
+    std::shared_ptr<const BucketTables> tables;         // of what is packed
+    std::shared_ptr<const BucketTables> unpack_tables;  // if that is another layout, of what is unpacked
+    std::shared_ptr<StreamResidual> residual;           // null without error feedback
   };
   std::vector<c10::TensorImpl*> parameters;
   at::ScalarType dtype = at::kFloat;

@@ -29,8 +29,8 @@ class Stamp {
 };
 using StampPtr = std::shared_ptr<Stamp>;
 
-// Which stage of a bucket a lane is for.
-enum class LaneRole : uint8_t { kPack, kScatter, kReduce, kGather, kUnpack };
+// Which stage of a bucket a lane is for. Those of the second row are made only for sums on two levels (engine.h).
+enum class LaneRole : uint8_t { kPack, kScatter, kReduce, kGather, kUnpack, kLocalReduce, kCrossScatter, kCrossGather };
 
 class Lane {
  public:

@@ -37,7 +37,8 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
     return Sum::kExact;
   }
   // Half-precision gradients under an fp32 wire: two-shot adds in rank order, so the result is the same everywhere.
-  if (!rounds) return dtype == GradDtype::kFloat32 ? Sum::kExact : Sum::kTwoShot;
+  if (!rounds && dtype != GradDtype::kFloat32) return Sum::kTwoShot;
+  if (!rounds && config.ranks_per_host == 1) return Sum::kExact;
   if (dtype == GradDtype::kFloat32 && numel * grad_nbytes(dtype) <= kSmallBucketNbytes) {
     *reason = "small: one exact collective costs no more than two short ones";
     return Sum::kExact;
@@ -104,6 +105,15 @@ void check_config(const WireConfig& config) {
         "predivide=" + std::to_string(config.predivide) +
         " is not possible: it must be positive and finite, and only wire='fp16' has use for it");
   }
+  if (config.ranks_per_host < 1 || has_scales(config.local_wire)) {
+    throw std::invalid_argument("ranks_per_host=" + std::to_string(config.ranks_per_host) + ", local_wire='" +
+                                wire_name(config.local_wire) +
+                                "' is not possible: use 1 or more, and fp32, bf16 or fp16");
+  }
+  if (config.ranks_per_host > 1 && config.sum != Sum::kAuto && config.sum != Sum::kTwoShot) {
+    throw std::invalid_argument("sum='" + sum_name(config.sum) +
+                                "' has one level: use sum='two-shot' or 'auto' with hosts");
+  }
   if (config.max_chunk_nbytes < 4096) {
     throw std::invalid_argument("chunk_nbytes=" + std::to_string(config.max_chunk_nbytes) +
                                 " is not possible: use at least 4096 bytes");
@@ -118,6 +128,23 @@ StreamWire stream_wire(const WireConfig& config, int number) {
   if (number > 0) return config.others.at(static_cast<size_t>(number) - 1);
   return {config.wire, config.block_numel, config.rotate, 0};
 }
+
+namespace {
+
+// The most that a chunk may have so that its message within a host has at most config.max_chunk_nbytes, too.
+int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<StreamWire>& streams, int64_t exact_numel) {
+  if (config.ranks_per_host == 1) return config.max_chunk_nbytes;
+  int64_t nbytes = 0, local_nbytes = 0;
+  for (const StreamWire& stream : streams) {
+    const int64_t exact = &stream == streams.data() ? exact_numel : 0;
+    nbytes += part_layout(stream.wire, stream.block_numel, exact, stream.numel).nbytes;
+    local_nbytes += part_layout(config.local_wire, stream.block_numel, exact, stream.numel).nbytes;
+  }
+  const int64_t num_chunks = ceil_div(std::max(nbytes, local_nbytes), config.max_chunk_nbytes);
+  return num_chunks <= 1 ? config.max_chunk_nbytes : std::max<int64_t>(1, nbytes / num_chunks);
+}
+
+}  // namespace
 
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        const std::vector<int64_t>& lossy_numels) {
@@ -142,7 +169,10 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
     const double predivide = config.predivide != 0 ? config.predivide : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
     plan.reduce_scale = static_cast<float>(predivide / p);
-    plan.layouts = bucket_layouts(streams, world_size, exact_numel, config.max_chunk_nbytes);
+    plan.layouts = bucket_layouts(streams, world_size, exact_numel, max_chunk_nbytes(config, streams, exact_numel));
+    if (config.ranks_per_host > 1) {
+      plan.host_layouts = host_layouts(plan.layouts, config.local_wire, config.ranks_per_host);
+    }
     return plan;
   }
 
@@ -175,16 +205,28 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   int64_t slack = 0;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
     const StreamWire stream = stream_wire(config, number);
-    slack += codes_nbytes(stream.wire, grain_numel(stream.wire, stream.block_numel)) + scales_nbytes(stream.wire, 1) +
-             4 * kAlignNbytes;
+    const int64_t grain = grain_numel(stream.wire, stream.block_numel);
+    const int64_t local = config.ranks_per_host > 1 ? codes_nbytes(config.local_wire, grain) : 0;
+    slack += std::max(codes_nbytes(stream.wire, grain) + scales_nbytes(stream.wire, 1), local) + 4 * kAlignNbytes;
   }
   return round_up(config.max_chunk_nbytes + world_size * slack, kAlignNbytes);
 }
 
 int64_t sent_nbytes(const BucketPlan& plan, int world_size) {
   if (plan.layouts.empty()) return 0;
+  if (plan.on_two_levels()) {
+    const int64_t local = plan.host_layouts.front().num_parts;
+    const int64_t within = plan.host_chunk_nbytes() + plan.chunk_nbytes();
+    return plan.num_chunks() * (within - within / local) + sent_between_hosts_nbytes(plan, world_size, local);
+  }
   const int64_t nbytes = plan.in_place ? plan.layouts.front().lossy_numel * 4 : plan.chunk_nbytes() * plan.num_chunks();
   return 2 * nbytes * (world_size - 1) / world_size;
+}
+
+int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int world_size, int64_t ranks_per_host) {
+  if (!plan.on_two_levels()) return sent_nbytes(plan, world_size) / ranks_per_host;
+  const int64_t num_hosts = world_size / ranks_per_host;
+  return 2 * plan.num_chunks() * plan.layouts.front().part_stride * (num_hosts - 1);
 }
 
 }  // namespace fusedcomm

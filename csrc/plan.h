@@ -35,6 +35,8 @@ struct WireConfig {
   bool stochastic = false;                 // rounding; else to nearest
   uint64_t seed = 0;                       // of the noise
   std::optional<ResidualFormat> feedback;  // error feedback, if any
+  int64_t ranks_per_host = 1;              // more than one: sums have two levels, first over the ranks of a host
+  Wire local_wire = Wire::kBf16;           // within a host; without scales
 };
 
 // How a parameter travels: 0 in the configuration's wire, k > 0 in others[k - 1], kExact in fp32.
@@ -48,6 +50,8 @@ struct BucketPlan {
   // Two-shot: one for each wire in the bucket, whose numbers are in `wires`; else one for the whole bucket.
   std::vector<BucketLayout> layouts;
   std::vector<int> wires;
+  // Two-shot on two levels: what is packed, and what the sums over a host's ranks are taken from. Else empty.
+  std::vector<BucketLayout> host_layouts;
   float pack_scale = 1;
   float reduce_scale = 1;  // two-shot only
   float unpack_scale = 1;
@@ -56,6 +60,11 @@ struct BucketPlan {
   // 0 of a bucket that is not planned, because the codec does not carry it.
   int64_t num_chunks() const { return layouts.empty() ? 0 : layouts.front().num_chunks; }
   int64_t chunk_nbytes() const { return layouts.empty() ? 0 : layouts.front().chunk_nbytes(); }
+  // Of the message within a host; 0 if there is none.
+  int64_t host_chunk_nbytes() const { return host_layouts.empty() ? 0 : host_layouts.front().chunk_nbytes(); }
+  bool on_two_levels() const { return !host_layouts.empty(); }
+  // What pack writes.
+  const std::vector<BucketLayout>& packed_layouts() const { return on_two_levels() ? host_layouts : layouts; }
   // Of the exact stream, which the first layout has.
   int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
 };
@@ -71,12 +80,16 @@ void check_config(const WireConfig& config);
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        const std::vector<int64_t>& lossy_numels);
 
-// Upper bound of chunk_nbytes() over every bucket: the size of one workspace. The module does not bound it more
-// tightly, since what a reducer will bring cannot be told for sure from it (parameters frozen, tied or ignored since).
+// Upper bound of chunk_nbytes() and host_chunk_nbytes() over every bucket: the size of one workspace. The module does
+// not bound it more tightly, since what a reducer will bring cannot be told for sure from it (parameters frozen, tied
+// or ignored since).
 int64_t workspace_nbytes(const WireConfig& config, int world_size);
 
 // Bytes that one rank sends for this bucket: (p−1)/p of each chunk for each of two collectives. A ring all-reduce
-// sends as much.
+// sends as much. On two levels: of a host's L ranks, (L−1)/L of a chunk in the local wire, then (H−1)/H of an L-th of a
+// chunk to the other H−1 hosts, twice, then (L−1)/L of a chunk.
 int64_t sent_nbytes(const BucketPlan& plan, int world_size);
+// Those of them that go to other hosts. All-reduces are counted as a ring that leaves each host once.
+int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int world_size, int64_t ranks_per_host);
 
 }  // namespace fusedcomm

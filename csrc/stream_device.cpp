@@ -15,9 +15,19 @@ StreamDevice::StreamDevice(c10::Device device, bool forced_sync) : device_(devic
 
 std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
   if (!on_streams()) return std::make_unique<InlineLane>();
-  const bool on_wire = role == LaneRole::kScatter || role == LaneRole::kGather;
-  // Reduce and unpack share a stream: each waits for the wire, in the same order as the wire works.
-  return std::make_unique<StreamLane>(streams_[role == LaneRole::kPack ? 0 : on_wire ? 1 : 2], events_);
+  switch (role) {
+    case LaneRole::kPack:
+      return std::make_unique<StreamLane>(streams_[0], events_);
+    // One stream for all collectives, of whichever communicator: so every rank runs them in one order.
+    case LaneRole::kScatter:
+    case LaneRole::kGather:
+    case LaneRole::kCrossScatter:
+    case LaneRole::kCrossGather:
+      return std::make_unique<StreamLane>(streams_[1], events_);
+    // Sums and unpack share a stream: each waits for the wire, in the same order as the wire works.
+    default:
+      return std::make_unique<StreamLane>(streams_[2], events_);
+  }
 }
 
 c10::Stream StreamDevice::current_stream() const {

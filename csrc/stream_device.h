@@ -2,8 +2,8 @@
 // subclass is memory and kernels.
 //
 //   pack stream     waits for the gradients' stream, then pack
-//   wire stream     both collectives
-//   unpack stream   reduce, unpack; a bucket's future is completed on it
+//   wire stream     all collectives
+//   unpack stream   sums, unpack; a bucket's future is completed on it
 #pragma once
 
 #include <c10/core/Device.h>

@@ -13,12 +13,25 @@
 
 namespace fusedcomm {
 
-enum class Stage : uint8_t { kPack, kAllToAll, kReduce, kAllGather, kAllReduce, kUnpack, kBucket };
-inline constexpr int kNumStages = 7;
+// "Local": within a host, where a sum has two levels.
+enum class Stage : uint8_t {
+  kPack,
+  kLocalAllToAll,
+  kLocalReduce,
+  kAllToAll,
+  kReduce,
+  kAllGather,
+  kLocalAllGather,
+  kAllReduce,
+  kUnpack,
+  kBucket
+};
+inline constexpr int kNumStages = 10;
 
 inline const char* stage_name(Stage stage) {
-  constexpr std::array<const char*, kNumStages> kNames = {"pack",       "all-to-all", "reduce", "all-gather",
-                                                          "all-reduce", "unpack",     "bucket"};
+  constexpr std::array<const char*, kNumStages> kNames = {
+      "pack",       "local all-to-all", "local reduce", "all-to-all", "reduce",
+      "all-gather", "local all-gather", "all-reduce",   "unpack",     "bucket"};
   return kNames[static_cast<size_t>(stage)];
 }
 

@@ -5,7 +5,7 @@ costs one call from the reducer into Python.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ class CommState:
 
     Args:
         wire, sum, exempt, block, rotate, wire_for, rounding, seed, error_feedback, predivide, chunk_nbytes,
-            chunks_in_flight, codec_threads, isa, sm_limit, verify_every, measure_every, fallback_error, fallback_wire:
-            as for :func:`fusedcomm.attach`.
+            chunks_in_flight, codec_threads, isa, sm_limit, verify_every, measure_every, fallback_error, fallback_wire,
+            hosts, local_wire: as for :func:`fusedcomm.attach`.
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
         module: the model, needed only if `exempt` or `wire_for` has patterns of names: a hook sees parameters without
@@ -53,6 +53,8 @@ class CommState:
         measure_every: int = 1000,
         fallback_error: float | None = None,
         fallback_wire: str = "bf16",
+        hosts: str | Sequence[Sequence[int]] | None = None,
+        local_wire: str = "bf16",
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
@@ -73,6 +75,8 @@ class CommState:
             measure_every=measure_every,
             fallback_error=fallback_error,
             fallback_wire=fallback_wire,
+            hosts=hosts,
+            local_wire=local_wire,
         )
         if self.config.name_patterns and module is None:
             raise ValueError(

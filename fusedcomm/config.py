@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusedcomm import env
+from fusedcomm import env, hosts
 from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
@@ -16,6 +16,7 @@ SUMS = ("auto", "exact", "direct", "two-shot")
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = ("fp32", "bf16", "int8")
 FALLBACK_WIRES = ("fp32", "bf16", "fp16")
+LOCAL_WIRES = ("fp32", "bf16", "fp16")
 
 ONE_DIMENSIONAL = "1d"
 
@@ -68,6 +69,8 @@ class Config:
     measure_every: int = 1000
     fallback_error: float | None = None
     fallback_wire: str = "bf16"
+    hosts: str | tuple[tuple[int, ...], ...] | None = None
+    local_wire: str = "bf16"
 
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, WIRES)
@@ -90,6 +93,7 @@ class Config:
             _check_choice("error_feedback", self.error_feedback, RESIDUALS)
         self._check_wire_for()
         self._check_guard()
+        self._check_hosts()
         for field in ("block", "chunk_nbytes", "chunks_in_flight", "seed"):
             value = getattr(self, field)
             if field == "chunk_nbytes" and value is None:
@@ -151,6 +155,41 @@ class Config:
                 f"'two-shot' instead of sum='{self.sum}'"
             )
 
+    def _check_hosts(self) -> None:
+        _check_choice("local_wire", self.local_wire, LOCAL_WIRES)
+        if self.hosts is None:
+            if self.local_wire != "bf16":
+                raise ValueError(f"local_wire={self.local_wire!r} is for sums on two levels: it needs hosts")
+            return
+        if self.sum in ("exact", "direct"):
+            raise ValueError(
+                f"sum={self.sum!r} is an all-reduce, on one level: use sum='auto' or 'two-shot' with hosts"
+            )
+        if self.wire == "fp32" and self.local_wire != "fp32":
+            raise ValueError(
+                f"local_wire={self.local_wire!r} would round what wire='fp32' does not: use local_wire='fp32' with it"
+            )
+        if self.hosts == hosts.AUTO:
+            return
+        if isinstance(self.hosts, str) or not all(
+            isinstance(group, (list, tuple))
+            and group
+            and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in group)
+            for group in self.hosts
+        ):
+            raise ValueError(
+                f"hosts={self.hosts!r} is not possible: use 'auto', or a list of each host's ranks, [[0, 1], [2, 3]]"
+            )
+        ranks = [rank for group in self.hosts for rank in group]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice or not ranks:
+            raise ValueError(
+                f"hosts={self.hosts!r} is not possible: "
+                + (f"rank(s) {twice} are on two hosts" if twice else "there is none")
+            )
+        hosts.check_even({f"hosts[{index}]": len(group) for index, group in enumerate(self.hosts)})
+        object.__setattr__(self, "hosts", hosts.ordered(self.hosts))
+
     @property
     def wires(self) -> tuple[str, ...]:
         """The wires that parameters may have, by their numbers; "fp32" has none but EXACT_WIRE, unless it is `wire`."""
@@ -183,7 +222,8 @@ class Config:
             return DEVICE_CHUNK_NBYTES
         return min(max(CHUNK_NBYTES_PER_RANK * world_size, MIN_DEFAULT_CHUNK_NBYTES), MAX_DEFAULT_CHUNK_NBYTES)
 
-    def native(self, world_size: int, device_type: str = "cpu") -> "_C.WireConfig":
+    def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
+        """ranks_per_host: more than one for sums on two levels."""
         return _C.WireConfig(
             wire=self.wire,
             sum=self.sum,
@@ -198,6 +238,8 @@ class Config:
             stochastic=self.rounding == "stochastic",
             seed=self.seed,
             error_feedback=self.error_feedback,
+            ranks_per_host=ranks_per_host,
+            local_wire=self.local_wire,
         )
 
     @property

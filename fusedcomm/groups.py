@@ -1,4 +1,4 @@
-"""Process-group plumbing: the user's group in, two channels of our own over the same ranks out."""
+"""Process-group plumbing: the user's group in, channels of our own over the same ranks, or some of them, out."""
 
 import dataclasses
 import datetime
@@ -7,6 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from fusedcomm.hosts import Hosts
 
 # Threads of one channel's gloo context: as many of its collectives move at once. One 8–32 MiB all-to-all uses half of
 # a link, four chunks in flight fill it.
@@ -21,6 +23,16 @@ class Channels:
     gather: dist.Backend
     store: dist.Store
     timeout: datetime.timedelta
+
+
+@dataclasses.dataclass(frozen=True)
+class HostChannels:
+    """Backends of our own for sums on two levels: over the ranks of a host, and over those with the same place."""
+
+    local_scatter: dist.Backend
+    local_gather: dist.Backend
+    cross_scatter: dist.Backend
+    cross_gather: dist.Backend
 
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -62,11 +74,41 @@ def make_channels(process_group: dist.ProcessGroup, device: torch.device, store:
     """Connects the ranks of `process_group` twice more, with the group's own timeout. A collective call."""
     timeout = group_timeout(process_group, device)
     rank, world_size = process_group.rank(), process_group.size()
-    scatter, gather = (
-        dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, _gloo_options(timeout))
-        for name in ("scatter", "gather")
-    )
+    scatter, gather = (_gloo(store, name, rank, world_size, timeout) for name in ("scatter", "gather"))
     return Channels(scatter, gather, store, timeout)
+
+
+def make_host_channels(
+    process_group: dist.ProcessGroup, device: torch.device, store: dist.Store, hosts: Hosts
+) -> HostChannels:
+    """Connects this rank with those of its host, and with one on each other host. A collective call of all ranks.
+
+    On cuda both collectives of a level share a communicator, since they are enqueued on one stream.
+    """
+    timeout = group_timeout(process_group, device)
+    local_rank, host = hosts.place(process_group.rank())
+    local = (local_rank, hosts.ranks_per_host, timeout)
+    cross = (host, hosts.num_hosts, timeout)
+    if device.type == "cuda":
+        on_host, between = _nccl(store, f"local/{host}", *local), _nccl(store, f"cross/{local_rank}", *cross)
+        return HostChannels(on_host, on_host, between, between)
+    return HostChannels(
+        _gloo(store, f"local scatter/{host}", *local),
+        _gloo(store, f"local gather/{host}", *local),
+        _gloo(store, f"cross scatter/{local_rank}", *cross),
+        _gloo(store, f"cross gather/{local_rank}", *cross),
+    )
+
+
+def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, _gloo_options(timeout))
+
+
+def _nccl(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    # Not new_group(), which every rank of the default group would have to call: DDP's may be one of several.
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
 
 
 def _gloo_options(timeout: datetime.timedelta) -> "dist.ProcessGroupGloo._Options":

@@ -4,7 +4,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ def attach(
     measure_every: int = 1000,
     fallback_error: float | None = None,
     fallback_wire: str = "bf16",
+    hosts: str | Sequence[Sequence[int]] | None = None,
+    local_wire: str = "bf16",
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
@@ -73,7 +75,8 @@ def attach(
             gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and as much again
             divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of that. They
             stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs the two-shot
-            sum, which "auto" then takes for all but small buckets.
+            sum, which "auto" then takes for all but small buckets. With hosts a rank keeps those of the elements it
+            sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
@@ -92,6 +95,13 @@ def attach(
             in fallback_wire from the second step after that on; said once for each bucket, with the numbers. With
             error_feedback a result also contains what earlier steps left out. None: never.
         fallback_wire: "bf16", "fp16", or "fp32".
+        hosts: sums on two levels, for links between hosts that are slower than those within: first over the ranks of a
+            host, in `local_wire`, then over hosts, in `wire`, so that each rank sends 1/L of what it would send to
+            other hosts, where L is the number of ranks on a host. "auto": ranks with the same host name share a host;
+            or a list of each host's ranks, [[0, 1], [2, 3]]. Every host must have as many ranks; one host, or one rank
+            on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for all but small
+            buckets; what is summed exactly goes over all ranks at once. The order of addition is another than without.
+        local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more.
         quiet: do not print the plan on rank 0.
 
     Returns:
@@ -126,6 +136,8 @@ def attach(
         measure_every=measure_every,
         fallback_error=fallback_error,
         fallback_wire=fallback_wire,
+        hosts=hosts,
+        local_wire=local_wire,
     )
     _check_module(ddp)
     parameters = _synchronised_parameters(ddp, config)

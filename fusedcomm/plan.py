@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.config import Config
+from fusedcomm.hosts import Hosts
 from fusedcomm.native import _C
 
 _MIB = 1 << 20
@@ -24,6 +25,9 @@ class BucketRow:
     """Bytes this rank sends for it in one step; for sparse gradients, what a dense one would send."""
     reason: str
     """Why it does not travel in the configured wire; empty if it does."""
+    sent_between_hosts_nbytes: int | None = None
+    """Those of the sent bytes that go to other hosts, None without ``hosts=``. An all-reduce is counted as a ring that
+    leaves each host once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Plan:
     buckets: tuple[BucketRow, ...]
     predicted: bool
     """True before the first backward pass: DDP may cut its buckets differently when it rebuilds them."""
+    hosts: Hosts | None = None
 
     @property
     def grad_nbytes(self) -> int:
@@ -48,6 +53,11 @@ class Plan:
     @property
     def sent_nbytes(self) -> int:
         return sum(row.sent_nbytes for row in self.buckets)
+
+    @property
+    def sent_between_hosts_nbytes(self) -> int | None:
+        """None without ``hosts=``."""
+        return None if self.hosts is None else sum(row.sent_between_hosts_nbytes for row in self.buckets)
 
     def __str__(self) -> str:
         config = self.config
@@ -61,9 +71,11 @@ class Plan:
         )
         chunk_kib = config.chunk_nbytes_for(self.world_size, self.device_type) >> 10
         lines = [
-            f"fusedcomm: wire {wire}, sum {config.sum}, {self.world_size} ranks, codec {self.codec}, chunks of "
+            f"fusedcomm: wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
             f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
         ]
+        if self.hosts is not None and self.hosts.flat_reason:
+            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.hosts!r})")
         lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
         for index, row in enumerate(self.buckets):
             first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
@@ -75,6 +87,12 @@ class Plan:
         plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
         ratio = f", {self.sent_nbytes / plain:.3f} of an uncompressed all-reduce" if plain else ""
         lines.append(f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}")
+        if self.hosts is not None:
+            between = self.sent_between_hosts_nbytes
+            lines.append(
+                f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
+                "stay on the host"
+            )
         if self.exempt:
             shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
             lines.append(f"  exact in the same payload: {shown}")
@@ -82,11 +100,19 @@ class Plan:
             lines.append("  buckets as DDP is expected to cut them; plan() after two steps shows them as they are")
         return "\n".join(lines)
 
+    def _ranks(self) -> str:
+        if self.hosts is None or self.hosts.flat_reason:
+            return f"{self.world_size} ranks"
+        return (
+            f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {self.config.local_wire} inside a host"
+        )
+
 
 def predicted_rows(
     config: Config,
+    native: "_C.WireConfig",
     world_size: int,
-    device_type: str,
+    hosts: Hosts | None,
     parameters: list[tuple[str, torch.nn.Parameter]],
     bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
@@ -106,26 +132,27 @@ def predicted_rows(
                 lossy[number] += numel
         dtype = members[0][1].dtype
         names = tuple(name for name, _ in members)
-        native = config.native(world_size, device_type)
-        rows.append(_row(native, world_size, names, dtype.to_real() if dtype.is_complex else dtype, exact, lossy))
+        dtype = dtype.to_real() if dtype.is_complex else dtype
+        rows.append(_row(native, world_size, hosts, names, dtype, exact, lossy))
     return tuple(rows)
 
 
-def actual_rows(config: Config, world_size: int, hook: "_C.GradHook") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.GradHook") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
     for record in hook.buckets():
         names = tuple(record.parameters)
         if record.foreign:
-            rows.append(_foreign_row(world_size, names, record.dtype, record.numel))
+            rows.append(_foreign_row(world_size, hosts, names, record.dtype, record.numel))
         else:
-            rows.append(_planned_row(world_size, names, record.dtype, record.numel, record.plan))
+            rows.append(_planned_row(world_size, hosts, names, record.dtype, record.numel, record.plan))
     return tuple(rows)
 
 
 def _row(
     config: "_C.WireConfig",
     world_size: int,
+    hosts: Hosts | None,
     names: tuple[str, ...],
     dtype: torch.dtype,
     exact_numel: int,
@@ -133,14 +160,20 @@ def _row(
 ) -> BucketRow:
     numel = exact_numel + sum(lossy_numels)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return _foreign_row(world_size, names, dtype, numel)
+        return _foreign_row(world_size, hosts, names, dtype, numel)
     plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
-    return _planned_row(world_size, names, dtype, numel, plan)
+    return _planned_row(world_size, hosts, names, dtype, numel, plan)
 
 
 def _planned_row(
-    world_size: int, names: tuple[str, ...], dtype: torch.dtype, numel: int, plan: "_C.BucketPlan"
+    world_size: int,
+    hosts: Hosts | None,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    numel: int,
+    plan: "_C.BucketPlan",
 ) -> BucketRow:
+    between = plan.sent_between_hosts_nbytes(world_size, hosts.ranks_per_host) if hosts else None
     return BucketRow(
         parameters=names,
         grad_nbytes=numel * dtype.itemsize,
@@ -149,10 +182,15 @@ def _planned_row(
         num_chunks=1 if plan.in_place else plan.layout.num_chunks,
         sent_nbytes=plan.sent_nbytes(world_size),
         reason=plan.reason,
+        sent_between_hosts_nbytes=0 if hosts and hosts.num_hosts == 1 else between,
     )
 
 
-def _foreign_row(world_size: int, names: tuple[str, ...], dtype: torch.dtype, numel: int) -> BucketRow:
-    name = str(dtype).removeprefix("torch.")
+def _foreign_row(
+    world_size: int, hosts: Hosts | None, names: tuple[str, ...], dtype: torch.dtype, numel: int
+) -> BucketRow:
     nbytes = numel * dtype.itemsize
-    return BucketRow(names, nbytes, name, "exact", 1, 2 * nbytes * (world_size - 1) // world_size, "travels as it is")
+    sent = 2 * nbytes * (world_size - 1) // world_size
+    between = (sent // hosts.ranks_per_host if hosts.num_hosts > 1 else 0) if hosts else None
+    name = str(dtype).removeprefix("torch.")
+    return BucketRow(names, nbytes, name, "exact", 1, sent, "travels as it is", between)

@@ -200,10 +200,10 @@ class NoiseKey:
     step: int
     """Backward passes before this one."""
     source: int
-    """The rank that packs, or REDUCER for who encodes the mean."""
+    """The rank that packs, FIRST_HOST plus the host whose sum is encoded, or REDUCER for who encodes the mean."""
 
 
-REDUCER = 0xFFFFFFFF
+FIRST_HOST, REDUCER = 0x40000000, 0xFFFFFFFF
 
 
 def noise(key: NoiseKey, first: int, numel: int, device: torch.device | None = None) -> torch.Tensor:
@@ -478,12 +478,15 @@ def all_reduce_mean(
     predivide: float = 1.0,
     exempt_mask: torch.Tensor | None = None,
     rotated: bool = False,
+    ranks_per_host: int = 1,
+    local_wire: str = "bf16",
 ) -> torch.Tensor:
     """What every rank ends with after the two-shot sum, bit for bit: [numel] in the gradients' dtype.
 
     `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Elements where `exempt_mask`
     (bool [numel]) is True travel in fp32. Neither the cut into chunks nor into parts appears here: the result does not
-    depend on them. Raises ValueError for other sums, whose order of addition is the transport's.
+    depend on them. With several `ranks_per_host`, each host's consecutive ranks are summed first, in `local_wire`,
+    and then the hosts' sums, in `wire`. Raises ValueError for other sums, whose order of addition is the transport's.
     """
     if sum != "two-shot":
         raise ValueError(f"sum='{sum}' has no reference: the transport chooses its order of addition; use 'two-shot'")
@@ -494,15 +497,29 @@ def all_reduce_mean(
     for mask, wire_of_stream in ((~exempt, wire), (exempt, "fp32")):
         is_rotated = rotated and wire_of_stream == wire
         numel = int(mask.sum())
-        total = None
-        for grad in grads:
-            y = torch.nn.functional.pad(scaled(grad[mask], 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
-            value = _through_wire(rotate(y) if is_rotated else y, wire_of_stream, block)
-            total = value if total is None else total + value
+        values = [
+            torch.nn.functional.pad(scaled(grad[mask], 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
+            for grad in grads
+        ]
+        if ranks_per_host > 1:
+            local = local_wire if wire_of_stream == wire else "fp32"
+            values = [_through_wire(y, local, block) for y in values]
+            values = [
+                scaled(_in_order(values[first : first + ranks_per_host]), 1.0)
+                for first in range(0, len(values), ranks_per_host)
+            ]
+        total = _in_order([_through_wire(rotate(y) if is_rotated else y, wire_of_stream, block) for y in values])
         mean = _through_wire(scaled(total, predivide / len(grads)), wire_of_stream, block)
         mean = unrotate(mean) if is_rotated else mean
         result[mask] = round_to(scaled(mean[:numel], 1.0), result.dtype)
     return result
+
+
+def _in_order(values: list[torch.Tensor]) -> torch.Tensor:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def _through_wire(y: torch.Tensor, wire: str, block: int) -> torch.Tensor:

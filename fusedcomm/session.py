@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, groups, plan, trace
+from fusedcomm import agreement, groups, hosts, plan, trace
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
@@ -72,12 +72,18 @@ class Session:
             problem = error
         self._store = store = groups.private_store(process_group)
         self._num_gathered = 0
+        if cfg.hosts == hosts.AUTO:
+            hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
+        # The ranks have agreed, and so has each published its name: none waits for another here.
+        self.hosts = self._hosts(store)
         try:
             self.native_device, transport = path.connect(process_group, device, store)
             self.codec = path.codec
+            if self.ranks_per_host > 1:
+                self._connect_hosts(transport)
             self.hook = _C.GradHook(
-                config=cfg.native(self.world_size, device.type),
+                config=self.native_config,
                 device=self.native_device,
                 transport=transport,
                 parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
@@ -90,8 +96,41 @@ class Session:
             )
         except Exception as error:
             problem = error
-        self._agree(store, "ready", {}, problem)  # nobody's workspaces were refused
+        found = {"hosts": self.hosts.groups if self.hosts else None}
+        self._agree(store, "ready", found, problem)  # nobody's workspaces were refused
         _running.add(self)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """1 unless sums have two levels."""
+        return 1 if self.hosts is None or self.hosts.flat_reason else self.hosts.ranks_per_host
+
+    @property
+    def native_config(self) -> "_C.WireConfig":
+        return self.config.native(self.world_size, self.device.type, self.ranks_per_host)
+
+    def _hosts(self, store: dist.Store) -> hosts.Hosts | None:
+        """The same on every rank, or the same ValueError."""
+        if self.config.hosts is None:
+            return None
+        if self.config.hosts == hosts.AUTO:
+            return hosts.by_name(store, self.world_size)
+        return hosts.checked(self.config.hosts, self.world_size)
+
+    def _connect_hosts(self, transport: "_C.C10dTransport") -> None:
+        channels = groups.make_host_channels(self.process_group, self.device, self._store, self.hosts)
+        local_rank, host = self.hosts.place(self.rank)
+        _C.connect_hosts(
+            transport,
+            local_rank=local_rank,
+            ranks_per_host=self.hosts.ranks_per_host,
+            host=host,
+            num_hosts=self.hosts.num_hosts,
+            local_scatter=channels.local_scatter,
+            local_gather=channels.local_gather,
+            cross_scatter=channels.cross_scatter,
+            cross_gather=channels.cross_gather,
+        )
 
     def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
         """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
@@ -162,11 +201,13 @@ class Session:
 
     def plan(self, bucket_nbytes_caps: list[int] | None) -> plan.Plan:
         """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them."""
-        rows = plan.actual_rows(self.config, self.world_size, self.hook)
+        rows = plan.actual_rows(self.world_size, self.hosts, self.hook)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             named = [(p.name, p.tensor) for p in self.parameters]
-            rows = plan.predicted_rows(self.config, self.world_size, self.device.type, named, bucket_nbytes_caps)
+            rows = plan.predicted_rows(
+                self.config, self.native_config, self.world_size, self.hosts, named, bucket_nbytes_caps
+            )
         return plan.Plan(
             config=self.config,
             world_size=self.world_size,
@@ -176,6 +217,7 @@ class Session:
             exempt=tuple(p.name for p in self.parameters or [] if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
+            hosts=self.hosts,
         )
 
     @contextlib.contextmanager

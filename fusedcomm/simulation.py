@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from fusedcomm.config import Config, choose_codec_threads, choose_isa
+from fusedcomm.hosts import Hosts, checked
 from fusedcomm.native import _C
-from fusedcomm.reference import REDUCER
+from fusedcomm.reference import FIRST_HOST, REDUCER
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +31,8 @@ def simulate(
     seed: int = 0,
     step: int = 0,
     residuals: "Residuals | None" = None,
+    hosts: int | Sequence[Sequence[int]] | None = None,
+    local_wire: str = "bf16",
 ) -> torch.Tensor:
     """The mean that every rank would end with if `grads` were one bucket's gradients on as many ranks.
 
@@ -47,6 +50,8 @@ def simulate(
             place (attach() exempts biases and norms on wires with scales).
         step: for rounding="stochastic"; the draws are those of a bucket that begins with the model's first parameter.
         residuals: error feedback: what earlier steps left out is added, and what this one leaves out is kept in it.
+        hosts, local_wire: sums on two levels, as for :func:`fusedcomm.attach`; or a number of ranks on each host, which
+            then are consecutive.
 
     Returns:
         A tensor in the gradients' shape and dtype. By two-shot it has the bits that real ranks get. By "exact" and
@@ -73,8 +78,14 @@ def simulate(
         rounding=rounding,
         seed=seed,
         error_feedback=feedback,
+        hosts=_groups(hosts, world_size),
+        local_wire=local_wire,
     )
-    plan = _C.plan_bucket(config.native(world_size), world_size, flats[0], num_exempt, numel - num_exempt)
+    levels = None if hosts is None else checked(config.hosts, world_size)
+    if levels is not None and levels.flat_reason:
+        levels = None
+    native = config.native(world_size, ranks_per_host=levels.ranks_per_host if levels else 1)
+    plan = _C.plan_bucket(native, world_size, flats[0], num_exempt, numel - num_exempt)
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
@@ -82,11 +93,13 @@ def simulate(
         layout = plan.layout
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
-            residuals._prepare(of_one, world_size)
+            residuals._prepare(of_one, levels.num_hosts if levels else world_size)
         lossy = _Places(None if num_exempt == 0 else (~exempt).nonzero().view(-1), of_one.lossy_numel)
         exact = _Places(None if num_exempt == 0 else exempt.nonzero().view(-1), of_one.exact_numel)
         for chunk in range(of_one.num_chunks):
-            _two_shot(codec, plan, of_one, chunk, flats, (lossy, exact), config, step, residuals, result)
+            encoders = _Encoders(codec, of_one, chunk, config, step, residuals)
+            parts = encoders.of_ranks(plan, flats, (lossy, exact), levels)
+            encoders.write_mean(plan, parts, (lossy, exact), result)
     else:  # what is exempt in a bucket that is summed exactly is no stream of its own
         for begin in range(0, numel, _MAX_PIECE_NUMEL):
             piece = slice(begin, begin + _MAX_PIECE_NUMEL)
@@ -103,19 +116,19 @@ class Residuals:
 
     def __init__(self, format: str = "fp32") -> None:
         self.format = format
-        self._of_ranks: list[torch.Tensor] = []
+        self._of_senders: list[torch.Tensor] = []  # ranks, or hosts in a sum on two levels
         self._of_means: torch.Tensor | None = None
         self._layout = ""
 
-    def _prepare(self, layout: "_C.BucketLayout", world_size: int) -> None:
-        if not self._of_ranks:
+    def _prepare(self, layout: "_C.BucketLayout", num_senders: int) -> None:
+        if not self._of_senders:
             nbytes = _C.residual_nbytes(self.format, layout.block_numel, layout.padded_numel)
-            self._of_ranks = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world_size)]
+            self._of_senders = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(num_senders)]
             self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
             self._layout = repr(layout)
-        if repr(layout) != self._layout or len(self._of_ranks) != world_size:
+        if repr(layout) != self._layout or len(self._of_senders) != num_senders:
             raise ValueError(
-                f"these residuals are of {len(self._of_ranks)} ranks and {self._layout}, not of {world_size} and "
+                f"these residuals are of {len(self._of_senders)} senders and {self._layout}, not of {num_senders} and "
                 f"{layout!r}: make a Residuals for each bucket"
             )
 
@@ -148,40 +161,88 @@ def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout
     return of_one
 
 
-def _two_shot(
-    codec: "_C.Codec",
-    plan: "_C.BucketPlan",
-    layout: "_C.BucketLayout",
-    chunk: int,
-    flats: list[torch.Tensor],
-    places: tuple[_Places, _Places],
-    config: Config,
-    step: int,
-    residuals: Residuals | None,
-    result: torch.Tensor,
-) -> None:
-    """The mean of a chunk, as the ranks that own it take it and every rank decodes it, written to `result`."""
-    lossy, exact = places
-    parts = torch.empty(len(flats), layout.part_stride, dtype=torch.uint8)
+class _Encoders:
+    """What ranks do to one chunk of a two-shot sum, all ranks' parts taken together."""
 
-    def noise(source: int) -> tuple[int, int, int, int] | None:
-        return (config.seed, 0, step, source) if config.rounding == "stochastic" else None
+    def __init__(
+        self,
+        codec: "_C.Codec",
+        layout: "_C.BucketLayout",
+        chunk: int,
+        config: Config,
+        step: int,
+        residuals: Residuals | None,
+    ) -> None:
+        self._codec, self._layout, self._chunk = codec, layout, chunk
+        self._config, self._step, self._residuals = config, step, residuals
 
-    def residual(bytes: torch.Tensor) -> tuple[str, torch.Tensor, int]:
-        return (residuals.format, bytes, layout.padded_numel)
+    def of_ranks(
+        self,
+        plan: "_C.BucketPlan",
+        flats: list[torch.Tensor],
+        places: tuple[_Places, _Places],
+        levels: Hosts | None,
+    ) -> torch.Tensor:
+        """uint8 [senders, layout.part_stride]: what each rank sends of the chunk; with levels, what each host does."""
+        if levels is None:
+            parts = self._parts(len(flats), self._layout)
+            for rank, out in enumerate(parts):
+                self._pack(self._layout, plan.pack_scale, flats[rank], places, out, *self._encoding(rank, rank))
+            return parts
+        (within,) = _C.host_layouts([self._layout], self._config.local_wire, 1)
+        parts = self._parts(levels.num_hosts, self._layout)
+        for host, (ranks, out) in enumerate(zip(levels.groups, parts, strict=True)):
+            of_host = self._parts(len(ranks), within)
+            for rank, packed in zip(ranks, of_host, strict=True):
+                self._pack(within, plan.pack_scale, flats[rank], places, packed)
+            self._reduce(within, of_host, 1.0, out, *self._encoding(FIRST_HOST + host, host))
+        return parts
 
-    for rank, (flat, out) in enumerate(zip(flats, parts, strict=True)):
-        kept = None if residuals is None else residual(residuals._of_ranks[rank])
-        codec.pack(layout, chunk, lossy.of(flat), exact.of(flat), plan.pack_scale, out, noise(rank), kept)
-    mean = torch.empty(layout.part_stride, dtype=torch.uint8)
-    kept = None if residuals is None else residual(residuals._of_means)
-    everybodys = _C.with_num_parts(layout, len(flats))
-    arguments = (1, noise(REDUCER), kept, chunk, 0, layout, 1)
-    codec.reduce(everybodys, parts.view(-1), plan.reduce_scale, mean, *arguments)
-    values = [stream.of(result) for stream in places]
-    codec.unpack(layout, chunk, mean, plan.unpack_scale, *values)
-    lossy.write(result, values[0], *layout.lossy_range(chunk, 0))
-    exact.write(result, values[1], *layout.exact_range(chunk, 0))
+    def write_mean(
+        self, plan: "_C.BucketPlan", parts: torch.Tensor, places: tuple[_Places, _Places], result: torch.Tensor
+    ) -> None:
+        """The mean, as the ranks that own it take it of `parts` and every rank decodes it."""
+        layout, chunk = self._layout, self._chunk
+        mean = torch.empty(layout.part_stride, dtype=torch.uint8)
+        self._reduce(layout, parts, plan.reduce_scale, mean, *self._encoding(REDUCER, None))
+        values = [stream.of(result) for stream in places]
+        self._codec.unpack(layout, chunk, mean, plan.unpack_scale, *values)
+        for stream, of_stream, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
+            stream.write(result, of_stream, *range_of(chunk, 0))
+
+    def _encoding(self, source: int, sender: int | None) -> tuple:
+        """(noise, residual) of an encoder; of the means if there is no sender."""
+        noise = (self._config.seed, 0, self._step, source) if self._config.rounding == "stochastic" else None
+        if self._residuals is None:
+            return noise, None
+        kept = self._residuals._of_means if sender is None else self._residuals._of_senders[sender]
+        return noise, (self._residuals.format, kept, self._layout.padded_numel)
+
+    def _parts(self, count: int, layout: "_C.BucketLayout") -> torch.Tensor:
+        return torch.empty(count, layout.part_stride, dtype=torch.uint8)
+
+    def _pack(
+        self,
+        layout: "_C.BucketLayout",
+        scale: float,
+        flat: torch.Tensor,
+        places: tuple[_Places, _Places],
+        out: torch.Tensor,
+        *encoding: tuple | None,
+    ) -> None:
+        lossy, exact = places
+        self._codec.pack(layout, self._chunk, lossy.of(flat), exact.of(flat), scale, out, *encoding)
+
+    def _reduce(
+        self,
+        layout: "_C.BucketLayout",
+        parts: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        *encoding: tuple | None,
+    ) -> None:
+        everybodys = _C.with_num_parts(layout, len(parts))
+        self._codec.reduce(everybodys, parts.view(-1), scale, out, 1, *encoding, self._chunk, 0, self._layout, 1)
 
 
 def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor]) -> torch.Tensor:
@@ -200,6 +261,16 @@ def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[t
 
 
 # ---- arguments
+
+
+def _groups(hosts: int | Sequence[Sequence[int]] | None, world_size: int) -> Sequence[Sequence[int]] | None:
+    if isinstance(hosts, bool) or not isinstance(hosts, int):
+        if isinstance(hosts, str):
+            raise ValueError(f"hosts={hosts!r} is not possible in one process: say how many ranks each host has")
+        return hosts
+    if hosts < 1 or world_size % hosts:
+        raise ValueError(f"hosts={hosts} ranks on each host are not possible with {world_size} ranks")
+    return [list(range(first, first + hosts)) for first in range(0, world_size, hosts)]
 
 
 def _flats(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,6 +13,10 @@ RANK_FIELD = "{rank}"
 _TRACKS = ("bucket", "pack", "wire", "reduce", "unpack")
 _TRACK_OF_STAGE = {"all-to-all": "wire", "all-gather": "wire", "all-reduce": "wire"}
 
+# Where sums have two levels.
+_LOCAL_TRACKS = ("local wire", "local reduce")
+_TRACK_OF_STAGE.update({"local all-to-all": "local wire", "local all-gather": "local wire"})
+
 
 def path_for(path: str | Path, rank: int) -> Path | None:
     """Where `rank` writes; None if it does not: without ``{rank}`` in the path only rank 0 does."""
@@ -25,7 +29,8 @@ def write(path: Path, spans: Sequence["_C.TraceSpan"], rank: int, world_size: in
     """Writes the spans as complete events, times in microseconds since the trace began."""
     name = f"fusedcomm rank {rank} of {world_size}"
     events = [{"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}}]
-    for index, track in enumerate(_TRACKS):
+    tracks = [*_TRACKS, *(_LOCAL_TRACKS if any(span.stage == "local reduce" for span in spans) else ())]
+    for index, track in enumerate(tracks):
         events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": track}})
         events.append(
             {"ph": "M", "pid": rank, "tid": index, "name": "thread_sort_index", "args": {"sort_index": index}}
@@ -35,7 +40,7 @@ def write(path: Path, spans: Sequence["_C.TraceSpan"], rank: int, world_size: in
             {
                 "ph": "X",
                 "pid": rank,
-                "tid": _TRACKS.index(_TRACK_OF_STAGE.get(span.stage, span.stage)),
+                "tid": tracks.index(_TRACK_OF_STAGE.get(span.stage, span.stage)),
                 "name": span.bucket if span.stage == "bucket" else f"{span.bucket} {span.stage}",
                 "cat": "fusedcomm",
                 "ts": span.begin_ms * 1e3,

@@ -19,7 +19,7 @@ SOURCES = [
     *(f"csrc/{name}.cpp" for name in ("stream_lane", "stream_device", "inline_lane", "cpu_lane", "cpu_device")),
     *(f"csrc/{name}.cpp" for name in ("codec", "codec_portable", "codec_avx2", "codec_avx512", "codec_neon")),
 ]
-SCENES = ["steady", "host_never_waits", "traced", "failing", "faulted", "stopped", "calls_fail"]
+SCENES = ["steady", "host_never_waits", "traced", "failing", "faulted", "stopped", "calls_fail", "two_levels"]
 
 
 def run(*command, timeout_s: int = 200) -> str:

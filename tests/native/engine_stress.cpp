@@ -16,7 +16,6 @@ namespace {
 // random moment, moves the bytes and completes every rank's part.
 class Network {
  public:
-  explicit Network(int world_size) : world_size_(world_size) {}
   ~Network() {
     for (auto& thread : threads_) thread.join();
   }
@@ -26,13 +25,15 @@ class Network {
     Lane::Completion done;
   };
 
-  void arrive(Channel channel, int64_t sequence, int rank, Arrival arrival, bool sum_floats) {
+  void arrive(Channel channel, const Group& group, int64_t sequence, Arrival arrival, bool sum_floats) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (sequence == fail_at) down_ = true;
-    auto& meeting = meetings_[{static_cast<int>(channel), sequence}];
-    if (meeting.empty()) meeting.resize(static_cast<size_t>(world_size_));
-    REQUIRE(!meeting[static_cast<size_t>(rank)].done, "rank %d started collective %ld twice", rank, (long)sequence);
-    meeting[static_cast<size_t>(rank)] = std::move(arrival);
+    const Key key{static_cast<int>(channel), group.id, sequence};
+    auto& meeting = meetings_[key];
+    if (meeting.empty()) meeting.resize(static_cast<size_t>(group.size));
+    Arrival& own = meeting[static_cast<size_t>(group.index)];
+    REQUIRE(!own.done, "rank %ld of a group started collective %ld twice", (long)group.index, (long)sequence);
+    own = std::move(arrival);
     if (down_) {
       // As when a peer closes its connections: nothing under way or begun later can end well.
       auto abandoned = std::move(meetings_);
@@ -55,44 +56,51 @@ class Network {
       sum_floats ? add_all_reduce(bytes) : move_all_to_all(bytes);
       for (const Arrival& part : parts) part.done(nullptr);
     });
-    meetings_.erase({static_cast<int>(channel), sequence});
+    meetings_.erase(key);
   }
 
   std::atomic<int64_t> fail_at{-1};  // the network goes down at this collective
 
  private:
-  const int world_size_;
+  using Key = std::tuple<int, int64_t, int64_t>;  // channel, group, sequence
   std::mutex mutex_;
   bool down_ = false;
   std::mt19937 random_{7};
-  std::map<std::pair<int, int64_t>, std::vector<Arrival>> meetings_;
+  std::map<Key, std::vector<Arrival>> meetings_;
   std::vector<std::thread> threads_;
 };
 
 class ThreadTransport : public Transport {
  public:
-  ThreadTransport(std::shared_ptr<Network> network, int rank, int world_size)
-      : network_(std::move(network)), rank_(rank), world_size_(world_size) {}
+  ThreadTransport(std::shared_ptr<Network> network, int rank, int world_size, int64_t ranks_per_host)
+      : network_(std::move(network)),
+        rank_(rank),
+        world_size_(world_size),
+        place_(place_of(rank, world_size, ranks_per_host)) {}
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
+  Place place() const override { return place_; }
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
-    network_->arrive(channel, next(channel), rank_, {std::move(send), std::move(receive), std::move(done)}, false);
+    network_->arrive(channel, group(channel), next(channel), {std::move(send), std::move(receive), std::move(done)},
+                     false);
   }
-  int64_t gather_copies() const override { return world_size_; }
+  int64_t gather_copies(Channel channel) const override { return group(channel).size; }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     all_to_all(channel, std::move(send), std::move(receive), std::move(done));
   }
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
     REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
-    network_->arrive(channel, next(channel), rank_, {std::move(data), {}, std::move(done)}, true);
+    network_->arrive(channel, group(channel), next(channel), {std::move(data), {}, std::move(done)}, true);
   }
 
  private:
+  Group group(Channel channel) const { return group_of(channel, place_, rank_, world_size_); }
   int64_t next(Channel channel) { return sequence_[static_cast<int>(channel)]++; }
   std::shared_ptr<Network> network_;
   const int rank_, world_size_;
-  int64_t sequence_[2] = {0, 0};  // each channel belongs to one lane
+  const Place place_;
+  int64_t sequence_[kNumChannels] = {};  // each channel belongs to one lane
 };
 
 // One rank's training loop. Returns the number of steps that ended without an error.
@@ -134,14 +142,16 @@ int train(Engine& engine, const Shapes& shapes, int num_steps) {
 
 enum class Scene { kSteady, kTransferFails, kStopped };
 
-void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads) {
-  auto network = std::make_shared<Network>(world_size);
+void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads, int64_t ranks_per_host = 1,
+          int64_t num_slots = 3) {
+  auto network = std::make_shared<Network>();
   if (scene == Scene::kTransferFails) network->fail_at = 17;
   WireConfig config;
   config.wire = wire;
   config.sum = sum;
   config.max_chunk_nbytes = 8192;
-  config.num_slots = 3;
+  config.num_slots = num_slots;
+  config.ranks_per_host = ranks_per_host;
   const Shapes shapes = {{20011, 100}, {1, 0}, {0, 0}, {4096, 4096}, {9001, 1}};
   const int num_steps = scene == Scene::kSteady ? 12 : 1000;
   std::vector<int> finished(static_cast<size_t>(world_size));
@@ -149,7 +159,7 @@ void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads) {
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.emplace_back([&, rank] {
       Engine engine(config, std::make_shared<CpuDevice>("auto", num_threads),
-                    std::make_shared<ThreadTransport>(network, rank, world_size));
+                    std::make_shared<ThreadTransport>(network, rank, world_size, ranks_per_host));
       std::thread stopper;
       if (scene == Scene::kStopped) {
         stopper = std::thread([&engine] {
@@ -180,6 +190,13 @@ int main() {
   for (const Wire wire : {Wire::kFp32, Wire::kInt8}) {
     play(Scene::kTransferFails, wire, Sum::kTwoShot, 3, 1);
     play(Scene::kStopped, wire, Sum::kTwoShot, 3, 2);
+  }
+  for (const int64_t num_slots : {1, 2, 3, 5}) {
+    play(Scene::kSteady, Wire::kInt8, Sum::kAuto, 4, 1, 2, num_slots);
+    play(Scene::kSteady, Wire::kBf16, Sum::kTwoShot, 6, 1, 3, num_slots);
+    play(Scene::kSteady, Wire::kInt8, Sum::kTwoShot, 6, 2, 2, num_slots);
+    play(Scene::kTransferFails, Wire::kInt8, Sum::kTwoShot, 4, 1, 2, num_slots);
+    play(Scene::kStopped, Wire::kInt8, Sum::kTwoShot, 4, 1, 2, num_slots);
   }
   play(Scene::kTransferFails, Wire::kFp32, Sum::kExact, 2, 1);
   play(Scene::kStopped, Wire::kFp32, Sum::kExact, 2, 1);

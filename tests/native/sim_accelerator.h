@@ -20,7 +20,7 @@
 
 namespace sim {
 
-inline constexpr int kNumDevices = 4;
+inline constexpr int kNumDevices = 6;
 
 // Elements [begin, end) of what `memory` names; any unit, as long as all work on that memory uses the same.
 struct Access {

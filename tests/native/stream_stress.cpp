@@ -35,7 +35,7 @@ enum class Fail { kNothing, kPackThrows, kPackFaults, kTransferThrows, kTransfer
 struct Setup {
   WireConfig config;
   int world_size = 1;
-  Shapes shapes;
+  Shapes shapes;         // config.ranks_per_host ranks share a host
   bool foreign = false;  // one more bucket, first of all, which travels as DDP buckets that the codec cannot carry do
   bool forced_sync = false;
   int slow_stream = 0;  // of rank 0; the next one of the next rank
@@ -90,9 +90,11 @@ class SimDevice : public StreamDevice {
     check_stream(2);
     sim::launch(current_stream(), "reduce",
                 {{args.parts, 0, 0, args.from.chunk_nbytes(), false},
-                 {args.out, 0, 0, args.to.part_stride * args.num_copies, true}},
-                [codec = codec_, layout = args.from, parts = args.parts, scale = args.scale, out = args.out,
-                 copies = args.num_copies] { codec->reduce({layout, parts, scale, layout, out, 1, copies}); });
+                 {args.out, 0, 0, args.to.part_stride * args.num_parts * args.num_copies, true}},
+                [codec = codec_, from = args.from, parts = args.parts, scale = args.scale, to = args.to, out = args.out,
+                 num_parts = args.num_parts, copies = args.num_copies, chunk = args.chunk, first = args.first_part] {
+                  codec->reduce({from, parts, scale, to, out, num_parts, copies, chunk, first});
+                });
   }
 
   void unpack(const UnpackArgs& args) override {
@@ -135,24 +137,34 @@ class SimDevice : public StreamDevice {
 
 enum class Kind { kAllToAll, kAllGather, kAllReduce };
 
+// A communicator: of all ranks, of a host's (1), or of those with one place (2).
+struct Communicator {
+  int level;
+  Group group;
+  // Both channels of a level are one.
+  static Communicator of(Channel channel, const Place& place, int rank, int world_size) {
+    return {static_cast<int>(channel) / 2, group_of(channel, place, rank, world_size)};
+  }
+};
+
 class Network {
  public:
-  explicit Network(int world_size) : world_size_(world_size) {}
-
-  // On a stream's thread: blocks it until all ranks are there. Moves nothing if the network is down.
-  void meet(int64_t sequence, int rank, Kind kind, Part part) {
+  // On a stream's thread: blocks it until all ranks of the group are there. Moves nothing if the network is down.
+  void meet(const Communicator& communicator, int64_t sequence, Kind kind, Part part) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (down_) return;
-    Meeting& meeting = meetings_[sequence];
+    const Group& group = communicator.group;
+    int64_t& num_ended = num_ended_[{communicator.level, group.id}];
+    Meeting& meeting = meetings_[{communicator.level, group.id, sequence}];
     if (meeting.parts.empty()) {
-      meeting.parts.resize(static_cast<size_t>(world_size_));
+      meeting.parts.resize(static_cast<size_t>(group.size));
       meeting.kind = kind;
       meeting.nbytes = part.nbytes;
     }
-    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld is another one on rank %d",
-            static_cast<long>(sequence), rank);
-    meeting.parts[static_cast<size_t>(rank)] = part;
-    if (++meeting.num_there == world_size_) {
+    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld is another one on rank %ld",
+            static_cast<long>(sequence), static_cast<long>(group.index));
+    meeting.parts[static_cast<size_t>(group.index)] = part;
+    if (++meeting.num_there == group.size) {
       switch (kind) {
         case Kind::kAllToAll:
           move_all_to_all(meeting.parts);
@@ -164,11 +176,11 @@ class Network {
           add_all_reduce(meeting.parts);
           break;
       }
-      meetings_.erase(sequence);
-      num_ended_ = sequence + 1;
+      meetings_.erase({communicator.level, group.id, sequence});
+      num_ended = sequence + 1;
       changed_.notify_all();
     } else {
-      changed_.wait(lock, [&] { return down_ || num_ended_ > sequence; });
+      changed_.wait(lock, [&] { return down_ || num_ended > sequence; });
     }
   }
 
@@ -186,49 +198,51 @@ class Network {
   struct Meeting {
     Kind kind = Kind::kAllToAll;
     int64_t nbytes = 0;
-    int num_there = 0;
+    int64_t num_there = 0;
     std::vector<Part> parts;
   };
-  const int world_size_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool down_ = false;
-  int64_t num_ended_ = 0;
-  std::map<int64_t, Meeting> meetings_;
+  std::map<std::pair<int, int64_t>, int64_t> num_ended_;           // by level and group
+  std::map<std::tuple<int, int64_t, int64_t>, Meeting> meetings_;  // and sequence
 };
 
-// Both channels are one communicator. Keeps no memory alive, as NCCL does not on the current stream.
+// Both channels of a level are one communicator. Keeps no memory alive, as NCCL does not on the current stream.
 class SimTransport : public Transport {
  public:
   SimTransport(std::shared_ptr<Network> network, int rank, const Setup& setup, HasFailed has_failed)
       : network_(std::move(network)),
         rank_(rank),
         world_size_(setup.world_size),
+        place_(place_of(rank, setup.world_size, setup.config.ranks_per_host)),
         fail_(rank == 0 ? setup.fail : Fail::kNothing),
         fail_at_(setup.fail_at),
         has_failed_(std::move(has_failed)) {}
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
-  int64_t gather_copies() const override { return 1; }
+  Place place() const override { return place_; }
+  int64_t gather_copies(Channel) const override { return 1; }
 
-  void all_to_all(Channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
-    enqueue(Kind::kAllToAll, "all-to-all", send, receive, done);
+  void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
+    enqueue(channel, Kind::kAllToAll, "all-to-all", send, receive, done);
   }
-  void all_gather(Channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
-    enqueue(Kind::kAllGather, "all-gather", send, receive, done);
+  void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
+    enqueue(channel, Kind::kAllGather, "all-gather", send, receive, done);
   }
-  void all_reduce(Channel, WireSpan data, Wire dtype, Lane::Completion done) override {
+  void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
     REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
-    enqueue(Kind::kAllReduce, "all-reduce", data, data, done);
+    enqueue(channel, Kind::kAllReduce, "all-reduce", data, data, done);
   }
 
  private:
-  void enqueue(Kind kind, const char* what, const WireSpan& send, const WireSpan& receive,
+  void enqueue(Channel channel, Kind kind, const char* what, const WireSpan& send, const WireSpan& receive,
                const Lane::Completion& done) {
     // The peers would take it for the one that was left out.
     REQUIRE(!*has_failed_, "after the failure, rank %d begins another %s", rank_, what);
-    const int64_t sequence = num_transfers_++;
-    if (sequence == fail_at_ && fail_ >= Fail::kTransferThrows) {
+    const Communicator communicator = Communicator::of(channel, place_, rank_, world_size_);
+    const int64_t sequence = num_of_level_[communicator.level]++;
+    if (num_transfers_++ == fail_at_ && fail_ >= Fail::kTransferThrows) {
       *has_failed_ = fail_ != Fail::kTransferForgets;  // which only the lane notices
       const auto error = std::runtime_error("simulated failure of a transfer");
       if (fail_ == Fail::kTransferThrows) throw error;
@@ -238,18 +252,20 @@ class SimTransport : public Transport {
     if (network_->is_down()) throw std::runtime_error("Connection closed by peer");
     sim::launch(sim::current_stream(rank_), what,
                 {{send.data, 0, 0, send.nbytes, kind == Kind::kAllReduce}, {receive.data, 0, 0, receive.nbytes, true}},
-                [network = network_, sequence, rank = rank_, kind, part = Part{send.data, receive.data, send.nbytes}] {
-                  network->meet(sequence, rank, kind, part);
+                [network = network_, communicator, sequence, kind, part = Part{send.data, receive.data, send.nbytes}] {
+                  network->meet(communicator, sequence, kind, part);
                 });
     done(nullptr);
   }
 
   const std::shared_ptr<Network> network_;
   const int rank_, world_size_;
+  const Place place_;
   const Fail fail_;
   const int64_t fail_at_;
   const HasFailed has_failed_;
   int64_t num_transfers_ = 0;
+  int64_t num_of_level_[kNumChannels / 2] = {};
 };
 
 // ---- one rank's training
@@ -394,7 +410,7 @@ class Rank {
 
 // Calls body(rank) in a thread for each rank; what they enqueued has ended when it returns.
 void with_ranks(const Setup& setup, const std::function<void(Rank&, int, Network&)>& body) {
-  auto network = std::make_shared<Network>(setup.world_size);
+  auto network = std::make_shared<Network>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < setup.world_size; ++rank) ranks.push_back(std::make_unique<Rank>(setup, network, rank));
   std::vector<std::thread> threads;
@@ -411,8 +427,9 @@ void with_ranks(const Setup& setup, const std::function<void(Rank&, int, Network
 
 constexpr int kNumSteps = 10;
 
-WireConfig wire_config(Wire wire, Sum sum, int64_t num_slots) {
+WireConfig wire_config(Wire wire, Sum sum, int64_t num_slots, int64_t ranks_per_host = 1) {
   WireConfig config;
+  config.ranks_per_host = ranks_per_host;
   config.wire = wire;
   config.sum = sum;
   config.max_chunk_nbytes = 8192;
@@ -484,6 +501,25 @@ void steady() {
   }
 }
 
+void two_levels() {
+  int variant = 0;
+  for (const int64_t ranks_per_host : {2, 3}) {
+    for (const int64_t num_slots : {1, 2, 3, 4}) {
+      for (const Wire wire : {Wire::kBf16, Wire::kInt8}) {
+        Setup setup;
+        setup.config = wire_config(wire, Sum::kAuto, num_slots, ranks_per_host);
+        setup.world_size = 2 * static_cast<int>(ranks_per_host);
+        setup.shapes = kShapes;
+        setup.foreign = variant % 2 == 0;
+        setup.slow_stream = variant++;
+        const auto hashes = train_steadily(setup);
+        setup.forced_sync = true;
+        REQUIRE(train_steadily(setup) == hashes, "forced synchronisation changes the bits");
+      }
+    }
+  }
+}
+
 // The gradients are not there yet: everything is enqueued nevertheless, and times are known only afterwards.
 void host_never_waits() {
   for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
@@ -510,10 +546,12 @@ void host_never_waits() {
 }
 
 void traced() {
-  for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+  for (const auto& [wire, sum, ranks_per_host] :
+       {std::tuple{Wire::kFp32, Sum::kAuto, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 1},
+        std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
     Setup setup;
-    setup.config = wire_config(wire, sum, 2);
-    setup.world_size = 3;
+    setup.config = wire_config(wire, sum, 2, ranks_per_host);
+    setup.world_size = ranks_per_host == 1 ? 3 : 4;
     setup.shapes = kShapes;
     setup.foreign = true;
     with_ranks(setup, [&](Rank& rank, int, Network&) {
@@ -554,6 +592,9 @@ void traced() {
         const bool foreign = name == "bucket 0", two_shot = sum == Sum::kTwoShot;
         const std::vector<Stage> expected =
             foreign ? std::vector<Stage>{Stage::kAllReduce}
+            : ranks_per_host > 1
+                ? std::vector<Stage>{Stage::kPack,   Stage::kLocalAllToAll, Stage::kLocalReduce,    Stage::kAllToAll,
+                                     Stage::kReduce, Stage::kAllGather,     Stage::kLocalAllGather, Stage::kUnpack}
             : two_shot
                 ? std::vector<Stage>{Stage::kPack, Stage::kAllToAll, Stage::kReduce, Stage::kAllGather, Stage::kUnpack}
                 : std::vector<Stage>{Stage::kPack, Stage::kAllReduce};
@@ -575,11 +616,13 @@ void failing() {
                         Case{Fail::kTransferEndsWithError, false, "simulated failure of a transfer"},
                         Case{Fail::kTransferForgets, false, "did not enqueue its transfer"},
                         Case{Fail::kPackFaults, true, "simulated fault"}}) {
-    for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
+    for (const auto& [wire, sum, ranks_per_host] :
+         {std::tuple{Wire::kFp32, Sum::kAuto, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 1},
+          std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
       for (const int64_t fail_at : {0, 3, 13}) {
         Setup setup;
-        setup.config = wire_config(wire, sum, 3);
-        setup.world_size = 2;
+        setup.config = wire_config(wire, sum, 3, ranks_per_host);
+        setup.world_size = 2 * ranks_per_host;
         setup.shapes = kShapes;
         setup.forced_sync = c.forced_sync;
         setup.fail = c.fail;
@@ -673,12 +716,13 @@ void stopped() {
 // Every single recording of an event and every wait fails once, on all ranks: either a bucket ends with an error, or
 // its result is right.
 void calls_fail() {
-  for (const auto& [num_slots, trace] : {std::pair{1, false}, std::pair{3, false}, std::pair{3, true}}) {
+  for (const auto& [num_slots, trace, ranks_per_host] :
+       {std::tuple{1, false, 1}, std::tuple{3, false, 1}, std::tuple{3, true, 1}, std::tuple{3, false, 2}}) {
     int64_t num_calls = 0;
     for (int64_t failing = 0; failing <= num_calls; ++failing) {
       Setup setup;
-      setup.config = wire_config(Wire::kInt8, Sum::kTwoShot, num_slots);
-      setup.world_size = 2;
+      setup.config = wire_config(Wire::kInt8, Sum::kTwoShot, num_slots, ranks_per_host);
+      setup.world_size = 2 * ranks_per_host;
       setup.shapes = {{24000, 600}, {5000, 0}};
       setup.foreign = true;
       std::atomic<int> num_failed{0};
@@ -699,8 +743,8 @@ void calls_fail() {
         }
         rank.synchronize();
       });
-      REQUIRE(num_failed == (failing == 0 ? 0 : 2), "call %ld failed, and %d ranks noticed", static_cast<long>(failing),
-              num_failed.load());
+      REQUIRE(num_failed == (failing == 0 ? 0 : setup.world_size), "call %ld failed, and %d ranks noticed",
+              static_cast<long>(failing), num_failed.load());
     }
     REQUIRE(num_calls > 20, "only %ld calls", static_cast<long>(num_calls));
   }
@@ -712,7 +756,7 @@ int main(int argc, char** argv) {
   const std::map<std::string, void (*)()> scenes = {{"steady", steady},   {"host_never_waits", host_never_waits},
                                                     {"traced", traced},   {"failing", failing},
                                                     {"stopped", stopped}, {"calls_fail", calls_fail},
-                                                    {"faulted", faulted}};
+                                                    {"faulted", faulted}, {"two_levels", two_levels}};
   for (const auto& [name, scene] : scenes) {
     if (argc > 1 && name != argv[1]) continue;
     alarm(120);  // a wait for what never comes would otherwise last

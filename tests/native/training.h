@@ -90,6 +90,29 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   return job;
 }
 
+// Ranks that lie on hosts one after the other.
+inline Place place_of(int rank, int world_size, int64_t ranks_per_host) {
+  return {rank % ranks_per_host, ranks_per_host, rank / ranks_per_host, world_size / ranks_per_host};
+}
+
+// The ranks that a channel connects: which of its groups, this rank's number in it, and of how many.
+struct Group {
+  int64_t id, index, size;
+};
+
+inline Group group_of(Channel channel, const Place& place, int rank, int world_size) {
+  switch (channel) {
+    case Channel::kLocalScatter:
+    case Channel::kLocalGather:
+      return {place.host, place.local_rank, place.ranks_per_host};
+    case Channel::kCrossScatter:
+    case Channel::kCrossGather:
+      return {place.local_rank, place.host, place.num_hosts};
+    default:
+      return {0, rank, world_size};
+  }
+}
+
 // One rank's share of a collective.
 struct Part {
   std::byte* send;

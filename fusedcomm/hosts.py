@@ -1,0 +1,78 @@
+"""Which ranks share a host: what a sum on two levels is made of."""
+
+import dataclasses
+import socket
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+AUTO = "auto"
+"""Ranks with the same host name share a host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """Equally many ranks on each host."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks of each host in rank order, hosts in the order of their lowest ranks."""
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.groups)
+
+    @property
+    def ranks_per_host(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def flat_reason(self) -> str:
+        """Why a sum has one level all the same; empty if it has two."""
+        if self.num_hosts == 1:
+            return f"all {self.ranks_per_host} ranks are on one host"
+        return "every host has one rank" if self.ranks_per_host == 1 else ""
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(its number among the ranks of its host, its host's number)"""
+        return next((group.index(rank), host) for host, group in enumerate(self.groups) if rank in group)
+
+
+def ordered(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def checked(groups: tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
+    """`groups` of equal size, ordered, as the hosts of `world_size` ranks; ValueError if they are not all of these."""
+    ranks = sorted(rank for group in groups for rank in group)
+    if ranks != list(range(world_size)):
+        missing, unknown = sorted({*range(world_size)} - {*ranks}), sorted({*ranks} - {*range(world_size)})
+        problem = f"rank(s) {missing} are missing" if missing else f"rank(s) {unknown} do not exist"
+        raise ValueError(
+            f"hosts={[list(group) for group in groups]} is not possible with {world_size} ranks: {problem}; every rank "
+            "must be on one host"
+        )
+    return Hosts(groups)
+
+
+def check_even(sizes: dict[str, int]) -> None:
+    """Raises ValueError if hosts, by name, have different numbers of ranks."""
+    first, size = next(iter(sizes.items()))
+    for name, other in sizes.items():
+        if other != size:
+            raise ValueError(
+                f"sums on two levels need as many ranks on every host, and {first} has {size} "
+                f"rank{'s' if size > 1 else ''}, {name} {other}: leave out hosts, or even them out"
+            )
+
+
+def publish_name(store: dist.Store, rank: int) -> None:
+    store.set(f"host/{rank}", socket.gethostname())
+
+
+def by_name(store: dist.Store, world_size: int) -> Hosts:
+    """The hosts by the names that every rank has published before. Raises ValueError if they are uneven."""
+    groups: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        groups.setdefault(f"host {store.get(f'host/{rank}').decode()}", []).append(rank)
+    check_even({name: len(ranks) for name, ranks in groups.items()})
+    return Hosts(ordered(groups.values()))
