@@ -115,6 +115,7 @@ def kernel_variants(cfg: config.Config, grad_dtypes: Sequence[torch.dtype]) -> t
         stochastic=cfg.rounding == "stochastic",
         feedback=cfg.error_feedback,
         measured=cfg.measure_every > 0,
+        local_wire=None if cfg.hosts is None else cfg.local_wire,
     )
 
 

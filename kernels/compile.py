@@ -92,9 +92,9 @@ def engine_variants(
     """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
 
     `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
-    pack leaves out is asked for, as an fp32 residual. `local_wire`: the 16-bit wire in which gradients travel within a
-    host, packed to nearest, and only their sums in `wires`; None: all travel in `wires`. ValueError if a wire has no
-    blocks for an int8 residual.
+    first encoder leaves out is asked for, as an fp32 residual. `local_wire`: the wire in which gradients travel within
+    a host, packed to nearest, so that their sums are what is encoded in `wires`; whether there are such hosts may turn
+    out later. None: all travel in `wires`. ValueError if a wire has no blocks for an int8 residual.
     """
     variants = []
     for wire, block, rotated in wires:
@@ -103,14 +103,19 @@ def engine_variants(
         lossless = wire == "fp32"
         encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
         packs = [Variant("pack", wire, block, None, True, rotated=rotated, **encoder)]
+        sums_of_hosts = []
         if local_wire is not None:
-            packs = [Variant("pack", local_wire, block, None, True)]
-        if measured:
-            packs += [replace(pack, feedback="fp32") for pack in packs if pack.wire != "fp32"]
+            in_wire = local_wire if local_wire != wire else None
+            sums_of_hosts = [Variant("reduce", wire, block, None, True, rotated=rotated, in_wire=in_wire, **encoder)]
+        if measured and not lossless:
+            packs, sums_of_hosts = (
+                [*encoders, *(replace(encoder, feedback="fp32") for encoder in encoders)]
+                for encoders in (packs, sums_of_hosts)
+            )
+        if local_wire is not None:
+            packs.append(Variant("pack", local_wire, block, None, True))
         unpack = Variant("unpack", wire, block, None, True, rotated=rotated)
-        sums = [Variant("reduce", wire, block, None, True, **encoder)]
-        if local_wire is not None:
-            sums.append(replace(sums[0], rotated=rotated, in_wire=local_wire))
+        sums = [Variant("reduce", wire, block, None, True, **encoder), *sums_of_hosts]
         for flat in (True, False):
             variants += [
                 replace(variant, grad_dtype=dtype, flat=flat) for dtype in grad_dtypes for variant in (*packs, unpack)

@@ -92,6 +92,14 @@ CONFIGS = {
         **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
         **{"rounding": "stochastic", "error_feedback": "bf16", "chunk_nbytes": 4096},
     },
+    "two levels": {
+        **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
+        **{"rounding": "stochastic", "error_feedback": "int8"},
+    },
+    "two levels measured": {
+        **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
+        **{"measure_every": 1, "verify_every": 1},
+    },
     "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
     "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
     "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
@@ -127,6 +135,8 @@ CONFIGS = {
         ("fp8 stochastic feedback", 2, torch.bfloat16),
         ("int4 rotated stochastic feedback", 3, torch.float32),
         ("several wires", 2, torch.float32),
+        ("two levels", 4, torch.float32),
+        ("two levels measured", 4, torch.bfloat16),
         ("all exempt", 2, torch.bfloat16),
         ("measured", 2, torch.float32),
     ],

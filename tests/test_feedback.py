@@ -31,6 +31,28 @@ def bits(rank, world_size, num_steps, wire, kwargs):
     return [synchronise(ddp, [gradient(rank, step)])[0] for step in range(num_steps)]
 
 
+@pytest.mark.parametrize(
+    ("wire", "kwargs", "hosts"),
+    [
+        ("int8", {"error_feedback": True, "local_wire": "fp32"}, [[0, 1], [2, 3]]),
+        ("int4", {"error_feedback": "int8", "rotate": True, "rounding": "stochastic"}, [[0, 2], [1, 3]]),
+        ("bf16", {"error_feedback": "bf16", "rounding": "stochastic", "local_wire": "fp16"}, [[3, 1], [0, 2]]),
+    ],
+    ids=str,
+)
+def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts):
+    outcome = ranks.run(bits, 3, wire, {**kwargs, "hosts": hosts, "chunk_nbytes": 8192})
+    residuals = fusedcomm.Residuals(residual_name(kwargs["error_feedback"]))
+    settings = {key: value for key, value in kwargs.items() if key in ("rotate", "rounding", "local_wire")}
+    for step in range(3):
+        gradients = [gradient(rank, step) for rank in range(4)]
+        expected = fusedcomm.simulate(
+            gradients, wire, sum="two-shot", hosts=hosts, step=step, residuals=residuals, **settings
+        )
+        for on_rank in outcome:
+            assert torch.equal(on_rank[step], expected), step
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("wire", "kwargs"),

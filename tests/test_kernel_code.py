@@ -335,9 +335,15 @@ assert {(v.wire, v.stochastic, v.feedback) for v in several if v.kernel in ("pac
 }, several
 hosts = c.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
 assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v in hosts if v.wire} == {
-    ("pack", "bf16", None, False, False, None), ("reduce", "int4", "bf16", True, True, "bf16"),
+    ("pack", "bf16", None, False, False, None), ("pack", "int4", None, True, True, "bf16"),
+    ("reduce", "int4", "bf16", True, True, "bf16"),
     ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
 }, hosts
+measured = c.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
+assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
+    ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
+    ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
+}, measured
 refused("bf16 has none", lambda: c.engine_variants([("bf16", 128, False)], (torch.float32,), feedback="int8"))
 assert c.check_triton() == triton.__version__
 
