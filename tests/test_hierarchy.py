@@ -651,3 +651,18 @@ def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_pe
                 (local, *_) = plan.host_layouts
                 assert local.part_stride * ranks_per_host <= workspace
                 assert local.num_chunks == plan.layout.num_chunks
+
+
+# --- without ranks --------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_takes_a_number_of_ranks_on_each_host():
+    grads = [torch.randn(5003, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    by_number = fusedcomm.simulate(grads, "int4", hosts=2)
+    assert torch.equal(by_number, fusedcomm.simulate(grads, "int4", hosts=TWO_BY_TWO))
+    assert not torch.equal(by_number, fusedcomm.simulate(grads, "int4", hosts=INTERLEAVED))
+    for one_level in (1, 4, [[0], [1], [2], [3]]):
+        assert torch.equal(fusedcomm.simulate(grads, "int4", hosts=one_level), fusedcomm.simulate(grads, "int4"))
+    for hosts, text in ((3, "hosts=3 ranks on each host"), ("auto", "in one process"), ([[0, 1], [2]], r"has 2 ranks")):
+        with pytest.raises(ValueError, match=text):
+            fusedcomm.simulate(grads, "int4", hosts=hosts)
