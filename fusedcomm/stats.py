@@ -41,6 +41,8 @@ class Stats:
     """Gradient bytes handed to the hook."""
     sent_nbytes: int
     """Bytes this rank gave to the transport to send."""
+    sent_between_hosts_nbytes: int
+    """Of these, those to other hosts; every rank counts as one unless ``hosts`` of :func:`fusedcomm.attach` says more."""
     wire_ratio: float | None
     """sent_nbytes over what an all-reduce of the gradients in their own dtype would have sent."""
     exposed_ms_p50: float | None
@@ -70,6 +72,7 @@ def collect(hook: "_C.GradHook", world_size: int) -> Stats:
         buckets=native.num_buckets,
         grad_nbytes=native.grad_nbytes,
         sent_nbytes=native.sent_nbytes,
+        sent_between_hosts_nbytes=native.sent_between_hosts_nbytes,
         wire_ratio=native.sent_nbytes / uncompressed if uncompressed else None,
         exposed_ms_p50=statistics.median(exposed) if exposed else None,
         busy_ms_p50=statistics.median(busy) if busy else None,
