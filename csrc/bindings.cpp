@@ -181,7 +181,8 @@ void bind_hook(py::module_& m) {
             hook.restore_residuals(list);
           },
           NoGil())
-      .def_property("step", &GradHook::step, &GradHook::restore_step)
+      .def_property("step", py::cpp_function(&GradHook::step, NoGil()),
+                    py::cpp_function(&GradHook::restore_step, NoGil()))
       .def("run",
            [](GradHook& hook, c10d::GradBucket& bucket) {
              c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -214,11 +215,14 @@ void bind_hook(py::module_& m) {
             hook.restore_nonfinite(list);
           },
           NoGil())
-      .def("buckets", [](const GradHook& hook) {
-        std::vector<std::shared_ptr<BucketRecord>> records;
-        for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));
-        return records;
-      });
+      .def(
+          "buckets",
+          [](const GradHook& hook) {
+            std::vector<std::shared_ptr<BucketRecord>> records;
+            for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));
+            return records;
+          },
+          NoGil());
 
   py::class_<HookTarget, std::shared_ptr<HookTarget>>(m, "HookTarget")
       .def(py::init<ProcessGroupPtr>(), py::arg("process_group"))

@@ -148,6 +148,7 @@ void bind_layout(py::module_& m) {
       "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
       py::arg("wire"));
   m.def("has_scales", [](const std::string& wire) { return has_scales(wire_from_name(wire)); }, py::arg("wire"));
+  m.def("exactness", [](const std::string& wire) { return exactness(wire_from_name(wire)); }, py::arg("wire"));
   m.attr("MIN_BLOCK_NUMEL") = kMinBlockNumel;
   m.attr("MAX_BLOCK_NUMEL") = kMaxBlockNumel;
 

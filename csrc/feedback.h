@@ -17,18 +17,20 @@ namespace fusedcomm {
 class StreamResidual {
  public:
   // All zeros. reduce_scale, place: of the two-shot sum, in which this rank encodes the parts of its place.
+  // of_first_only: for a look at the first encoder; there is no residual of the second.
   StreamResidual(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
-                 const Place& place, c10::Device device);
+                 const Place& place, c10::Device device, bool of_first_only = false);
 
   Residual of_first() const { return {format_, static_cast<std::byte*>(first_.data_ptr()), first_numel()}; }
   Residual of_second() const { return {format_, static_cast<std::byte*>(second_.data_ptr()), second_numel()}; }
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
-  // fp32 [layout.lossy_numel], in the unit of gradients: what this rank would have to add to its gradient now for
-  // nothing to be left out. What it has left out of means counts once for each rank, since its gradient is one of them.
-  at::Tensor values() const;
-  // Makes `values` (as above) all that is left out, but for what this rank's encoders never meet: that is returned, as
-  // above; undefined if it is nothing.
+  // fp32 [numel], the stream's elements from `begin` on, in the unit of gradients: what this rank would have to add to
+  // its gradient now for nothing to be left out. What it has left out of means counts once for each rank, since its
+  // gradient is one of them.
+  at::Tensor values(int64_t begin, int64_t numel) const;
+  // Makes `values` ([layout.lossy_numel], as above) all that is left out, but for what this rank's encoders never meet:
+  // that is returned, as above; undefined if it is nothing.
   at::Tensor set_values(const at::Tensor& values);
   // Of an fp32 residual: what the first encoder adds next time to all it encodes.
   void fill_first(float value) { first_.view(at::kFloat).fill_(value); }
@@ -38,6 +40,8 @@ class StreamResidual {
  private:
   int64_t first_numel() const { return layout_.num_chunks * num_first_parts_ * layout_.part.lossy_numel; }
   int64_t second_numel() const { return layout_.num_chunks * layout_.part.lossy_numel; }
+  // What the second encoder has left out, as if it had not been rotated.
+  at::Tensor of_means(int64_t begin, int64_t numel) const;
   // The stream's elements that the first encoder has of a chunk.
   Range first_range(int64_t chunk) const;
 

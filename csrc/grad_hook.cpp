@@ -86,20 +86,11 @@ Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
   return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
 }
 
-// What parameters have left out so far, each bucket's residual decoded once.
-class ResidualValues {
- public:
-  // fp32 [numel]; undefined if it is nothing.
-  at::Tensor of(const ParameterState& state, int64_t numel) {
-    if (state.loaded.defined() || !state.residual) return state.loaded;
-    at::Tensor& values = values_[state.residual];
-    if (!values.defined()) values = state.residual->values();
-    return values.narrow(0, state.residual_begin, numel);
-  }
-
- private:
-  std::unordered_map<std::shared_ptr<const StreamResidual>, at::Tensor> values_;
-};
+// What a parameter has left out so far, fp32 [numel]; undefined if it is nothing.
+at::Tensor left_out_of(const ParameterState& state, int64_t numel) {
+  if (state.loaded.defined() || !state.residual) return state.loaded;
+  return state.residual->values(state.residual_begin, numel);
+}
 
 }  // namespace
 
@@ -109,6 +100,7 @@ GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport
       transport_(std::move(transport)),
       options_(options),
       device_(device),
+      knows_parameters_(!parameters.empty()),
       guard_(options.guard, engine_.get(), transport_.get()) {
   for (const Parameter& parameter : parameters) {
     auto state = std::make_shared<ParameterState>();
@@ -138,13 +130,14 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   engine_->device().check_caller();
   const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
   const size_t index = bucket.getIndex();
-  if (index == 0) begin_step();
+  if (index == 0) begin_pass();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto record = record_of(bucket);
-  const int64_t step = step_;
+  const int64_t step = step_, pass = num_passes_;
   const size_t num_buckets = num_buckets_;
   if (bucket.isLast()) {
     ++step_;
+    ++num_passes_;
     num_buckets_ = index + 1;
   }
   lock.unlock();
@@ -179,29 +172,39 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
     engine_->submit_foreign(std::move(job), std::move(stages));
     return future;
   }
-  if (guard_.is_measured(step)) measure(job.get(), record, buffer, step);
-  guard_.submit(std::move(job), buffer, step, index, num_buckets);
+  if (guard_.is_measured(pass)) measure(job.get(), record, buffer, pass);
+  guard_.submit(std::move(job), buffer, pass, index, num_buckets, record);
   return future;
 }
 
-void GradHook::begin_step() {
-  const auto failing = guard_.begin_step(step());
-  if (!failing) return;
+void GradHook::begin_pass() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const int64_t pass = num_passes_;
+  lock.unlock();
+  for (const Guard::Failing& failing : guard_.begin_pass(pass)) fall_back(failing);
+}
+
+void GradHook::fall_back(const Guard::Failing& failing) {
+  const int to = options_.fallback_wire;
+  const Wire wire = to == kExactWire ? Wire::kFp32 : stream_wire(engine_->config(), to).wire;
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& record : records_) {
-    if (!record || record->label != failing->label) continue;  // it has been rebuilt: its turn will come again
+    // If it has been rebuilt, its turn will come again.
+    if (!record || record->parameters != failing.record->parameters) continue;
+    bool changes = false;
     for (const BucketRecord::Member& member : record->members) {
-      if (!member.exact) member.state->wire = options_.fallback_wire;
+      const int from = member.state->wire;
+      if (from == kExactWire || exactness(stream_wire(engine_->config(), from).wire) >= exactness(wire)) continue;
+      member.state->wire = to;
+      changes = true;
     }
+    if (!changes) continue;
+    const auto label = record->label;
     record = nullptr;
     if (transport_->rank() != 0) continue;
-    const std::string to = options_.fallback_wire == kExactWire
-                               ? "fp32"
-                               : wire_name(stream_wire(engine_->config(), options_.fallback_wire).wire);
-    TORCH_WARN("fusedcomm: the mean of ", failing->label->text, " was off by ", failing->relative_error,
-               " of the exact one in step ", failing->step,
-               ", more than fallback_error=", options_.guard.fallback_error, ": its parameters travel in ", to,
-               " from now on, on every rank");
+    TORCH_WARN("fusedcomm: the mean of ", label->text, " was off by ", failing.relative_error,
+               " of the exact one in step ", failing.pass, ", more than fallback_error=", options_.guard.fallback_error,
+               ": its parameters travel in ", wire_name(wire), " from now on, on every rank");
   }
 }
 
@@ -260,17 +263,26 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
   const BucketPlan& plan = record->plan;
   // Encoders say what they leave out if they are given a residual. -0 added to a value is that value.
   auto residuals = std::make_shared<std::vector<std::shared_ptr<StreamResidual>>>();
+  std::vector<std::shared_ptr<StreamResidual>> temporary(record->streams.size());
   for (size_t i = 0; i < record->streams.size(); ++i) {
     if (plan.layouts[i].lossy_numel == 0 || plan.layouts[i].wire == Wire::kFp32) continue;
     std::shared_ptr<StreamResidual> residual = record->streams[i].residual;
     if (!residual) {
-      residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
-                                                  plan.reduce_scale, transport_->place(), device_);
+      try {
+        residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
+                                                    plan.reduce_scale, transport_->place(), device_,
+                                                    /*of_first_only=*/true);
+      } catch (const c10::OutOfMemoryError&) {
+        return;  // a figure for the statistics is not worth a step
+      }
       residual->fill_first(-0.0F);
       for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
-      first_encoding(*record, &job->payloads[i]).residual = residual->of_first();
+      temporary[i] = residual;
     }
     residuals->push_back(std::move(residual));
+  }
+  for (size_t i = 0; i < temporary.size(); ++i) {
+    if (temporary[i]) first_encoding(*record, &job->payloads[i]).residual = temporary[i]->of_first();
   }
   auto measurement = std::make_shared<Measurement>();
   measurement->step = step;
@@ -280,7 +292,7 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
   };
   job->after_first_encoder = [this, measurement, residuals, name = record->label->name] {
     at::NoGradGuard inner_no_grad;
-    at::Tensor squares = at::zeros({}, measurement->norm.options());
+    at::Tensor squares = at::zeros_like(measurement->norm);
     for (const auto& residual : *residuals) squares.add_(residual->first_norm().square_());
     measurement->error_norm = squares.sqrt_();
     guard_.add(name, std::move(*measurement));
@@ -323,6 +335,7 @@ std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buff
   }
   record->numel = offset;
   record->label = make_label(index, *record, static_cast<double>(offset) * c10::elementSize(record->dtype));
+  guard_.forget(record->label->name);
   if (!record->foreign) {
     TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == offset, "fusedcomm: ", record->label->text, " holds ",
                 buffer.numel(), " elements where its parameters have ", offset,
@@ -349,6 +362,7 @@ void GradHook::plan(BucketRecord* record) {
     const std::vector<int>& wires = record->plan.wires;
     member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
     if (member.exact) continue;
+    if (member.numel == 0) continue;  // its wire need not be in the bucket; any stream will do
     if (!wires.empty()) {
       const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
       member.payload = static_cast<size_t>(found - wires.begin());
@@ -394,35 +408,35 @@ void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
                                                 transport_->place(), device_);
     for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
   }
-  ResidualValues old;
+  // Nothing is forgotten before all has its new place.
   std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined while nothing is left out
   std::vector<int64_t> begins(record->streams.size(), 0);
   for (const BucketRecord::Member& member : record->members) {
-    if (member.exact && !member.state->residual && !member.state->loaded.defined()) continue;
-    ParameterState& state = *member.state;
-    const at::Tensor left_out = old.of(state, member.numel);
-    const auto residual = member.exact ? nullptr : record->streams[member.payload].residual;
-    if (residual && left_out.defined()) {
+    const at::Tensor left_out = left_out_of(*member.state, member.numel);
+    const bool is_kept = !member.exact && record->streams[member.payload].residual;
+    if (is_kept && left_out.defined()) {
       at::Tensor& all = values[member.payload];
       if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
       all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
     } else if (left_out.defined()) {
       buffer.narrow(0, member.offset, member.numel).add_(left_out);
     }
-    state.loaded = at::Tensor();
-    state.residual = residual;
-    state.residual_begin = begins[member.payload];
     if (!member.exact) begins[member.payload] += member.numel;
   }
   for (size_t payload = 0; payload < values.size(); ++payload) {
-    if (!values[payload].defined()) continue;
-    const at::Tensor rest = record->streams[payload].residual->set_values(values[payload]);
-    int64_t begin = 0;
-    for (const BucketRecord::Member& member : record->members) {
-      if (!rest.defined() || member.exact || member.payload != payload) continue;
+    if (values[payload].defined()) values[payload] = record->streams[payload].residual->set_values(values[payload]);
+  }
+  begins.assign(begins.size(), 0);
+  for (const BucketRecord::Member& member : record->members) {
+    const at::Tensor& rest = values[member.payload];
+    int64_t& begin = begins[member.payload];
+    if (rest.defined() && !member.exact) {
       buffer.narrow(0, member.offset, member.numel).add_(rest.narrow(0, begin, member.numel));
-      begin += member.numel;
     }
+    member.state->loaded = at::Tensor();
+    member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
+    member.state->residual_begin = begin;
+    if (!member.exact) begin += member.numel;
   }
 }
 
@@ -467,10 +481,9 @@ void GradHook::restore_step(int64_t step) {
 std::vector<GradHook::ParameterResidual> GradHook::residuals() const {
   at::NoGradGuard no_grad;
   std::lock_guard<std::mutex> lock(mutex_);
-  ResidualValues values;
   std::vector<ParameterResidual> residuals;
   for (const auto& [impl, state] : states_) {
-    const at::Tensor left_out = values.of(*state, numel_in_bucket(state->parameter));
+    const at::Tensor left_out = left_out_of(*state, numel_in_bucket(state->parameter));
     if (left_out.defined()) residuals.push_back({state->name, left_out.clone()});
   }
   return residuals;
@@ -482,6 +495,7 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
   for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
   for (const ParameterResidual& residual : residuals) {
     const auto found = by_name.find(residual.name);
+    if (found == by_name.end() && !knows_parameters_) continue;
     TORCH_CHECK_VALUE(found != by_name.end(), "fusedcomm: the state has a parameter '", residual.name,
                       "' which this model does not have");
     const int64_t numel = numel_in_bucket(found->second->parameter);
@@ -492,9 +506,11 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
     state->loaded = at::Tensor();
     state->residual = nullptr;
   }
+  waiting_residuals_.clear();
   for (const ParameterResidual& residual : residuals) {
-    by_name[residual.name]->loaded =
-        residual.values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
+    const auto found = by_name.find(residual.name);
+    at::Tensor& loaded = found == by_name.end() ? waiting_residuals_[residual.name] : found->second->loaded;
+    loaded = residual.values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
   }
   records_.clear();  // the next backward pass makes residuals of what has been loaded
 }
@@ -509,6 +525,16 @@ std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) 
     state->name = name.str();
     state->number = static_cast<uint32_t>(states_.size() - 1);
     state->wire = parameter.dim() <= 1 ? options_.wire_1d : 0;
+    const auto waiting = waiting_residuals_.find(state->name);
+    if (waiting != waiting_residuals_.end() && waiting->second.numel() == numel_in_bucket(parameter)) {
+      state->loaded = waiting->second;
+      waiting_residuals_.erase(waiting);
+    }
+    const auto count = waiting_counts_.find(state->name);
+    if (count != waiting_counts_.end()) {
+      state->num_nonfinite = count->second;
+      waiting_counts_.erase(count);
+    }
   }
   return state;
 }
@@ -529,10 +555,17 @@ void GradHook::restore_nonfinite(const std::vector<ParameterCount>& counts) {
   std::unordered_map<std::string, ParameterState*> by_name;
   for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
   for (const ParameterCount& count : counts) {
-    TORCH_CHECK_VALUE(by_name.count(count.name) != 0, "fusedcomm: the state has a parameter '", count.name,
-                      "' which this model does not have");
+    TORCH_CHECK_VALUE(by_name.count(count.name) != 0 || !knows_parameters_, "fusedcomm: the state has a parameter '",
+                      count.name, "' which this model does not have");
   }
-  for (const ParameterCount& count : counts) by_name[count.name]->num_nonfinite = count.num_nonfinite;
+  for (const ParameterCount& count : counts) {
+    const auto found = by_name.find(count.name);
+    if (found == by_name.end()) {
+      waiting_counts_[count.name] = count.num_nonfinite;
+    } else {
+      found->second->num_nonfinite = count.num_nonfinite;
+    }
+  }
 }
 
 std::vector<std::shared_ptr<const BucketRecord>> GradHook::buckets() const {

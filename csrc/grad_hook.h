@@ -116,7 +116,8 @@ class GradHook {
 
  private:
   // Before the first bucket of a backward pass.
-  void begin_step();
+  void begin_pass();
+  void fall_back(const Guard::Failing& failing);
   std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
                                       int64_t step) const;
   // Has this rank's pack of the bucket measured.
@@ -141,9 +142,13 @@ class GradHook {
   std::shared_ptr<C10dTransport> transport_;
   const Options options_;
   const c10::Device device_;
-  mutable std::mutex mutex_;  // what follows, but for guard_
+  const bool knows_parameters_;  // else they turn up
+  mutable std::mutex mutex_;     // what follows, but for guard_
   std::unordered_map<c10::TensorImpl*, std::shared_ptr<ParameterState>> states_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
+  // By name: restored for parameters that have not turned up yet.
+  std::unordered_map<std::string, at::Tensor> waiting_residuals_;
+  std::unordered_map<std::string, int64_t> waiting_counts_;
 
   // Tables that count, whose bucket may have been rebuilt since.
   struct Counted {
@@ -154,8 +159,9 @@ class GradHook {
   mutable std::vector<Counted> counted_;
   mutable int64_t num_nonfinite_on_device_ = 0;
 
-  int64_t step_ = 0;
-  size_t num_buckets_ = 1;  // in the step before
+  int64_t step_ = 0;        // of the noise: a checkpoint has it
+  int64_t num_passes_ = 0;  // of the guard, whose ranks have to agree: never set
+  size_t num_buckets_ = 1;  // in the pass before
 
   Guard guard_;
 };

@@ -14,10 +14,10 @@ constexpr size_t kMaxVerifications = 256;
 Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
     : options_(options), engine_(engine), transport_(transport) {}
 
-void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t step, size_t index,
-                   size_t num_buckets) {
+void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index,
+                   size_t num_buckets, std::shared_ptr<const BucketRecord> record) {
   const int64_t every = options_.verify_every;
-  const bool due = every != 0 && step % every == 0 && index == static_cast<size_t>(step / every) % num_buckets;
+  const bool due = every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
   if (!due || job->plan.in_place) {
     engine_->submit(std::move(job));
     return;
@@ -35,8 +35,8 @@ void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int
   // The engine fails all that follows a failure, so the check's end tells of both.
   job->on_done = [](std::exception_ptr) {};
 
-  const Verification verification{step, job->label, norms};
-  if (options_.fallback_error > 0) pending_.push_back({verification, {}});
+  const Verification verification{pass, job->label, norms};
+  if (options_.fallback_error > 0) pending_.push_back({verification, std::move(record), {}});
   ForeignStages stages;
   stages.scatter = [transport = transport_, exact](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
@@ -57,20 +57,20 @@ void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int
   engine_->submit_foreign(std::move(check), std::move(stages));
 }
 
-std::optional<Guard::Failing> Guard::begin_step(int64_t step) {
-  std::optional<Failing> failing;
+std::vector<Guard::Failing> Guard::begin_pass(int64_t pass) {
+  std::vector<Failing> failing;
   at::NoGradGuard no_grad;
-  if (!pending_.empty() && pending_.front().shared.defined()) {
-    // In the meantime its caller has waited for a bucket that came after.
-    const Verification& oldest = pending_.front().verification;
-    const at::Tensor norms = pending_.front().shared.cpu();
+  // Since they were shared, their caller has waited for a bucket that came after.
+  for (; !pending_.empty() && pending_.front().shared.defined(); pending_.pop_front()) {
+    const Pending& oldest = pending_.front();
+    const at::Tensor norms = oldest.shared.cpu();
     const double relative_error = std::sqrt(norms[0].item<double>() / norms[1].item<double>());
-    // NaN is not: a step with overflows tells nothing.
-    if (relative_error > options_.fallback_error) failing = {oldest.label, oldest.step, relative_error};
-    pending_.pop_front();
+    // A pass with overflows, or in which all gradients were zeros, tells nothing.
+    if (!std::isfinite(relative_error) || relative_error <= options_.fallback_error) continue;
+    failing.push_back({oldest.record, oldest.verification.step, relative_error});
   }
   for (Pending& pending : pending_) {
-    if (!pending.shared.defined() && step > pending.verification.step) share(&pending);
+    if (pass > pending.verification.step) share(&pending);
   }
   return failing;
 }
@@ -92,16 +92,21 @@ void Guard::share(Pending* pending) {
   engine_->submit_foreign(std::move(job), std::move(stages));
 }
 
-bool Guard::is_measured(int64_t step) const {
-  // Not in the first steps, after which DDP cuts its buckets anew.
+bool Guard::is_measured(int64_t pass) const {
+  // Not in the first passes, after which DDP cuts its buckets anew.
   constexpr int64_t kFirst = 2;
   const int64_t every = options_.measure_every;
-  return every != 0 && step % every == std::min(kFirst, every - 1);
+  return every != 0 && pass % every == std::min(kFirst, every - 1);
 }
 
 void Guard::add(const std::string& bucket, Measurement measurement) {
   std::lock_guard<std::mutex> lock(mutex_);
   measurements_[bucket] = std::move(measurement);
+}
+
+void Guard::forget(const std::string& bucket) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  measurements_.erase(bucket);
 }
 
 std::vector<Verification> Guard::verifications() const {

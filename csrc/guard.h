@@ -36,6 +36,8 @@ struct Measurement {
   at::Tensor error_norm, norm;  // float64 scalars: ‖gradient − what was sent for it‖₂, ‖gradient‖₂
 };
 
+struct BucketRecord;
+
 class Guard {
  public:
   // Neither is kept alive; the engine's lanes must have ended before the guard does.
@@ -43,21 +45,24 @@ class Guard {
 
   // Submits the job; if it is its bucket's turn, with an exact sum of the same gradients behind it, which on_done waits
   // for, too. `index` and `num_buckets` are the bucket's and those of the step before.
-  void submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t step, size_t index, size_t num_buckets);
+  void submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index, size_t num_buckets,
+              std::shared_ptr<const BucketRecord> record);
 
-  // Whether buckets of this step are to be measured, and what came out for one.
-  bool is_measured(int64_t step) const;
+  // Whether buckets of this pass are to be measured, and what came out for one.
+  bool is_measured(int64_t pass) const;
   void add(const std::string& bucket, Measurement measurement);
+  // The bucket of this name is another one now.
+  void forget(const std::string& bucket);
 
   // A bucket that lost too much, on every rank alike.
   struct Failing {
-    std::shared_ptr<const BucketLabel> label;
-    int64_t step;
+    std::shared_ptr<const BucketRecord> record;
+    int64_t pass;
     double relative_error;
   };
-  // Once at the beginning of each step, before its first bucket is submitted. What is found in step s is told to the
-  // other ranks in step s + 1, and returned in step s + 2: a decision must not depend on who was first.
-  std::optional<Failing> begin_step(int64_t step);
+  // Once at the beginning of each backward pass, before its first bucket is submitted. What is found in one pass is
+  // told to the other ranks in the next, and returned in the one after: a decision must not depend on who was first.
+  std::vector<Failing> begin_pass(int64_t pass);
 
   // The last of them, oldest first.
   std::vector<Verification> verifications() const;
@@ -66,6 +71,7 @@ class Guard {
  private:
   struct Pending {
     Verification verification;
+    std::shared_ptr<const BucketRecord> record;
     at::Tensor shared;  // the sum of all ranks' norms, once it has been asked for
   };
 

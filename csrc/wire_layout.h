@@ -40,6 +40,27 @@ enum class Wire : uint8_t { kFp32, kBf16, kFp16, kInt8, kFp8, kFp8E5m2, kInt4 };
 // Wires that quantise carry one scale for every block of elements.
 inline constexpr bool has_scales(Wire wire) { return wire >= Wire::kInt8; }
 
+// Greater for wires that lose less, whatever the gradients; where the order depends on them, fp16 is above bf16 and
+// int8 above fp8.
+inline constexpr int exactness(Wire wire) {
+  switch (wire) {
+    case Wire::kFp32:
+      return 6;
+    case Wire::kFp16:
+      return 5;
+    case Wire::kBf16:
+      return 4;
+    case Wire::kInt8:
+      return 3;
+    case Wire::kFp8:
+      return 2;
+    case Wire::kFp8E5m2:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
 inline constexpr int64_t code_nbits(Wire wire) {
   return wire == Wire::kFp32 ? 32 : !has_scales(wire) ? 16 : wire == Wire::kInt4 ? 4 : 8;
 }

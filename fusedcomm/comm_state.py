@@ -87,6 +87,7 @@ class CommState:
         self._module = module
         self._local = LocalOptions(isa, codec_threads, sm_limit)
         self._session: Session | None = None
+        self._loaded: dict | None = None  # until there is a session
         self._lost: list[str] = []  # of a copy: arguments that could not be copied
 
     def session(self, device: torch.device) -> Session:
@@ -101,12 +102,29 @@ class CommState:
                 "same arguments"
             )
         group = self.process_group if self.process_group is not None else dist.group.WORLD
-        if self._session is not None and self._session.process_group is not group:
-            self._session.stop("its CommState moved to another process group")
-            self._session = None
-        if self._session is None:
+        old = self._session
+        if old is None or old.process_group is not group:
             self._session = Session(self.config, group, self._parameters(), self._local, device)
+            if old is not None:
+                self._session.take_over(old)
+                old.stop("its CommState moved to another process group")
+            elif self._loaded is not None:
+                self._session.load_state_dict(self._loaded)
+            self._loaded = None
         return self._session
+
+    def state_dict(self, consolidated: bool = False) -> dict:
+        """As :meth:`fusedcomm.handle.Handle.state_dict`; RuntimeError before the first bucket."""
+        if self._session is None:
+            raise RuntimeError("a CommState has no state before the first backward pass")
+        return self._session.state_dict(consolidated)
+
+    def load_state_dict(self, state: dict) -> None:
+        """As :meth:`fusedcomm.handle.Handle.load_state_dict`; before the first bucket, it is checked only then."""
+        if self._session is None:
+            self._loaded = state
+        else:
+            self._session.load_state_dict(state)
 
     def stats(self) -> Stats | None:
         """Counts and times of this rank, or None before the first bucket."""

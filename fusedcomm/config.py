@@ -76,7 +76,8 @@ class Config:
         _check_choice("wire", self.wire, WIRES)
         _check_choice("sum", self.sum, SUMS)
         if self.exempt is None:
-            object.__setattr__(self, "exempt", _DEFAULT_EXEMPT.get(self.wire, ()))
+            of_1d = isinstance(self.wire_for, Mapping) and ONE_DIMENSIONAL in self.wire_for
+            object.__setattr__(self, "exempt", () if of_1d else _DEFAULT_EXEMPT.get(self.wire, ()))
         if self.block is None:
             object.__setattr__(self, "block", _C.default_block_numel(self.wire))
         if isinstance(self.exempt, str):
@@ -129,6 +130,11 @@ class Config:
                     f"wire_for[{pattern!r}]: every pattern must be '1d' or a parameter name, wildcards allowed"
                 )
             _check_choice(f"wire_for[{pattern!r}]", wire, WIRES)
+            if pattern in self.exempt:
+                raise ValueError(
+                    f"wire_for[{pattern!r}]={wire!r} has no effect, since exempt={self.exempt!r} has {pattern!r}, "
+                    "too, and goes first: leave one of them out"
+                )
 
     def _check_guard(self) -> None:
         for field in ("verify_every", "measure_every"):
@@ -154,6 +160,7 @@ class Config:
                 f"fallback_error={threshold!r} needs a bucket's wire to be free to change: use sum='auto' or "
                 f"'two-shot' instead of sum='{self.sum}'"
             )
+        self._check_fallback_wire()
 
     def _check_hosts(self) -> None:
         _check_choice("local_wire", self.local_wire, LOCAL_WIRES)
@@ -189,6 +196,22 @@ class Config:
             )
         hosts.check_even({f"hosts[{index}]": len(group) for index, group in enumerate(self.hosts)})
         object.__setattr__(self, "hosts", hosts.ordered(self.hosts))
+
+    def _check_fallback_wire(self) -> None:
+        for wire in self.wires:
+            if wire != self.fallback_wire and _C.exactness(wire) < _C.exactness(self.fallback_wire):
+                break
+        else:
+            raise ValueError(
+                f"fallback_wire={self.fallback_wire!r} is no more exact than wire={self.wire!r}: there is nothing "
+                "to fall back to; use fallback_wire='fp32', or fallback_error=None"
+            )
+        # int8 residuals have blocks, which the fallback has not.
+        if self.error_feedback == "int8" and self.fallback_wire != "fp32":
+            raise ValueError(
+                f"error_feedback='int8' keeps residuals in a wire's blocks, which fallback_wire={self.fallback_wire!r} "
+                "does not have: use fallback_wire='fp32', or error_feedback='bf16' or 'fp32'"
+            )
 
     @property
     def wires(self) -> tuple[str, ...]:

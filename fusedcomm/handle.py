@@ -17,8 +17,6 @@ from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import NonFinite, Stats
 
-STATE_VERSION = 2
-
 # A reducer keeps its hook for life; detaching and attaching again reuse it.
 _targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookTarget]" = weakref.WeakKeyDictionary()
 _handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
@@ -60,9 +58,9 @@ def attach(
         sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (fp32 sum of encoded
             chunks in rank order), or "auto": by world size and bucket size, as the printed plan says.
         exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
-            None means ("1d",) for wires with scales and () for the others.
-        block: elements that share a scale; a power of two from 32 to 4096. None: 128, for int4 32. Only wires with
-            scales use it.
+            None means ("1d",) for wires with scales, unless wire_for has a wire for "1d", and () for the others.
+        block: elements that share a scale of `wire`; a power of two from 32 to 4096. None: 128, for int4 32. Only wires
+            with scales use it; those of wire_for have the default.
         rotate: wires with scales only: runs of 32 elements are multiplied by a Hadamard matrix before they are
             quantised and by its inverse afterwards, so that an outlier costs its block less. Helps int4 on
             heavy-tailed gradients (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
@@ -92,9 +90,10 @@ def attach(
             ``stats().quantisation_error``. Takes one pass over the residual, and 4 bytes for each element where there
             is no fp32 residual. 0: never.
         fallback_error: a bucket whose mean verify_every found to be off by more, relatively, has its parameters sent
-            in fallback_wire from the second step after that on; said once for each bucket, with the numbers. With
-            error_feedback a result also contains what earlier steps left out. None: never.
-        fallback_wire: "bf16", "fp16", or "fp32".
+            in fallback_wire from the second step after that on, those whose wire is less exact; said once, with the
+            numbers. With error_feedback a result also contains what earlier steps left out. Attaching again, a restart
+            or another process group begin with `wire` again. None: never.
+        fallback_wire: with fallback_error: "bf16", "fp16" or "fp32"; one that is more exact than `wire`.
         hosts: sums on two levels, for links between hosts that are slower than those within: first over the ranks of a
             host, in `local_wire`, then over hosts, in `wire`, so that each rank sends 1/L of what it would send to
             other hosts, where L is the number of ranks on a host. "auto": ranks with the same host name share a host;
@@ -224,29 +223,18 @@ class Handle:
         return self._session.nonfinite_report()
 
     def state_dict(self, consolidated: bool = False) -> dict:
-        """State by parameter name, for a checkpoint: independent of buckets.
+        """State by parameter name, for a checkpoint: independent of buckets. Between backward passes.
 
         Without error feedback it is small and of no consequence. With it, it holds what this rank has left out of its
-        gradients so far, so each rank's is another: save all of them, as sharded optimizers do, to go on with the same
-        bits on as many ranks.
+        gradients so far, so each rank's is another: save all of them, as sharded optimizers do, to go on on as many
+        ranks. Nothing is lost; the next steps' bits are not those of an uninterrupted run, since DDP begins with other
+        buckets, and what a rank had left out of means is then its own.
 
         Args:
             consolidated: a collective call, on every rank: the mean over the ranks, the same on each. Save it once and
-                load it on any number of ranks: nothing is lost, but the next steps' bits are others.
+                load it on any number of ranks; nothing is lost.
         """
-        session = self._session
-        residuals = session.hook.residuals()
-        if consolidated:
-            residuals = session.mean_of_residuals(residuals)
-        return {
-            "version": STATE_VERSION,
-            "rank": None if consolidated else session.rank,
-            "world_size": None if consolidated else session.world_size,
-            "step": session.hook.step,
-            "nonfinite": session.hook.nonfinite_by_parameter(),
-            "error_feedback": session.config.error_feedback,
-            "residuals": residuals,
-        }
+        return self._session.state_dict(consolidated)
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what :meth:`state_dict` gave, between backward passes; on every rank, the wire may be another.
@@ -255,47 +243,16 @@ class Handle:
         with a warning: at most what one step left out is lost.
 
         Raises:
-            ValueError: another version, a missing key, a parameter this model does not have or of another size, or
-                residuals where this attachment has no error feedback.
+            ValueError: another version, a missing key, a value of the wrong kind, a parameter this model does not have
+                or of another size, or residuals where this attachment has no error feedback. Nothing has changed then.
         """
-        keys = ("version", "rank", "world_size", "step", "nonfinite", "error_feedback", "residuals")
-        if state.get("version", STATE_VERSION) != STATE_VERSION:
-            raise ValueError(f"state version {state['version']!r} is not known; this fusedcomm reads {STATE_VERSION}")
-        missing = sorted(set(keys) - state.keys())
-        if missing:
-            raise ValueError(f"not a fusedcomm state: {missing} missing, found {sorted(state)}")
-        session = self._session
-        residuals = state["residuals"]
-        if residuals and session.config.error_feedback is None:
-            raise ValueError(
-                f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
-                "(error_feedback=None): attach with error_feedback, or empty state['residuals']"
-            )
-        saved_by, here = (state["rank"], state["world_size"]), (session.rank, session.world_size)
-        if residuals and saved_by not in (here, (None, None)):
-            warnings.warn(
-                f"fusedcomm: these residuals were saved by rank {saved_by[0]} of {saved_by[1]} and this is rank "
-                f"{here[0]} of {here[1]}: they are forgotten. Save state_dict(consolidated=True) to go on with another "
-                "number of ranks.",
-                stacklevel=2,
-            )
-            residuals = {}
-        session.hook.restore_residuals(residuals)
-        session.hook.restore_nonfinite(state["nonfinite"])
-        session.hook.step = state["step"]
+        self._session.load_state_dict(state)
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
         old = self._session
         new = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
-        known = {parameter.name for parameter in new.parameters or []}
-        counts = {name: count for name, count in old.hook.nonfinite_by_parameter().items() if name in known}
-        new.hook.restore_nonfinite(counts)
-        new.hook.step = old.hook.step
-        # A gradient now counts for one in another number: what is left out of it has to, too.
-        ratio = new.world_size / old.world_size
-        residuals = {name: ratio * values for name, values in old.hook.residuals().items() if name in known}
-        new.hook.restore_residuals(residuals)
+        new.take_over(old)
         self._target.set(new.hook, ddp.process_group)
         self._session = new
         old.stop("the module moved to another process group")

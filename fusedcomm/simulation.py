@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedcomm.config import Config, choose_codec_threads, choose_isa
+from fusedcomm.config import RESIDUALS, Config, choose_codec_threads, choose_isa
 from fusedcomm.hosts import Hosts, checked
 from fusedcomm.native import _C
 from fusedcomm.reference import FIRST_HOST, REDUCER
@@ -68,6 +68,8 @@ def simulate(
     exempt = _flat_mask(exempt_mask, grads[0])
     num_exempt = 0 if exempt is None else int(exempt.sum())
     feedback = None if residuals is None else residuals.format
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**32:
+        raise ValueError(f"step={step!r} is not possible: use a whole number from 0 to 2^32 - 1")
     config = Config(
         wire=wire,
         sum=sum,
@@ -115,6 +117,8 @@ class Residuals:
     """
 
     def __init__(self, format: str = "fp32") -> None:
+        if format not in RESIDUALS:
+            raise ValueError(f"format={format!r} is not known: use one of {', '.join(map(repr, RESIDUALS))}")
         self.format = format
         self._of_senders: list[torch.Tensor] = []  # ranks, or hosts in a sum on two levels
         self._of_means: torch.Tensor | None = None
@@ -125,15 +129,19 @@ class Residuals:
             nbytes = _C.residual_nbytes(self.format, layout.block_numel, layout.padded_numel)
             self._of_senders = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(num_senders)]
             self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
-            self._layout = repr(layout)
-        if repr(layout) != self._layout or len(self._of_senders) != num_senders:
+            self._layout = _described(layout)
+        if _described(layout) != self._layout or len(self._of_senders) != num_senders:
             raise ValueError(
                 f"these residuals are of {len(self._of_senders)} senders and {self._layout}, not of {num_senders} and "
-                f"{layout!r}: make a Residuals for each bucket"
+                f"{_described(layout)}: make a Residuals for each bucket"
             )
 
 
 # ---- sums
+
+
+def _described(layout: "_C.BucketLayout") -> str:
+    return f"{layout!r}{' rotated' if layout.rotated else ''}"
 
 
 class _Places:

@@ -42,7 +42,7 @@ class Stats:
     sent_nbytes: int
     """Bytes this rank gave to the transport to send."""
     sent_between_hosts_nbytes: int
-    """Of these, those to other hosts; every rank counts as one unless ``hosts`` of :func:`fusedcomm.attach` says more."""
+    """Of these, those to other hosts: every rank is one, unless :func:`fusedcomm.attach` was told otherwise."""
     wire_ratio: float | None
     """sent_nbytes over what an all-reduce of the gradients in their own dtype would have sent."""
     exposed_ms_p50: float | None

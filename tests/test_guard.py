@@ -123,6 +123,58 @@ def test_a_fallback_takes_residuals_along(ranks):
         assert torch.allclose(total, wanted, rtol=0, atol=1e-4)
 
 
+def only_once(rank, world_size):
+    """bf16 is further off than the threshold, too; then steps without gradients."""
+    ddp = two_buckets()
+    kwargs = {"verify_every": 1, "fallback_error": 1e-6, "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), wire_for={"weights.0": "fp16"}, quiet=True, **kwargs)
+    messages = []
+    for step in range(10):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scale = float(step < 6)
+            synchronise(ddp, [scale * smooth(rank, step), scale * spiky(rank, step)])
+        messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+    return messages, [bucket.wire for bucket in comm.plan().buckets]
+
+
+def test_a_fallback_is_said_once_and_never_to_what_is_less_exact(ranks):
+    outcome = ranks.run(only_once, world_size=2)
+    assert [wires for _, wires in outcome] == [["bf16", "fp16"]] * 2
+    assert len(outcome[0][0]) == 1 and "weights.1" in outcome[0][0][0]
+
+
+def zero_gradients(rank, world_size):
+    ddp = two_buckets()
+    kwargs = {"verify_every": 1, "fallback_error": 0.5, "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    for step in range(8):
+        synchronise(ddp, [(step < 3) * smooth(rank, step)] * 2)
+    return [bucket.wire for bucket in comm.plan().buckets]
+
+
+def test_a_step_without_gradients_is_no_reason_to_fall_back(ranks):
+    """What is left out is sent then, which is infinitely far from an exact zero."""
+    assert ranks.run(zero_gradients, world_size=2) == [["int4", "int4"]] * 2
+
+
+def loaded_by_one_rank(rank, world_size):
+    ddp = two_buckets()
+    kwargs = {"verify_every": 2, "fallback_error": 0.2, "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    for step in range(9):
+        if rank == 0 and step in (3, 5):
+            comm.load_state_dict({**comm.state_dict(), "step": 100 + step})
+        results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+    return results, [bucket.wire for bucket in comm.plan().buckets]
+
+
+def test_ranks_decide_alike_though_one_has_loaded_a_state(ranks):
+    (results, wires), (others, others_wires) = ranks.run(loaded_by_one_rank, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+    assert wires == others_wires and wires[0] == "bf16"
+
+
 # ---- whose gradients were not finite
 
 
@@ -183,6 +235,42 @@ def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
         assert sent_nbytes == pytest.approx(2 * 2 * payload * (world_size - 1) / world_size, rel=0.02)
 
 
+def in_another_order(rank, world_size):
+    ddp = two_buckets()
+    wire_for = {"weights.0": "int8", "weights.1": "fp8"}
+    if rank == 1:
+        wire_for = dict(reversed(wire_for.items()))
+    with pytest.raises(RuntimeError, match="the ranks do not agree: config.wire_for"):
+        fusedcomm.attach(ddp, wire="int4", wire_for=wire_for, quiet=True)
+
+
+def test_the_order_of_wire_for_is_agreed_on(ranks):
+    """The first pattern that matches counts, and the wires' order is that of the bytes."""
+    ranks.run(in_another_order, world_size=2)
+
+
+def with_empty_parameters(rank, world_size, kwargs):
+    shapes = ((300, 100), (0,), (20, 30), (0, 5), (700,))
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, quiet=True, sum="two-shot", **kwargs)
+    gradients = [torch.full(shape, 2.0 * rank + 1) for shape in shapes]
+    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"wire": "int8", "exempt": ("weights.1",)},
+        {"wire": "int8", "error_feedback": True, "wire_for": {"weights.3": "bf16"}},
+        {"wire": "bf16", "exempt": (), "wire_for": {"weights.1": "int8", "weights.3": "fp8"}},
+    ],
+    ids=str,
+)
+def test_parameters_without_elements_have_wires_too(ranks, kwargs):
+    for values in ranks.run(with_empty_parameters, kwargs, world_size=2):
+        assert values == [[2.0], [], [2.0], [], [2.0]]
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
@@ -210,6 +298,13 @@ def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
         ({"fallback_error": float("nan"), "verify_every": 1}, ["fallback_error=nan", "greater than 0"]),
         ({"fallback_error": 0.5, "verify_every": 1, "sum": "direct"}, ["fallback_error=0.5", "sum='direct'"]),
         ({"fallback_wire": "int8"}, ["fallback_wire='int8'", "'bf16'"]),
+        ({"fallback_error": 0.5, "verify_every": 1}, ["fallback_wire='bf16'", "no more exact than wire='bf16'"]),
+        ({"wire": "fp32", "fallback_error": 0.5, "verify_every": 1}, ["no more exact than wire='fp32'"]),
+        (
+            {"wire": "int8", "error_feedback": "int8", "fallback_error": 0.5, "verify_every": 1},
+            ["fallback_wire='bf16'", "fallback_wire='fp32'", "error_feedback='int8'"],
+        ),
+        ({"wire": "int8", "exempt": ("1d",), "wire_for": {"1d": "bf16"}}, ["wire_for['1d']", "no effect", "exempt"]),
     ],
     ids=str,
 )
