@@ -1,7 +1,7 @@
 """One TCP connection, as fast as it goes: what a link really carries.
 
-    python _flow.py receive ADDRESS PORT              takes one connection, prints {"nbytes": …, "seconds": …}
-    python _flow.py send ADDRESS PORT SECONDS
+receive ADDRESS PORT         takes one connection, prints {"nbytes": …, "seconds": …}
+send ADDRESS PORT SECONDS    makes one
 """
 
 import json

@@ -4,8 +4,8 @@
                     └─ port1 ══ eth0 :host1        ══ a veth pair, limited at both ends
 
 The bridge is in a namespace of its own and every pair is made inside two namespaces, so the machine's own network never
-sees an interface. A run has a token; a namespace is called PREFIX, token, name, and a file that is locked as long as the
-run lives says that the token is ours. Only namespaces with the token of such a file are ever entered or removed.
+sees an interface. A run has a token; a namespace is called PREFIX, token, name, and a file that is locked as long as
+the run lives says that the token is ours. Only namespaces with the token of such a file are ever entered or removed.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ RECORDS = Path("/run/fusedcomm-hosts")
 INTERFACE = "eth0"
 SUBNETS = ("10.213.0.0/24", "172.29.213.0/24", "192.168.213.0/24")  # the first that is free here
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
-TOOLS = {"ip": "iproute2", "tc": "iproute2 (dnf: iproute-tc)", "unshare": "util-linux"}
+TOOLS = {"ip": "iproute2 (dnf: iproute)", "tc": "iproute2 (dnf: iproute-tc)", "unshare": "util-linux"}
 
 # A token bucket as deep as 1 ms of the link: timers are late by less, even on a busy machine, and what a link that has
 # been idle carries at once is no more. At least what one segment of a slow link needs.
@@ -74,7 +74,7 @@ def problem() -> str | None:
     missing = {tool: package for tool, package in TOOLS.items() if shutil.which(tool) is None}
     if missing:
         packages = ", ".join(dict.fromkeys(missing.values()))
-        return f"hosts on one machine need {' and '.join(missing)}: install {packages} (apt, dnf, apk)"
+        return f"hosts on one machine need {' and '.join(missing)}: install {packages}"
     if os.geteuid() != 0:
         return "hosts on one machine need root, to make network namespaces: run this with sudo"
     done = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)

@@ -150,7 +150,7 @@ def _first_failure(processes: Sequence[subprocess.Popen]) -> int:
 
 
 def measure_flow(cluster: Cluster, seconds: float, both_ways: bool = False) -> list[dict]:
-    """{"nbytes", "seconds"} of one TCP connection from the first host to the second, and of one back at the same time."""
+    """{"nbytes", "seconds"} of one TCP connection from the first host to the second, and of one back meanwhile."""
     pipes = {"stdout": subprocess.PIPE, "text": True}
     receivers, senders = [], []
     for sender, receiver in ((0, 1), (1, 0))[: 1 + both_ways]:
@@ -172,15 +172,15 @@ def measure_links(links: Sequence[str], seconds: float, subnet: str | None, path
         with make(2, link, subnet) as cluster:
             for both_ways in (False, True):
                 flows = measure_flow(cluster, seconds, both_ways)
-                nbytes, seconds_taken = flows[0]["nbytes"], min(flow["seconds"] for flow in flows)
-                nbytes = min(flow["nbytes"] / flow["seconds"] for flow in flows) * seconds_taken
+                slower = min(flows, key=lambda flow: flow["nbytes"] / flow["seconds"])
+                nbytes, taken_s = slower["nbytes"], slower["seconds"]
                 bits_s = parse_link(link)
-                share = nbytes * 8 / seconds_taken / bits_s if bits_s else None
+                share = nbytes * 8 / taken_s / bits_s if bits_s else None
                 ratios = {} if share is None else {"line": share}
                 impl = "TCP, both ways" if both_ways else "TCP, one way"
                 # Payload above the line's rate would mean that the limit is none.
                 checked = share is None or share <= 1
-                report.add([Row(f"link/{link}", impl, 0, round(nbytes), seconds_taken, seconds_taken, checked, ratios)])
+                report.add([Row(f"link/{link}", impl, 0, nbytes, taken_s, taken_s, checked, ratios)])
     print_table(report.rows)
     report.finish()
 
