@@ -30,9 +30,11 @@ SUBNETS = ("10.213.0.0/24", "172.29.213.0/24", "192.168.213.0/24")  # the first 
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
 TOOLS = {"ip": "iproute2 (dnf: iproute)", "tc": "iproute2 (dnf: iproute-tc)", "unshare": "util-linux"}
 
-# A token bucket as deep as 1 ms of the link: timers are late by less, even on a busy machine, and what a link that has
-# been idle carries at once is no more. At least what one segment of a slow link needs.
-BURST_S, MIN_BURST_NBYTES = 1e-3, 16 << 10
+# A token bucket as deep as 1 ms of the link: timers are late by less, even on a busy machine, and a link that has been
+# idle gives nothing away, for what it carries at once then is no more. TCP's packets, of up to 64 KiB before a network
+# card would cut them, must fit in; cut by the queue they would cost CPU time, and twice the acknowledgements.
+BURST_S, MIN_BURST_NBYTES = 1e-3, 20 << 10
+PACKET_OF_BURST, MAX_PACKET_NBYTES = 0.8, 1 << 16  # the rest is for headers
 # What may wait in a queue. TCP fills it when ranks send to the same host; where it is short, it drops instead.
 QUEUE_S = 0.05
 
@@ -184,6 +186,8 @@ def _limit(namespace: str, interface: str, bits_s: int | None) -> None:
     if bits_s is None:
         return
     burst_nbytes = max(MIN_BURST_NBYTES, round(bits_s / 8 * BURST_S))
+    packet_nbytes = min(MAX_PACKET_NBYTES, round(PACKET_OF_BURST * burst_nbytes))
+    _call("ip", "-netns", namespace, "link", "set", interface, "gso_max_size", str(packet_nbytes))
     shape = ("rate", f"{bits_s}bit", "burst", str(burst_nbytes), "latency", f"{round(QUEUE_S * 1e3)}ms")
     _call("tc", "-netns", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *shape)
 
