@@ -1,10 +1,10 @@
 """How long is a training step, over links of a chosen speed, with each way of synchronising gradients?
 
-    python bench/ddp_step.py --hosts 2 --link 100mbit 1gbit --model transformer --params 25e6
+    python bench/ddp_step.py --hosts 2 --link 100mbit 1gbit --model transformer --params 25e6 --size 1
 
 Whole steps (forward, backward with its synchronisation, optimizer) of a residual network or a transformer, on hosts of
 bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets what has to be sent,
---batch, --size or --compute-ms what there is to compute.
+--batch, --size or --compute-ms what there is to compute: with --size 1 communication is nearly all of a step.
 
 Every way has a DDP module, gradients, buckets, an optimizer and a process group of its own; the weights are shared. All
 take turns in every round, in another order each time, a turn being one step that is not timed and --steps that are; the
