@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import os
 import platform
 import shutil
@@ -32,6 +33,21 @@ class Row:
     checked: bool
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     """Speed relative to other rows of the case, by medians: {"memcpy": 0.95} is 0.95 times as fast as memcpy."""
+    percentiles_s: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds, where the spread matters: {"p50": …, "p95": …}."""
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What else was measured, by names that tell the unit: {"wire_nbytes": …}."""
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p75, p90 and p95, between the two nearest values."""
+    values = sorted(seconds)
+    result = {}
+    for percent in (50, 75, 90, 95):
+        place = (len(values) - 1) * percent / 100
+        low, high = values[math.floor(place)], values[math.ceil(place)]
+        result[f"p{percent}"] = low + (high - low) * (place - math.floor(place))
+    return result
 
 
 def with_ratios(rows: Sequence[Row], baselines: Sequence[str]) -> list[Row]:

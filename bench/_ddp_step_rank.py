@@ -1,0 +1,395 @@
+"""One rank of bench/ddp_step.py, which starts it and reads what rank 0 writes."""
+
+import argparse
+import copy
+import datetime
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _common import Report, Row, percentiles
+from _models import make_model, numel_of
+from _ways import COMPUTE, DEFAULT, TUNED, Way, ways_by_name, with_cap
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.transport import tcp_nbytes_sent
+
+NUM_CHECKS = 3
+CHECK_SCALE = 0.1
+"""Of known gradients: more than a model's, which error feedback has kept some of."""
+LEARNING_RATE = 1e-4
+WORTHWHILE = 0.98
+"""Another bucket size has to be better than DDP's own by more than chance."""
+
+
+class Supply(torch.autograd.Function):
+    """A loss whose gradients are given, at no cost."""
+
+    @staticmethod
+    def forward(context, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        context.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(context, _) -> tuple:
+        return None, *context.gradients
+
+
+class Task(nn.Module):
+    """What DDP wraps: called with a batch, or with gradients to supply."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: tuple[Tensor, Tensor] | None, gradients: list[Tensor] | None = None) -> Tensor:
+        if gradients is not None:
+            return Supply.apply(gradients, *self.model.parameters())
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, LEARNING_RATE, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, LEARNING_RATE, momentum=0.9, fused=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, LEARNING_RATE, fused=True),
+}
+
+
+class Runner:
+    """One way's module, gradients, buckets and optimizer on this rank. Without a way: compute alone."""
+
+    def __init__(self, way: Way | None, model: nn.Module, optimizer: str, group: dist.ProcessGroup | None) -> None:
+        task = Task(copy.deepcopy(model))
+        self.way, self.module, self.held = way, task, None
+        if way is not None:
+            for own, shared in zip(task.parameters(), model.parameters(), strict=True):
+                own.data = shared.data  # one set of weights serves all ways, whose gradients ranks agree on
+            # Ranks make the same weights, so DDP need not send them.
+            self.module = DistributedDataParallel(
+                task, process_group=group, init_sync=False, **({"bucket_cap_mb": way.cap_mb} if way.cap_mb else {})
+            )
+            self.held = way.register(self.module, group)
+        self.optimizer = OPTIMIZERS[optimizer](task.parameters())
+        self.step_s: list[float] = []
+        self.sync_s: list[float] = []
+        self.sent_nbytes: list[float] = []
+        self.error = 0.0
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        begin = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.module(batch).backward()
+        self.optimizer.step()
+        return time.perf_counter() - begin
+
+    def backward_alone(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        self.module(batch).backward()
+
+    def synchronise_alone(self, gradients: list[Tensor]) -> float:
+        self.optimizer.zero_grad()
+        begin = time.perf_counter()
+        self.module(None, gradients).backward()
+        return time.perf_counter() - begin
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters()]
+
+    def close(self) -> None:
+        self.optimizer.zero_grad()
+        if hasattr(self.held, "detach"):
+            self.held.detach()
+
+
+class Known:
+    """Gradients that every rank can work out for all ranks: this rank's, and the exact mean to the last bit of fp32."""
+
+    def __init__(self, model: nn.Module, matrix_rank: int | None) -> None:
+        self.own, self.mean = [], []
+        for index, parameter in enumerate(model.parameters()):
+            total = torch.zeros(parameter.shape, dtype=torch.float64)
+            for rank in range(dist.get_world_size()):
+                gradient = self._gradient(parameter, index, rank, matrix_rank)
+                total += gradient
+                if rank == dist.get_rank():
+                    self.own.append(gradient)
+            self.mean.append((total / dist.get_world_size()).float())
+
+    @staticmethod
+    def _gradient(parameter: Tensor, index: int, rank: int, matrix_rank: int | None) -> Tensor:
+        if matrix_rank is not None and parameter.dim() > 1:
+            # The same on all ranks but for a factor, so that the mean has no higher rank. PowerSGD sees a parameter as
+            # its first dimension by all the others.
+            generator = torch.Generator().manual_seed(index)
+            rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+            left = torch.randn(rows, matrix_rank, generator=generator)
+            right = torch.randn(matrix_rank, columns, generator=generator)
+            return ((rank + 1) * CHECK_SCALE * left @ right).view(parameter.shape)
+        generator = torch.Generator().manual_seed(1000 * index + rank)
+        return CHECK_SCALE * torch.randn(parameter.shape, generator=generator)
+
+    def error_of(self, gradients: list[Tensor]) -> float:
+        pairs = list(zip(gradients, self.mean, strict=True))
+        difference = sum((gradient.double() - mean).square().sum() for gradient, mean in pairs)
+        return (difference / sum(mean.double().square().sum() for mean in self.mean)).sqrt().item()
+
+
+class WireCounter:
+    """Bytes sent so far: by the host's interface, on one rank of it, or by this rank's sockets where it has none."""
+
+    def __init__(self) -> None:
+        interface = os.environ.get("FUSEDCOMM_BENCH_INTERFACE")
+        self._file = Path(f"/sys/class/net/{interface}/statistics/tx_bytes") if interface else None
+        self.counts = self._file is None or os.environ["LOCAL_RANK"] == "0"
+        self.what = f"{interface} of each host" if interface else "TCP sockets of each rank"
+
+    def read(self) -> float:
+        """NaN where this rank does not count."""
+        if not self.counts:
+            return float("nan")
+        nbytes = tcp_nbytes_sent() if self._file is None else int(self._file.read_text())
+        return float("nan") if nbytes is None else nbytes
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace, results: str) -> None:
+        self.arguments = arguments
+        # This group is for the bench: a way that fails leaves it whole.
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=arguments.timeout + 60))
+        self.is_first = dist.get_rank() == 0
+        self.report = Report(results if self.is_first else None)
+        self.model = make_model(arguments.model, int(arguments.params), arguments.size)
+        self.numel = numel_of(self.model)
+        self.case = f"{arguments.model}/{os.environ.get('FUSEDCOMM_BENCH_LINK', 'loopback')}"
+        self.counter = WireCounter()
+        self.known: dict[int | None, Known] = {}
+        self.batch = self._make_batch(arguments.batch)
+        self.compute = Runner(None, self.model, arguments.optimizer, None)
+        for _ in range(3):
+            self.compute.step(self.batch)
+        if arguments.compute_ms is not None:
+            arguments.batch = self._fitting_batch(arguments.compute_ms / 1e3)
+            self.batch = self._make_batch(arguments.batch)
+        self.say(f"{self.case}: {self.numel:,} parameters, {dist.get_world_size()} ranks, batch {arguments.batch}")
+
+    def say(self, text: str) -> None:
+        if self.is_first:
+            print(text, flush=True)
+
+    def begin(self, what: str) -> None:
+        """What follows has as long as a way may take to be given up, twice over; then this process says where it is
+        and ends. A hook can hang where no timeout of its process group reaches."""
+        faulthandler.dump_traceback_later(2 * self.arguments.timeout + 60, exit=True)
+        self.report.extra["at"] = what
+        self.report.write()
+
+    def _make_batch(self, samples: int) -> tuple[Tensor, Tensor]:
+        return self.model.batch(samples, torch.Generator().manual_seed(dist.get_rank()))
+
+    def _fitting_batch(self, wanted_s: float) -> int:
+        """By the times of two batches; rank 0's, so that ranks have as much to do."""
+        seconds = []
+        for samples in (1, 5):
+            batch = self._make_batch(samples)
+            dist.barrier()
+            seconds.append(statistics.median(self.compute.step(batch) for _ in range(5)))
+        of_a_sample = max((seconds[1] - seconds[0]) / 4, 1e-9)
+        chosen = torch.tensor(max(1, round(1 + (wanted_s - seconds[0]) / of_a_sample)))
+        dist.broadcast(chosen, 0)
+        return chosen.item()
+
+    # ---- making and checking
+
+    def make(self, way: Way) -> Runner | None:
+        """Made, warm and found right, or None on every rank, and the reason is in the report."""
+        self.begin(f"{way.name}, checking")
+        group = dist.new_group(timeout=datetime.timedelta(seconds=self.arguments.timeout))
+        runner, reason = None, ""
+        try:
+            runner = Runner(way, self.model, self.arguments.optimizer, group)
+            # DDP settles its buckets by the first of these; what follows has none of a backward pass's order.
+            for _ in range(2):
+                runner.backward_alone(self.batch)
+            runner.synchronise_alone(self.known_of(runner).own)
+            reason = self._check(runner)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(reason)) if reason]
+        if not reasons:
+            return runner
+        self.missing(way.name, reasons[0], failed=not way.is_peer)
+        return None
+
+    def _check(self, runner: Runner) -> str:
+        """What is wrong with the results; empty if nothing is."""
+        known = self.known_of(runner)
+        problems = []
+        for index in range(3, 3 + NUM_CHECKS):
+            runner.synchronise_alone(known.own)
+            error = known.error_of(runner.gradients())
+            runner.error = max(runner.error, error)
+            if not error <= runner.way.tolerance:
+                problems.append(f"step {index}: relative error {error:.2e}, more than {runner.way.tolerance:.0e}")
+            digests = self._gather(digest(runner.gradients()))
+            if len(set(digests)) > 1:
+                problems.append(f"step {index}: the ranks have different gradients")
+        return "; ".join(problems)
+
+    def known_of(self, runner: Runner) -> Known:
+        rank = runner.way.max_rank
+        if rank not in self.known:
+            self.known[rank] = Known(self.model, rank)
+        return self.known[rank]
+
+    def missing(self, impl: str, reason: object, failed: bool = True) -> None:
+        if self.is_first:
+            self.report.missing(self.case, impl, reason, failed=failed)
+
+    def _gather(self, value: object) -> list:
+        values: list = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+    # ---- timing
+
+    def turn(self, runner: Runner, num_steps: int, also_sync: bool = True) -> None:
+        """One way's steps; raises on every rank if one failed."""
+        self.begin(runner.way.name if runner.way else COMPUTE)
+        reason, steps_s, sync_s, sent = "", [0.0] * num_steps, 0.0, 0.0
+        try:
+            dist.barrier()
+            runner.step(self.batch)
+            dist.barrier()
+            before = self.counter.read()
+            steps_s = [runner.step(self.batch) for _ in range(num_steps)]
+            dist.barrier()  # what the others still send counts too
+            sent = (self.counter.read() - before) / num_steps
+            if also_sync and runner.way is not None:
+                sync_s = runner.synchronise_alone(self.known_of(runner).own)
+            runner.optimizer.zero_grad()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        everyone = self._gather((reason, steps_s, sync_s, sent))
+        reasons = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(everyone) if entry[0]]
+        if reasons:
+            raise RuntimeError(reasons[0])
+        runner.step_s += [max(of_ranks) for of_ranks in zip(*(entry[1] for entry in everyone), strict=True)]
+        runner.sync_s.append(max(entry[2] for entry in everyone))
+        counted = [entry[3] for entry in everyone if entry[3] == entry[3]]
+        if counted:
+            runner.sent_nbytes.append(statistics.mean(counted))
+
+    def search_cap(self, default: Way) -> float | None:
+        """The best bucket_cap_mb for DDP's default; None: its own."""
+        candidates: list[float | None] = [None, *self.arguments.caps]
+        runners = {cap: self.make(with_cap(default, cap, f"{DEFAULT}, {cap or 'own'} MiB")) for cap in candidates}
+        runners = {cap: runner for cap, runner in runners.items() if runner is not None}
+        for index in range(2):
+            for cap in list(runners)[:: 1 if index == 0 else -1]:
+                self.turn(runners[cap], 2, also_sync=False)
+        medians = {cap: statistics.median(runner.step_s) for cap, runner in runners.items()}
+        found = {str(cap or "own"): round(seconds, 6) for cap, seconds in medians.items()}
+        self.report.extra.setdefault("case", {})["step_s_by_bucket_cap_mb"] = found
+        best = min(medians, key=medians.get)
+        self.say(f"bucket_cap_mb: {', '.join(f'{cap} {seconds * 1e3:.1f} ms' for cap, seconds in found.items())}")
+        if medians[best] > WORTHWHILE * medians[None]:
+            return None
+        return best
+
+    def run(self) -> None:
+        arguments, ways = self.arguments, ways_by_name()
+        chosen = [ways[name] for name in ways if not arguments.ways or name in arguments.ways]
+        if arguments.caps and any(way.name == DEFAULT for way in chosen):
+            cap = self.search_cap(ways[DEFAULT])
+            gc.collect()
+            tuned = with_cap(ways[DEFAULT], cap, TUNED)
+            self.report.extra["case"]["bucket_cap_mb"] = cap
+            if cap is not None:
+                chosen.insert(1, tuned)
+        runners = {COMPUTE: self.compute}
+        for way in chosen:
+            runner = self.make(way)
+            if runner is not None:
+                self.say(f"{self.case} {way.name}: right, relative error {runner.error:.1e}")
+                runners[way.name] = runner
+        for index in range(arguments.rounds):
+            names = list(runners)
+            first = index % len(names)
+            for name in names[first:] + names[:first]:
+                try:
+                    self.turn(runners[name], arguments.steps)
+                except RuntimeError as error:
+                    self.missing(name, error, failed=runners[name].way is None or not runners[name].way.is_peer)
+                    del runners[name]
+            self.say(f"{self.case}: round {index + 1} of {arguments.rounds}")
+            self.write(runners)
+        weights = self._gather(digest(list(self.model.parameters())))
+        if len(set(weights)) > 1:
+            self.missing("all", "the ranks ended with different weights")
+        for runner in runners.values():
+            runner.close()
+
+    def write(self, runners: dict[str, Runner]) -> None:
+        compute_s = statistics.median(self.compute.step_s)
+        rows = [self.row(name, runner, compute_s) for name, runner in runners.items()]
+        case = self.report.extra.setdefault("case", {})
+        case.update(batch=self.arguments.batch, wire_nbytes_from=self.counter.what)
+        default = next((row for row in rows if row.impl == DEFAULT), None)
+        if default is not None:
+            case["communication_share"] = default.figures["exposed_s"] / default.median_s
+        self.report.rows = rows
+        self.report.write()
+
+    def row(self, name: str, runner: Runner, compute_s: float) -> Row:
+        seconds = sorted(runner.step_s)
+        figures = {}
+        if runner.way is not None:
+            exposed_s, sync_s = statistics.median(seconds) - compute_s, statistics.median(runner.sync_s)
+            figures = {"sync_s": sync_s, "exposed_s": exposed_s, "overlap": 1 - exposed_s / sync_s}
+            figures.update(error=runner.error, tolerance=runner.way.tolerance)
+            if runner.sent_nbytes:
+                figures["wire_nbytes"] = statistics.median(runner.sent_nbytes)
+        return Row(
+            case=self.case,
+            impl=name,
+            numel=self.numel,
+            traffic_bytes=4 * self.numel,
+            median_s=statistics.median(seconds),
+            best_s=seconds[0],
+            checked=True,
+            percentiles_s=percentiles(seconds),
+            figures=figures,
+        )
+
+
+def digest(tensors: list[Tensor]) -> str:
+    hashed = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        hashed.update(tensor.detach().contiguous().numpy())
+    return hashed.hexdigest()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results, arguments = sys.argv[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the quantisation hooks' observers warn in every step
+        bench = Bench(argparse.Namespace(**json.loads(arguments)), results)
+        bench.run()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

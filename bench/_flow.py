@@ -1,0 +1,55 @@
+"""One TCP connection, as fast as it goes: what a link really carries.
+
+receive ADDRESS PORT         takes one connection, prints {"nbytes": …, "seconds": …}
+send ADDRESS PORT SECONDS    makes one
+"""
+
+import json
+import socket
+import sys
+import time
+
+BUFFER_NBYTES = 1 << 18
+CONNECT_S = 20.0
+
+
+def receive(address: str, port: int) -> None:
+    """Counted from the first bytes to the last, without the first: connecting is no part of the rate."""
+    buffer = bytearray(BUFFER_NBYTES)
+    with socket.create_server((address, port)) as server:
+        server.settimeout(CONNECT_S)
+        connection, _ = server.accept()
+        with connection:
+            if connection.recv_into(buffer) == 0:
+                raise SystemExit("the sender sent nothing")
+            begin = end = time.perf_counter()
+            nbytes = 0
+            while received := connection.recv_into(buffer):
+                nbytes += received
+                end = time.perf_counter()
+    print(json.dumps({"nbytes": nbytes, "seconds": end - begin}))
+
+
+def send(address: str, port: int, seconds: float) -> None:
+    data = bytes(BUFFER_NBYTES)
+    give_up = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            connection = socket.create_connection((address, port))
+            break
+        except ConnectionRefusedError:  # it has not started yet
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.05)
+    with connection:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            connection.sendall(data)
+
+
+if __name__ == "__main__":
+    what, address, port, *rest = sys.argv[1:]
+    if what == "receive":
+        receive(address, int(port))
+    else:
+        send(address, int(port), float(rest[0]))

@@ -1,0 +1,100 @@
+"""Models whose numel is chosen, and whose compute for each sample is another matter: a residual network and a
+transformer, both without buffers, so that gradients are all that ranks have to say to each other."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NUM_CLASSES = 256
+BLOCKS_PER_STAGE = 2
+NUM_LAYERS = 4
+CHANNELS_PER_GROUP = 8
+
+
+class Block(nn.Module):
+    def __init__(self, num_in: int, num_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(num_out // CHANNELS_PER_GROUP, num_out)
+        self.conv2 = nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(num_out // CHANNELS_PER_GROUP, num_out)
+        self.shortcut = nn.Identity() if num_in == num_out else nn.Conv2d(num_in, num_out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A ResNet-18 for images of `size`²; groups are normalised and not batches, which may be of one image."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False)]
+        for stage, (num_in, num_out) in enumerate(zip(widths, widths[1:], strict=False)):
+            layers.append(Block(num_in, num_out, 1 if stage == 0 else 2))
+            layers += [Block(num_out, num_out, 1) for _ in range(BLOCKS_PER_STAGE - 1)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(8 * width, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+    def batch(self, samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        images = torch.randn(samples, 3, self.size, self.size, generator=generator)
+        return images, torch.randint(NUM_CLASSES, (samples,), generator=generator)
+
+
+class Transformer(nn.Module):
+    """Encoder layers over sequences of `size` bytes."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = nn.Embedding(NUM_CLASSES, width)
+        layer = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, NUM_LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(tokens))).flatten(0, 1)
+
+    def batch(self, samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(NUM_CLASSES, (samples, self.size + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+
+
+MODELS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
+    "resnet": (ResNet, 8),
+    "transformer": (Transformer, 32),
+}
+"""By name, with the step of their width."""
+
+
+def numel_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_model(name: str, numel: int, size: int) -> nn.Module:
+    """The one whose numel is nearest to `numel`. The same values on every rank."""
+    make, step = MODELS[name]
+
+    def numel_at(steps: int) -> int:
+        with torch.device("meta"):
+            return numel_of(make(steps * step, size))
+
+    low = 1
+    while numel_at(2 * low) < numel:
+        low *= 2
+    high = 2 * low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if numel_at(middle) < numel else (low, middle)
+    nearest = min((low, high), key=lambda steps: abs(math.log(numel_at(steps) / numel)))
+    torch.manual_seed(0)
+    return make(nearest * step, size)

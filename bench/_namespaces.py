@@ -1,0 +1,294 @@
+"""Network namespaces joined by a bridge: made for one run, removed with it, and nothing else touched.
+
+    switch: bridge ─┬─ port0 ══ eth0 :host0
+                    └─ port1 ══ eth0 :host1        ══ a veth pair, limited at both ends
+
+The bridge is in a namespace of its own and every pair is made inside two namespaces, so the machine's own network never
+sees an interface. A run has a token; a namespace is called PREFIX, token, name, and a file that is locked as long as
+the run lives says that the token is ours. Only namespaces with the token of such a file are ever entered or removed.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import ipaddress
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "fusedcomm-hosts-"
+RECORDS = Path("/run/fusedcomm-hosts")
+INTERFACE = "eth0"
+SUBNETS = ("10.213.0.0/24", "172.29.213.0/24", "192.168.213.0/24")  # the first that is free here
+PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
+TOOLS = {"ip": "iproute2 (dnf: iproute)", "tc": "iproute2 (dnf: iproute-tc)", "unshare": "util-linux"}
+
+# A token bucket as deep as 1 ms of the link: timers are late by less, even on a busy machine, and a link that has been
+# idle gives nothing away, for what it carries at once then is no more. TCP's packets, of up to 64 KiB before a network
+# card would cut them, must fit in; cut by the queue they would cost CPU time, and twice the acknowledgements.
+BURST_S, MIN_BURST_NBYTES = 1e-3, 20 << 10
+PACKET_OF_BURST, MAX_PACKET_NBYTES = 0.8, 1 << 16  # the rest is for headers
+# What may wait in a queue. TCP fills it when ranks send to the same host; where it is short, it drops instead.
+QUEUE_S = 0.05
+
+
+class NetworkError(RuntimeError):
+    """Its text is for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    name: str
+    namespace: str
+    address: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    token: str
+    hosts: tuple[Host, ...]
+    names_file: Path
+    """An /etc/hosts of theirs."""
+
+    def command(self, host: Host, command: list[str]) -> list[str]:
+        """Runs `command` on the host: with its interfaces (also in /sys), its host name and its /etc/hosts."""
+        # `ip netns exec` gives the process mounts of its own, so /etc/hosts is replaced for nobody else.
+        script = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+        inside = ["unshare", "--uts", "sh", "-c", script, "sh", host.name, str(self.names_file), *command]
+        return ["ip", "netns", "exec", host.namespace, *inside]
+
+    def kill(self, host: Host) -> None:
+        """Every process on the host."""
+        _kill_inside(host.namespace)
+
+
+def problem() -> str | None:
+    """Why no network can be made here, in one line; None if it can."""
+    if sys.platform != "linux":
+        return "hosts on one machine need Linux and its network namespaces"
+    missing = {tool: package for tool, package in TOOLS.items() if shutil.which(tool) is None}
+    if missing:
+        packages = ", ".join(dict.fromkeys(missing.values()))
+        return f"hosts on one machine need {' and '.join(missing)}: install {packages}"
+    if os.geteuid() != 0:
+        return "hosts on one machine need root, to make network namespaces: run this with sudo"
+    done = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
+    if done.returncode:
+        return "hosts on one machine need the right to make namespaces: run the container with SYS_ADMIN and NET_ADMIN"
+    return None
+
+
+@contextlib.contextmanager
+def make_network(num_hosts: int, bits_s: int | None, subnet: str | None = None) -> Iterator[Network]:
+    """`num_hosts` hosts whose links carry `bits_s` each way (None: unlimited). They are gone when the context is left,
+    also by SIGINT, SIGTERM or SIGHUP, which raise SystemExit in it."""
+    reason = problem()
+    if reason:
+        raise NetworkError(reason)
+    addresses = choose_subnet(subnet, num_hosts)
+    remove_stale()
+    with _signals_raise(), _record() as token:
+        try:
+            yield _make(token, addresses, num_hosts, bits_s)
+        finally:
+            with _signals_wait():
+                _remove(token)
+
+
+# ---- addresses
+
+
+def choose_subnet(subnet: str | None, num_hosts: int) -> ipaddress.IPv4Network:
+    """The given one, or the first of ours that is free. Raises NetworkError where hosts could be taken for others."""
+    used = _used_networks()
+    if subnet is None:
+        chosen = next((network for network in map(ipaddress.ip_network, SUBNETS) if not _clash(network, used)), None)
+        if chosen is None:
+            raise NetworkError(f"this machine uses all of {', '.join(SUBNETS)}: name a private one with --subnet")
+    else:
+        try:
+            chosen = ipaddress.IPv4Network(subnet)
+        except ValueError as error:
+            raise NetworkError(f"--subnet {subnet} is not possible: {error}") from None
+        if not any(chosen.subnet_of(ipaddress.ip_network(network)) for network in PRIVATE):
+            raise NetworkError(f"--subnet {subnet} is not private: use one inside {', '.join(PRIVATE)}")
+        clash = _clash(chosen, used)
+        if clash:
+            raise NetworkError(f"--subnet {subnet} is in use on this machine ({clash}): choose another private one")
+    if chosen.num_addresses - 2 < num_hosts:
+        raise NetworkError(f"--subnet {chosen} has no room for {num_hosts} hosts")
+    return chosen
+
+
+def _used_networks() -> dict[str, ipaddress.IPv4Network]:
+    """What this machine has addresses in or routes to, by a text that says so."""
+    used = {}
+    for interface in json.loads(_call("ip", "-json", "-4", "addr", "show") or "[]"):
+        for address in interface.get("addr_info", ()):
+            network = ipaddress.ip_network(f"{address['local']}/{address['prefixlen']}", strict=False)
+            used[f"{network} on {interface['ifname']}"] = network
+    for route in json.loads(_call("ip", "-json", "-4", "route", "show", "table", "all") or "[]"):
+        if route["dst"] != "default":
+            used[f"a route to {route['dst']}"] = ipaddress.ip_network(route["dst"], strict=False)
+    return used
+
+
+def _clash(network: ipaddress.IPv4Network, used: dict[str, ipaddress.IPv4Network]) -> str | None:
+    return next((text for text, other in used.items() if network.overlaps(other)), None)
+
+
+# ---- making and removing
+
+
+def _make(token: str, addresses: ipaddress.IPv4Network, num_hosts: int, bits_s: int | None) -> Network:
+    switch = _add_namespace(token, "switch")
+    _call("ip", "-netns", switch, "link", "add", "bridge", "type", "bridge")
+    _call("ip", "-netns", switch, "link", "set", "bridge", "up")
+    hosts = []
+    for index, address in zip(range(num_hosts), addresses.hosts(), strict=False):
+        host = Host(f"host{index}", _add_namespace(token, f"host{index}"), str(address))
+        hosts.append(host)
+        port = f"port{index}"
+        pair = ("type", "veth", "peer", "name", port, "netns", switch)
+        _call("ip", "link", "add", INTERFACE, "netns", host.namespace, *pair)
+        _call("ip", "-netns", switch, "link", "set", port, "master", "bridge", "up")
+        _call("ip", "-netns", host.namespace, "link", "set", "lo", "up")
+        _call("ip", "-netns", host.namespace, "link", "set", INTERFACE, "up")
+        prefixed = f"{address}/{addresses.prefixlen}"
+        _call("ip", "-netns", host.namespace, "address", "add", prefixed, "dev", INTERFACE)
+        # A queue limits what leaves: at the host's end what it sends, at the switch's end what it receives.
+        _limit(host.namespace, INTERFACE, bits_s)
+        _limit(switch, port, bits_s)
+    names_file = RECORDS / f"{token}.hosts"
+    # torch also asks for the names of IPv4 addresses in IPv6's clothes.
+    names = [f"{prefix}{host.address} {host.name}\n" for host in hosts for prefix in ("", "::ffff:")]
+    names_file.write_text("127.0.0.1 localhost\n" + "".join(names))
+    return Network(token, tuple(hosts), names_file)
+
+
+def _add_namespace(token: str, name: str) -> str:
+    namespace = f"{PREFIX}{token}-{name}"
+    _call("ip", "netns", "add", namespace)
+    # Interfaces have the one address they are given, and nothing but the ranks sends anything.
+    switch_off = "test ! -e $0 || echo 1 > $0"
+    _call("ip", "netns", "exec", namespace, "sh", "-c", switch_off, "/proc/sys/net/ipv6/conf/default/disable_ipv6")
+    return namespace
+
+
+def _limit(namespace: str, interface: str, bits_s: int | None) -> None:
+    if bits_s is None:
+        return
+    burst_nbytes = max(MIN_BURST_NBYTES, round(bits_s / 8 * BURST_S))
+    packet_nbytes = min(MAX_PACKET_NBYTES, round(PACKET_OF_BURST * burst_nbytes))
+    _call("ip", "-netns", namespace, "link", "set", interface, "gso_max_size", str(packet_nbytes))
+    shape = ("rate", f"{bits_s}bit", "burst", str(burst_nbytes), "latency", f"{round(QUEUE_S * 1e3)}ms")
+    _call("tc", "-netns", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *shape)
+
+
+def _remove(token: str) -> None:
+    """All that has the token; also what a run that failed half way has made of it."""
+    for namespace in _namespaces_of(token):
+        _kill_inside(namespace)
+        # It may be gone by now: two runs may remove the same stale one.
+        subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, start_new_session=True)
+    (RECORDS / f"{token}.hosts").unlink(missing_ok=True)
+
+
+def _namespaces_of(token: str) -> list[str]:
+    folder = Path("/run/netns")
+    return sorted(path.name for path in folder.glob(f"{PREFIX}{token}-*")) if folder.exists() else []
+
+
+def _kill_inside(namespace: str) -> None:
+    """What starts while the others are killed is killed the next time round."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samefile(f"/run/netns/{namespace}", "/proc/self/ns/net"):
+            raise NetworkError(f"{namespace} is the network of this process: not touched")
+    for _ in range(100):
+        done = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+        pids = [int(pid) for pid in done.stdout.split()]
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _call(*command: str) -> str:
+    # In a session of its own: an interrupt from the terminal is for this process to deal with, between two calls.
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if done.returncode:
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+# ---- records of who made what
+
+
+@contextlib.contextmanager
+def _record() -> Iterator[str]:
+    """A new token. Its file is locked as long as this process lives, whatever ends it."""
+    RECORDS.mkdir(mode=0o700, exist_ok=True)
+    token = secrets.token_hex(4)
+    path = RECORDS / f"{token}.lock"
+    unfinished = RECORDS / f".{token}"
+    with open(unfinished, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unfinished.rename(path)  # so that nobody meets it unlocked
+        try:
+            yield token
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def remove_stale() -> list[str]:
+    """Removes what runs that were killed have left. Returns their tokens."""
+    stale = []
+    for path in sorted(RECORDS.glob("*.lock")):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(path.stem)
+            path.unlink(missing_ok=True)
+            stale.append(path.stem)
+    return stale
+
+
+# ---- signals
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SystemExit with the shell's status for the signal, so that `finally` has its turn."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    with _handlers(stop):
+        yield
+
+
+def _signals_wait() -> contextlib.AbstractContextManager[None]:
+    """They do nothing: what has begun is brought to its end."""
+    return _handlers(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handlers(handler: object) -> Iterator[None]:
+    before = {}
+    with contextlib.suppress(ValueError):  # handlers are the main thread's alone
+        before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

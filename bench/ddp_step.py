@@ -1,0 +1,158 @@
+"""How long is a training step, over links of a chosen speed, with each way of synchronising gradients?
+
+    python bench/ddp_step.py --hosts 2 --link 100mbit 1gbit --model transformer --params 25e6 --size 1
+
+Whole steps (forward, backward with its synchronisation, optimizer) of a residual network or a transformer, on hosts of
+bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets what has to be sent,
+--batch, --size or --compute-ms what there is to compute: with --size 1 communication is nearly all of a step.
+
+Every way has a DDP module, gradients, buckets, an optimizer and a process group of its own; the weights are shared. All
+take turns in every round, in another order each time, a turn being one step that is not timed and --steps that are; the
+time of a step is the slowest rank's. DDP's default also runs with the best of several bucket sizes, searched first;
+every other way has DDP's own bucket size. Before that, gradients that are known on every rank go through each way three
+times: the result must be near their exact mean, as near as the wire allows, and the same bits on every rank.
+
+Columns, besides percentiles of the step and speed relative to DDP's default:
+
+    MB/host    bytes that a host sends in a step, by its interface's counter (with --hosts 0: a rank, by its sockets')
+    sync ms    a step's synchronisation alone: a backward pass that has nothing to compute
+    exposed    what a step takes beyond the same step without synchronisation ("compute alone")
+    overlap    part of "sync ms" that a step hides behind its compute
+    error      ‖mean − exact mean‖ / ‖exact mean‖ of known gradients: normal ones, of rank 1 or 2 for PowerSGD
+
+Not measured: DDP over MPI or UCC, for torch's wheels have neither backend (mpi4py does not bring them); Horovod, whose
+last release, 0.28.1, has to be compiled, as C++14, which torch's headers refuse since 2.1.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hosts
+from _common import Report, Row, print_table, with_ratios
+from _models import MODELS
+from _namespaces import NetworkError, problem
+from _ways import DEFAULT, TUNED, ways_by_name
+
+NOT_MEASURED = {
+    "ddp over mpi": "torch's wheels are built without it, and mpi4py does not bring it",
+    "ddp over ucc": "torch's wheels are built without it",
+    "horovod": "0.28.1, its last release, compiles as C++14, which torch's headers refuse since 2.1",
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, as root; 0: loopback (0)")
+    parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
+    parser.add_argument("--link", nargs="+", default=["1gbit"], help="each host's, each way (1gbit)")
+    parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["transformer"])
+    parser.add_argument("--params", type=float, default=10e6, help="numel of the model (10e6)")
+    parser.add_argument("--size", type=int, default=16, help="sequence length, or side of an image (16)")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a rank (1)")
+    parser.add_argument("--compute-ms", type=float, help="choose --batch so that a step without sync takes so long")
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd", help="fused (sgd)")
+    parser.add_argument("--ways", nargs="+", choices=list(ways_by_name()), help="those to compare (all)")
+    parser.add_argument("--caps", type=float, nargs="*", default=[5, 100], help="bucket_cap_mb to try (5 100)")
+    parser.add_argument("--rounds", type=int, default=8, help="(8)")
+    parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
+    parser.add_argument("--quick", action="store_true", help="1e6 parameters, two rounds, no search")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.params, arguments.rounds, arguments.steps, arguments.caps = 1e6, 2, 2, []
+    if arguments.ranks_per_host is None:
+        arguments.ranks_per_host = 1 if arguments.hosts else 2
+    if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
+        parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
+    for name, least in (("params", 1), ("size", 1), ("batch", 1), ("rounds", 1), ("steps", 1)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    return arguments
+
+
+def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Path) -> int:
+    """Measures in processes of their own, which write to `results`. Returns the exit status."""
+    worker = [str(Path(__file__).with_name("_ddp_step_rank.py")), str(results)]
+    worker.append(json.dumps({**vars(arguments), "model": model}))
+    if arguments.hosts:
+        with hosts.make(arguments.hosts, link, arguments.subnet) as cluster:
+            return cluster.torchrun(worker, arguments.ranks_per_host)
+    ranks = f"--nproc-per-node={arguments.ranks_per_host}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
+    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
+
+
+def measure(arguments: argparse.Namespace, link: str, model: str, report: Report) -> None:
+    case = f"{model}/{link}"
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        status = run_ranks(arguments, link, model, results)
+        found = json.loads(results.read_text()) if results.exists() else {"rows": [], "not_measured": []}
+    rows = [Row(**row) for row in found["rows"]]
+    report.extra.setdefault("cases", {})[case] = found.get("case", {})
+    report.add(with_ratios(rows, [DEFAULT, TUNED]))
+    report.not_measured += found["not_measured"]  # its rank has said so
+    if status:
+        at = f", at {found['at']}" if "at" in found else ""
+        report.missing(case, "all" if not rows else "the rest", f"the ranks ended with exit status {status}{at}")
+
+
+def print_steps(rows: list[Row]) -> None:
+    """What the common table has no room for."""
+    width = max((len(row.impl) for row in rows), default=4)
+    names = ("p50", "p75", "p90", "p95")
+    print(
+        f"\n{'way':<{width}} " + " ".join(f"{name + ' ms':>9}" for name in names) + f" {'x default':>9} {'x tuned':>9} "
+        f"{'MB/host':>9} {'sync ms':>9} {'exposed':>9} {'overlap':>8} {'error':>8}"
+    )
+    case = None
+    for row in rows:
+        if row.case != case:
+            case = row.case
+            print(f"{case}, {row.numel:,} parameters")
+        figures = row.figures
+        cells = [f"{row.percentiles_s[name] * 1e3:9.1f}" for name in names]
+        cells += [_cell(row.ratios.get(name), "9.2f") for name in (DEFAULT, TUNED)]
+        cells.append(_cell(figures.get("wire_nbytes"), "9.2f", 1e-6))
+        cells += [_cell(figures.get(name), "9.1f", 1e3) for name in ("sync_s", "exposed_s")]
+        cells += [_cell(figures.get("overlap"), "8.0%"), _cell(figures.get("error"), "8.1e")]
+        print(f"{row.impl:<{width}} {' '.join(cells)}{'' if row.checked else '  WRONG'}")
+
+
+def _cell(value: float | None, form: str, factor: float = 1) -> str:
+    return " " * int(form.split(".")[0]) if value is None else format(value * factor, form)
+
+
+def main() -> None:
+    arguments = parse()
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
+    report = Report(arguments.json, settings=settings)
+    ranks = max(arguments.hosts, 1) * arguments.ranks_per_host
+    report.env.update(threads=1, ranks=ranks, ranks_per_host=arguments.ranks_per_host, hosts=arguments.hosts)
+    reason = problem() if arguments.hosts else None
+    if reason:
+        raise SystemExit(f"ddp_step.py: {reason}; --hosts 0 measures over loopback, as any user")
+    for impl, reason in NOT_MEASURED.items():
+        report.missing("any", impl, reason, failed=False)
+    links = arguments.link if arguments.hosts else ["loopback"]
+    try:
+        for model, link in [(model, link) for model in arguments.model for link in links]:
+            measure(arguments, link, model, report)
+    except NetworkError as error:
+        raise SystemExit(f"ddp_step.py: {error}") from None
+    print_table(report.rows)
+    print_steps(report.rows)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

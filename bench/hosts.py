@@ -1,0 +1,230 @@
+"""Hosts on one machine: network namespaces, joined by links of a chosen speed.
+
+    python bench/hosts.py --hosts 2 --ranks-per-host 1 --link 1gbit -- script.py --its arguments
+
+runs the script on every host under torchrun, as on a small cluster: each host has a name and an address of its own, and
+its link carries --link bits a second each way, headers included. Without a script it measures what TCP gets of links
+of several speeds.
+
+The hosts see each other and nothing else. All of it is made for this run, in namespaces of its own, and removed with
+it: the machine's own network is not touched, runs go side by side, and what a killed run has left is removed by the
+next. Needs Linux, root, and ip and tc (package iproute2).
+
+For other programs there is `with hosts.make(2, "1gbit") as cluster: cluster.torchrun([...])`. What runs on a host finds
+in its environment, besides what torchrun sets:
+
+    FUSEDCOMM_BENCH_HOSTS, FUSEDCOMM_BENCH_LINK      the number of hosts, and what was given as --link
+    FUSEDCOMM_BENCH_INTERFACE, GLOO_SOCKET_IFNAME    the interface that leads to the other hosts
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from _namespaces import INTERFACE, Network, NetworkError, make_network, problem
+
+UNLIMITED = "unlimited"
+MIN_BITS_S, MAX_BITS_S = 10**6, 10**11
+MAX_HOSTS = 64
+MASTER_PORT = 29500  # every host's ports are its own
+GRACE_S, POLL_S = 3.0, 0.02
+FLOW = Path(__file__).resolve().parent / "_flow.py"
+FLOW_PORT = 5001
+
+
+def parse_link(text: str) -> int | None:
+    """Bits a second; None: unlimited."""
+    if text == UNLIMITED:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", text)
+    bits_s = round(float(match[1]) * {"k": 10**3, "m": 10**6, "g": 10**9}[match[2]]) if match else 0
+    if not MIN_BITS_S <= bits_s <= MAX_BITS_S:
+        raise NetworkError(f"--link {text} is not possible: use 1mbit to 100gbit (100mbit, 2.5gbit) or {UNLIMITED}")
+    return bits_s
+
+
+@contextlib.contextmanager
+def make(num_hosts: int, link: str, subnet: str | None = None) -> Iterator["Cluster"]:
+    """Hosts that are gone when the context is left, however it is left. Raises NetworkError, with a text for the user.
+
+    In the main thread SIGINT, SIGTERM and SIGHUP raise SystemExit meanwhile.
+    """
+    if not 1 <= num_hosts <= MAX_HOSTS:
+        raise NetworkError(f"--hosts {num_hosts} is not possible: use 1 to {MAX_HOSTS}")
+    with make_network(num_hosts, parse_link(link), subnet) as network:
+        yield Cluster(network, link)
+
+
+class Cluster:
+    def __init__(self, network: Network, link: str) -> None:
+        self.network, self.link = network, link
+
+    @property
+    def addresses(self) -> list[str]:
+        return [host.address for host in self.network.hosts]
+
+    def start(self, index: int, command: Sequence[str], **popen: object) -> subprocess.Popen:
+        """A process on one host. It is killed with everything on the host at the end."""
+        environment = {
+            "OMP_NUM_THREADS": "1",  # ranks share this machine's cores; torchrun would say so at length
+            **os.environ,
+            "FUSEDCOMM_BENCH_HOSTS": str(len(self.network.hosts)),
+            "FUSEDCOMM_BENCH_LINK": self.link,
+            "FUSEDCOMM_BENCH_INTERFACE": INTERFACE,
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+        inside = self.network.command(self.network.hosts[index], list(command))
+        # In a session of its own: the terminal's interrupt is for this process, which then ends the hosts.
+        return subprocess.Popen(inside, env=environment, start_new_session=True, **popen)
+
+    def run(self, commands: Sequence[Sequence[str]]) -> int:
+        """One command on each host, their output with the host's name before each line. Returns 0, or the status of
+        the first that failed; the others are then ended."""
+        processes, threads = [], []
+        for index, command in enumerate(commands):
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+            process = self.start(index, command, **output)
+            name = self.network.hosts[index].name
+            threads.append(threading.Thread(target=_copy_lines, args=(process.stdout, name), daemon=True))
+            threads[-1].start()
+            processes.append(process)
+        try:
+            status = _first_failure(processes)
+        finally:
+            for host in self.network.hosts:
+                self.network.kill(host)
+            for process in processes:
+                process.wait()
+        for thread in threads:
+            thread.join(GRACE_S)
+        return status
+
+    def torchrun(self, arguments: Sequence[str], ranks_per_host: int = 1) -> int:
+        """The script and its arguments on every host; the ranks meet at the first one."""
+        common = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            f"--nnodes={len(self.network.hosts)}",
+            f"--nproc-per-node={ranks_per_host}",
+            f"--master-addr={self.addresses[0]}",
+            f"--master-port={MASTER_PORT}",
+        ]
+        return self.run(
+            [
+                [*common, f"--node-rank={index}", f"--local-addr={host.address}", *arguments]
+                for index, host in enumerate(self.network.hosts)
+            ]
+        )
+
+
+def _copy_lines(lines: Iterator[str], name: str) -> None:
+    for line in lines:
+        # One write a line, so that those of several hosts do not mix.
+        sys.stdout.write(f"[{name}] {line.rstrip()}\n")
+        sys.stdout.flush()
+
+
+def _first_failure(processes: Sequence[subprocess.Popen]) -> int:
+    """Waits for all, or for one to fail and, for a while, for what the others have to say about that."""
+    while True:
+        statuses = [process.poll() for process in processes]
+        failed = next((status for status in statuses if status), None)
+        if failed is not None:
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+                time.sleep(POLL_S)
+            return failed if failed > 0 else 128 - failed
+        if None not in statuses:
+            return 0
+        time.sleep(POLL_S)
+
+
+# ---- what the links carry
+
+
+def measure_flow(cluster: Cluster, seconds: float, both_ways: bool = False) -> list[dict]:
+    """{"nbytes", "seconds"} of one TCP connection from the first host to the second, and of one back meanwhile."""
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    receivers, senders = [], []
+    for sender, receiver in ((0, 1), (1, 0))[: 1 + both_ways]:
+        address = (cluster.addresses[receiver], str(FLOW_PORT))
+        receivers.append(cluster.start(receiver, [sys.executable, str(FLOW), "receive", *address], **pipes))
+        senders.append(cluster.start(sender, [sys.executable, str(FLOW), "send", *address, str(seconds)]))
+    outputs = [receiver.communicate(timeout=seconds + 60)[0] for receiver in receivers]
+    statuses = [process.wait(timeout=60) for process in receivers + senders]
+    if any(statuses):
+        raise NetworkError(f"the flows ended with {statuses}")
+    return [json.loads(output) for output in outputs]
+
+
+def measure_links(links: Sequence[str], seconds: float, subnet: str | None, path: str | None) -> None:
+    from _common import Report, Row, print_table
+
+    report = Report(path, seconds=seconds)
+    for link in links:
+        with make(2, link, subnet) as cluster:
+            for both_ways in (False, True):
+                flows = measure_flow(cluster, seconds, both_ways)
+                slower = min(flows, key=lambda flow: flow["nbytes"] / flow["seconds"])
+                nbytes, taken_s = slower["nbytes"], slower["seconds"]
+                bits_s = parse_link(link)
+                share = nbytes * 8 / taken_s / bits_s if bits_s else None
+                ratios = {} if share is None else {"line": share}
+                impl = "TCP, both ways" if both_ways else "TCP, one way"
+                # Payload above the line's rate would mean that the limit is none.
+                checked = share is None or share <= 1
+                report.add([Row(f"link/{link}", impl, 0, nbytes, taken_s, taken_s, checked, ratios)])
+    print_table(report.rows)
+    report.finish()
+
+
+# ---- the command
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="(2)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="(1)")
+    parser.add_argument("--link", nargs="+", help="each host's, each way: 100mbit … 10gbit, or unlimited (1gbit)")
+    parser.add_argument("--subnet", help="a private one that this machine does not use (one that is free)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measured flow (3)")
+    parser.add_argument("--quick", action="store_true", help="flows of half a second")
+    parser.add_argument("--json", metavar="PATH", help="write what was measured there")
+    parser.add_argument("command", nargs="*", metavar="-- script.py …", help="what torchrun runs on every host")
+    arguments = parser.parse_args()
+    if arguments.command and arguments.link and len(arguments.link) > 1:
+        parser.error("a script runs over one --link")
+    if arguments.ranks_per_host < 1:
+        parser.error("--ranks-per-host must be at least 1")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    try:
+        if arguments.command:
+            with make(arguments.hosts, (arguments.link or ["1gbit"])[0], arguments.subnet) as cluster:
+                return cluster.torchrun(arguments.command, arguments.ranks_per_host)
+        reason = problem()
+        if reason:
+            print(f"not measured: {reason}")
+            return 0
+        links = arguments.link or ["100mbit", "1gbit", "10gbit", UNLIMITED]
+        measure_links(links, 0.5 if arguments.quick else arguments.seconds, arguments.subnet, arguments.json)
+    except NetworkError as error:
+        print(f"hosts.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
