@@ -21,7 +21,7 @@ Columns, besides percentiles of the step and speed relative to DDP's default:
     error      ‖mean − exact mean‖ / ‖exact mean‖ of known gradients: normal ones, of rank 1 or 2 for PowerSGD
 
 Not measured: DDP over MPI or UCC, for torch's wheels have neither backend (mpi4py does not bring them); Horovod, whose
-last release, 0.28.1, has to be compiled, as C++14, which torch's headers refuse since 2.1.
+last release, 0.28.1, has to be compiled, as C++14, which the headers of torch 2.13 refuse.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from _ways import DEFAULT, TUNED, ways_by_name
 NOT_MEASURED = {
     "ddp over mpi": "torch's wheels are built without it, and mpi4py does not bring it",
     "ddp over ucc": "torch's wheels are built without it",
-    "horovod": "0.28.1, its last release, compiles as C++14, which torch's headers refuse since 2.1",
+    "horovod": "0.28.1, its last release, compiles as C++14, which the headers of torch 2.13 refuse",
 }
 
 
