@@ -34,9 +34,9 @@ inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename
 
 constexpr int kRun = static_cast<int>(kRotationNumel);
 
-// The signs of a run's elements, times `magnitude`; the constant is that of reference.py.
+// The signs of a run's elements, times `magnitude`.
 inline void fill_signs(float* values, float magnitude) {
-  for (int i = 0; i < kRun; ++i) values[i] = 0x9E3779B9u >> i & 1u ? -magnitude : magnitude;
+  for (int i = 0; i < kRun; ++i) values[i] = kRotationSigns >> i & 1u ? -magnitude : magnitude;
 }
 
 // (a, b) ← (a + b, a - b) for all pairs of elements that are kDistance apart.

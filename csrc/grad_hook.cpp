@@ -227,14 +227,14 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
     payload.streams.origin = data;
     payload.streams.tables = stream.tables;
     if (record->plan.sum == Sum::kTwoShot && config.stochastic) {
-      constexpr uint32_t kFirstHost = 0x40000000, kReducer = 0xFFFFFFFF;  // of reference.py
       const auto host = static_cast<uint32_t>(transport_->place().host);
       const NoiseKey noise{config.seed, stream.first_parameter, static_cast<uint32_t>(step), 0};
       Encoding& first = first_encoding(*record, &payload);
       first.stochastic = payload.reduce.stochastic = true;
       first.noise = payload.reduce.noise = noise;
-      first.noise.source = record->plan.on_two_levels() ? kFirstHost + host : static_cast<uint32_t>(transport_->rank());
-      payload.reduce.noise.source = kReducer;
+      first.noise.source =
+          record->plan.on_two_levels() ? kFirstHostSource + host : static_cast<uint32_t>(transport_->rank());
+      payload.reduce.noise.source = kReducerSource;
     }
     if (stream.residual) {
       first_encoding(*record, &payload).residual = stream.residual->of_first();

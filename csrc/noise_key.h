@@ -13,4 +13,8 @@ struct NoiseKey {
   uint32_t source = 0;
 };
 
+// Sources: a rank that packs is its own number; then the hosts whose sums are encoded, and who encodes the mean.
+inline constexpr uint32_t kFirstHostSource = 0x40000000;
+inline constexpr uint32_t kReducerSource = 0xFFFFFFFF;
+
 }  // namespace fusedcomm

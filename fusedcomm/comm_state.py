@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from fusedcomm.config import Config, LocalOptions, residual_name
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import Stats
 
@@ -64,10 +64,10 @@ class CommState:
             exempt=exempt,
             block=block,
             rotate=rotate,
-            wire_for=wire_for or {},
+            wire_for=wire_for,
             rounding=rounding,
             seed=seed,
-            error_feedback=residual_name(error_feedback),
+            error_feedback=error_feedback,
             predivide=predivide,
             chunk_nbytes=chunk_nbytes,
             chunks_in_flight=chunks_in_flight,

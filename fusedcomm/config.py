@@ -61,10 +61,10 @@ class Config:
     chunk_nbytes: int | None = None
     chunks_in_flight: int = 4
     rotate: bool = False
-    wire_for: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    wire_for: Mapping[str, str] | None = None
     rounding: str = "nearest"
     seed: int = 0
-    error_feedback: str | None = None
+    error_feedback: bool | str | None = None
     verify_every: int = 0
     measure_every: int = 1000
     fallback_error: float | None = None
@@ -75,6 +75,9 @@ class Config:
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, WIRES)
         _check_choice("sum", self.sum, SUMS)
+        if self.wire_for is None:
+            object.__setattr__(self, "wire_for", {})
+        object.__setattr__(self, "error_feedback", residual_name(self.error_feedback))
         if self.exempt is None:
             of_1d = isinstance(self.wire_for, Mapping) and ONE_DIMENSIONAL in self.wire_for
             object.__setattr__(self, "exempt", () if of_1d else _DEFAULT_EXEMPT.get(self.wire, ()))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
-from fusedcomm.config import Config, LocalOptions, residual_name
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
@@ -124,10 +124,10 @@ def attach(
         exempt=exempt,
         block=block,
         rotate=rotate,
-        wire_for=wire_for or {},
+        wire_for=wire_for,
         rounding=rounding,
         seed=seed,
-        error_feedback=residual_name(error_feedback),
+        error_feedback=error_feedback,
         predivide=predivide,
         chunk_nbytes=chunk_nbytes,
         chunks_in_flight=chunks_in_flight,

@@ -1,12 +1,15 @@
 """Small models, one for each thing that DDP can do to a bucket, and gradients with known means. Shared by the tests."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
 
 
 class Gradients(nn.Module):
@@ -26,6 +29,30 @@ def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], ste
         ddp.zero_grad(set_to_none=True)
         ddp(gradients).backward()
     return [weight.grad.clone() for weight in ddp.module.weights]
+
+
+def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple[bool, set[float]]:
+    """Whether our means are right, and what the user's own all-reduces gave, on the user's group and mixed with ours.
+
+    Ranks are skewed in time. `kwargs` are further ones of ``attach``.
+    """
+    shapes = ((300, 301),) * 6
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
+    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=16384, **kwargs)
+    seen_sums = []
+
+    def user_hook(gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002 * ((rank * 7) % 3))
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value)
+        seen_sums.append(value.item())
+        return gradient
+
+    for weight in ddp.module.weights:
+        weight.register_hook(user_hook)
+    seen = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
+    expected = (world_size + 1) / 2
+    return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
 
 
 def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

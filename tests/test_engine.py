@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, constant, integers, mean_of_integers, synchronise
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -371,32 +371,8 @@ def test_the_process_group_sees_the_wire_that_was_asked_for(recording_ranks, wir
 # --- small things that would hurt -----------------------------------------------------------------------------------
 
 
-def private_order(rank, world_size):
-    """The user's own collectives on the user's group, mixed with ours, ranks skewed in time."""
-    import time
-
-    shapes = ((300, 301),) * 6
-    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
-    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=16384)
-    seen_sums = []
-
-    def user_hook(gradient):
-        time.sleep(0.002 * ((rank * 7) % 3))
-        value = torch.tensor([float(rank)])
-        dist.all_reduce(value)
-        seen_sums.append(value.item())
-        return gradient
-
-    for weight in ddp.module.weights:
-        weight.register_hook(user_hook)
-    gradients = [torch.full(shape, float(rank + 1)) for shape in shapes]
-    seen = synchronise(ddp, gradients, steps=5)
-    expected = (world_size + 1) / 2
-    return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
-
-
 def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
-    assert ranks.run(private_order) == [(True, {6.0})] * 4
+    assert ranks.run(beside_the_users_own_sums, {}) == [(True, {6.0})] * 4
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------

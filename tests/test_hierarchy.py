@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, constant, integers, mean_of_integers, synchronise
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronise
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -342,27 +342,8 @@ def mean_of_many_steps(rank, world_size, kwargs, num_steps=20):
 # --- order, and ranks that are lost ---------------------------------------------------------------------------------
 
 
-def interleaved_with_the_users_own(rank, world_size):
-    shapes = ((300, 301),) * 6
-    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
-    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=16384, hosts=TWO_BY_TWO)
-    seen_sums = []
-
-    def user_hook(gradient):
-        time.sleep(0.002 * ((rank * 7) % 3))
-        value = torch.tensor([float(rank)])
-        dist.all_reduce(value)
-        seen_sums.append(value.item())
-        return gradient
-
-    for weight in ddp.module.weights:
-        weight.register_hook(user_hook)
-    seen = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
-    return all(abs(g - 2.5).max().item() < 0.05 for g in seen), set(seen_sums)
-
-
 def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
-    assert ranks.run(interleaved_with_the_users_own) == [(True, {6.0})] * 4
+    assert ranks.run(beside_the_users_own_sums, {"hosts": TWO_BY_TWO}) == [(True, {6.0})] * 4
 
 
 class Mixed(torch.nn.Module):
