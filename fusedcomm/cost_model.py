@@ -8,7 +8,8 @@ codec stage its own fixed part + γ · elements. What these are for a cluster is
 - A bucket travels in chunks: pack → collective → reduce → collective → unpack, or pack → all-reduce → unpack. Sizes and
   numbers come from the wire layout, none are worked out here.
 - Each resource (the network, the network within a host, each codec lane) does one thing at a time, in the order in
-  which things become ready. A collective's fixed part is latency: it delays its chunk and leaves the network free.
+  which things become ready. A collective's fixed part is latency: it delays its chunk and
+  leaves the network free, but for what of it is taken by each message (`occupied_s`).
 - As many chunks are under way as the configuration allows.
 - Where ranks compute on the cores that also move the bytes, a step cannot be shorter than the sum of all that work, by
   the cores a rank has.
@@ -37,6 +38,8 @@ class Cost:
 
     fixed_s: float
     per_unit_s: float
+    occupied_s: float = 0.0
+    """Of the fixed part of a collective: so long the network is taken, however few bytes it carries."""
 
     def __call__(self, units: float) -> float:
         return self.fixed_s + units * self.per_unit_s
@@ -52,6 +55,8 @@ class Network:
     """An all-to-all, or an all-gather, of a message of n bytes: each rank sends (p−1)/p · n."""
     cpu_s_per_byte: float = 0.0
     """Of a core, for each byte that a rank sends."""
+    direct: Cost | None = None
+    """An all-reduce of chunks in a 16-bit wire; None: as `all_reduce`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +81,8 @@ class Cluster:
     """Of DDP's copies into and out of its buckets."""
     cores: float | None = None
     """That each rank has for everything; None: what computes does not move bytes."""
+    compute_cores: float = 1.0
+    """Of these, those that the model is computed on."""
     ranks_per_host: int = 1
     """More than one: `network` is a host's, shared by its ranks, and its costs are for bytes that a host sends."""
     local: Network | None = None
@@ -184,7 +191,7 @@ def predict(workload: Workload, choice: Choice, cluster: Cluster) -> Prediction:
     compute_s = workload.compute_s + copied_s
     work_s = 0.0
     if cluster.cores is not None:
-        work_s = (compute_s + codec_s + simulation.cpu_s) / cluster.cores
+        work_s = (compute_s * cluster.compute_cores + codec_s + simulation.cpu_s) / cluster.cores
     parts = {"compute": compute_s, "network": network_s, "codec": codec_s, "cores": work_s}
     bound = max(parts, key=parts.get)
     step_s = max(step_s, work_s)
@@ -239,7 +246,7 @@ class _Simulation:
             else:
                 stages = [
                     self._codec_stage("pack", codec.pack, of_chunk),
-                    *self._all_reduce(layout.chunk_nbytes),
+                    *self._all_reduce(layout.chunk_nbytes, "direct"),
                     self._codec_stage("unpack", codec.unpack, of_chunk),
                 ]
             self._chunks.append((index, ready_s if chunk == 0 else 0.0, stages))
@@ -248,13 +255,13 @@ class _Simulation:
         few = self.cluster.cores is not None and self.cluster.cores < FEW_CORES
         return _Stage("codec" if few else lane, cost(numel))
 
-    def _all_reduce(self, nbytes: float) -> list[_Stage]:
+    def _all_reduce(self, nbytes: float, kind: str = "all_reduce") -> list[_Stage]:
         """A ring over all ranks that leaves each host once."""
         p, per_host = self.cluster.world_size, self.cluster.ranks_per_host
         sent = 2 * (p - 1) / p * nbytes
-        stages = [self._transfer("network", self.cluster.network, "all_reduce", sent)] if p > per_host else []
+        stages = [self._transfer("network", self.cluster.network, kind, sent)] if p > per_host else []
         if per_host > 1:
-            stages.append(self._transfer("local", self.cluster.local, "all_reduce", sent))
+            stages.append(self._transfer("local", self.cluster.local, kind, sent))
         return stages
 
     def _exchange(self, nbytes: float, num_hosts: int, per_host: int) -> list[_Stage]:
@@ -297,11 +304,12 @@ class _Simulation:
         ]
 
     def _transfer(self, resource: str, network: Network, kind: str, nbytes: float) -> _Stage:
-        cost: Cost = getattr(network, kind)
+        cost: Cost = getattr(network, kind) or network.all_reduce
         self.cpu_s += network.cpu_s_per_byte * nbytes
         if resource == "network":
             self.sent_nbytes += round(nbytes)
-        return _Stage(resource, nbytes * cost.per_unit_s, cost.fixed_s)
+        busy_s = cost.occupied_s + nbytes * cost.per_unit_s
+        return _Stage(resource, busy_s, cost.fixed_s - cost.occupied_s)
 
     def run(self) -> list[float]:
         """When each bucket is done."""

@@ -1,0 +1,90 @@
+"""The prediction beside what is measured: real steps through DDP, by its own all-reduce and by what is recommended."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.cost_model import Cluster, Workload
+from fusedcomm.handle import attach
+from fusedcomm.probe.choices import OFF, Option, predict_option
+from fusedcomm.probe.team import Team
+from fusedcomm.probe.workload import Task, measure_workload, synthetic
+
+WARMUP_STEPS = 2
+"""DDP cuts its buckets anew after the first step."""
+MIN_STEPS, MAX_STEPS = 3, 30
+MIN_NUMEL = 1 << 20
+WARN_ERROR = 0.15
+"""A prediction that is further off is not to be relied on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One choice's step as it was predicted and as it was."""
+
+    option: Option
+    numel: int
+    measured_s: float
+    steps_s: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Of the predicted step to the measured one."""
+        return self.option.prediction.step_s / self.measured_s
+
+
+def check(
+    team: Team, task: Task, workload: Workload, cluster: Cluster, chosen: Sequence[Option], budget_s: float
+) -> list[Check]:
+    """A collective call. Where steps are too long for the budget they are those of a smaller, synthetic model."""
+    share_s = budget_s / len(chosen)
+    longest_s = max(option.prediction.step_s for option in chosen)
+    fits = share_s / (WARMUP_STEPS + MIN_STEPS + 1)
+    if longest_s > fits:
+        numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
+        task = synthetic(numel, 0.0)
+        workload = measure_workload(team, task, 0.1 * budget_s)
+        chosen = [predict_option(workload, cluster, option.wire, option.sum, option.cap_mb) for option in chosen]
+    return [_check(team, task, workload, option, share_s) for option in chosen]
+
+
+def _check(team: Team, task: Task, workload: Workload, option: Option, budget_s: float) -> Check:
+    steps = max(int(budget_s / option.prediction.step_s) - WARMUP_STEPS, MIN_STEPS)
+    seconds = measure_steps(team, task, option, min(steps, MAX_STEPS))
+    return Check(option, workload.numel, statistics.median(seconds), seconds)
+
+
+def measure_steps(team: Team, task: Task, option: Option, num_steps: int) -> list[float]:
+    """Seconds of steps of the slowest rank, after some that are not timed. A collective call."""
+    model, step, optimizer = task
+    ids = [team.device.index] if team.device.type == "cuda" else None
+    ddp = DistributedDataParallel(
+        model, device_ids=ids, process_group=team.group, init_sync=False, bucket_cap_mb=_cap_mb(option)
+    )
+    handle = None if option.wire == OFF else attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
+    try:
+        seconds = []
+        for index in range(-WARMUP_STEPS, num_steps):
+            team.barrier()
+            begin = time.perf_counter()
+            ddp.zero_grad()
+            step(ddp).backward()
+            if optimizer is not None:
+                optimizer.step()
+            team.settle()
+            if index >= 0:
+                seconds.append(time.perf_counter() - begin)
+    finally:
+        if handle is not None:
+            handle.detach()
+        model.zero_grad()
+        del ddp  # and with it its hooks on the parameters
+    return team.slowest(seconds)
+
+
+def _cap_mb(option: Option) -> float | None:
+    """None where it is DDP's own: only then its first bucket is a small one."""
+    return None if option.cap_mb == 25 else option.cap_mb

@@ -1,0 +1,43 @@
+"""Costs from times: fits that a few disturbed measurements do not move."""
+
+import statistics
+from collections.abc import Sequence
+
+from fusedcomm.cost_model import Cost
+
+Point = tuple[float, float]
+"""(units, seconds)"""
+
+
+def theil_sen(points: Sequence[Point]) -> Cost:
+    """The median slope of all pairs of points, and the median of what it leaves of each point; neither is negative.
+    One point: a slope alone.
+
+    Raises:
+        ValueError: there is no point, or all have the same units and there are several.
+    """
+    if len(points) == 1:
+        units, seconds = points[0]
+        return Cost(0.0, seconds / units)
+    slopes = [
+        (right_s - left_s) / (right - left)
+        for index, (left, left_s) in enumerate(points)
+        for right, right_s in points[index + 1 :]
+        if right != left
+    ]
+    if not slopes:
+        raise ValueError(f"no line through {list(points)}: measure at least two sizes")
+    return with_slope(points, max(0.0, statistics.median(slopes)))
+
+
+def with_slope(points: Sequence[Point], per_unit_s: float) -> Cost:
+    """The fixed part alone is fitted."""
+    return Cost(max(0.0, statistics.median(seconds - units * per_unit_s for units, seconds in points)), per_unit_s)
+
+
+def collective(alone: Sequence[Point], together: Sequence[Point]) -> Cost:
+    """Of a collective, from times of single ones and from the time that each of several under way takes: the latter is
+    the network's, what a single one takes beyond it is latency."""
+    rate = theil_sen(together)
+    latency = with_slope(alone, rate.per_unit_s).fixed_s
+    return Cost(max(latency, rate.fixed_s), rate.per_unit_s, rate.fixed_s)
