@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from _common import Row, percentiles
 from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
-from _ways import TOLERANCES, Way
+from _ways import COMPUTE, TOLERANCES, Way
 
 import fusedcomm
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES
@@ -46,6 +46,8 @@ def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
 def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option]) -> list[Row]:
     rows = []
     for name, runner in runners.items():
+        if runner.way is None:
+            continue
         seconds, prediction = sorted(runner.step_s), options[name].prediction
         median_s = statistics.median(seconds)
         figures = {
@@ -89,7 +91,7 @@ def main() -> None:
     }
     # The gradients are those of the workload, one for each parameter: far too many to read.
     document["workload"]["gradients"] = len(document["workload"]["gradients"])
-    runners = {}
+    runners = {COMPUTE: bench.compute}
     for name, option in options.items():
         runner = bench.make(way_of(option))
         if runner is not None:
@@ -101,6 +103,7 @@ def main() -> None:
             bench.turn(runners[name], arguments.steps, also_sync=False)
         bench.say(f"{bench.case}: round {index + 1} of {arguments.rounds}")
         bench.report.rows = rows_of(bench, runners, options)
+        bench.report.extra["case"]["compute_alone_s"] = statistics.median(bench.compute.step_s)
         bench.report.write()
     for runner in runners.values():
         runner.close()

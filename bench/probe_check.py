@@ -1,5 +1,5 @@
-"""Is `fusedcomm probe` right? Its predicted steps beside measured ones, over links of several speeds, and what following
-its recommendation costs beside the best choice that was measured.
+"""Is `fusedcomm probe` right? Its predicted steps beside measured ones, over links of several speeds, and what its
+recommendation costs beside the best choice that was measured.
 
     python bench/probe_check.py --link 100mbit 1gbit 10gbit unlimited --mix 0 0.5 2
 
@@ -8,9 +8,9 @@ run the probe on a model, and then, in the same processes, real training steps w
 wire, all taking turns, as bench/ddp_step.py does. --mix is a step's compute as a multiple of the time that DDP's
 gradients take at the link's speed (10 Gbit/s where it is unlimited); 0: as little as can be.
 
-A row is one choice; its figures: predicted_s, and ratio, the predicted step to the measured one. `cases` in the JSON has
-for each link and mix the greatest and the median error, the recommended and the best choice, and regret: the recommended
-one's measured step over the best one's, less 1.
+A row is one choice; its figures: predicted_s, and ratio, the predicted step to the measured one. `cases` in the JSON
+has for each link and mix the greatest and the median error, the recommended and the best choice, and regret: the
+recommended one's measured step over the best one's, less 1.
 """
 
 import argparse
@@ -126,7 +126,10 @@ def print_verdicts(report: Report) -> None:
         if row.case != case:
             case = row.case
             found = report.extra["cases"][case]
-            print(f"\n{case}: {row.numel:,} parameters, compute {found.get('compute_s', 0) * 1e3:.1f} ms")
+            print(
+                f"\n{case}: {row.numel:,} parameters, compute {found.get('compute_s', 0) * 1e3:.1f} ms in the "
+                f"probe, {found.get('compute_alone_s', 0) * 1e3:.1f} ms beside the steps"
+            )
         predicted_ms, measured_ms = row.figures["predicted_s"] * 1e3, row.median_s * 1e3
         print(
             f"  {row.impl:<{width}} predicted {predicted_ms:9.1f} ms, measured {measured_ms:9.1f} ms: "

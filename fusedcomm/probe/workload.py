@@ -162,16 +162,15 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
         for handle in handles:
             handle.remove()
         model.zero_grad()
-    # The step of all ranks is as long as the slowest one's, and the times of a rank's gradients are shares of it.
-    slowest = team.slowest([value for row in rows for value in row[:3]])
-    forward_s, backward_s, optimizer_s = (statistics.median(slowest[part::3]) for part in range(3))
-    shares = [statistics.median(row[3 + index] / row[1] for row in rows) for index in range(len(parameters))]
+    # A step of all ranks is as long as the slowest one's; its parts are shares of it.
+    total_s = statistics.median(team.slowest([sum(row[:3]) for row in rows]))
+    shares = [statistics.median(row[part] / sum(row[:3]) for row in rows) for part in range(3)]
+    shares += [statistics.median(row[3 + index] / row[1] for row in rows) for index in range(len(parameters))]
     shares = team.mean(shares)
-    order = sorted(range(len(parameters)), key=lambda index: (shares[index], -index))
-    gradients = [
-        Gradient(parameters[index].numel(), backward_s * min(shares[index], 1.0), parameters[index].dim() <= 1)
-        for index in order
-    ]
+    forward_s, backward_s, optimizer_s = (total_s * share / sum(shares[:3]) for share in shares[:3])
+    ready_s = [backward_s * min(share, 1.0) for share in shares[3:]]
+    order = sorted(range(len(parameters)), key=lambda index: (ready_s[index], -index))
+    gradients = [Gradient(parameters[index].numel(), ready_s[index], parameters[index].dim() <= 1) for index in order]
     return Workload(forward_s, backward_s, optimizer_s, gradients)
 
 
