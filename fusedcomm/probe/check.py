@@ -11,7 +11,7 @@ from fusedcomm.cost_model import Cluster, Workload
 from fusedcomm.handle import attach
 from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.team import Team
-from fusedcomm.probe.workload import Task, measure_workload, synthetic
+from fusedcomm.probe.workload import Step, Task, measure_workload, synthetic
 
 WARMUP_STEPS = 2
 """DDP cuts its buckets anew after the first step."""
@@ -52,13 +52,13 @@ def check(
 
 
 def _check(team: Team, task: Task, workload: Workload, option: Option, budget_s: float) -> Check:
-    steps = max(int(budget_s / option.prediction.step_s) - WARMUP_STEPS, MIN_STEPS)
-    seconds = measure_steps(team, task, option, min(steps, MAX_STEPS))
+    seconds = measure_steps(team, task, option, budget_s)
     return Check(option, workload.numel, statistics.median(seconds), seconds)
 
 
-def measure_steps(team: Team, task: Task, option: Option, num_steps: int) -> list[float]:
-    """Seconds of steps of the slowest rank, after some that are not timed. A collective call."""
+def measure_steps(team: Team, task: Task, option: Option, budget_s: float) -> list[float]:
+    """Seconds of steps of the slowest rank, after some that do not count. A collective call."""
+    began = time.perf_counter()
     model, step, optimizer = task
     ids = [team.device.index] if team.device.type == "cuda" else None
     ddp = DistributedDataParallel(
@@ -66,22 +66,28 @@ def measure_steps(team: Team, task: Task, option: Option, num_steps: int) -> lis
     )
     handle = None if option.wire == OFF else attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
     try:
-        seconds = []
-        for index in range(-WARMUP_STEPS, num_steps):
-            team.barrier()
-            begin = time.perf_counter()
-            ddp.zero_grad()
-            step(ddp).backward()
-            if optimizer is not None:
-                optimizer.step()
-            team.settle()
-            if index >= 0:
-                seconds.append(time.perf_counter() - begin)
+        *_, last_s = _steps(team, ddp, step, optimizer, WARMUP_STEPS)
+        left_s = budget_s - (time.perf_counter() - began)
+        (num_steps,) = team.slowest([min(max(left_s / last_s, MIN_STEPS), MAX_STEPS)])
+        return _steps(team, ddp, step, optimizer, round(num_steps))
     finally:
         if handle is not None:
             handle.detach()
         model.zero_grad()
         del ddp  # and with it its hooks on the parameters
+
+
+def _steps(team: Team, ddp: DistributedDataParallel, step: Step, optimizer, num_steps: int) -> list[float]:
+    seconds = []
+    for _ in range(num_steps):
+        team.barrier()
+        begin = time.perf_counter()
+        ddp.zero_grad()
+        step(ddp).backward()
+        if optimizer is not None:
+            optimizer.step()
+        team.settle()
+        seconds.append(time.perf_counter() - begin)
     return team.slowest(seconds)
 
 

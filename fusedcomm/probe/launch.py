@@ -14,6 +14,7 @@ from fusedcomm.config import WIRES
 from fusedcomm.probe import plot, report
 from fusedcomm.probe.run import Settings, probe
 from fusedcomm.probe.team import ProbeError
+from fusedcomm.probe.workload import script_path
 
 LOCAL_RANKS = 2
 MIN_SECONDS = 5.0
@@ -37,6 +38,11 @@ def launch(options: Options) -> int:
         device = _device()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return _run(options, device)
+    try:
+        if options.settings.script is not None:
+            script_path(options.settings.script)
+    except ProbeError as error:
+        raise UsageError(str(error)) from None
     print(
         f"fusedcomm probe: {LOCAL_RANKS} ranks on this machine's loopback, where bytes are nearly free. For a cluster, "
         "on every host:\n  torchrun --nnodes … --nproc-per-node … --rdzv-endpoint … -m fusedcomm probe",

@@ -32,10 +32,7 @@ def load(script: str) -> Callable[[], Task]:
     Raises:
         ProbeError: there is no such file or function, or the file cannot be run; names what there is.
     """
-    path, _, name = script.partition(":") if Path(script).suffix != ".py" else (script, "", "")
-    name = name or "make"
-    if not Path(path).is_file():
-        raise ProbeError(f"--script {script}: there is no file {path}: name a Python file, PATH.py or PATH.py:FUNCTION")
+    path, name = script_path(script)
     spec = importlib.util.spec_from_file_location("fusedcomm_probe_script", path)
     if spec is None:
         raise ProbeError(f"--script {script}: {path} is not a Python file: its name must end in .py")
@@ -51,6 +48,14 @@ def load(script: str) -> Callable[[], Task]:
         found = ", ".join(functions[:6]) or "none"
         raise ProbeError(f"--script {script}: {path} has no function {name}(): {SHAPE}; functions there: {found}")
     return make
+
+
+def script_path(script: str) -> tuple[str, str]:
+    """(path, name of the function). Raises ProbeError if there is no such file."""
+    path, name = (script, "make") if script.endswith(".py") else script.rpartition(":")[::2]
+    if not Path(path).is_file():
+        raise ProbeError(f"--script {script}: there is no file {path}: name a Python file, PATH.py or PATH.py:FUNCTION")
+    return path, name
 
 
 def checked(task: object) -> Task:
