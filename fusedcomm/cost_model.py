@@ -40,6 +40,8 @@ class Cost:
     per_unit_s: float
     occupied_s: float = 0.0
     """Of the fixed part of a collective: so long the network is taken, however few bytes it carries."""
+    cpu_s_per_unit: float | None = None
+    """Of a core, for a collective; None: the network's `cpu_s_per_byte`."""
 
     def __call__(self, units: float) -> float:
         return self.fixed_s + units * self.per_unit_s
@@ -305,7 +307,8 @@ class _Simulation:
 
     def _transfer(self, resource: str, network: Network, kind: str, nbytes: float) -> _Stage:
         cost: Cost = getattr(network, kind) or network.all_reduce
-        self.cpu_s += network.cpu_s_per_byte * nbytes
+        cpu_s_per_byte = network.cpu_s_per_byte if cost.cpu_s_per_unit is None else cost.cpu_s_per_unit
+        self.cpu_s += cpu_s_per_byte * nbytes
         if resource == "network":
             self.sent_nbytes += round(nbytes)
         busy_s = cost.occupied_s + nbytes * cost.per_unit_s

@@ -20,7 +20,8 @@ from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, at_rate, crossover_byt
 from fusedcomm.probe.network import Sample
 from fusedcomm.probe.network import fit as fit_network
 from fusedcomm.probe.run import Settings, probe
-from fusedcomm.probe.team import ProbeError
+from fusedcomm.probe.team import ProbeError, Team
+from fusedcomm.probe.traced import stage_points
 from fusedcomm.probe.workload import checked, load
 
 TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
@@ -53,11 +54,13 @@ def test_latency_and_rate_of_a_network(latency_s, occupied_s):
             busy_s = num_messages * (occupied_s + nbytes * per_byte_s)
             seconds = [busy_s + (latency_s - occupied_s) * (in_flight == 1) for _ in range(9)]
             seconds = [value * noise.choice((1, 1, 1, 1.01, 3)) for value in seconds]
-            samples.append(Sample("exchange", nbytes, nbytes, num_messages, in_flight, seconds))
+            cpu_s = 9 * num_messages * nbytes * 1e-9
+            samples.append(Sample("exchange", nbytes, nbytes, num_messages, in_flight, seconds, cpu_s))
     found = fit_network(samples)
     assert found.per_unit_s == pytest.approx(per_byte_s, rel=0.03)
     assert found.fixed_s == pytest.approx(latency_s, rel=0.1)
     assert found.occupied_s == pytest.approx(occupied_s, abs=3e-5)
+    assert found.cpu_s_per_unit == pytest.approx(1e-9)
 
 
 # ---- choices
@@ -278,6 +281,20 @@ def test_a_script_that_fails_fails_on_every_rank(ranks, tmp_path):
     other.write_text(SCRIPT.replace("256", "128"))
     different = ranks.run(failing_script, [good, str(other)], world_size=2)
     assert different == ["the ranks' models differ: rank 1 has other parameters than rank 0"] * 2
+
+
+def traced(rank, world_size):
+    team = Team(dist.group.WORLD, torch.device("cpu"))
+    return stage_points(team, "int8"), stage_points(team, "fp32")
+
+
+def test_stages_from_traces(ranks):
+    """As on an accelerator, where they cannot be called by themselves."""
+    (int8, fp32), _ = ranks.run(traced, world_size=2)
+    assert list(int8) == ["pack", "reduce", "unpack"]
+    for points in int8.values():
+        assert all(numel > 10_000 and 1e-6 < seconds < 1 for numel, seconds in points)
+    assert fp32["pack"][-1][1] > 0 and fp32["reduce"][-1][1] == 0
 
 
 # ---- the command

@@ -45,7 +45,7 @@ def check(
     fits = share_s / (WARMUP_STEPS + MIN_STEPS + 1)
     if longest_s > fits:
         numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
-        task = synthetic(numel, 0.0)
+        task = synthetic(numel, 0.0, team.device)
         workload = measure_workload(team, task, 0.1 * budget_s)
         chosen = [predict_option(workload, cluster, option.wire, option.sum, option.cap_mb) for option in chosen]
     return [_check(team, task, workload, option, share_s) for option in chosen]
@@ -60,10 +60,7 @@ def measure_steps(team: Team, task: Task, option: Option, budget_s: float) -> li
     """Seconds of steps of the slowest rank, after some that do not count. A collective call."""
     began = time.perf_counter()
     model, step, optimizer = task
-    ids = [team.device.index] if team.device.type == "cuda" else None
-    ddp = DistributedDataParallel(
-        model, device_ids=ids, process_group=team.group, init_sync=False, bucket_cap_mb=_cap_mb(option)
-    )
+    ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=_cap_mb(option))
     handle = None if option.wire == OFF else attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
     try:
         *_, last_s = _steps(team, ddp, step, optimizer, WARMUP_STEPS)

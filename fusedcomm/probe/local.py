@@ -2,26 +2,28 @@
 once, as in a step, since they may share memory and cores."""
 
 import dataclasses
+import itertools
 import os
+import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
-from fusedcomm import env
 from fusedcomm.config import Config, choose_codec_threads, choose_isa
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Codec
 from fusedcomm.native import _C
 from fusedcomm.probe.fit import Point, theil_sen
 from fusedcomm.probe.team import Team
+from fusedcomm.probe.traced import stage_points
 
 CHUNK_PARTS = (8, 2, 1)
 """Chunks are measured at so many parts of the size that the engine gives them."""
-MIN_ROUNDS, MAX_ROUNDS = 3, 15
-WORK_NUMEL = 1 << 15
-"""Of what a thread works on to see how many cores there are: stays in a core's own cache."""
+NUM_BUCKETS = 4
+"""That take turns, so that none is still in a cache when it is its turn again."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,35 +32,48 @@ class MeasuredLocal:
     points: dict[str, dict[str, list[Point]]]
     """By wire and stage: (elements, seconds)."""
     copy_s_per_byte: float
-    cores: float
-    isa: str
-    codec_threads: int
+    cores: float | None
+    """Of a rank; None: what computes does not move bytes."""
+    codec: str
+    """What its stages run on."""
     seconds: float
     """That measuring took."""
 
 
 def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: float | None = None) -> MeasuredLocal:
-    """A collective call, for gradients on CPU. `cores`: of a rank, if it is known."""
+    """A collective call. `cores`: of a rank, if it is known.
+
+    On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
+    """
     began = time.perf_counter()
+    on_cpu = team.device.type == "cpu"
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
     copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
-    if cores is None:
-        cores = measure_cores(team, 0.1 * budget_s)
+    if not on_cpu:
+        cores = None
+    elif cores is None:
+        cores = min(team.gather(cores_of_a_rank(team)))
     points, codecs = {}, {}
     for wire in dict.fromkeys(("fp32", *wires)):
-        points[wire] = _stages(team, codec, wire, 0.8 * budget_s / (len(wires) + 1))
+        if on_cpu:
+            points[wire] = _stages(team, codec, wire, 0.9 * budget_s / (len(wires) + 1))
+        else:
+            points[wire] = stage_points(team, wire)
         codecs[wire] = Codec(**{stage: theil_sen(points[wire][stage]) for stage in ("pack", "reduce", "unpack")})
     seconds = time.perf_counter() - began
-    return MeasuredLocal(codecs, points, copy_s_per_byte, cores, codec.isa, codec.num_threads, seconds)
+    what = f"{codec.isa} × {codec.num_threads} thread(s)" if on_cpu else "on the GPU"
+    return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what, seconds)
 
 
 def _stages(team: Team, codec: "_C.Codec", wire: str, budget_s: float) -> dict[str, list[Point]]:
-    """On chunks of a bucket as DDP makes them, which no cache holds, and workspaces that do stay in caches."""
+    """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
     if wire == "fp32":
         return _exact(team, codec, budget_s)
     points: dict[str, list[Point]] = {"pack": [], "reduce": [], "unpack": []}
     default = Config(wire=wire).chunk_nbytes_for(team.world_size, team.device.type)
-    gradient = torch.randn(DEFAULT_CAP_NBYTES // 4)
+    buckets = [torch.randn(DEFAULT_CAP_NBYTES // 4) for _ in range(NUM_BUCKETS)]
+    gradient = buckets[0]
+    turn = itertools.cycle(buckets)
     for parts in CHUNK_PARTS:
         config = Config(wire=wire, sum="two-shot", exempt=(), chunk_nbytes=max(default // parts, 4096))
         plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
@@ -70,20 +85,21 @@ def _stages(team: Team, codec: "_C.Codec", wire: str, budget_s: float) -> dict[s
 
         def each(stage: Callable, layout=layout, slots=slots) -> Callable[[], None]:
             def run() -> None:
+                bucket = next(turn)
                 for chunk in range(layout.num_chunks):
-                    stage(chunk, slots[chunk % len(slots)])
+                    stage(bucket, chunk, slots[chunk % len(slots)])
 
             return run
 
-        def pack(chunk: int, slot: torch.Tensor, layout=layout) -> None:
-            codec.pack(layout, chunk, [gradient], [], 1.0, slot)
+        def pack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
+            codec.pack(layout, chunk, [bucket], [], 1.0, slot)
 
-        def reduce(chunk: int, slot: torch.Tensor, layout=layout, sums=sums) -> None:
+        def reduce(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, sums=sums) -> None:
             # The copies are what an all-gather over gloo sends.
             codec.reduce(layout, slot, 1 / team.world_size, sums, team.world_size)
 
-        def unpack(chunk: int, slot: torch.Tensor, layout=layout) -> None:
-            codec.unpack(layout, chunk, slot, 1.0, [gradient], [])
+        def unpack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
+            codec.unpack(layout, chunk, slot, 1.0, [bucket], [])
 
         numel = gradient.numel() / layout.num_chunks
         for name, stage in (("pack", pack), ("reduce", reduce), ("unpack", unpack)):
@@ -103,8 +119,15 @@ def _exact(team: Team, codec: "_C.Codec", budget_s: float) -> dict[str, list[Poi
 
 
 def _copy_s_per_byte(team: Team, budget_s: float) -> float:
-    source, target = torch.ones(DEFAULT_CAP_NBYTES // 4), torch.zeros(DEFAULT_CAP_NBYTES // 4)
-    return _timed(team, lambda: target.copy_(source), budget_s) / DEFAULT_CAP_NBYTES
+    shape = (DEFAULT_CAP_NBYTES // 4,)
+    pairs = [[torch.full(shape, value, device=team.device) for value in (0.0, 1.0)] for _ in range(NUM_BUCKETS)]
+    turn = itertools.cycle(pairs)
+
+    def copy() -> None:
+        source, target = next(turn)
+        target.copy_(source)
+
+    return _timed(team, copy, budget_s) / DEFAULT_CAP_NBYTES
 
 
 def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float:
@@ -117,32 +140,18 @@ def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float
 # ---- cores
 
 
-def measure_cores(team: Team, budget_s: float) -> float:
-    """That a rank has for itself while all ranks work, by what as many threads of all ranks get done together as there
-    are cores for them, beside one thread alone: hosts may share a machine, and two cores may be two halves of one."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = max(1, available // (env.local_world_size() or 1))
-    work_s = 0.02
-    begin = time.perf_counter()
-    _work(100)
-    num_repeats = max(1, round(100 * work_s / (time.perf_counter() - begin)))
-    num_repeats = int(team.mean([float(num_repeats)])[0])
-    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_s / 4 / work_s)))
-    # The least of all rounds: how cores are shared shows when nothing else disturbs, and what does would count twice.
-    alone_s = min(team.time(lambda: _work(num_repeats) if team.rank == 0 else None, rounds))
-    together_s = min(team.time(lambda: _on_threads(num_threads, num_repeats), rounds))
-    return min(num_threads * alone_s / together_s, float(num_threads))
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Equal where ranks share a kernel, and thus its cores, also in containers and network namespaces with names of their
+own."""
 
 
-def _work(num_repeats: int) -> None:
-    values = torch.ones(WORK_NUMEL)
-    for _ in range(num_repeats):
-        values.mul_(1.0)  # without the GIL
+def cores_of_a_rank(team: Team) -> float:
+    """Those that this rank's machine lets its ranks use, by the number of these. A collective call.
 
-
-def _on_threads(num_threads: int, num_repeats: int) -> None:
-    threads = [threading.Thread(target=_work, args=(num_repeats,)) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    Counted and not measured: what another program takes meanwhile would count for good.
+    """
+    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    everyone = team.gather((machine, cores))
+    of_machine = [set(theirs) for name, theirs in everyone if name == machine]
+    return len(set.union(*of_machine)) / len(of_machine)

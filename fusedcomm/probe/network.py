@@ -39,6 +39,8 @@ class Sample:
     num_messages: int
     in_flight: int
     seconds: list[float]
+    cpu_s: float = 0.0
+    """Of all threads of a rank, for all rounds together."""
 
     @property
     def median_s(self) -> float:
@@ -63,8 +65,7 @@ def measure_network(team: Team, budget_s: float) -> MeasuredNetwork:
         found = bench.measure(kind, share * budget_s)
         samples += found
         fits[kind] = fit(found)
-    cpu_s_per_byte = bench.cpu_s / bench.cpu_nbytes
-    network = Network(fits["all_reduce"], fits["exchange"], cpu_s_per_byte, direct=fits["direct"])
+    network = Network(fits["all_reduce"], fits["exchange"], fits["exchange"].cpu_s_per_unit, fits["direct"])
     return MeasuredNetwork(network, samples, time.perf_counter() - began)
 
 
@@ -73,7 +74,9 @@ def fit(samples: Sequence[Sample]) -> Cost:
     together = [
         (sample.sent_nbytes, sample.median_s / sample.num_messages) for sample in samples if sample.in_flight > 1
     ]
-    return collective(points_alone(samples), together)
+    largest = max((sample for sample in samples if sample.in_flight > 1), key=lambda sample: sample.nbytes)
+    cpu_s_per_byte = largest.cpu_s / (len(largest.seconds) * largest.num_messages * largest.sent_nbytes)
+    return dataclasses.replace(collective(points_alone(samples), together), cpu_s_per_unit=cpu_s_per_byte)
 
 
 def points_alone(samples: Sequence[Sample]) -> list[Point]:
@@ -83,7 +86,6 @@ def points_alone(samples: Sequence[Sample]) -> list[Point]:
 class _Bench:
     def __init__(self, team: Team) -> None:
         self.team = team
-        self.cpu_s, self.cpu_nbytes = 0.0, 0.0
         self._config = Config()
         self._backend = team.group._get_backend(team.device)
         self._channels = [self._backend, self._backend]
@@ -132,12 +134,11 @@ class _Bench:
         def move() -> None:
             _rotate(start, slots, num_messages)
 
+        move()
         before = _cpu_s()
-        seconds = self.team.time(move, rounds)
-        if in_flight > 1:
-            self.cpu_s += _cpu_s() - before
-            self.cpu_nbytes += (rounds + 1) * num_messages * share * nbytes
-        return Sample(kind, nbytes, share * nbytes, num_messages, in_flight, seconds)
+        seconds = self.team.time(move, rounds, warmup=0)
+        (cpu_s,) = self.team.mean([_cpu_s() - before])
+        return Sample(kind, nbytes, share * nbytes, num_messages, in_flight, seconds, cpu_s)
 
 
 def _rotate(start: Callable, slots: list, num_messages: int) -> None:

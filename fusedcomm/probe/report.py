@@ -20,10 +20,9 @@ def text(findings: Findings) -> str:
 
 def _measured(findings: Findings) -> list[str]:
     network, workload, environment = findings.cluster.network, findings.workload, findings.environment
-    lines = [
-        f"{environment['world_size']} ranks, {environment['device']}, {environment['cores_of_a_rank']:.2f} cores for "
-        f"each; codec {environment['isa']} × {environment['codec_threads']} thread(s)"
-    ]
+    cores = environment["cores_of_a_rank"]
+    of_each = "" if cores is None else f", {cores:g} core(s) each"
+    lines = [f"{environment['world_size']} ranks on {environment['device']}{of_each}; codec {environment['codec']}"]
     for name, cost in (
         ("all-reduce (DDP)", network.all_reduce),
         ("all-to-all", network.exchange),

@@ -80,8 +80,8 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     network = timed("network", measure_network, team, budget_s["network"])
     workload = timed("workload", measure_workload, team, task, budget_s["workload"])
     cluster = Cluster(team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores)
-    compute_cores = min(float(torch.get_num_threads()), local.cores)
-    cluster = dataclasses.replace(cluster, compute_cores=compute_cores)
+    if local.cores is not None:
+        cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
     # Ranks agree on what is measured by taking the slowest; what is left are rounding and each rank's own CPU time.
     cluster, workload = _of_rank_0(team, (cluster, workload))
     found = options(workload, cluster, settings.wires, settings.caps_mb)
@@ -122,7 +122,7 @@ def agreed_task(team: Team, settings: Settings, task: Task | None) -> Task:
     try:
         if task is None and settings.script is not None:
             task = load(settings.script)()
-        task = synthetic(settings.params, settings.backward_s) if task is None else checked(task)
+        task = synthetic(settings.params, settings.backward_s, team.device) if task is None else checked(task)
     except ProbeError as problem:
         error = str(problem)
     except Exception as problem:
@@ -153,8 +153,7 @@ def describe(team: Team, local: MeasuredLocal) -> dict:
         "world_size": team.world_size,
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", team.world_size)),
         "torch_threads": torch.get_num_threads(),
-        "isa": local.isa,
-        "codec_threads": local.codec_threads,
+        "codec": local.codec,
         "cores_of_a_rank": local.cores,
         "chunk_nbytes": config.chunk_nbytes_for(team.world_size, team.device.type),
         "chunks_in_flight": config.chunks_in_flight,

@@ -104,14 +104,14 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(context, output: Tensor) -> tuple:
-        work(context.num_repeats)
+        work(context.num_repeats, output.device)
         # Fresh memory, as a backward pass writes it.
         return output, context.gradient.clone(), None, None
 
 
-def work(num_repeats: int) -> None:
+def work(num_repeats: int, device: torch.device) -> None:
     """Of a core, without reading or writing much."""
-    values = torch.ones(1 << 14)
+    values = torch.ones(1 << 14, device=device)
     for _ in range(num_repeats):
         values.mul_(1.0)
 
@@ -119,28 +119,30 @@ def work(num_repeats: int) -> None:
 class Synthetic(nn.Module):
     """Parameters of PARAMETER_NUMEL elements, `numel` in all, whose backward pass takes about `backward_s`."""
 
-    def __init__(self, numel: int, backward_s: float) -> None:
+    def __init__(self, numel: int, backward_s: float, device: torch.device) -> None:
         super().__init__()
         numels = [PARAMETER_NUMEL] * (numel // PARAMETER_NUMEL)
         if numel % PARAMETER_NUMEL or not numels:
             numels.append(numel % PARAMETER_NUMEL or 1)
         # Two dimensions: what has one is exempt from wires with scales.
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1, numel)) for numel in numels)
-        self._gradients = [torch.randn(1, numel) for numel in numels]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1, numel, device=device)) for numel in numels)
+        self._gradients = [torch.randn(1, numel, device=device) for numel in numels]
         begin = time.perf_counter()
-        work(2000)
+        work(2000, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         of_one_s = (time.perf_counter() - begin) / 2000
         self._num_repeats = round(backward_s / len(numels) / of_one_s)
 
     def forward(self) -> Tensor:
-        value = torch.zeros((), requires_grad=True)
+        value = torch.zeros((), requires_grad=True, device=self.weights[0].device)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             value = _Layer.apply(value, weight, gradient, self._num_repeats)
         return value
 
 
-def synthetic(numel: int, backward_s: float) -> Task:
-    return Synthetic(numel, backward_s), lambda model: model(), None
+def synthetic(numel: int, backward_s: float, device: torch.device) -> Task:
+    return Synthetic(numel, backward_s, device), lambda model: model(), None
 
 
 # ---- measuring
