@@ -1,5 +1,6 @@
 """Costs from times: fits that a few disturbed measurements do not move."""
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ Point = tuple[float, float]
 
 
 def theil_sen(points: Sequence[Point]) -> Cost:
-    """The median slope of all pairs of points, and the median of what it leaves of each point; neither is negative.
-    One point: a slope alone.
+    """The median slope of all pairs of points, each counted by how far apart its points are, and the median of what it
+    leaves of each point; neither is negative. One point: a slope alone.
 
     Raises:
         ValueError: there is no point, or all have the same units and there are several.
@@ -19,15 +20,18 @@ def theil_sen(points: Sequence[Point]) -> Cost:
     if len(points) == 1:
         units, seconds = points[0]
         return Cost(0.0, seconds / units)
-    slopes = [
-        (right_s - left_s) / (right - left)
-        for index, (left, left_s) in enumerate(points)
-        for right, right_s in points[index + 1 :]
+    pairs = itertools.combinations(points, 2)
+    slopes = sorted(
+        ((right_s - left_s) / (right - left), abs(right - left))
+        for (left, left_s), (right, right_s) in pairs
         if right != left
-    ]
+    )
     if not slopes:
         raise ValueError(f"no line through {list(points)}: measure at least two sizes")
-    return with_slope(points, max(0.0, statistics.median(slopes)))
+    half = sum(weight for _, weight in slopes) / 2
+    below = itertools.accumulate(weight for _, weight in slopes)
+    slope = next(slope for (slope, _), weight in zip(slopes, below, strict=True) if weight >= half)
+    return with_slope(points, max(0.0, slope))
 
 
 def with_slope(points: Sequence[Point], per_unit_s: float) -> Cost:
