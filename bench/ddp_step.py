@@ -35,7 +35,7 @@ from pathlib import Path
 import hosts
 from _common import Report, Row, print_table, with_ratios
 from _models import MODELS
-from _namespaces import NetworkError, problem
+from _namespaces import CONGESTION, NetworkError, problem
 from _ways import DEFAULT, TUNED, ways_by_name
 
 NOT_MEASURED = {
@@ -53,6 +53,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
     parser.add_argument("--link", nargs="+", default=["1gbit"], help="each host's, each way (1gbit)")
     parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
+    parser.add_argument(
+        "--congestion", default=CONGESTION, help=f"control that TCP has: cubic, reno, bbr ({CONGESTION})"
+    )
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["transformer"])
     parser.add_argument("--params", type=float, default=10e6, help="numel of the model (10e6)")
     parser.add_argument("--size", type=int, default=16, help="sequence length, or side of an image (16)")
@@ -84,7 +87,7 @@ def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Pat
     worker = [str(Path(__file__).with_name("_ddp_step_rank.py")), str(results)]
     worker.append(json.dumps({**vars(arguments), "model": model}))
     if arguments.hosts:
-        with hosts.make(arguments.hosts, link, arguments.subnet) as cluster:
+        with hosts.make(arguments.hosts, link, arguments.subnet, arguments.congestion) as cluster:
             return cluster.torchrun(worker, arguments.ranks_per_host)
     ranks = f"--nproc-per-node={arguments.ranks_per_host}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]

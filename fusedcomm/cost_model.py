@@ -211,8 +211,9 @@ class _Simulation:
         self._two_levels = bool(config and config.hosts is not None and cluster.ranks_per_host > 1)
         if config is not None:
             per_host = cluster.ranks_per_host if self._two_levels else 1
-            self._native = config.native(cluster.world_size, "cpu" if cluster.cores is not None else "cuda", per_host)
-        self._num_slots = config.chunks_in_flight if config else None
+            device = "cpu" if cluster.cores is not None else "cuda"
+            self._native = config.native(cluster.world_size, device, per_host)
+        self._num_slots = config.chunks_in_flight_for(cluster.world_size, device) if config else None
         self._chunks: list[tuple[int, float, list[_Stage]]] = []  # bucket, when it is ready, stages
         self._num_buckets = 0
 
