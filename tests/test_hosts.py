@@ -319,6 +319,9 @@ def test_training_steps_on_two_hosts(tmp_path):
         # Faster than the line would mean that the link is not limited; by 1 ms it may be ahead.
         assert rows[impl]["best_s"] >= 0.9 * (nbytes * 8 / 100e6 - 2e-3)
     assert document["cases"]["transformer/100mbit"]["wire_nbytes_from"] == "eth0 of each host"
+    bf16 = rows["fusedcomm bf16"]["figures"]
+    assert bf16["bytes_ratio"] == pytest.approx(2, rel=0.1)
+    assert 0.5 < bf16["of_ideal"] < 1.1
 
 
 def test_percentiles_and_models():
