@@ -287,7 +287,8 @@ def recommend(rows: Sequence[Row]) -> str:
         gain = plain.step_s / fastest
         return f"leave it off: {plain.bound}-bound, and the fastest way is {gain:.2f} times as fast as DDP{instead}"
     exacter = [row for row in others if "int4" not in row.attach]
-    if exacter and min(row.step_s for row in exacter) < min(plain.step_s, fastest / (1 - WORTH_INT4)):
+    limit = min(plain.step_s * (1 - WORTHWHILE), fastest / (1 - WORTH_INT4))
+    if exacter and min(row.step_s for row in exacter) <= limit:
         others = exacter
         fastest = min(row.step_s for row in others)
     chosen = next(row for row in others if row.step_s <= fastest * (1 + WORTHWHILE))
