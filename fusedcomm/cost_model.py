@@ -159,7 +159,7 @@ class Prediction:
     network_s: float
     """The network is busy for so long, latencies not counted."""
     sent_nbytes: int
-    """By a rank; with several ranks on a host, by a host to others."""
+    """By a rank; with several ranks on a host, by a host to others (none to itself)."""
     num_buckets: int
     bound: str
     """What the step is made of for the most part: "compute", "network", "codec", "latency" or "cores"."""
@@ -317,10 +317,9 @@ class _Simulation:
         ]
 
     def _two_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec, num_hosts, per_host = self.cluster.codec(plan.layout.wire), self.cluster.num_hosts, 1
-        nbytes = plan.layout.chunk_nbytes
+        codec, nbytes = self.cluster.codec(plan.layout.wire), plan.layout.chunk_nbytes
+        num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
         if not self._two_levels:
-            per_host = self.cluster.ranks_per_host
             return [
                 self._codec_stage("pack", codec.pack(numel)),
                 *self._exchange(nbytes, num_hosts, per_host),
@@ -328,7 +327,7 @@ class _Simulation:
                 *self._gather(nbytes, num_hosts, per_host),
                 self._codec_stage("unpack", codec.unpack(numel)),
             ]
-        per_host, host_layout = self.cluster.ranks_per_host, plan.host_layouts[0]
+        host_layout = plan.host_layouts[0]
         local, between = self.cluster.codec(host_layout.wire), nbytes / per_host
         return [
             self._codec_stage("pack", local.pack(numel)),
@@ -341,13 +340,19 @@ class _Simulation:
             self._codec_stage("unpack", codec.unpack(numel)),
         ]
 
+    def _levels(self, num_hosts: int, per_host: int) -> dict[str, Network]:
+        """What a collective of so many hosts and of so many ranks on each of them goes over."""
+        levels = {"network": self.cluster.network} if num_hosts > 1 else {}
+        return {**levels, "local": self.cluster.local} if per_host > 1 else levels
+
     def _all_reduce(self, nbytes: float) -> list[_Stage]:
         """Over all ranks; round a ring that leaves each host once."""
-        p, network = self.cluster.world_size, self.cluster.network
-        sent = 2 * (p - 1) / p * nbytes
-        ways = [self._collective("all_reduce", sent, sent, self.cluster.num_hosts, self.cluster.ranks_per_host)]
-        if network.tree is not None:
-            ways.append(self._collective("tree", sent, sent, self.cluster.num_hosts, self.cluster.ranks_per_host))
+        p = self.cluster.world_size
+        levels = self._levels(self.cluster.num_hosts, self.cluster.ranks_per_host)
+        sent = dict.fromkeys(levels, 2 * (p - 1) / p * nbytes)
+        ways = [self._collective("all_reduce", levels, sent)]
+        if all(level.tree is not None for level in levels.values()):
+            ways.append(self._collective("tree", levels, sent))
         return min(ways, key=lambda stages: sum(stage.alone_s for stage in stages))
 
     def _exchange(self, nbytes: float, num_hosts: int, per_host: int) -> list[_Stage]:
@@ -355,34 +360,32 @@ class _Simulation:
         p = num_hosts * per_host
         # The ranks of a host share what leads out of it, whether they take part in the same exchange or not.
         between = self.cluster.ranks_per_host * (p - per_host) / p * nbytes
-        return self._collective("exchange", between, (per_host - 1) / p * nbytes, num_hosts, per_host)
+        sent = {"network": between, "local": (per_host - 1) / p * nbytes}
+        return self._collective("exchange", self._levels(num_hosts, per_host), sent)
 
     def _gather(self, nbytes: float, num_hosts: int, per_host: int) -> list[_Stage]:
-        p = num_hosts * per_host
-        if (self.cluster.network if num_hosts > 1 else self.cluster.local or self.cluster.network).gather is None:
+        levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
+        if any(level.gather is None for level in levels.values()):
             return self._exchange(nbytes, num_hosts, per_host)
-        sent = (p - 1) / p * nbytes
-        # As many rings at once as ranks of a host are in rings of their own.
-        rings = self.cluster.ranks_per_host // per_host
-        return self._collective("gather", rings * sent, sent, num_hosts, per_host)
+        # Ranks of a host that are not in the same ring have rings of their own.
+        rings, sent = self.cluster.ranks_per_host // per_host, (p - 1) / p * nbytes
+        return self._collective("gather", levels, {"network": rings * sent, "local": sent})
 
-    def _collective(self, kind: str, between: float, within: float, num_hosts: int, per_host: int) -> list[_Stage]:
-        """That sends `between` bytes out of a host and, of each rank, `within` inside it. Of one rank: none."""
-        levels = [("network", self.cluster.network, between)] if num_hosts > 1 else []
-        levels += [("local", self.cluster.local, within)] if per_host > 1 else []
+    def _collective(self, kind: str, levels: Mapping[str, Network], sent: Mapping[str, float]) -> list[_Stage]:
+        """sent: bytes, by a host over "network" and by a rank over "local". With no level there is nothing to do."""
         if not levels:
             return []
         busy_s, latency_s, cpu_s = {}, 0.0, 0.0
-        for resource, network, nbytes in levels:
-            cost: Cost = getattr(network, kind)
-            busy_s[resource] = nbytes * cost.per_unit_s
+        for name, level in levels.items():
+            cost: Cost = getattr(level, kind)
+            busy_s[name] = sent[name] * cost.per_unit_s
             latency_s += cost.fixed_s
-            of_rank = nbytes / self.cluster.ranks_per_host if resource == "network" else nbytes
-            cpu_s += of_rank * network.cpu_s_per_byte
-        network_s = max(busy_s.values())
+            of_rank = sent[name] / self.cluster.ranks_per_host if name == "network" else sent[name]
+            cpu_s += of_rank * level.cpu_s_per_byte
+        network_s, sent_nbytes = max(busy_s.values()), sent["network"] if "network" in levels else 0.0
         if self._on_streams:
             busy_s, latency_s = {"wire stream": network_s + latency_s}, 0.0
-        return [_Stage(busy_s, latency_s, network_s, between if num_hosts > 1 else 0.0, cpu_s)]
+        return [_Stage(busy_s, latency_s, network_s, sent_nbytes, cpu_s)]
 
     def run(self) -> list[float]:
         """When each bucket is done."""

@@ -69,9 +69,9 @@ class Hardware:
     """See cost_model.Cluster."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "ranks_per_host"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: use at least 1")
+        for name, least in (("ranks", 2), ("ranks_per_host", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is not possible: use at least {least}")
         if self.ranks % self.ranks_per_host:
             raise ValueError(
                 f"ranks={self.ranks} do not fill hosts of ranks_per_host={self.ranks_per_host}: use a multiple of it"
@@ -212,7 +212,7 @@ class Row:
     efficiency: float
     """A step without synchronisation, as part of this one."""
     sent_nbytes: int
-    """By a host to others; on one host, by a rank."""
+    """By a host to others."""
     exposed_s: float
     num_buckets: int
     bound: str
@@ -285,7 +285,9 @@ def recommend(rows: Sequence[Row]) -> str:
     if fastest > plain.step_s * (1 - WORTHWHILE):
         instead = "" if plain is default else f"; DDP(…, bucket_cap_mb={plain.cap_mib:g}) alone is {plain.speedup:.2f}×"
         gain = plain.step_s / fastest
-        return f"leave it off: {plain.bound}-bound, and the fastest way is {gain:.2f} times as fast as DDP{instead}"
+        # A step that waits, though mostly it computes: if fewer bytes do not help, it is not bytes that it waits for.
+        bound = "latency" if plain.bound == "compute" else plain.bound
+        return f"leave it off: {bound}-bound, and the fastest way is {gain:.2f} times as fast as DDP{instead}"
     exacter = [row for row in others if "int4" not in row.attach]
     limit = min(plain.step_s * (1 - WORTHWHILE), fastest / (1 - WORTH_INT4))
     if exacter and min(row.step_s for row in exacter) <= limit:

@@ -117,6 +117,8 @@ def _step_s(args: argparse.Namespace) -> float:
     if (args.step_ms is None) == (args.samples_per_s is None):
         raise ValueError("how long does one GPU take? use one of --step-ms and --samples-per-s")
     if args.step_ms is not None:
+        if not 0 < args.step_ms < 1e12:
+            raise ValueError(f"--step-ms {args.step_ms:g} is not possible: use a positive number")
         return args.step_ms / 1e3
     if args.batch is None or not args.batch > 0 or not args.samples_per_s > 0:
         raise ValueError(
