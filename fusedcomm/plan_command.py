@@ -47,6 +47,16 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.set_defaults(run=run)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Picture:
+    label: str
+    """Of the values."""
+    series: dict[str, dict[str, float]]
+    """By name: values by what is written below them."""
+    ordered: bool = False
+    """What is written below is a scale: points are joined."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Raises UsageError for arguments that are impossible, ImportError where something is not installed."""
     from fusedcomm.cli import UsageError
@@ -55,22 +65,22 @@ def run(args: argparse.Namespace) -> int:
         _pyplot()  # before the work
     try:
         if args.preset is None:
-            written, series = _plan(args)
+            written, picture = _plan(args)
         else:
-            written, series = _horovod() if args.preset == "horovod-2018" else _bucket_size()
+            written, picture = _horovod() if args.preset == "horovod-2018" else _bucket_size()
     except ValueError as error:
         raise UsageError(str(error)) from error
     try:
         if args.json is not None:
             args.json.write_text(json.dumps(written, indent=1) + "\n")
         if args.plot is not None:
-            _draw(args.plot, series)
+            _draw(args.plot, picture)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}; name another file") from error
     return 0
 
 
-def _plan(args: argparse.Namespace) -> tuple[dict, dict[str, dict[str, float]]]:
+def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     from fusedcomm import paper_plan
 
     if args.ranks is None:
@@ -98,7 +108,8 @@ def _plan(args: argparse.Namespace) -> tuple[dict, dict[str, dict[str, float]]]:
         "rows": [dataclasses.asdict(row) for row in rows],
         "recommendation": recommendation,
     }
-    return written, {"step, ms": {row.way: row.step_s * 1e3 for row in rows}}
+    steps = {f"{row.way}, {row.cap_mib:g} MiB": row.step_s * 1e3 for row in rows}
+    return written, _Picture("step, ms", {"predicted": steps})
 
 
 def _parameters(args: argparse.Namespace) -> Sequence[architectures.Parameter]:
@@ -127,7 +138,7 @@ def _step_s(args: argparse.Namespace) -> float:
     return args.batch / args.samples_per_s
 
 
-def _horovod() -> tuple[dict, dict[str, dict[str, float]]]:
+def _horovod() -> tuple[dict, _Picture]:
     from fusedcomm import published
 
     rows, assumptions = published.horovod(), published.horovod_assumptions()
@@ -136,14 +147,16 @@ def _horovod() -> tuple[dict, dict[str, dict[str, float]]]:
     for row in rows:
         off = row.predicted / row.published - 1
         print(f"{row.model:<20} {row.ranks:>5} {row.published:>10.0%} {row.predicted:>7.1%} {off:>+7.1%}")
-    bars = {
+    series = {
         name: {f"{row.model}\n{row.ranks} GPUs": getattr(row, name) for row in rows}
         for name in ("published", "predicted")
     }
-    return {"assumptions": assumptions, "rows": [dataclasses.asdict(row) for row in rows]}, bars
+    return {"assumptions": assumptions, "rows": [dataclasses.asdict(row) for row in rows]}, _Picture(
+        "scaling efficiency", series
+    )
 
 
-def _bucket_size() -> tuple[dict, dict[str, dict[str, float]]]:
+def _bucket_size() -> tuple[dict, _Picture]:
     from fusedcomm import published
 
     curves, assumptions = published.bucket_size(), published.bucket_assumptions()
@@ -160,7 +173,8 @@ def _bucket_size() -> tuple[dict, dict[str, dict[str, float]]]:
         }
         for curve in reversed(curves)  # the one with the most sizes first: they are in its order on the axis
     }
-    return {"assumptions": assumptions, "rows": rows}, lines
+    picture = _Picture("step, relative to the best, by MiB of a bucket", lines, ordered=True)
+    return {"assumptions": assumptions, "rows": rows}, picture
 
 
 def _print_assumptions(assumptions: dict[str, str]) -> None:
@@ -193,12 +207,15 @@ def _pyplot():
     return pyplot
 
 
-def _draw(path: Path, series: dict[str, dict[str, float]]) -> None:
+def _draw(path: Path, picture: _Picture) -> None:
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for name, values in series.items():
-        axes.plot(list(values), list(values.values()), "o" if len(series) < 3 else "o-", label=name)
-    axes.tick_params(axis="x", rotation=30)
+    for name, values in picture.series.items():
+        axes.plot(list(values), list(values.values()), "o-" if picture.ordered else "o", label=name)
+    if not picture.ordered:
+        axes.set_ylim(bottom=0)
+        pyplot.setp(axes.get_xticklabels(), rotation=30, ha="right")
+    axes.set_ylabel(picture.label)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

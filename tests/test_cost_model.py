@@ -138,6 +138,16 @@ def test_on_few_cores_codec_lanes_take_turns():
     assert together == pytest.approx(16 * numel * 1e-6)
 
 
+def test_lanes_that_run_side_by_side_are_not_added_up():
+    # Pack and unpack take 0.2 s each, beside one another, in a step of 0.6 s.
+    slow = {wire: Codec(*[Cost(0, 0.2 / NUMEL)] * 3) for wire in CODECS}
+    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    ranks = cluster(codecs=slow, network=Network(Cost(0, 0), Cost(0, 0)), copy_s_per_byte=0.0)
+    found = predict(one_bucket(), Choice(config), ranks)
+    assert found.step_s == pytest.approx(0.35 + 9 / 8 * 0.2)
+    assert found.bound == "compute"
+
+
 def test_exempt_elements_travel_in_fp32_and_are_packed():
     config = Config(wire="int8", chunk_nbytes=1 << 24)
     exempt = NUMEL // 2
