@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from fusedcomm import plan_command
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
@@ -41,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--ranks", type=_positive, help="processes to start (default: 2; under torchrun: its own)")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.json and demo.png")
     demo.set_defaults(run=_run_demo)
+
+    plan_command.add_to(commands)
     return parser
 
 
