@@ -21,6 +21,7 @@ from fusedcomm.probe.traced import stage_points
 
 CHUNK_PARTS = (8, 2, 1)
 """Chunks are measured at so many parts of the size that the engine gives them."""
+NUM_WORKSPACES = 4
 NUM_BUCKETS = 4
 """That take turns, so that none is still in a cache when it is its turn again."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
@@ -78,7 +79,7 @@ def _stages(team: Team, codec: "_C.Codec", wire: str, budget_s: float) -> dict[s
         config = Config(wire=wire, sum="two-shot", exempt=(), chunk_nbytes=max(default // parts, 4096))
         plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
         layout = plan.layout
-        slots = [torch.zeros(layout.chunk_nbytes, dtype=torch.uint8) for _ in range(config.chunks_in_flight)]
+        slots = [torch.zeros(layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
         sums = torch.zeros(layout.part_stride * team.world_size, dtype=torch.uint8)
         for chunk, slot in enumerate(slots):
             codec.pack(layout, chunk % layout.num_chunks, [gradient], [], 1.0, slot)

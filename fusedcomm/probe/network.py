@@ -99,7 +99,7 @@ class _Bench:
         else:
             chunk_nbytes = self._config.chunk_nbytes_for(self.team.world_size, self.team.device.type)
             sizes = tuple(chunk_nbytes // part for part in (16, 4, 2, 1))
-            in_flight = self._config.chunks_in_flight
+            in_flight = self._config.chunks_in_flight_for(self.team.world_size, self.team.device.type)
             num_messages = MESSAGES_OF_A_SLOT * in_flight
         estimate = theil_sen([(n, self._sample(kind, n, 1, 1, 3).median_s) for n in PAIR_NBYTES])
         of_a_size_s = budget_s / len(sizes) / 2

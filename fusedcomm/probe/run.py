@@ -14,6 +14,7 @@ from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Workload
 from fusedcomm.probe.check import Check, check
 from fusedcomm.probe.choices import Option, Recommendation, crossover_bytes_s, options, recommend
+from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.local import MeasuredLocal, measure_local
 from fusedcomm.probe.network import MeasuredNetwork, measure_network
 from fusedcomm.probe.team import ProbeError, Team
@@ -33,7 +34,7 @@ class Settings:
     """Without a script: of a step to be predicted."""
     seconds: float = 60.0
     wires: tuple[str, ...] = ("bf16", "int8", "fp8", "int4")
-    accept: tuple[str, ...] = ("bf16", "int8")
+    accept: tuple[str, ...] = ACCEPT
     """Those of the wires that may be recommended."""
     caps_mb: tuple[float, ...] = (5.0, 25.0, 100.0)
     cores: float | None = None
@@ -156,5 +157,5 @@ def describe(team: Team, local: MeasuredLocal) -> dict:
         "codec": local.codec,
         "cores_of_a_rank": local.cores,
         "chunk_nbytes": config.chunk_nbytes_for(team.world_size, team.device.type),
-        "chunks_in_flight": config.chunks_in_flight,
+        "chunks_in_flight": config.chunks_in_flight_for(team.world_size, team.device.type),
     }
