@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import dataclasses
 import json
 import statistics
 import sys
@@ -86,11 +85,8 @@ def main() -> None:
     bench.report.extra["case"] = {
         "compute_s": findings.workload.compute_s,
         "reason": recommendation.reason,
-        "cluster": {**dataclasses.asdict(findings.cluster.network), "cores": findings.cluster.cores},
         "probe": document,
     }
-    # The gradients are those of the workload, one for each parameter: far too many to read.
-    document["workload"]["gradients"] = len(document["workload"]["gradients"])
     runners = {COMPUTE: bench.compute}
     for name, option in options.items():
         runner = bench.make(way_of(option))

@@ -236,7 +236,7 @@ def test_the_json_has_everything(probed):
         of_kind = [sample for sample in document["network"]["samples"] if sample["kind"] == kind]
         assert {sample["in_flight"] > 1 for sample in of_kind} == {True, False}
         assert all(min(sample["seconds"]) > 0 for sample in of_kind)
-    assert document["network"]["cpu_s_per_byte"] > 0
+    assert document["network"]["exchange"]["cpu_s_per_unit"] > 0
     assert set(document["local"]["codecs"]) == set(document["local"]["points"]) == {"fp32", "bf16", "int8"}
     assert 0 < document["local"]["cores"] <= os.cpu_count()
     assert document["workload"]["numel"] == TINY.params and document["workload"]["backward_s"] > 0

@@ -65,7 +65,7 @@ def measure_network(team: Team, budget_s: float) -> MeasuredNetwork:
         found = bench.measure(kind, share * budget_s)
         samples += found
         fits[kind] = fit(found)
-    network = Network(fits["all_reduce"], fits["exchange"], fits["exchange"].cpu_s_per_unit, fits["direct"])
+    network = Network(**fits)
     return MeasuredNetwork(network, samples, time.perf_counter() - began)
 
 
