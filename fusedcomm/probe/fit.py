@@ -9,6 +9,9 @@ from fusedcomm.cost_model import Cost
 Point = tuple[float, float]
 """(units, seconds)"""
 
+MIN_SHARE_OF_BYTES = 0.05
+"""Of the time of the largest message: where bytes take less, their rate is lost in what every message takes."""
+
 
 def theil_sen(points: Sequence[Point]) -> Cost:
     """The median slope of all pairs of points, each counted by how far apart its points are, and the median of what it
@@ -41,7 +44,12 @@ def with_slope(points: Sequence[Point], per_unit_s: float) -> Cost:
 
 def collective(alone: Sequence[Point], together: Sequence[Point]) -> Cost:
     """Of a collective, from times of single ones and from the time that each of several under way takes: the latter is
-    the network's, what a single one takes beyond it is latency."""
+    the network's, what a single one takes beyond it is latency. That is no less than the smallest one takes: a link
+    that was idle carries the next bytes faster than the line (a shaper's burst), and single ones begin after a pause."""
     rate = theil_sen(together)
-    latency = with_slope(alone, rate.per_unit_s).fixed_s
-    return Cost(max(latency, rate.fixed_s), rate.per_unit_s, rate.fixed_s)
+    largest, largest_s = max(together)
+    if rate.per_unit_s * largest < MIN_SHARE_OF_BYTES * largest_s:
+        rate = with_slope(together, MIN_SHARE_OF_BYTES * largest_s / largest)
+    least, least_s = min(alone)
+    latency_s = max(with_slope(alone, rate.per_unit_s).fixed_s, least_s - least * rate.per_unit_s)
+    return Cost(max(latency_s, rate.fixed_s), rate.per_unit_s, rate.fixed_s)

@@ -101,9 +101,10 @@ class _Bench:
             sizes = tuple(chunk_nbytes // part for part in (16, 4, 2, 1))
             in_flight = self._config.chunks_in_flight_for(self.team.world_size, self.team.device.type)
             num_messages = MESSAGES_OF_A_SLOT * in_flight
-        estimate = theil_sen([(n, self._sample(kind, n, 1, 1, 3).median_s) for n in PAIR_NBYTES])
+        smallest, other = (self._sample(kind, nbytes, 1, 1, MAX_ROUNDS) for nbytes in PAIR_NBYTES)
+        estimate = theil_sen([(smallest.nbytes, smallest.median_s), (other.nbytes, other.median_s)])
         of_a_size_s = budget_s / len(sizes) / 2
-        samples = []
+        samples = [smallest]
         for nbytes in sizes:
             expected_s = estimate(nbytes)
             if nbytes > sizes[1] and MIN_ROUNDS * expected_s * num_messages > 2 * of_a_size_s:
