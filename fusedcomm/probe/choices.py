@@ -147,8 +147,8 @@ def _ms(seconds: float) -> str:
 # ---- other links than the one that was measured
 
 
-FASTEST_BYTES_S = 1e11
-"""Of the links that are considered: faster ones than there are."""
+SLOWEST_BYTES_S, FASTEST_BYTES_S = 1e6, 1e11
+"""Of the links that are considered."""
 
 
 def link_bytes_s(cluster: Cluster) -> float:
@@ -175,19 +175,19 @@ def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
 
 def crossover_bytes_s(workload: Workload, cluster: Cluster, wire: str, cap_mb: float) -> float | None:
     """On links up to this fast the wire makes a step shorter by WORTHWHILE at least: FASTEST_BYTES_S means on all, None
-    on none from 1 MB/s on."""
+    on none from SLOWEST_BYTES_S on."""
 
     def pays(bytes_s: float) -> bool:
         there = at_rate(cluster, bytes_s)
         off, ours = (predict_option(workload, there, name, "auto", cap_mb) for name in (OFF, wire))
         return _step_s(ours) < (1 - WORTHWHILE) * _step_s(off)
 
-    rates = [FASTEST_BYTES_S * 10 ** (-index / 4) for index in range(21)]
-    paying = [rate for rate in rates if pays(rate)]
-    if not paying or paying[0] == FASTEST_BYTES_S:
-        return paying[0] if paying else None
-    low, high = paying[0], paying[0] * 10**0.25
-    for _ in range(8):
+    low, high = SLOWEST_BYTES_S, FASTEST_BYTES_S
+    if pays(high):
+        return high
+    if not pays(low):
+        return None
+    for _ in range(10):  # to within 1%
         middle = (low * high) ** 0.5
         low, high = (middle, high) if pays(middle) else (low, middle)
     return low

@@ -44,8 +44,8 @@ def with_slope(points: Sequence[Point], per_unit_s: float) -> Cost:
 
 def collective(alone: Sequence[Point], together: Sequence[Point]) -> Cost:
     """Of a collective, from times of single ones and from the time that each of several under way takes: the latter is
-    the network's, what a single one takes beyond it is latency. That is no less than the smallest one takes: a link
-    that was idle carries the next bytes faster than the line (a shaper's burst), and single ones begin after a pause."""
+    the network's, what a single one takes beyond it is latency. That is no less than the smallest one takes: single
+    ones begin after a pause, and after that a shaped link carries a burst faster than its line."""
     rate = theil_sen(together)
     largest, largest_s = max(together)
     if rate.per_unit_s * largest < MIN_SHARE_OF_BYTES * largest_s:

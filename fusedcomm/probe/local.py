@@ -55,9 +55,11 @@ def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: floa
     elif cores is None:
         cores = min(team.gather(cores_of_a_rank(team)))
     points, codecs = {}, {}
+    first = torch.randn(DEFAULT_CAP_NBYTES // 4)
+    buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
     for wire in dict.fromkeys(("fp32", *wires)):
         if on_cpu:
-            points[wire] = _stages(team, codec, wire, 0.9 * budget_s / (len(wires) + 1))
+            points[wire] = _stages(team, codec, buckets, wire, 0.9 * budget_s / (len(wires) + 1))
         else:
             points[wire] = stage_points(team, wire)
         codecs[wire] = Codec(**{stage: theil_sen(points[wire][stage]) for stage in ("pack", "reduce", "unpack")})
@@ -66,13 +68,14 @@ def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: floa
     return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what, seconds)
 
 
-def _stages(team: Team, codec: "_C.Codec", wire: str, budget_s: float) -> dict[str, list[Point]]:
+def _stages(
+    team: Team, codec: "_C.Codec", buckets: list[torch.Tensor], wire: str, budget_s: float
+) -> dict[str, list[Point]]:
     """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
     if wire == "fp32":
-        return _exact(team, codec, budget_s)
+        return _exact(team, codec, buckets[0], budget_s)
     points: dict[str, list[Point]] = {"pack": [], "reduce": [], "unpack": []}
     default = Config(wire=wire).chunk_nbytes_for(team.world_size, team.device.type)
-    buckets = [torch.randn(DEFAULT_CAP_NBYTES // 4) for _ in range(NUM_BUCKETS)]
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
     for parts in CHUNK_PARTS:
@@ -109,10 +112,9 @@ def _stages(team: Team, codec: "_C.Codec", wire: str, budget_s: float) -> dict[s
     return points
 
 
-def _exact(team: Team, codec: "_C.Codec", budget_s: float) -> dict[str, list[Point]]:
+def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: float) -> dict[str, list[Point]]:
     """A bucket in its own memory is scaled there, once."""
     points = []
-    gradient = torch.randn(DEFAULT_CAP_NBYTES // 4)
     for parts in (8, 1):
         part = gradient[: gradient.numel() // parts]
         points.append((part.numel(), _timed(team, lambda part=part: codec.scale_in_place([part], 1.0), budget_s / 2)))

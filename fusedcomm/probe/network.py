@@ -22,7 +22,7 @@ PAIR_NBYTES = (4 << 10, 256 << 10)
 DDP_NBYTES = (64 << 10, 1 << 20, 5 << 20, DEFAULT_CAP_NBYTES)
 DDP_IN_FLIGHT = 2
 """A gloo group works on two collectives at once."""
-MESSAGES_OF_A_SLOT = 5
+MIN_MESSAGES_OF_A_SLOT, MAX_MESSAGES_OF_A_SLOT = 2, 5
 """So many one after the other: filling and draining a link is a small part of it."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 
@@ -95,21 +95,23 @@ class _Bench:
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
         if kind == "all_reduce":
-            sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, DDP_IN_FLIGHT
+            sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, MIN_MESSAGES_OF_A_SLOT * DDP_IN_FLIGHT
         else:
             chunk_nbytes = self._config.chunk_nbytes_for(self.team.world_size, self.team.device.type)
-            sizes = tuple(chunk_nbytes // part for part in (16, 4, 2, 1))
+            sizes = tuple(chunk_nbytes // part for part in (16, 4, 1))
             in_flight = self._config.chunks_in_flight_for(self.team.world_size, self.team.device.type)
-            num_messages = MESSAGES_OF_A_SLOT * in_flight
+            num_messages = MAX_MESSAGES_OF_A_SLOT * in_flight
         smallest, other = (self._sample(kind, nbytes, 1, 1, MAX_ROUNDS) for nbytes in PAIR_NBYTES)
         estimate = theil_sen([(smallest.nbytes, smallest.median_s), (other.nbytes, other.median_s)])
         of_a_size_s = budget_s / len(sizes) / 2
         samples = [smallest]
         for nbytes in sizes:
             expected_s = estimate(nbytes)
-            if nbytes > sizes[1] and MIN_ROUNDS * expected_s * num_messages > 2 * of_a_size_s:
+            if kind == "all_reduce" and nbytes > sizes[1] and MIN_ROUNDS * expected_s * num_messages > 2 * of_a_size_s:
                 continue  # this link is too slow for that; smaller ones tell its rate
-            for count, under_way in ((1, 1), (num_messages, in_flight)):
+            fits = int(of_a_size_s / (MIN_ROUNDS * expected_s))
+            together = min(max(fits, MIN_MESSAGES_OF_A_SLOT * in_flight), num_messages)
+            for count, under_way in ((1, 1), (together, in_flight)):
                 rounds = min(max(int(of_a_size_s / (count * expected_s)), MIN_ROUNDS), MAX_ROUNDS)
                 samples.append(self._sample(kind, nbytes, count, under_way, rounds))
             if len(points := [(sample.nbytes, sample.median_s) for sample in samples if sample.in_flight == 1]) > 1:

@@ -8,7 +8,7 @@ from fusedcomm.probe.run import Findings
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
-NUM_RATES = 41
+NUM_RATES = 25
 DECADES = 2.0
 """To each side of the link that was measured."""
 
