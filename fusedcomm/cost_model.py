@@ -29,6 +29,7 @@ from fusedcomm.native import _C
 FIRST_BUCKET_NBYTES = 1 << 20
 DEFAULT_CAP_NBYTES = 25 << 20
 """How DDP cuts its buckets unless it is told otherwise."""
+MAX_DELAYS = 4
 FEW_CORES = 3
 """With fewer for each rank, the codec's lanes take turns on them instead of running side by side."""
 
@@ -205,17 +206,20 @@ def predict(
     """One step of every rank, all alike and beginning together. buckets: if not as DDP cuts them."""
     if buckets is None:
         buckets = cut_buckets(workload.gradients, choice.cap_nbytes)
-    prediction, overlapped_s = _predict(workload, choice, cluster, buckets, stretch=1.0)
-    if cluster.cores is None and cluster.slowdown > 0 and workload.backward_s > 0:
-        stretch = 1 + cluster.slowdown * overlapped_s / workload.backward_s
-        prediction, _ = _predict(workload, choice, cluster, buckets, stretch)
+    prediction, delay_s = _predict(workload, choice, cluster, buckets, stretch=1.0)
+    # On cores that also move bytes, what is moved while the backward pass is delayed delays it further.
+    for _ in range(1 if cluster.cores is None else MAX_DELAYS):
+        if delay_s <= 0 or workload.backward_s <= 0:
+            break
+        stretch = 1 + delay_s / workload.backward_s
+        prediction, delay_s = _predict(workload, choice, cluster, buckets, stretch)
     return prediction
 
 
 def _predict(
     workload: Workload, choice: Choice, cluster: Cluster, buckets: Sequence[Sequence[Gradient]], stretch: float
 ) -> tuple[Prediction, float]:
-    """With a backward pass that takes `stretch` times as long. Also: for how long other things ran during that pass."""
+    """With a backward pass that takes `stretch` times as long. Also: by how much what ran meanwhile makes it longer."""
     simulation = _Simulation(cluster, choice.config)
     copies_s = [4 * sum(gradient.numel for gradient in bucket) * cluster.copy_s_per_byte for bucket in buckets]
     copied_s = 0.0
@@ -233,17 +237,17 @@ def _predict(
     lanes_s = {lane: busy_s for lane, busy_s in simulation.busy_s.items() if lane not in _WIRES}
     parts = {"compute": compute_s, "network": simulation.network_s, "codec": max(lanes_s.values(), default=0.0)}
     if cluster.cores is not None:
-        work_s = compute_s * cluster.compute_cores + sum(lanes_s.values()) + simulation.cpu_s
+        work_s = compute_s * cluster.compute_cores + simulation.cpu_s
         parts["cores"] = work_s / cluster.cores
     step_s = max(now + workload.optimizer_s, parts.get("cores", 0.0))
     bound = max(parts, key=parts.get)
     if parts[bound] < step_s / 2:
         bound = "latency"
-    overlapped_s = sum(max(0.0, min(end, backward_end_s) - begin) for begin, end in simulation.spans)
+    delay_s = simulation.delay_s(workload.forward_s, backward_end_s)
     sent_nbytes = round(simulation.sent_nbytes)
     return (
         Prediction(step_s, workload.compute_s, simulation.network_s, sent_nbytes, len(buckets), bound),
-        overlapped_s,
+        delay_s,
     )
 
 
@@ -278,8 +282,8 @@ class _Simulation:
     def __init__(self, cluster: Cluster, config: Config | None) -> None:
         self.cluster, self.config = cluster, config
         self.busy_s: dict[str, float] = {}
-        self.spans: list[tuple[float, float]] = []
-        """When each stage began and ended."""
+        self.spans: list[tuple[float, float, float]] = []
+        """When each stage began and ended, and how long it kept a core busy."""
         self.network_s = self.sent_nbytes = self.cpu_s = 0.0
         self._on_streams = cluster.cores is None
         self._two_levels = bool(config and config.hosts is not None and 1 < cluster.ranks_per_host < cluster.world_size)
@@ -314,7 +318,7 @@ class _Simulation:
             lane = "pack" if lane == "pack" else "unpack"
         elif self.cluster.cores < FEW_CORES:
             lane = "codec"
-        return _Stage({lane: seconds})
+        return _Stage({lane: seconds}, cpu_s=seconds)
 
     def _direct(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
         codec = self.cluster.codec(plan.layout.wire)
@@ -420,6 +424,16 @@ class _Simulation:
             heapq.heappush(events, (end, index, number + 1))
         return done_s
 
+    def delay_s(self, begin_s: float, end_s: float) -> float:
+        """Of a backward pass from begin_s to end_s, by the stages that ran meanwhile."""
+        shares = [(max(0.0, min(end, end_s) - begin), end - begin, cpu_s) for begin, end, cpu_s in self.spans]
+        if self.cluster.cores is None:
+            return self.cluster.slowdown * sum(overlap_s for overlap_s, _, _ in shares)
+        # What wakes up goes first; cores that the model leaves free go before those that it computes on.
+        work_s = sum(cpu_s * overlap_s / whole_s for overlap_s, whole_s, cpu_s in shares if whole_s > 0)
+        free_cores = max(0.0, self.cluster.cores - self.cluster.compute_cores)
+        return max(0.0, work_s - free_cores * (end_s - begin_s)) / self.cluster.compute_cores
+
     def _serve(self, stage: _Stage, now: float, free_s: dict[str, float]) -> float:
         begin_s, end_s = [], []
         for resource, seconds in stage.busy_s.items():
@@ -427,7 +441,7 @@ class _Simulation:
             end_s.append(begin_s[-1] + seconds)
             free_s[resource] = end_s[-1]
             self.busy_s[resource] = self.busy_s.get(resource, 0.0) + seconds
-        self.spans.append((min(begin_s), max(end_s)))
+        self.spans.append((min(begin_s), max(end_s), stage.cpu_s))
         self.network_s += stage.network_s
         self.sent_nbytes += stage.sent_nbytes
         self.cpu_s += stage.cpu_s
