@@ -20,6 +20,7 @@ from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, at_rate, crossover_byt
 from fusedcomm.probe.network import Sample
 from fusedcomm.probe.network import fit as fit_network
 from fusedcomm.probe.run import Settings, probe
+from fusedcomm.probe.steps import attributed
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.traced import stage_points
 from fusedcomm.probe.workload import checked, load
@@ -136,6 +137,30 @@ def test_the_link_up_to_which_a_wire_pays():
         assert (int8.prediction.step_s < 0.97 * off.prediction.step_s) == pays
     assert crossover_bytes_s(workload(100.0), slow, "int8", 25.0) < 1e8
     assert crossover_bytes_s(workload(0.0), cluster(1e8, codec_s=1e-4), "int8", 25.0) is None
+
+
+# ---- what moving bytes takes of a core
+
+
+def extra_s(elements_s: float, per_byte_s: dict[str, float], sent: dict[str, int]) -> dict[str, float]:
+    return {kind: elements_s + per_byte_s[kind] * sent[kind] for kind in sent}
+
+
+def test_cpu_time_is_attributed_to_elements_and_bytes():
+    numel, sent = 10**7, {"few": 10**7, "exchange": 2 * 10**7, "direct": 2 * 10**7, "all_reduce": 4 * 10**7}
+    plain = cluster(1e9)
+    costs = {kind: Cost(0.0, 1e-9, 0.0, 5e-10) for kind in ("all_reduce", "exchange", "direct")}
+    plain = dataclasses.replace(plain, network=Network(**costs), copy_s_per_byte=1e-10)
+    per_byte_s = {"few": 8e-10, "exchange": 8e-10, "direct": 1e-9, "all_reduce": 6e-10}
+    found = attributed(plain, numel, extra_s(4e-3, per_byte_s, sent), sent)
+    for kind in costs:
+        assert getattr(found.network, kind).cpu_s_per_unit == pytest.approx(per_byte_s[kind])
+        assert getattr(found.network, kind).per_unit_s == 1e-9
+    assert found.copy_s_per_byte == pytest.approx(1e-10 + 4e-3 / 8e7)
+    # What cannot be is not believed.
+    wild = attributed(plain, numel, {"few": -1.0, "exchange": 1.0, "direct": -1.0, "all_reduce": 1.0}, sent)
+    assert wild.network.exchange.cpu_s_per_unit == wild.network.all_reduce.cpu_s_per_unit == pytest.approx(1.5e-9)
+    assert wild.network.direct.cpu_s_per_unit == 5e-10 and wild.copy_s_per_byte == 1e-10
 
 
 # ---- scripts

@@ -5,16 +5,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from torch.nn.parallel import DistributedDataParallel
-
 from fusedcomm.cost_model import Cluster, Workload
-from fusedcomm.handle import attach
-from fusedcomm.probe.choices import OFF, Option, predict_option
+from fusedcomm.probe.choices import Option, predict_option
+from fusedcomm.probe.steps import WARMUP_STEPS, synchronised, take_steps
 from fusedcomm.probe.team import Team
-from fusedcomm.probe.workload import Step, Task, measure_workload, synthetic
+from fusedcomm.probe.workload import Task, measure_workload, synthetic
 
-WARMUP_STEPS = 2
-"""DDP cuts its buckets anew after the first step."""
 MIN_STEPS, MAX_STEPS = 3, 30
 MIN_NUMEL = 1 << 20
 WARN_ERROR = 0.15
@@ -59,33 +55,11 @@ def _check(team: Team, task: Task, workload: Workload, option: Option, budget_s:
 def measure_steps(team: Team, task: Task, option: Option, budget_s: float) -> list[float]:
     """Seconds of steps of the slowest rank, after some that do not count. A collective call."""
     began = time.perf_counter()
-    model, step, optimizer = task
-    ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=_cap_mb(option))
-    handle = None if option.wire == OFF else attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
-    try:
-        *_, last_s = _steps(team, ddp, step, optimizer, WARMUP_STEPS)
+    with synchronised(team, task[0], option.wire, option.sum, _cap_mb(option)) as ddp:
+        *_, last_s = take_steps(team, ddp, task, WARMUP_STEPS)
         left_s = budget_s - (time.perf_counter() - began)
         (num_steps,) = team.slowest([min(max(left_s / last_s, MIN_STEPS), MAX_STEPS)])
-        return _steps(team, ddp, step, optimizer, round(num_steps))
-    finally:
-        if handle is not None:
-            handle.detach()
-        model.zero_grad()
-        del ddp  # and with it its hooks on the parameters
-
-
-def _steps(team: Team, ddp: DistributedDataParallel, step: Step, optimizer, num_steps: int) -> list[float]:
-    seconds = []
-    for _ in range(num_steps):
-        team.barrier()
-        begin = time.perf_counter()
-        ddp.zero_grad()
-        step(ddp).backward()
-        if optimizer is not None:
-            optimizer.step()
-        team.settle()
-        seconds.append(time.perf_counter() - begin)
-    return team.slowest(seconds)
+        return take_steps(team, ddp, task, round(num_steps))
 
 
 def _cap_mb(option: Option) -> float | None:

@@ -3,7 +3,6 @@ under way; the engine's all-to-alls and 16-bit all-reduces on its own channels, 
 
 import dataclasses
 import math
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from fusedcomm import groups
 from fusedcomm.config import Config
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost, Network
 from fusedcomm.probe.fit import Point, collective, theil_sen
+from fusedcomm.probe.steps import cpu_s
 from fusedcomm.probe.team import Team
 
 PAIR_NBYTES = (4 << 10, 256 << 10)
@@ -138,10 +138,10 @@ class _Bench:
             _rotate(start, slots, num_messages)
 
         move()
-        before = _cpu_s()
+        before = cpu_s()
         seconds = self.team.time(move, rounds, warmup=0)
-        (cpu_s,) = self.team.mean([_cpu_s() - before])
-        return Sample(kind, nbytes, share * nbytes, num_messages, in_flight, seconds, cpu_s)
+        (taken_s,) = self.team.mean([cpu_s() - before])
+        return Sample(kind, nbytes, share * nbytes, num_messages, in_flight, seconds, taken_s)
 
 
 def _rotate(start: Callable, slots: list, num_messages: int) -> None:
@@ -156,9 +156,3 @@ def _rotate(start: Callable, slots: list, num_messages: int) -> None:
     for work in under_way:
         if work is not None:
             work.wait()
-
-
-def _cpu_s() -> float:
-    """Of all threads of this process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

@@ -17,10 +17,11 @@ from fusedcomm.probe.choices import Option, Recommendation, crossover_bytes_s, o
 from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.local import MeasuredLocal, measure_local
 from fusedcomm.probe.network import MeasuredNetwork, measure_network
+from fusedcomm.probe.steps import with_cpu_of_steps
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.workload import Task, checked, load, measure_workload, synthetic
 
-SHARES = {"network": 0.45, "local": 0.15, "workload": 0.12, "check": 0.28}
+SHARES = {"network": 0.4, "local": 0.12, "cpu": 0.1, "workload": 0.12, "check": 0.26}
 """Of the time given. What is left over by one goes to the check."""
 
 
@@ -83,6 +84,9 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     cluster = Cluster(team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores)
     if local.cores is not None:
         cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
+    if local.cores is not None:
+        (cluster,) = _of_rank_0(team, (cluster,))
+        cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
     # Ranks agree on what is measured by taking the slowest; what is left are rounding and each rank's own CPU time.
     cluster, workload = _of_rank_0(team, (cluster, workload))
     found = options(workload, cluster, settings.wires, settings.caps_mb)
