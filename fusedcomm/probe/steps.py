@@ -76,8 +76,8 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     """The cluster with copies and collectives that take as much of a core as they do in a step. A collective call.
 
     By themselves they take less: in a step buffers have left the caches, and threads hand over to each other. A step of
-    a synthetic model takes, beyond the same step alone, DDP's copies and the codec,  x · elements + y · bytes:  x is put
-    on the copies, y is the collective's.
+    a synthetic model takes x · elements + y · bytes beyond the same step alone, DDP's copies and the codec: x is put on
+    the copies, y is the collective's.
     """
     if not {"int8", "bf16"} <= set(wires):
         return cluster
