@@ -1,5 +1,6 @@
 """``fusedcomm probe``: fits, choices, scripts, and the whole on real ranks within a tiny budget."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -371,3 +373,25 @@ def test_what_is_wrong_with_a_script_is_said_once(tmp_path):
 def test_no_picture_without_matplotlib(monkeypatch):
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     assert plot.why_not() == "matplotlib is not installed: pip install matplotlib"
+
+
+# ---- bench/probe_check.py
+
+
+def test_errors_and_regret(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
+    import probe_check
+    from _common import Row
+
+    def row(impl: str, measured_s: float, predicted_s: float) -> Row:
+        figures = {"ratio": predicted_s / measured_s}
+        return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
+
+    rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
+    found = probe_check.verdict(rows, "bf16 25")
+    assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
+    assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
+    assert probe_check.verdict([], "bf16 25") == {}
+    arguments = argparse.Namespace(hosts=2, params=None)
+    assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
+    assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS

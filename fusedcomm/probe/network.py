@@ -22,7 +22,7 @@ PAIR_NBYTES = (4 << 10, 256 << 10)
 DDP_NBYTES = (64 << 10, 1 << 20, 5 << 20, DEFAULT_CAP_NBYTES)
 DDP_IN_FLIGHT = 2
 """A gloo group works on two collectives at once."""
-MIN_MESSAGES_OF_A_SLOT, MAX_MESSAGES_OF_A_SLOT = 2, 5
+MIN_MESSAGES_OF_A_SLOT, MAX_MESSAGES_OF_A_SLOT = 3, 5
 """So many one after the other: filling and draining a link is a small part of it."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 
@@ -95,7 +95,7 @@ class _Bench:
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
         if kind == "all_reduce":
-            sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, MIN_MESSAGES_OF_A_SLOT * DDP_IN_FLIGHT
+            sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, 2 * DDP_IN_FLIGHT
         else:
             chunk_nbytes = self._config.chunk_nbytes_for(self.team.world_size, self.team.device.type)
             sizes = tuple(chunk_nbytes // part for part in (16, 4, 1))
