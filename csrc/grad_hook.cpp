@@ -455,6 +455,13 @@ void GradHook::take_device_counts() const {
                  counted_.end());
 }
 
+double GradHook::max_over_ranks(double value) const {
+  at::NoGradGuard no_grad;
+  const at::Tensor largest = at::full({1}, value, at::TensorOptions().dtype(at::kDouble).device(device_));
+  transport_->max_over_ranks(largest);
+  return largest.item<double>();
+}
+
 EngineStats GradHook::stats() const {
   EngineStats stats = engine_->stats();
   std::lock_guard<std::mutex> lock(mutex_);

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import Stats
@@ -58,6 +59,11 @@ class CommState:
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
+        if wire == AUTO:
+            raise ValueError(
+                "wire='auto' switches between hooks, which a registered hook cannot: use "
+                "fusedcomm.attach(ddp, wire='auto') instead of register_comm_hook"
+            )
         self.config = Config(
             wire=wire,
             sum=sum,
