@@ -3,8 +3,11 @@
 1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
    faster by more than MARGIN. If none comes NEAR to off, off it is.
 2. The best wire with other sums, and then with other chunks.
-3. Off and what is best by now, in turn, in case the machine was busy with something else during step 1, and once more
-   unless one is FAR behind. What is kept has beaten off by more than MARGIN here.
+3. What is best by now and the fastest exact one in turn, in case the machine was busy with something else during
+   step 1, and once more unless one is FAR behind. What is kept has won here.
+
+"fp32" is as exact as off, and where memory is slow it can be faster: a hook that DDP calls has to divide gradients in a
+pass of its own, which off does on the backward pass's thread.
 
 Each of these is one trial: WARM_UP + TIMED steps, of which the last are timed.
 """
@@ -32,9 +35,9 @@ MARGIN = 0.03
 NEAR = 0.1
 """A wire that is slower than off by more than this is not going to be made faster by its chunks."""
 FAR = 0.3
-"""A difference from off that one look is enough for."""
+"""A difference that one look is enough for."""
 MAX_ROUNDS = 2
-"""Of the last step: off, best, off, best."""
+"""Of the last step: exact, best, exact, best."""
 
 _FILE_VERSION = 1
 
@@ -47,6 +50,10 @@ class Candidate:
     sum: str = "auto"
     chunk_nbytes: int | None = None
     chunks_in_flight: int = 4
+
+    @property
+    def is_exact(self) -> bool:
+        return self.wire in ("off", "fp32")
 
     def __str__(self) -> str:
         name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
@@ -184,24 +191,27 @@ class Search:
         best = preferred(tried)
         if tried[best] > (1 + NEAR) * off_ms:
             return OFF
+        tried_exact = {OFF: off_ms, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
         for alternatives in refinements:
             tried = {best: tried[best]}
             for candidate in alternatives(best):
                 tried[candidate] = yield candidate
             best = preferred(tried)
-        again = {OFF: 0.0, best: 0.0}
+        exact = OFF if best.is_exact else preferred(tried_exact)
+        again = {exact: 0.0, best: 0.0}
         for _ in range(MAX_ROUNDS):
             for candidate in again:
                 again[candidate] += yield candidate
-            if again[best] < (1 - FAR) * again[OFF]:
+            if again[best] < (1 - FAR) * again[exact]:
                 break
         return preferred(again)
 
 
 def preferred(step_ms: dict[Candidate, float]) -> Candidate:
-    """The first that no other beats by more than MARGIN."""
+    """The fastest exact one, if no other beats it by more than MARGIN; else the first that none beats by so much."""
     enough = min(step_ms.values()) / (1 - MARGIN)
-    return next(candidate for candidate, ms in step_ms.items() if ms <= enough)
+    near = [candidate for candidate, ms in step_ms.items() if ms <= enough]
+    return min((candidate for candidate in near if candidate.is_exact), key=step_ms.get, default=near[0])
 
 
 def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:

@@ -109,8 +109,8 @@ def attach(
             on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for all but small
             buckets; what is summed exactly goes over all ranks at once. The order of addition is another than without.
         local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more.
-        wires: with wire="auto": what may travel, beside DDP's own exact all-reduce, which is always tried. None:
-            ("bf16",).
+        wires: with wire="auto": what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32",
+            unless another argument is not for it, and "bf16".
         tuned: with wire="auto": what ``tuning()`` has returned before, or the path where its ``save()`` has put it.
             Nothing is tried then; unless it is of another number of ranks, model or device, or of wires that are not
             allowed, which a warning says.

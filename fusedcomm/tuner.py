@@ -19,7 +19,8 @@ from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
 
-DEFAULT_WIRES = ("bf16",)
+DEFAULT_WIRES = ("fp32", "bf16")
+"""Of these, what the other options allow."""
 
 _MAX_SUMS, _MAX_CHUNKS = 2, 2
 """Alternatives that a search tries."""
@@ -32,7 +33,7 @@ class Space:
     """What the user lets the search choose from.
 
     Args:
-        wires: what may travel, beside DDP's own all-reduce.
+        wires: what may travel, beside DDP's own all-reduce. None: DEFAULT_WIRES.
         options: the other fields of :class:`Config`.
 
     Raises:
@@ -40,7 +41,9 @@ class Space:
     """
 
     def __init__(self, wires: Sequence[str] | None, options: Mapping[str, object]) -> None:
-        wires = DEFAULT_WIRES if wires is None else wires
+        self._options = dict(options)
+        if wires is None:
+            wires = [wire for wire in DEFAULT_WIRES if self.is_possible(self._first(wire))] or DEFAULT_WIRES[-1:]
         if isinstance(wires, str):
             raise ValueError(f"wires={wires!r} is one string: pass a tuple, wires=({wires!r},)")
         if not wires:
@@ -52,10 +55,7 @@ class Space:
                     f"wires={tuple(wires)!r}: {wire!r} is not known: use {', '.join(map(repr, WIRES))}{hint}"
                 )
         self.wires = tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
-        self._options = dict(options)
-        self.first = tuple(
-            Candidate(wire, options["sum"], options["chunk_nbytes"], options["chunks_in_flight"]) for wire in self.wires
-        )
+        self.first = tuple(self._first(wire) for wire in self.wires)
         for candidate in self.first:
             try:
                 self.config(candidate)
@@ -68,6 +68,10 @@ class Space:
             wire="fp32", local_wire="fp32" if of_off["hosts"] else "bf16", measure_every=0, **of_off
         )
         self.keeps_residuals = self.config(self.first[0]).error_feedback is not None
+
+    def _first(self, wire: str) -> Candidate:
+        """How a wire is tried first."""
+        return Candidate(wire, *(self._options[name] for name in ("sum", "chunk_nbytes", "chunks_in_flight")))
 
     def config(self, candidate: Candidate) -> Config:
         """Raises ValueError if it is not possible."""

@@ -22,7 +22,7 @@ from fusedcomm import autotune
 from fusedcomm.autotune import OFF, Candidate, Search, Trial, Tuning, preferred
 from fusedcomm.tuner import Space
 
-BF16, INT8, INT4 = (Candidate(wire) for wire in ("bf16", "int8", "int4"))
+FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
 NUMEL = 20000
 """So few that a wire is used with sum="two-shot" only: small buckets are summed exactly otherwise."""
 
@@ -56,6 +56,15 @@ def test_the_more_exact_is_kept_unless_it_is_slower_by_more_than_the_margin():
     assert search(by_candidate(off=100, bf16=60, int8=57, int4=57)).candidate == INT8
     assert search(by_candidate(off=100, bf16=98, int8=98, int4=99)).candidate == OFF
     assert search(by_candidate(off=100, bf16=99, int8=96, int4=95)).candidate == INT8
+
+
+def test_of_what_is_exact_the_fastest_is_kept():
+    assert search(by_candidate(off=100, fp32=99, bf16=98), (FP32, BF16)).candidate == FP32
+    assert search(by_candidate(off=100, fp32=101, bf16=99), (FP32, BF16)).candidate == OFF
+    # And it is what another wire has to beat.
+    found = search(by_candidate(off=100, fp32=80, bf16=70), (FP32, BF16))
+    assert [str(trial.candidate) for trial in found.trials] == ["off", "fp32", "bf16", *["fp32", "bf16"] * 2]
+    assert found.candidate == BF16
 
 
 def test_what_is_much_slower_than_off_is_not_looked_at_again():
@@ -104,10 +113,10 @@ def test_the_same_times_give_the_same_search_and_it_ends():
         one, other = by_chance(seed), by_chance(seed)
         assert (one.trials, one.candidate) == (other.trials, other.candidate)
         assert autotune.LEAD_IN + len(one.trials) * (autotune.WARM_UP + autotune.TIMED) <= most
-        # What is kept has beaten off in the last look at both.
+        # What is kept has won in the last look at it and what is exact.
         if one.candidate != OFF:
-            off, best = one.trials[-2:]
-            assert off.candidate == OFF and best.candidate == one.candidate
+            exact, best = (trial.candidate for trial in one.trials[-2:])
+            assert exact.is_exact and one.candidate in (exact, best)
 
 
 def test_preferred_is_the_first_within_the_margin():
@@ -126,7 +135,8 @@ def options(**kwargs):
 
 def test_wires_are_tried_from_the_most_exact_on():
     assert Space(("int4", "bf16", "int8", "fp32", "int4"), options()).wires == ("fp32", "bf16", "int8", "int4")
-    assert Space(None, options()).wires == ("bf16",)
+    assert Space(None, options()).wires == ("fp32", "bf16")
+    assert Space(None, options(error_feedback=True)).wires == ("bf16",)
 
 
 def test_only_sums_and_chunks_that_are_left_open_are_tried():
@@ -622,7 +632,7 @@ def printed(rank, world_size):
     try:
         with contextlib.redirect_stdout(out):
             ddp = module()
-            comm = fusedcomm.attach(ddp, wire="auto", sum="two-shot")
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), sum="two-shot")
             slow = Slow(comm, rank, **TIMES)
             while not comm.tuning().finished:
                 slow()
