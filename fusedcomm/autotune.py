@@ -96,11 +96,11 @@ class Tuning:
 
     @property
     def step_ms(self) -> dict[Candidate, float]:
-        """By candidate, in the order of the first trials; the median of those that were tried several times."""
+        """By candidate, in the order of the first trials; of those that were looked at again, the mean of that."""
         times: dict[Candidate, list[float]] = {}
         for trial in self.trials:
             times.setdefault(trial.candidate, []).append(trial.step_ms)
-        return {candidate: statistics.median(tried) for candidate, tried in times.items()}
+        return {candidate: statistics.mean(tried[1:] or tried) for candidate, tried in times.items()}
 
     @property
     def line(self) -> str:
