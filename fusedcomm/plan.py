@@ -44,7 +44,7 @@ class Plan:
     exempt: tuple[str, ...]
     buckets: tuple[BucketRow, ...]
     predicted: bool
-    """True before the first backward pass: DDP may cut its buckets differently when it rebuilds them."""
+    """True before the first backward pass, and when off: DDP may cut its buckets differently when it rebuilds them."""
     hosts: Hosts | None = None
     off: bool = False
     """Whether gradients go through DDP's own all-reduce, since wire="auto" has not found, or not yet tried, better."""
@@ -108,7 +108,8 @@ class Plan:
             shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
             lines.append(f"  exact in the same payload: {shown}")
         if self.predicted:
-            lines.append("  buckets as DDP is expected to cut them; plan() after two steps shows them as they are")
+            later = "" if self.off else "; plan() after two steps shows them as they are"
+            lines.append(f"  buckets as DDP is expected to cut them{later}")
         return "\n".join(lines)
 
     def _ranks(self) -> str:

@@ -126,7 +126,7 @@ class Tuner:
 
     Args:
         announce: whether rank 0 may print.
-        tuned: what an earlier search found, if the ranks are to begin with that; see `load`.
+        tuned: what an earlier search has found, to begin with that.
         problem: why this rank cannot take part.
         caps: DDP's caps on buckets by now, in bytes, None when the module is gone.
 
@@ -209,6 +209,7 @@ class Tuner:
             target.watch(self._off.native_device, lambda: (method := begin()) and method())
 
     def stop(self, reason: str) -> None:
+        """Ends the search and the engines; the target keeps its hook. Idempotent."""
         if self._target is not None:
             self._target.unwatch()
         for session in {*self._sessions.values(), self.session}:
@@ -234,6 +235,7 @@ class Tuner:
         return new
 
     def tuning(self) -> Tuning:
+        """See :meth:`fusedcomm.handle.Handle.tuning`."""
         return self._tuning or self._report(finished=False)
 
     # ---- called by the target before the first bucket of a pass, while the search lasts

@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, synchronise
+from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, synchronise
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -123,6 +123,13 @@ def test_preferred_is_the_first_within_the_margin():
     assert preferred({OFF: 100, BF16: 97.5}) == OFF
     assert preferred({OFF: 100, BF16: 96.9}) == BF16
     assert preferred({OFF: float("inf"), BF16: float("inf")}) == OFF
+
+
+def test_a_report_has_the_times_that_decided():
+    looks = [(OFF, 300.0), (BF16, 80.0), (INT8, 70.0), (OFF, 100.0), (INT8, 60.0), (OFF, 104.0), (INT8, 64.0)]
+    tuning = Tuning(True, INT8, tuple(Trial(*look) for look in looks), 52, 80, 2, "cpu", "digest")
+    assert tuning.step_ms == {OFF: 102.0, BF16: 80.0, INT8: 62.0}
+    assert str(tuning).startswith("fusedcomm: int8 chosen by wire='auto' from 3 candidates in 52 steps: off 102 ms, ")
 
 
 # --- what may be chosen ---------------------------------------------------------------------------------------------
@@ -267,13 +274,12 @@ def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, b
     assert tuning.step_ms[OFF] > 5 and all(trial.step_ms > 0 for trial in tuning.trials)
 
 
-def scheduled(rank, world_size, ddp_kwargs, accumulate, uneven):
-    """Gradients of an Mlp by step, under wire="auto" and under DDP's default with the same inputs."""
-    from models import Mlp
+def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
+    """How far gradients are, in any step of a search, from those under DDP's default with the same inputs."""
 
     def train(auto):
         torch.manual_seed(3)
-        ddp = DistributedDataParallel(Mlp(), **ddp_kwargs)
+        ddp = DistributedDataParallel(model(), **ddp_kwargs)
         comm = None
         if auto:
             comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
@@ -285,7 +291,7 @@ def scheduled(rank, world_size, ddp_kwargs, accumulate, uneven):
                     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
                     with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
                         ddp(torch.randn(8, 10, generator=generator)).square().mean().backward()
-                seen.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+                seen.append(torch.cat([p.grad.flatten().double() for p in ddp.parameters()]))
         return seen, comm
 
     reference, _ = train(False)
@@ -296,18 +302,19 @@ def scheduled(rank, world_size, ddp_kwargs, accumulate, uneven):
 
 
 @pytest.mark.parametrize(
-    ("ddp_kwargs", "accumulate", "uneven"),
+    ("model", "ddp_kwargs", "accumulate", "uneven"),
     [
-        ({"bucket_cap_mb": 0.01}, 1, False),
-        ({"bucket_cap_mb": 0.01, "static_graph": True}, 1, False),
-        ({"gradient_as_bucket_view": True}, 2, False),
-        ({"bucket_cap_mb": 0.01}, 1, True),
-        ({"find_unused_parameters": True}, 1, False),
+        (Mlp, SMALL_BUCKETS, 1, False),
+        (Mlp, {"static_graph": True, **SMALL_BUCKETS}, 1, False),
+        (Mlp, {"gradient_as_bucket_view": True}, 2, False),
+        (Mlp, SMALL_BUCKETS, 1, True),
+        (Mlp, {"find_unused_parameters": True}, 1, False),
+        (Mixed, SMALL_BUCKETS, 1, False),
     ],
-    ids=["small buckets", "static graph", "no_sync", "join", "find unused"],
+    ids=["small buckets", "static graph", "no_sync", "join", "find unused", "mixed dtypes"],
 )
-def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, ddp_kwargs, accumulate, uneven):
-    outcome = ranks.run(scheduled, ddp_kwargs, accumulate, uneven, world_size=2)
+def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, model, ddp_kwargs, accumulate, uneven):
+    outcome = ranks.run(scheduled, model, ddp_kwargs, accumulate, uneven, world_size=2)
     for error, finished, chosen, trials in outcome:
         assert error < 0.1 and finished
         assert (chosen, trials) == outcome[0][2:]
