@@ -430,6 +430,14 @@ def test_guards_go_on_with_what_was_chosen(ranks):
         assert all(torch.equal(a, b) for a, b in zip(seen, outcome[0][3], strict=True))
 
 
+def test_sums_on_two_levels_can_be_searched(ranks):
+    kwargs = {"sum": "two-shot", "hosts": [[0, 1], [2, 3]]}
+    outcome = ranks.run(searched, TIMES, kwargs, world_size=4)
+    for tuning, wires, errors, results, _ in outcome:
+        assert tuning.chosen.wire == "int8" and results == outcome[0][3]
+        assert all(error < 2 * LIMITS[wire] for wire, error in zip(wires, errors, strict=True))
+
+
 # --- save and load --------------------------------------------------------------------------------------------------
 
 
