@@ -98,6 +98,13 @@ class Runner:
         self.optimizer.zero_grad()
         self.module(batch).backward()
 
+    def tune(self, batch: tuple[Tensor, Tensor]) -> str:
+        """Steps until wire="auto" has chosen; what it says."""
+        tuning = getattr(self.held, "tuning", lambda: None)
+        while tuning() is not None and not tuning().finished:
+            self.step(batch)
+        return "" if tuning() is None else tuning().line
+
     def synchronise_alone(self, gradients: list[Tensor]) -> float:
         self.optimizer.zero_grad()
         begin = time.perf_counter()
@@ -222,6 +229,8 @@ class Bench:
             # DDP settles its buckets by the first of these; what follows has none of a backward pass's order.
             for _ in range(2):
                 runner.backward_alone(self.batch)
+            if found := runner.tune(self.batch):
+                self.say(f"{self.case} {way.name}: {found}")
             runner.synchronise_alone(self.known_of(runner).own)
             reason = self._check(runner)
         except Exception as error:

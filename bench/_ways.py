@@ -68,6 +68,9 @@ def ways_by_name() -> dict[str, Way]:
     ]
     for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
         ways.append(Way(f"fusedcomm {wire}", _ours(wire), TOLERANCES[wire]))
+    # What they choose from has exact wires, too.
+    ways.append(Way("fusedcomm auto", _ours("auto"), TOLERANCES["bf16"]))
+    ways.append(Way("fusedcomm auto int8", _ours("auto", wires=("fp32", "bf16", "int8")), TOLERANCES["int8"]))
     # What earlier steps left out is in the result too.
     ways.append(Way("fusedcomm int4 feedback", _ours("int4", error_feedback=True), 1.5 * TOLERANCES["int4"]))
     return {way.name: way for way in ways}

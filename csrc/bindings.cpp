@@ -1,7 +1,9 @@
 // The Python boundary: a table of contents, nothing else.
+#include <pybind11/functional.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
 
+#include <functional>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -193,6 +195,10 @@ void bind_hook(py::module_& m) {
              return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
            })
       .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
+      .def(
+          "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())
+      .def("max_over_ranks", &GradHook::max_over_ranks, py::arg("value"), NoGil())
+      .def_property_readonly("transport", &GradHook::transport)
       .def("stats", &GradHook::stats, NoGil())
       .def("start_trace", [](const GradHook& hook) { hook.engine().start_trace(); })
       .def(
@@ -224,9 +230,24 @@ void bind_hook(py::module_& m) {
           },
           NoGil());
 
+  py::class_<SeenBucket>(m, "SeenBucket")
+      .def_readonly("nbytes", &SeenBucket::nbytes)
+      .def_readonly("is_last", &SeenBucket::is_last)
+      .def_readonly("handed_ms", &SeenBucket::handed_ms)
+      .def_readonly("done_ms", &SeenBucket::done_ms);
+
   py::class_<HookTarget, std::shared_ptr<HookTarget>>(m, "HookTarget")
       .def(py::init<ProcessGroupPtr>(), py::arg("process_group"))
-      .def("set", &HookTarget::set, py::arg("hook"), py::arg("process_group"), NoGil());
+      .def("set", &HookTarget::set, py::arg("hook"), py::arg("process_group"), NoGil())
+      .def(
+          "watch",
+          [](HookTarget& target, std::shared_ptr<Device> device, std::function<void()> begin_pass) {
+            target.watch(std::make_shared<PassWatch>(std::move(device), std::move(begin_pass)));
+          },
+          py::arg("device"), py::arg("begin_pass"), NoGil())
+      .def(
+          "unwatch", [](HookTarget& target) { target.watch(nullptr); }, NoGil())
+      .def("take_seen", &HookTarget::take_seen, NoGil());
 
   m.def(
       "register_ddp_hook",

@@ -67,6 +67,14 @@ void C10dTransport::connect_hosts(const Place& place, const std::array<BackendPt
   place_ = place;
 }
 
+void C10dTransport::max_over_ranks(const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  const auto work = backend(Channel::kScatter).allreduce(tensors, options);
+  if (work) work->wait();
+}
+
 void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   at::Tensor input = as_tensor(send, at::kByte);
   at::Tensor output = as_tensor(receive, at::kByte);

@@ -30,6 +30,9 @@ class C10dTransport : public Transport {
   // The sum, in place, of a dense tensor of any dtype that the backend can reduce.
   virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;
 
+  // The largest on any rank, in place, of a dense tensor: waits for it, so no collective of ours may be under way.
+  void max_over_ranks(const at::Tensor& tensor);
+
   // Every rank's `input` (1-D, as long everywhere), one after the other in `output` (1-D).
   virtual void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                  Lane::Completion done) = 0;

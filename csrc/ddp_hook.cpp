@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
 #include <utility>
 
 namespace fusedcomm {
@@ -20,20 +21,71 @@ HookTarget::HookTarget(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {}
 
 c10::intrusive_ptr<c10::ivalue::Future> HookTarget::run(c10d::GradBucket& bucket) {
-  std::shared_ptr<GradHook> hook;
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    hook = hook_;
-    process_group = process_group_;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<PassWatch> watch = watch_;
+  std::shared_ptr<PassWatch::Seen> seen;
+  if (watch) {
+    lock.unlock();
+    seen = watch->hand_over(bucket);  // may change the hook
+    lock.lock();
   }
-  return hook ? hook->run(bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
+  const std::shared_ptr<GradHook> hook = hook_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
+  lock.unlock();
+  auto future = hook ? hook->run(bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
+  if (watch) watch->follow(seen, *future);
+  return future;
 }
 
 void HookTarget::set(std::shared_ptr<GradHook> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
   std::lock_guard<std::mutex> lock(mutex_);
   hook_.swap(hook);  // the old one ends after the lock is released
   process_group_ = std::move(process_group);
+}
+
+void HookTarget::watch(std::shared_ptr<PassWatch> watch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  watch_.swap(watch);
+}
+
+std::vector<SeenBucket> HookTarget::take_seen() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<PassWatch> watch = watch_;
+  lock.unlock();
+  return watch ? watch->take() : std::vector<SeenBucket>{};
+}
+
+std::shared_ptr<PassWatch::Seen> PassWatch::hand_over(c10d::GradBucket& bucket) {
+  if (between_passes_) begin_pass_();
+  between_passes_ = bucket.isLast();
+  const at::Tensor buffer = bucket.getBuffer();
+  const auto nbytes = buffer.is_sparse() ? int64_t{0} : static_cast<int64_t>(buffer.nbytes());
+  auto seen = std::make_shared<Seen>(Seen{nbytes, bucket.isLast(), device_->stamp(), nullptr});
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!origin_) origin_ = seen->handed;
+  seen_.push_back(seen);
+  return seen;
+}
+
+void PassWatch::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future) {
+  // On streams such a callback has one that is current and waits for the result.
+  future.addCallback([self = shared_from_this(), seen](c10::ivalue::Future& done) {
+    if (done.hasError()) return;
+    StampPtr stamp = self->device_->stamp();
+    std::lock_guard<std::mutex> lock(self->mutex_);
+    seen->done = std::move(stamp);
+  });
+}
+
+std::vector<SeenBucket> PassWatch::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<SeenBucket> taken;
+  for (const auto& seen : seen_) {
+    const double done_ms = seen->done ? seen->done->ms_since(*origin_) : std::numeric_limits<double>::quiet_NaN();
+    taken.push_back({seen->nbytes, seen->is_last, seen->handed->ms_since(*origin_), done_ms});
+  }
+  seen_.clear();
+  return taken;
 }
 
 }  // namespace fusedcomm

@@ -125,6 +125,11 @@ void Engine::stop(const std::string& reason) {
   for (Lane* lane : lanes()) lane->stop(error);
 }
 
+void Engine::free_workspaces() {
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  slots_.clear();
+}
+
 std::vector<Lane*> Engine::lanes() const {
   std::vector<Lane*> lanes;
   for (const auto* lane : {&pack_lane_, &scatter_lane_, &local_reduce_lane_, &cross_scatter_lane_, &reduce_lane_,

@@ -124,6 +124,8 @@ class Engine {
 
   // Fails what is under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
+  // After stop(), for an engine that is kept for what it has counted.
+  void free_workspaces();
 
   EngineStats stats();
   void start_trace() { tracer_->start(device_->stamp()); }

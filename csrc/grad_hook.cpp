@@ -397,10 +397,13 @@ void GradHook::prepare(BucketRecord* record) {
 
 void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
   const WireConfig& config = engine_->config();
-  if (!config.feedback) return;
+  // Without error feedback there can still be what another wire has left out.
+  const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
+  if (!config.feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
   at::NoGradGuard no_grad;
   const BucketPlan& plan = record->plan;
-  for (size_t payload = 0; plan.sum == Sum::kTwoShot && payload < record->streams.size(); ++payload) {
+  const bool keeps = config.feedback && plan.sum == Sum::kTwoShot;
+  for (size_t payload = 0; keeps && payload < record->streams.size(); ++payload) {
     const BucketLayout& layout = plan.layouts[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->streams[payload].residual;
@@ -453,6 +456,13 @@ void GradHook::take_device_counts() const {
   counted_.erase(std::remove_if(counted_.begin(), counted_.end(),
                                 [](const Counted& counted) { return counted.tables.use_count() == 1; }),
                  counted_.end());
+}
+
+double GradHook::max_over_ranks(double value) const {
+  at::NoGradGuard no_grad;
+  const at::Tensor largest = at::full({1}, value, at::TensorOptions().dtype(at::kDouble).device(device_));
+  transport_->max_over_ranks(largest);
+  return largest.item<double>();
 }
 
 EngineStats GradHook::stats() const {

@@ -84,6 +84,9 @@ class GradHook {
 
   void stop(const std::string& reason) { engine_->stop(reason); }
   Engine& engine() const { return *engine_; }
+  const std::shared_ptr<C10dTransport>& transport() const { return transport_; }
+  // The largest of the ranks' values. A collective call, between backward passes; waits.
+  double max_over_ranks(double value) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
 

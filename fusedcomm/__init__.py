@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fusedcomm.autotune import Tuning
     from fusedcomm.comm_state import CommState, comm_hook
     from fusedcomm.config import SUMS, WIRES
     from fusedcomm.handle import Handle, attach
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from fusedcomm.stats import Stats
 
 __version__ = "0.1.0"
-__all__ = ["SUMS", "WIRES", "CommState", "Handle", "Residuals", "Stats", "attach", "comm_hook", "simulate"]
+__all__ = ["SUMS", "WIRES", "CommState", "Handle", "Residuals", "Stats", "Tuning", "attach", "comm_hook", "simulate"]
 
 _HOME = {
     "attach": "handle",
@@ -26,6 +27,7 @@ _HOME = {
     "WIRES": "config",
     "SUMS": "config",
     "Stats": "stats",
+    "Tuning": "autotune",
     "Residuals": "simulation",
     "simulate": "simulation",
 }

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import Stats
@@ -21,7 +22,7 @@ class CommState:
     Args:
         wire, sum, exempt, block, rotate, wire_for, rounding, seed, error_feedback, predivide, chunk_nbytes,
             chunks_in_flight, codec_threads, isa, sm_limit, verify_every, measure_every, fallback_error, fallback_wire,
-            hosts, local_wire: as for :func:`fusedcomm.attach`.
+            hosts, local_wire: as for :func:`fusedcomm.attach`, but for wire="auto".
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
         module: the model, needed only if `exempt` or `wire_for` has patterns of names: a hook sees parameters without
@@ -58,6 +59,11 @@ class CommState:
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
+        if wire == AUTO:
+            raise ValueError(
+                "wire='auto' switches between hooks, which a registered hook cannot: use "
+                "fusedcomm.attach(ddp, wire='auto') instead of register_comm_hook"
+            )
         self.config = Config(
             wire=wire,
             sum=sum,

@@ -1,6 +1,7 @@
 """``fusedcomm.attach``: one line that gives a DDP module the native hook."""
 
 import contextlib
+import dataclasses
 import os
 import warnings
 import weakref
@@ -11,11 +12,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
+from fusedcomm.autotune import WIRE as AUTO
+from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
 from fusedcomm.stats import NonFinite, Stats
+from fusedcomm.tuner import Space, Tuner
 
 # A reducer keeps its hook for life; detaching and attaching again reuse it.
 _targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookTarget]" = weakref.WeakKeyDictionary()
@@ -46,6 +50,8 @@ def attach(
     fallback_wire: str = "bf16",
     hosts: str | Sequence[Sequence[int]] | None = None,
     local_wire: str = "bf16",
+    wires: Sequence[str] | None = None,
+    tuned: Tuning | str | os.PathLike | None = None,
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
@@ -54,7 +60,9 @@ def attach(
         ddp: the module that DistributedDataParallel wraps, parameters on cpu over a gloo group or on one cuda device
             over an NCCL group.
         wire: what travels: "fp32", "bf16", "fp16", or codes with a scale for every `block` elements: "int8", "fp8"
-            (e4m3), "fp8_e5m2", "int4".
+            (e4m3), "fp8_e5m2", "int4". Or "auto": the first steps try DDP's own all-reduce, `wires` and, of the best
+            of them, other sums and chunks where those are left open; the ranks keep what makes their steps shortest, or
+            the more exact if it is within 3% (docs/autotune.md). Whatever else is given here is for all that is tried.
         sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (fp32 sum of encoded
             chunks in rank order), or "auto": by world size and bucket size, as the printed plan says.
         exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
@@ -102,11 +110,16 @@ def attach(
             on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for all but small
             buckets; what is summed exactly goes over all ranks at once. The order of addition is another than without.
         local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more.
+        wires: with wire="auto": what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32",
+            unless another argument is not for it, and "bf16".
+        tuned: with wire="auto": what ``tuning()`` has returned before, or the path where its ``save()`` has put it.
+            Nothing is tried then; unless it is of another number of ranks, model or device, or of wires that are not
+            allowed, which a warning says.
         quiet: do not print the plan on rank 0.
 
     Returns:
-        A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()``, ``detach()``, ``state_dict()`` and
-        ``load_state_dict()``.
+        A handle with ``stats()``, ``plan()``, ``tuning()``, ``trace()``, ``nonfinite_report()``, ``detach()``,
+        ``state_dict()`` and ``load_state_dict()``.
 
     On cuda the kernels are compiled here, which takes some seconds the first time, and a training step cannot be
     captured into a CUDA graph: the hook raises RuntimeError under capture.
@@ -119,49 +132,60 @@ def attach(
         RuntimeError: the module already has a hook or a DDP option that cannot combine, a device or backend has no
             path, or the ranks do not agree; the last with the same text on every rank.
     """
-    config = Config(
-        wire=wire,
-        sum=sum,
-        exempt=exempt,
-        block=block,
-        rotate=rotate,
-        wire_for=wire_for,
-        rounding=rounding,
-        seed=seed,
-        error_feedback=error_feedback,
-        predivide=predivide,
-        chunk_nbytes=chunk_nbytes,
-        chunks_in_flight=chunks_in_flight,
-        verify_every=verify_every,
-        measure_every=measure_every,
-        fallback_error=fallback_error,
-        fallback_wire=fallback_wire,
-        hosts=hosts,
-        local_wire=local_wire,
-    )
-    _check_module(ddp)
-    parameters = _synchronised_parameters(ddp, config)
+    options = {
+        "sum": sum,
+        "exempt": exempt,
+        "block": block,
+        "rotate": rotate,
+        "wire_for": wire_for,
+        "rounding": rounding,
+        "seed": seed,
+        "error_feedback": error_feedback,
+        "predivide": predivide,
+        "chunk_nbytes": chunk_nbytes,
+        "chunks_in_flight": chunks_in_flight,
+        "verify_every": verify_every,
+        "measure_every": measure_every,
+        "fallback_error": fallback_error,
+        "fallback_wire": fallback_wire,
+        "hosts": hosts,
+        "local_wire": local_wire,
+    }
     local = LocalOptions(isa, codec_threads, sm_limit)
-    device = parameters[0].tensor.device if parameters else torch.device("cpu")
     quiet = quiet or env.quiet()
-    session = Session(config, ddp.process_group, parameters, local, device, announce=not quiet)
+    space = Space(wires, options) if wire == AUTO else None
+    if space is not None:
+        configs = [space.config(candidate) for candidate in space.first]
+    else:
+        for name, value in (("wires", wires), ("tuned", tuned)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} is for wire='auto', and this is wire={wire!r}: leave one of them out"
+                )
+        configs = [Config(wire=wire, **options)]
+    _check_module(ddp)
+    parameters = _synchronised_parameters(ddp, configs)
+    device = parameters[0].tensor.device if parameters else torch.device("cpu")
+    if space is None:
+        runs = Session(configs[0], ddp.process_group, parameters, local, device, announce=not quiet)
+    else:
+        runs = _tuner(ddp, space, parameters, local, device, tuned, announce=not quiet)
     target = _targets.get(ddp)
     if target is None:
         target = _C.HookTarget(ddp.process_group)
         try:
             _C.register_ddp_hook(ddp.reducer, target)
         except RuntimeError as error:
-            session.stop("its module refused the hook")
+            runs.stop("its module refused the hook")
             raise RuntimeError(
                 "fusedcomm: this DDP module already has a built-in communication hook; a reducer takes one hook for "
                 "life, so wrap the model in a new DistributedDataParallel"
             ) from error
         ddp.logger._set_comm_hook_name("fusedcomm")
         _targets[ddp] = target
-    target.set(session.hook, ddp.process_group)
-    handle = Handle(ddp, session, target)
+    handle = Handle(ddp, runs, target)
     _handles[ddp] = handle
-    if session.rank == 0 and not quiet:
+    if ddp.process_group.rank() == 0 and not quiet:
         print(handle.plan(), flush=True)
     return handle
 
@@ -169,11 +193,12 @@ def attach(
 class Handle:
     """One attachment of fusedcomm to a DDP module; made by :func:`attach`."""
 
-    def __init__(self, ddp: DistributedDataParallel, session: Session, target: "_C.HookTarget") -> None:
+    def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookTarget") -> None:
         self._ddp = weakref.ref(ddp)
-        self._session = session
+        self._runs = runs
         self._target = target
         self._attached = True
+        self._run_on(ddp.process_group)
         # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
         self._registered = (_native_hook, None)
         ddp._comm_hooks.append(self._registered)
@@ -184,13 +209,21 @@ class Handle:
     def stats(self) -> Stats:
         """Counts and times of this rank since attach, or since the module moved to another process group.
 
-        On cuda it waits for the kernels under way, whose counts it reads.
+        On cuda it waits for the kernels under way, whose counts it reads. With wire="auto": since it last changed what
+        travels, and nothing while that is DDP's own all-reduce.
         """
-        return self._session.stats()
+        stats = self._session.stats()
+        return stats if self._tuner is None else dataclasses.replace(stats, off=self._tuner.is_off)
 
     def plan(self) -> Plan:
         """What travels how; printable. By DDP's actual buckets once there has been a backward pass."""
+        if self._tuner is not None:
+            return self._tuner.plan()
         return self._session.plan(_bucket_nbytes_caps(self._ddp()))
+
+    def tuning(self) -> Tuning | None:
+        """What wire="auto" has found so far; printable, and once finished, saveable. None for other wires."""
+        return None if self._tuner is None else self._tuner.tuning()
 
     def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
         """Records when each stage of each bucket ran, and writes it as a Chrome trace for Perfetto at the end.
@@ -214,7 +247,7 @@ class Handle:
             self._target.set(None, ddp.process_group)
             ddp._comm_hooks.remove(self._registered)
             _handles.pop(ddp, None)
-        self._session.stop("fusedcomm was detached")
+        self._runs.stop("fusedcomm was detached")
 
     def nonfinite_report(self) -> list[NonFinite]:
         """Every rank's NaN and Inf counts by parameter, worst first. A collective call: on every rank.
@@ -251,12 +284,28 @@ class Handle:
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
-        old = self._session
-        new = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
-        new.take_over(old)
-        self._target.set(new.hook, ddp.process_group)
-        self._session = new
+        old = self._runs
+        if isinstance(old, Tuner):
+            self._runs = old.moved(ddp.process_group)
+        else:
+            self._runs = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
+            self._runs.take_over(old)
         old.stop("the module moved to another process group")
+        self._run_on(ddp.process_group)
+
+    @property
+    def _tuner(self) -> Tuner | None:
+        return self._runs if isinstance(self._runs, Tuner) else None
+
+    @property
+    def _session(self) -> Session:
+        return self._runs.session if isinstance(self._runs, Tuner) else self._runs
+
+    def _run_on(self, process_group: dist.ProcessGroup) -> None:
+        if self._tuner is not None:
+            self._tuner.start(self._target)
+        else:
+            self._target.set(self._session.hook, process_group)
 
 
 def _native_hook(state: object, bucket: object) -> None:
@@ -336,20 +385,52 @@ def _refuse_options(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _synchronised_parameters(ddp: DistributedDataParallel, config: Config) -> list[NamedParameter]:
-    """What the reducer has: trainable, not ignored, not delayed. Order of named_parameters()."""
+def _synchronised_parameters(ddp: DistributedDataParallel, configs: Sequence[Config]) -> list[NamedParameter]:
+    """What the reducer has: trainable, not ignored, not delayed. Order of named_parameters(), wires of the first."""
     delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
     ignored = ddp.parameters_to_ignore
     parameters = [
-        NamedParameter(name, tensor, config.wire_number(name, tensor))
+        NamedParameter(name, tensor, configs[0].wire_number(name, tensor))
         for name, tensor in ddp.module.named_parameters()
         if tensor.requires_grad and name not in ignored and id(tensor) not in delayed
     ]
     devices = sorted({str(p.tensor.device) for p in parameters})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
-    config.check_patterns([p.name for p in parameters])
+    for config in configs:
+        config.check_patterns([p.name for p in parameters])
     return parameters
+
+
+def _tuner(
+    ddp: DistributedDataParallel,
+    space: Space,
+    parameters: list[NamedParameter],
+    local: LocalOptions,
+    device: torch.device,
+    tuned: Tuning | str | os.PathLike | None,
+    announce: bool,
+) -> Tuner:
+    problem = None
+    try:
+        if tuned is not None and not isinstance(tuned, Tuning):
+            tuned = Tuning.load(tuned)
+    except ValueError as error:
+        tuned, problem = None, error  # of this rank, maybe: the others have to know
+    if tuned is not None:
+        tuned = dataclasses.replace(tuned, loaded=True)
+    module = weakref.ref(ddp)
+    return Tuner(
+        space,
+        ddp.process_group,
+        parameters,
+        local,
+        device,
+        announce=announce,
+        caps=lambda: _bucket_nbytes_caps(module()),
+        tuned=tuned,
+        problem=problem,
+    )
 
 
 def _bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:

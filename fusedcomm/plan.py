@@ -5,6 +5,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
+from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config
 from fusedcomm.hosts import Hosts
 from fusedcomm.native import _C
@@ -43,8 +44,12 @@ class Plan:
     exempt: tuple[str, ...]
     buckets: tuple[BucketRow, ...]
     predicted: bool
-    """True before the first backward pass: DDP may cut its buckets differently when it rebuilds them."""
+    """True before the first backward pass, and when off: DDP may cut its buckets differently when it rebuilds them."""
     hosts: Hosts | None = None
+    off: bool = False
+    """Whether gradients go through DDP's own all-reduce, since wire="auto" has not found, or not yet tried, better."""
+    tuning: Tuning | None = None
+    """What wire="auto" has found."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -74,7 +79,13 @@ class Plan:
             f"fusedcomm: wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
             f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
         ]
-        if self.hosts is not None and self.hosts.flat_reason:
+        if self.off:
+            lines = [f"fusedcomm: off, DDP's own exact all-reduce, {self.world_size} ranks"]
+        if self.tuning is not None:
+            lines.append(f"  {self.tuning.line}")
+            if self.tuning.bucket_cap is not None:
+                lines.append(f"  {self.tuning.bucket_cap}")
+        if self.hosts is not None and self.hosts.flat_reason and not self.off:
             lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.hosts!r})")
         lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
         for index, row in enumerate(self.buckets):
@@ -97,7 +108,8 @@ class Plan:
             shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
             lines.append(f"  exact in the same payload: {shown}")
         if self.predicted:
-            lines.append("  buckets as DDP is expected to cut them; plan() after two steps shows them as they are")
+            later = "" if self.off else "; plan() after two steps shows them as they are"
+            lines.append(f"  buckets as DDP is expected to cut them{later}")
         return "\n".join(lines)
 
     def _ranks(self) -> str:
@@ -110,13 +122,17 @@ class Plan:
 
 def predicted_rows(
     config: Config,
-    native: "_C.WireConfig",
+    native: "_C.WireConfig | None",
     world_size: int,
     hosts: Hosts | None,
     parameters: list[tuple[str, torch.nn.Parameter]],
     bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
-    """Rows for `parameters` (name, tensor) cut as DDP cuts them: from the last parameter to the first."""
+    """Rows for `parameters` (name, tensor) cut as DDP cuts them: from the last parameter to the first.
+
+    Args:
+        native: None for DDP's own all-reduce.
+    """
     backwards = parameters[::-1]
     indices, _ = dist._compute_bucket_assignment_by_size([tensor for _, tensor in backwards], bucket_nbytes_caps)
     rows = []
@@ -150,7 +166,7 @@ def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.GradHook") -> tu
 
 
 def _row(
-    config: "_C.WireConfig",
+    config: "_C.WireConfig | None",
     world_size: int,
     hosts: Hosts | None,
     names: tuple[str, ...],
@@ -159,7 +175,7 @@ def _row(
     lossy_numels: list[int],
 ) -> BucketRow:
     numel = exact_numel + sum(lossy_numels)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return _foreign_row(world_size, hosts, names, dtype, numel)
     plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
     return _planned_row(world_size, hosts, names, dtype, numel, plan)

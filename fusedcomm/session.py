@@ -44,6 +44,10 @@ class Session:
         parameters: what DDP synchronises, or None if it is not known; then parameters are recognised by their shapes.
         device: where the gradients are.
         announce: whether rank 0 may print what takes a while.
+        beside: another session on the same group, whose channels, hosts and store serve this one, too; its ranks have
+            agreed on both. Only one of them may have buckets under way.
+        also_agree: what else (JSON-serialisable) all ranks must share.
+        problem: why this rank cannot take part; raised when the others know.
 
     Raises:
         RuntimeError: no path for the device over the group's backend, or the ranks do not agree (the same text on
@@ -58,33 +62,29 @@ class Session:
         local: LocalOptions,
         device: torch.device,
         announce: bool = False,
+        *,
+        beside: "Session | None" = None,
+        also_agree: dict | None = None,
+        problem: Exception | None = None,
     ) -> None:
         groups.check_backend(process_group, device)
         self.config = cfg
+        self.keeps_residuals = cfg.error_feedback is not None
         self.local = local
         self.device = device
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
-        # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
-        problem, record = None, {}
+        self._num_gathered = self._num_beside = 0
+        if beside is None:
+            path = self._agree_on_plan(announce, also_agree, problem)
+        else:
+            beside._num_beside += 1
+            self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
+            self.hosts = beside.hosts
+        problem = None
         try:
-            path = self._path(announce and self.rank == 0)
-            record = {**self._record(), **path.must_agree}
-        except Exception as error:
-            problem = error
-        self._store = store = groups.private_store(process_group)
-        self._num_gathered = 0
-        if cfg.hosts == hosts.AUTO:
-            hosts.publish_name(store, self.rank)
-        self._agree(store, "plan", record, problem)
-        # The ranks have agreed, and so has each published its name: none waits for another here.
-        self.hosts = self._hosts(store)
-        try:
-            self.native_device, transport = path.connect(process_group, device, store)
-            self.codec = path.codec
-            if self.ranks_per_host > 1:
-                self._connect_hosts(transport)
+            transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
             self.hook = _C.GradHook(
                 config=self.native_config,
                 device=self.native_device,
@@ -100,8 +100,43 @@ class Session:
         except Exception as error:
             problem = error
         found = {"hosts": self.hosts.groups if self.hosts else None}
-        self._agree(store, "ready", found, problem)  # nobody's workspaces were refused
+        self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
         _running.add(self)
+
+    def _agree_on_plan(
+        self, announce: bool, also_agree: dict | None, problem: Exception | None
+    ) -> "CpuPath | CudaPath":
+        """Sets the session's store and hosts, too."""
+        # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
+        record, path = {}, None
+        try:
+            path = self._path(announce and self.rank == 0)
+            record = {**self._record(), **path.must_agree, **(also_agree or {})}
+        except Exception as error:
+            problem = problem or error
+        self._store = store = groups.private_store(self.process_group)
+        if self.config.hosts == hosts.AUTO:
+            hosts.publish_name(store, self.rank)
+        self._agree(store, "plan", record, problem)
+        # The ranks have agreed, and so has each published its name: none waits for another here.
+        self.hosts = self._hosts(store)
+        return path
+
+    def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
+        self.native_device, transport = path.connect(self.process_group, self.device, self._store)
+        self.codec = path.codec
+        if self.ranks_per_host > 1:
+            self._connect_hosts(transport)
+        return transport
+
+    def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
+        if self.device.type == "cpu" or _kernels_of(self.config) == _kernels_of(beside.config):
+            self.native_device, self.codec = beside.native_device, beside.codec
+        else:
+            path = self._path(announce and self.rank == 0)
+            self.native_device, _ = path.connect(self.process_group, self.device, self._store)
+            self.codec = path.codec
+        return beside.hook.transport
 
     @property
     def ranks_per_host(self) -> int:
@@ -232,14 +267,14 @@ class Session:
         for name, values in state["residuals"].items():
             if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
                 raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
-        if state["residuals"] and self.config.error_feedback is None:
+        if state["residuals"] and not self.keeps_residuals:
             raise ValueError(
                 f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
                 "(error_feedback=None): attach with error_feedback, or empty state['residuals']"
             )
 
     def take_over(self, old: "Session") -> None:
-        """What `old`, on another group, has counted and left out; to be called before the first bucket."""
+        """What `old`, on another group or in another wire, has counted and left out. Between backward passes."""
         known = {parameter.name for parameter in self.parameters or []}
 
         def is_known(name: str) -> bool:
@@ -273,15 +308,18 @@ class Session:
             store, self.rank, self.world_size, record, groups.group_timeout(self.process_group, self.device)
         )
 
-    def plan(self, bucket_nbytes_caps: list[int] | None) -> plan.Plan:
-        """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them."""
-        rows = plan.actual_rows(self.world_size, self.hosts, self.hook)
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
+        """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them.
+
+        Args:
+            off: the buckets do not come here but go through DDP's own all-reduce.
+        """
+        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
             named = [(p.name, p.tensor) for p in self.parameters]
-            rows = plan.predicted_rows(
-                self.config, self.native_config, self.world_size, self.hosts, named, bucket_nbytes_caps
-            )
+            native = None if off else self.native_config
+            rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, named, bucket_nbytes_caps)
         return plan.Plan(
             config=self.config,
             world_size=self.world_size,
@@ -292,6 +330,7 @@ class Session:
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,
+            off=off,
         )
 
     @contextlib.contextmanager
@@ -307,10 +346,20 @@ class Session:
         finally:
             trace.write(own_path, self.hook.stop_trace(), self.rank, self.world_size)
 
+    def max_over_ranks(self, value: float) -> float:
+        """A collective call, between backward passes."""
+        return self.hook.max_over_ranks(value)
+
     def stop(self, reason: str) -> None:
         """Ends the engine; buckets under way fail with `reason`. Idempotent."""
         self.hook.stop(reason)
         _running.discard(self)
+
+
+def _kernels_of(cfg: Config) -> dict:
+    """What of a configuration an accelerator's kernels depend on, at most."""
+    fields = dataclasses.asdict(cfg)
+    return {name: value for name, value in fields.items() if name not in ("sum", "chunk_nbytes", "chunks_in_flight")}
 
 
 @atexit.register

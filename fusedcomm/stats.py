@@ -61,6 +61,8 @@ class Stats:
     gradients, √(ranks on a host) times for equal ones. Buckets that are summed exactly are not there."""
     verified: tuple[Verified, ...]
     """The last 256 buckets that were compared, oldest first; see ``verify_every`` of :func:`fusedcomm.attach`."""
+    off: bool = False
+    """Whether gradients go through DDP's own all-reduce now, because of wire="auto": then nothing is counted."""
 
 
 def collect(hook: "_C.GradHook", world_size: int) -> Stats:

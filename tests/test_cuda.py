@@ -195,6 +195,33 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
     assert none == {} and one == {"weights.0": 1}
 
 
+# --- wire="auto" ------------------------------------------------------------------------------------------------------
+
+
+def searched(rank, world_size):
+    """Integers, so that every mean is exact in the wires that are tried: (choice, wires by step, wrong elements)"""
+    shapes = ((200_000,), (3_000,), (70_000,))
+    ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("fp32", "bf16", "fp16"), quiet=True)
+    wires, wrong = [], 0
+    for step in range(100):
+        gradients = [(integers(rank, shape) + step % 5).cuda() for shape in shapes]
+        for seen, shape in zip(synchronise(ddp, gradients), shapes, strict=True):
+            wrong += (seen != mean_of_integers(world_size, shape).cuda() + step % 5).sum().item()
+        plan = comm.plan()
+        wires.append("off" if plan.off else plan.config.wire)
+    tuning = comm.tuning()
+    comm.detach()
+    return tuning.finished, tuning.chosen, [trial.step_ms for trial in tuning.trials], wires, wrong
+
+
+def test_a_search_ends_alike_on_all_ranks_and_every_step_is_right(ranks):
+    outcome = ranks.run(searched, world_size=2, backend=BACKEND)
+    finished, _, times, wires, wrong = outcome[0]
+    assert outcome[0] == outcome[1] and finished and wrong == 0
+    assert {"off", "fp32", "bf16", "fp16"} == set(wires) and all(ms > 0 for ms in times)
+
+
 # --- races ----------------------------------------------------------------------------------------------------------
 
 

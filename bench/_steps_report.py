@@ -1,0 +1,170 @@
+"""Tables and plots of training steps over links, from the JSON of bench/ddp_step.py: what docs/benchmarks.md shows.
+
+    python bench/_steps_report.py                          # writes the tables into docs/benchmarks.md, and its plots
+    python bench/_steps_report.py bench/results/ddp-step-*.json --print
+
+A table stands in the document between `<!-- NAME -->` and `<!-- end -->`, where NAME is "speed-ups", or a result's file
+without "ddp-step-" and ".json". Nothing is typed by hand, and the tests compare the document with the results.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from _common import REPOSITORY
+from _ways import COMPUTE, DEFAULT, TUNED
+
+RESULTS = REPOSITORY / "bench" / "results"
+DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
+PLOT = REPOSITORY / "docs" / "benchmarks-speedups.png"
+PREFIX = "ddp-step-"
+SPEED_UPS = "speed-ups"
+
+
+class Result:
+    """One case: a model on hosts over a link, each way's row."""
+
+    def __init__(self, name: str, document: dict, case: str) -> None:
+        self.name, self.case = name, case
+        self.settings, self.env = document["settings"], document["env"]
+        self.found = document["cases"][case]
+        self.rows = {row["impl"]: row for row in document["rows"] if row["case"] == case}
+        self.missing = [entry for entry in document["not_measured"] if entry["case"] == case]
+
+    @property
+    def title(self) -> str:
+        model, link = self.case.split("/")
+        hosts, per_host = self.settings["hosts"], self.settings["ranks_per_host"]
+        where = f"{hosts} hosts" if hosts else f"{per_host} ranks"
+        where += f" × {per_host} ranks" if hosts and per_host > 1 else ""
+        return f"{where}, {link.replace('bit', 'bit/s')}, {model}"
+
+    @property
+    def baseline_s(self) -> float:
+        """Of DDP without a hook, with the best bucket size found."""
+        return min(self.rows[name]["median_s"] for name in (DEFAULT, TUNED) if name in self.rows)
+
+    def speed_up(self, way: str) -> float | None:
+        return self.baseline_s / self.rows[way]["median_s"] if way in self.rows else None
+
+
+def load(paths: Sequence[Path]) -> list[Result]:
+    results = []
+    for path in sorted(paths):
+        document = json.loads(path.read_text())
+        results += [Result(path.stem.removeprefix(PREFIX), document, case) for case in document["cases"]]
+    return results
+
+
+def speed_up_table(results: Sequence[Result]) -> str:
+    """Ways by cases: how many times as fast as DDP without a hook."""
+    ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
+    ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
+    lines = ["| | " + " | ".join(result.title for result in results) + " |", "|---" * (len(results) + 1) + "|"]
+    lines.append("| parameters | " + " | ".join(f"{_numel(result) / 1e6:.0f} M" for result in results) + " |")
+    shares = [result.found.get("communication_share", 0) for result in results]
+    lines.append("| communication, of the default's step | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
+    lines.append("| DDP, best bucket size, ms | " + " | ".join(f"{r.baseline_s * 1e3:.0f}" for r in results) + " |")
+    for way in ways:
+        cells = [f"{up:.2f}" if (up := result.speed_up(way)) else "" for result in results]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def case_table(result: Result) -> str:
+    lines = [
+        f"{result.title}; {_numel(result):,} parameters, batch {result.found['batch']}",
+        "",
+        "| way | p50 ms | p75 | p90 | p95 | × DDP | × bytes | of ideal | exposed ms | overlap | MB/host | error |",
+        "|---" * 12 + "|",
+    ]
+    for way, row in result.rows.items():
+        figures = row["figures"]
+        cells = [f"{row['percentiles_s'][name] * 1e3:.1f}" for name in ("p50", "p75", "p90", "p95")]
+        cells += [
+            f"{result.speed_up(way):.2f}",
+            _cell(figures, "bytes_ratio", ".2f"),
+            _cell(figures, "of_ideal", ".2f"),
+        ]
+        cells += [_cell(figures, "exposed_s", ".1f", 1e3), _cell(figures, "overlap", ".0%")]
+        cells += [_cell(figures, "wire_nbytes", ".2f", 1e-6), _cell(figures, "error", ".0e")]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    lines += [f"\n{entry['impl']}: not measured: {entry['reason']}" for entry in result.missing]
+    return "\n".join(lines)
+
+
+def _numel(result: Result) -> int:
+    return next(iter(result.rows.values()))["numel"]
+
+
+def _cell(figures: dict, name: str, form: str, factor: float = 1) -> str:
+    return format(figures[name] * factor, form) if name in figures else ""
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """What stands between the marks, by name."""
+    return dict(re.findall(r"<!-- ([\w-]+) -->\n(.*?)\n?<!-- end -->", text, re.DOTALL))
+
+
+def tables(results: Sequence[Result], names: Sequence[str]) -> dict[str, str]:
+    """The tables of those names. ValueError for one that there is no result of."""
+    found = {}
+    for name in names:
+        of_name = results if name == SPEED_UPS else [result for result in results if result.name == name]
+        if not of_name:
+            raise ValueError(f"there is no bench/results/{PREFIX}{name}.json for the table {name!r}")
+        found[name] = speed_up_table(of_name) if name == SPEED_UPS else "\n\n".join(map(case_table, of_name))
+    return found
+
+
+def write_tables(document: Path, results: Sequence[Result]) -> None:
+    text = document.read_text()
+    for name, table in tables(results, list(blocks_of(text))).items():
+        mark = f"<!-- {name} -->\n"
+        begin = text.index(mark) + len(mark)
+        text = text[:begin] + table + "\n" + text[text.index("<!-- end -->", begin) :]
+    document.write_text(text)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    from matplotlib import pyplot
+
+    ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, DEFAULT, TUNED)))
+    ways = [way for way in ways if "powersgd" not in way]  # its speed-ups are off any scale, and it is another mean
+    ways.sort(key=lambda way: way.startswith("fusedcomm"))
+    figure, axes = pyplot.subplots(figsize=(1.7 * len(results) + 2, 4.5))
+    width = 0.8 / len(ways)
+    for index, way in enumerate(ways):
+        places = [place + index * width - 0.4 for place, result in enumerate(results) if way in result.rows]
+        rows = [result for result in results if way in result.rows]
+        axes.bar(places, [result.speed_up(way) for result in rows], width, label=way)
+        ratios = [result.rows[way]["figures"].get("bytes_ratio") for result in rows]
+        axes.scatter(places, [ratio if ratio else float("nan") for ratio in ratios], marker="_", color="black", s=40)
+    axes.axhline(1, color="black", linewidth=0.8)
+    labels = [result.title.replace(", ", "\n") + f"\n{_numel(result) / 1e6:.0f} M" for result in results]
+    axes.set_xticks(range(len(results)), labels, fontsize=8)
+    axes.set_ylabel("times as fast as DDP's best bucket size\n(– : by how much fewer bytes it sends)")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="*", type=Path, help=f"(bench/results/{PREFIX}*.json)")
+    parser.add_argument("--print", action="store_true", help="print the tables and write nothing")
+    arguments = parser.parse_args()
+    results = load(arguments.results or sorted(RESULTS.glob(f"{PREFIX}*.json")))
+    if arguments.print:
+        print("\n\n".join([speed_up_table(results), *map(case_table, results)]))
+        return
+    write_tables(DOCUMENT, results)
+    plot(results, PLOT)
+
+
+if __name__ == "__main__":
+    main()

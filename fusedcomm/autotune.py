@@ -1,0 +1,220 @@
+"""``wire="auto"``: what is tried for how many steps and which of it is kept. No ranks, no clock and no engine in here.
+
+1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
+   faster by more than MARGIN. If none comes NEAR to off, off it is.
+2. The best wire with other sums, and then with other chunks.
+3. What is best by now and the fastest exact one in turn, in case the machine was busy with something else during
+   step 1, and once more unless one is FAR behind. What is kept has won here.
+
+"fp32" is as exact as off, and where memory is slow it can be faster: a hook that DDP calls has to divide gradients in a
+pass of its own, which off does on the backward pass's thread.
+
+Each of these is one trial: WARM_UP + TIMED steps, of which the last are timed.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from fusedcomm.bucket_cap import BucketCap
+
+WIRE = "auto"
+
+WARM_UP = 2
+"""Steps at the beginning of a trial that are not timed. The first still waits for what the trial before had sent."""
+TIMED = 5
+"""Steps of which a trial's time is the median; the largest of the ranks' medians counts."""
+LEAD_IN = 3
+"""Further untimed steps at the very beginning: DDP cuts its buckets anew after the first or second."""
+
+MARGIN = 0.03
+"""Of a step: by so much something less exact has to be faster."""
+NEAR = 0.1
+"""A wire that is slower than off by more than this is not going to be made faster by its chunks."""
+FAR = 0.3
+"""A difference that one look is enough for."""
+MAX_ROUNDS = 2
+"""Of the last step: exact, best, exact, best."""
+
+_FILE_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What the search can choose. `chunk_nbytes` None: as for :func:`fusedcomm.attach`."""
+
+    wire: str
+    sum: str = "auto"
+    chunk_nbytes: int | None = None
+    chunks_in_flight: int = 4
+
+    @property
+    def is_exact(self) -> bool:
+        return self.wire in ("off", "fp32")
+
+    def __str__(self) -> str:
+        name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
+        if self.chunk_nbytes is not None:
+            name += f" in chunks of {self.chunk_nbytes / 1024:g} KiB × {self.chunks_in_flight}"
+        return name
+
+
+OFF = Candidate("off")
+"""DDP's own exact all-reduce."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    candidate: Candidate
+    step_ms: float
+    """The largest of the ranks' median steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What a search has found; ``str()`` of it is for people. The same on every rank, but for `bucket_cap`."""
+
+    finished: bool
+    chosen: Candidate | None
+    """None while the search goes on."""
+    trials: tuple[Trial, ...]
+    num_steps: int
+    """Training steps that the search has taken."""
+    max_steps: int
+    """That it takes at most."""
+    world_size: int
+    device_type: str
+    model: str
+    """A digest of the parameters' names, shapes and dtypes."""
+    bucket_cap: BucketCap | None = None
+    """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on."""
+    loaded: bool = False
+    """Whether it was given to :func:`fusedcomm.attach`, which did not search then."""
+
+    @property
+    def step_ms(self) -> dict[Candidate, float]:
+        """By candidate, in the order of the first trials; of those that were looked at again, the mean of that."""
+        times: dict[Candidate, list[float]] = {}
+        for trial in self.trials:
+            times.setdefault(trial.candidate, []).append(trial.step_ms)
+        return {candidate: statistics.mean(tried[1:] or tried) for candidate, tried in times.items()}
+
+    @property
+    def line(self) -> str:
+        times = ", ".join(f"{candidate} {ms:.4g} ms" for candidate, ms in self.step_ms.items())
+        if not self.finished:
+            return f"wire='auto' is searching, step {self.num_steps} of at most {self.max_steps}: {times or 'no times'}"
+        how = "chosen before by" if self.loaded else "chosen by"
+        tried = f"from {len(self.step_ms)} candidates in {self.num_steps} steps: {times}" if times else "at once"
+        return f"{self.chosen} {how} wire='auto' {tried}"
+
+    def __str__(self) -> str:
+        lines = [f"fusedcomm: {self.line}"]
+        if self.bucket_cap is not None:
+            lines.append(f"  {self.bucket_cap}")
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes it as JSON, for ``attach(…, wire="auto", tuned=path)``. Once: it is the same on every rank.
+
+        Raises:
+            RuntimeError: the search goes on.
+        """
+        if not self.finished:
+            raise RuntimeError(
+                f"the search has not ended (step {self.num_steps} of at most {self.max_steps}): nothing to save yet"
+            )
+        Path(path).write_text(json.dumps({"fusedcomm tuning": _FILE_VERSION, **dataclasses.asdict(self)}, indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Tuning":
+        """What :meth:`save` wrote. Raises ValueError, naming the path, for anything else."""
+        try:
+            fields = json.loads(Path(path).read_text())
+            if fields.pop("fusedcomm tuning") != _FILE_VERSION:
+                raise ValueError("another version wrote it")
+            fields["chosen"] = Candidate(**fields["chosen"])
+            fields["trials"] = tuple(
+                Trial(Candidate(**trial["candidate"]), float(trial["step_ms"])) for trial in fields["trials"]
+            )
+            cap = fields["bucket_cap"]
+            fields["bucket_cap"] = None if cap is None else BucketCap.from_fields(cap)
+            return cls(**fields)
+        except OSError as error:
+            raise ValueError(f"tuned={os.fspath(path)!r} cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"tuned={os.fspath(path)!r} is not what Tuning.save() writes ({type(error).__name__}: {error}): save "
+                "it anew, or leave out tuned to search again"
+            ) from error
+
+
+class Search:
+    """Says which candidate to try next; is told how long its steps took. The same times, the same choice.
+
+    Args:
+        wires: candidates beside off, the most exact first.
+        sums, chunks: given the best candidate so far, its alternatives, what to prefer first.
+    """
+
+    def __init__(
+        self,
+        wires: Sequence[Candidate],
+        sums: Callable[[Candidate], Sequence[Candidate]],
+        chunks: Callable[[Candidate], Sequence[Candidate]],
+    ) -> None:
+        self.trials: list[Trial] = []
+        self.finished = False
+        self._order = self._search(wires, (sums, chunks))
+        self.candidate = next(self._order)
+        """To be tried now; once finished, the choice."""
+
+    def record(self, step_ms: float) -> None:
+        """The candidate's time."""
+        self.trials.append(Trial(self.candidate, step_ms))
+        try:
+            self.candidate = self._order.send(step_ms)
+        except StopIteration as end:
+            self.candidate, self.finished = end.value, True
+
+    @staticmethod
+    def _search(
+        wires: Sequence[Candidate], refinements: Sequence[Callable[[Candidate], Sequence[Candidate]]]
+    ) -> Generator[Candidate, float, Candidate]:
+        off_ms = yield OFF
+        tried = {}
+        for candidate in wires:
+            tried[candidate] = yield candidate
+        best = preferred(tried)
+        if tried[best] > (1 + NEAR) * off_ms:
+            return OFF
+        tried_exact = {OFF: off_ms, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
+        for alternatives in refinements:
+            tried = {best: tried[best]}
+            for candidate in alternatives(best):
+                tried[candidate] = yield candidate
+            best = preferred(tried)
+        exact = OFF if best.is_exact else preferred(tried_exact)
+        again = {exact: 0.0, best: 0.0}
+        for _ in range(MAX_ROUNDS):
+            for candidate in again:
+                again[candidate] += yield candidate
+            if again[best] < (1 - FAR) * again[exact]:
+                break
+        return preferred(again)
+
+
+def preferred(step_ms: dict[Candidate, float]) -> Candidate:
+    """The fastest exact one, if no other beats it by more than MARGIN; else the first that none beats by so much."""
+    enough = min(step_ms.values()) / (1 - MARGIN)
+    near = [candidate for candidate, ms in step_ms.items() if ms <= enough]
+    return min((candidate for candidate in near if candidate.is_exact), key=step_ms.get, default=near[0])
+
+
+def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:
+    """Of a search, with so many wires and alternatives."""
+    num_trials = 1 + num_wires + num_sums + num_chunks + 2 * MAX_ROUNDS
+    return LEAD_IN + num_trials * (WARM_UP + TIMED)

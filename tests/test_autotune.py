@@ -1,0 +1,666 @@
+"""wire="auto": the search on given times, and on real ranks."""
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import os
+import random
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, synchronise
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import autotune
+from fusedcomm.autotune import OFF, Candidate, Search, Trial, Tuning, preferred
+from fusedcomm.tuner import Space
+
+FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
+NUMEL = 20000
+"""So few that a wire is used with sum="two-shot" only: small buckets are summed exactly otherwise."""
+
+# --- the search, on given times -------------------------------------------------------------------------------------
+
+
+def nothing(best):
+    return []
+
+
+def search(step_ms, wires=(BF16, INT8, INT4), sums=nothing, chunks=nothing):
+    """Runs one to its end; `step_ms(candidate, number of the trial)`."""
+    found = Search(wires, sums, chunks)
+    while not found.finished:
+        found.record(step_ms(found.candidate, len(found.trials)))
+    return found
+
+
+def by_candidate(**ms):
+    return lambda candidate, trial: ms[str(candidate).replace(" ", "_")]
+
+
+def test_the_fastest_is_kept():
+    found = search(by_candidate(off=100, bf16=60, int8=40, int4=30))
+    assert found.candidate == INT4
+    assert [trial.candidate for trial in found.trials] == [OFF, BF16, INT8, INT4, OFF, INT4]
+
+
+def test_the_more_exact_is_kept_unless_it_is_slower_by_more_than_the_margin():
+    assert search(by_candidate(off=100, bf16=60, int8=59, int4=58.5)).candidate == BF16
+    assert search(by_candidate(off=100, bf16=60, int8=57, int4=57)).candidate == INT8
+    assert search(by_candidate(off=100, bf16=98, int8=98, int4=99)).candidate == OFF
+    assert search(by_candidate(off=100, bf16=99, int8=96, int4=95)).candidate == INT8
+
+
+def test_of_what_is_exact_the_fastest_is_kept():
+    assert search(by_candidate(off=100, fp32=99, bf16=98), (FP32, BF16)).candidate == FP32
+    assert search(by_candidate(off=100, fp32=101, bf16=99), (FP32, BF16)).candidate == OFF
+    # And it is what another wire has to beat.
+    found = search(by_candidate(off=100, fp32=80, bf16=70), (FP32, BF16))
+    assert [str(trial.candidate) for trial in found.trials] == ["off", "fp32", "bf16", *["fp32", "bf16"] * 2]
+    assert found.candidate == BF16
+
+
+def test_what_is_much_slower_than_off_is_not_looked_at_again():
+    found = search(by_candidate(off=100, bf16=120, int8=111, int4=150))
+    assert found.candidate == OFF and len(found.trials) == 4
+
+
+def test_a_lucky_or_an_unlucky_first_look_is_not_trusted():
+    off_was_disturbed = {0: 300.0}
+    found = search(lambda candidate, trial: off_was_disturbed.get(trial, 100.0), wires=(BF16,))
+    assert found.candidate == OFF and len(found.trials) == 2 + 2 * autotune.MAX_ROUNDS
+    bf16_was_lucky = {1: 50.0, 3: 100.0, 5: 104.0}
+    assert search(lambda candidate, trial: bf16_was_lucky.get(trial, 100.0), wires=(BF16,)).candidate == OFF
+
+
+def test_sums_and_chunks_of_the_best_wire_are_tried_one_after_the_other():
+    direct = dataclasses.replace(BF16, sum="direct")
+
+    def sums(best):
+        assert best == BF16
+        return [direct]
+
+    def chunks(best):
+        assert best == direct
+        return [dataclasses.replace(best, chunk_nbytes=nbytes) for nbytes in (4096, 65536)]
+
+    times = {"off": 100, "bf16": 70, "bf16 direct": 60, "bf16 direct in chunks of 4 KiB × 4": 80}
+    found = search(lambda candidate, trial: times.get(str(candidate), 50), (BF16,), sums, chunks)
+    assert found.candidate == Candidate("bf16", "direct", 65536)
+
+
+def by_chance(seed):
+    space = Space(("int4", "int8", "bf16", "fp16", "fp32"), options())
+    chance = random.Random(seed)
+    return search(
+        lambda candidate, trial: 90 + 20 * chance.random(),
+        space.first,
+        lambda best: space.sums(best, {"two-shot"}),
+        lambda best: space.chunks(best, 2, 10),
+    )
+
+
+def test_the_same_times_give_the_same_search_and_it_ends():
+    most = autotune.max_steps(5, 2, 2)
+    for seed in range(200):
+        one, other = by_chance(seed), by_chance(seed)
+        assert (one.trials, one.candidate) == (other.trials, other.candidate)
+        assert autotune.LEAD_IN + len(one.trials) * (autotune.WARM_UP + autotune.TIMED) <= most
+        # What is kept has won in the last look at it and what is exact.
+        if one.candidate != OFF:
+            exact, best = (trial.candidate for trial in one.trials[-2:])
+            assert exact.is_exact and one.candidate in (exact, best)
+
+
+def test_preferred_is_the_first_within_the_margin():
+    assert preferred({OFF: 100, BF16: 97.5}) == OFF
+    assert preferred({OFF: 100, BF16: 96.9}) == BF16
+    assert preferred({OFF: float("inf"), BF16: float("inf")}) == OFF
+
+
+def test_a_report_has_the_times_that_decided():
+    looks = [(OFF, 300.0), (BF16, 80.0), (INT8, 70.0), (OFF, 100.0), (INT8, 60.0), (OFF, 104.0), (INT8, 64.0)]
+    tuning = Tuning(True, INT8, tuple(Trial(*look) for look in looks), 52, 80, 2, "cpu", "digest")
+    assert tuning.step_ms == {OFF: 102.0, BF16: 80.0, INT8: 62.0}
+    assert str(tuning).startswith("fusedcomm: int8 chosen by wire='auto' from 3 candidates in 52 steps: off 102 ms, ")
+
+
+# --- what may be chosen ---------------------------------------------------------------------------------------------
+
+
+def options(**kwargs):
+    defaults = {"sum": "auto", "chunk_nbytes": None, "chunks_in_flight": 4, "hosts": None, "wire_for": None}
+    return {**defaults, **kwargs}
+
+
+def test_wires_are_tried_from_the_most_exact_on():
+    assert Space(("int4", "bf16", "int8", "fp32", "int4"), options()).wires == ("fp32", "bf16", "int8", "int4")
+    assert Space(None, options()).wires == ("fp32", "bf16")
+    assert Space(None, options(error_feedback=True)).wires == ("bf16",)
+
+
+def test_only_sums_and_chunks_that_are_left_open_are_tried():
+    space = Space(("bf16",), options())
+    assert space.sums(BF16, {"two-shot"}) == [Candidate("bf16", "direct")]
+    assert space.sums(BF16, {"direct"}) == [Candidate("bf16", "two-shot")]
+    assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}) == []
+    assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}) == []
+    smaller, larger = space.chunks(BF16, 2, 10)
+    assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (256 << 10, 8)
+    assert (larger.chunk_nbytes, larger.chunks_in_flight) == (2 << 20, 4)
+    assert space.chunks(BF16, 2, 1) == []
+    assert space.chunks(Candidate("bf16", chunk_nbytes=8192), 2, 10) == []
+
+
+def refused(rank, world_size, kwargs):
+    ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
+    try:
+        fusedcomm.attach(ddp, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"wire": "bf16", "wires": ("bf16",)}, ["wires=('bf16',)", "wire='auto'", "wire='bf16'"]),
+        ({"wire": "bf16", "tuned": "x.json"}, ["tuned='x.json'", "wire='auto'"]),
+        ({"wires": ()}, ["wires=()", "leaves nothing to try"]),
+        ({"wires": "bf16"}, ["wires='bf16' is one string", "('bf16',)"]),
+        ({"wires": ("bf16", "fp7")}, ["'fp7' is not known", "'int8'"]),
+        ({"wires": ("off", "int8")}, ["'off' is not known", "always tried"]),
+        (
+            {"wires": ("fp32", "bf16"), "error_feedback": True},
+            ["cannot try 'fp32'", "error_feedback", "rounds nothing"],
+        ),
+        ({"wires": ("bf16", "int8"), "sum": "direct"}, ["cannot try 'int8'", "sum='direct'"]),
+        ({"verify_every": 5, "fallback_error": 0.1}, ["cannot try 'bf16'", "fallback_wire='bf16'"]),
+        ({"chunk_nbytes": 100}, ["cannot try 'bf16'", "chunk_nbytes=100"]),
+        ({"wires": ("int8",), "exempt": ("wieghts*",)}, ["'wieghts*'", "matches none"]),
+        ({"tuned": "/nowhere/tuned.json"}, ["tuned='/nowhere/tuned.json' cannot be read", "No such file"]),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused_with_what_is_possible(ranks, kwargs, words):
+    for error in ranks.run(refused, {"wire": "auto", **kwargs}, world_size=2):
+        assert all(word in error for word in words), error
+
+
+def test_a_registered_hook_cannot_be_tuned():
+    with pytest.raises(ValueError, match="fusedcomm.attach"):
+        fusedcomm.CommState(wire="auto")
+
+
+# --- real ranks -----------------------------------------------------------------------------------------------------
+
+
+def gradients(rank, step, numel=NUMEL):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(numel, generator=generator), torch.randn(30, 40, generator=generator)]
+
+
+def module(**kwargs):
+    return DistributedDataParallel(Gradients((NUMEL,), (30, 40)), **{"bucket_cap_mb": 0.004, **kwargs})
+
+
+class Slow:
+    """Steps that take so many milliseconds longer, by what travels; and a bit more by chance, other on each rank."""
+
+    def __init__(self, comm, rank, **ms):
+        self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
+
+    def __call__(self):
+        plan = self._comm.plan()
+        ms = self._ms["off" if plan.off else plan.config.wire]
+        time.sleep((ms + self._chance.random()) / 1000)
+
+
+TIMES = {"off": 60, "bf16": 30, "int8": 3}
+OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
+
+
+def searched(rank, world_size, ms, kwargs):
+    """Trains until the search has ended and a few steps on: (the choice, wires by step, relative errors, gradients)"""
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, **kwargs)
+    slow = Slow(comm, rank, **ms)
+    wires, errors, results, last = [], [], [], None
+    while last is None or len(wires) < last + 3:
+        step = len(wires)
+        slow()
+        seen = synchronise(ddp, gradients(rank, step))
+        parts = zip(*(gradients(r, step) for r in range(world_size)), strict=True)
+        exact = [sum(part) / world_size for part in parts]
+        errors.append(max(((a - b).norm() / b.norm()).item() for a, b in zip(seen, exact, strict=True)))
+        if last is None and comm.tuning().finished:
+            last = step
+        plan = comm.plan()
+        wires.append("off" if plan.off else plan.config.wire)
+        results.append([value.sum().item() for value in seen] + [seen[0][7].item()])
+    tuning = comm.tuning()
+    stats = comm.stats()
+    comm.detach()
+    return tuning, wires, errors, results, stats.off
+
+
+LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ms", "best"), [(2, TIMES, "int8"), (3, TIMES, "int8"), (3, OFF_IS_BEST, "off")]
+)
+def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, best):
+    outcome = ranks.run(searched, ms, {"sum": "two-shot"}, world_size=world_size)
+    tuning, wires, errors, results, is_off = outcome[0]
+    assert tuning.finished and tuning.chosen.wire == best and is_off == (best == "off")
+    assert tuning.num_steps <= tuning.max_steps and set(wires[tuning.num_steps :]) == {best}
+    assert {"off", "bf16", "int8"} == set(wires)
+    for wire, error in zip(wires, errors, strict=True):
+        assert error < LIMITS[wire]
+        assert error > 1e-5 or wire == "off"
+    for other in outcome[1:]:
+        assert dataclasses.replace(other[0], bucket_cap=None) == dataclasses.replace(tuning, bucket_cap=None)
+        assert other[1] == wires and other[3] == results  # bit for bit
+    # In the order of exactness, each for as long as the others.
+    assert [trial.candidate.wire for trial in tuning.trials][:3] == ["off", "bf16", "int8"]
+    assert tuning.step_ms[OFF] > 5 and all(trial.step_ms > 0 for trial in tuning.trials)
+
+
+def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
+    """How far gradients are, in any step of a search, from those under DDP's default with the same inputs."""
+
+    def train(auto):
+        torch.manual_seed(3)
+        ddp = DistributedDataParallel(model(), **ddp_kwargs)
+        comm = None
+        if auto:
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+        num_steps, seen = (80 if not uneven else 70 + 6 * rank), []
+        with Join([ddp]) if uneven else contextlib.nullcontext():
+            for step in range(num_steps):
+                ddp.zero_grad(set_to_none=True)
+                for micro in range(accumulate):
+                    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+                    with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
+                        ddp(torch.randn(8, 10, generator=generator)).square().mean().backward()
+                seen.append(torch.cat([p.grad.flatten().double() for p in ddp.parameters()]))
+        return seen, comm
+
+    reference, _ = train(False)
+    seen, comm = train(True)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(seen, reference, strict=True)]
+    tuning = comm.tuning()
+    return max(errors), tuning.finished, tuning.chosen, tuning.trials
+
+
+@pytest.mark.parametrize(
+    ("model", "ddp_kwargs", "accumulate", "uneven"),
+    [
+        (Mlp, SMALL_BUCKETS, 1, False),
+        (Mlp, {"static_graph": True, **SMALL_BUCKETS}, 1, False),
+        (Mlp, {"gradient_as_bucket_view": True}, 2, False),
+        (Mlp, SMALL_BUCKETS, 1, True),
+        (Mlp, {"find_unused_parameters": True}, 1, False),
+        (Mixed, SMALL_BUCKETS, 1, False),
+    ],
+    ids=["small buckets", "static graph", "no_sync", "join", "find unused", "mixed dtypes"],
+)
+def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, model, ddp_kwargs, accumulate, uneven):
+    outcome = ranks.run(scheduled, model, ddp_kwargs, accumulate, uneven, world_size=2)
+    for error, finished, chosen, trials in outcome:
+        assert error < 0.1 and finished
+        assert (chosen, trials) == outcome[0][2:]
+
+
+def frozen(world_size, candidate, ddp):
+    from fusedcomm.tuner import model_digest
+
+    parameters = [fusedcomm.session.NamedParameter(name, p, 0) for name, p in ddp.module.named_parameters()]
+    digest = model_digest(parameters)
+    trials = (Trial(OFF, 20.0), Trial(candidate, 10.0))
+    return Tuning(True, candidate, trials, 31, 99, world_size, "cpu", digest)
+
+
+def off_beside_default(rank, world_size):
+    plain, ddp = module(), module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    same = []
+    for step in range(4):
+        values = gradients(rank, step)
+        same += [torch.equal(a, b) for a, b in zip(synchronise(ddp, values), synchronise(plain, values), strict=True)]
+    stats, plan, state = comm.stats(), comm.plan(), comm.state_dict()
+    comm.load_state_dict(state)
+    report = comm.nonfinite_report()
+    comm.state_dict(consolidated=True)
+    comm.detach()
+    return same, stats, str(plan), plan.scratch_nbytes, report
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size):
+    for same, stats, plan, scratch_nbytes, report in ranks.run(off_beside_default, world_size=world_size):
+        assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
+        assert "off, DDP's own exact all-reduce" in plan and "travels as it is" in plan
+        assert "off chosen before by wire='auto' from 1 candidates" in plan
+
+
+def threads_of_engine() -> int:
+    names = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read())
+    return sum(name.startswith("fc-") for name in names)
+
+
+def threads_by_phase(rank, world_size, ms):
+    before = threads_of_engine()
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    slow = Slow(comm, rank, **ms)
+    during = threads_of_engine()
+    while not comm.tuning().finished:
+        slow()
+        synchronise(ddp, gradients(rank, 0))
+    after = threads_of_engine()
+    scratch = comm.plan().scratch_nbytes
+    comm.detach()
+    return during - before, after - before, threads_of_engine() - before, scratch
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
+def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
+    for during, after, detached, scratch in ranks.run(threads_by_phase, TIMES, world_size=2):
+        assert (during, after, detached) == (15, 5, 0) and scratch > 0
+    for during, after, detached, scratch in ranks.run(threads_by_phase, OFF_IS_BEST, world_size=2):
+        assert (during, after, detached, scratch) == (15, 0, 0, 0)
+
+
+def with_error_feedback(rank, world_size):
+    """What all steps have delivered, what is left out, and what should have been delivered."""
+    ddp = module()
+    kwargs = {"exempt": (), "sum": "two-shot", "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int4",), quiet=True, **kwargs)
+    slow = Slow(comm, rank, off=3, int4=40)
+    delivered, wanted = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    wires, step = [], 0
+    for step in range(45):
+        slow()
+        delivered += synchronise(ddp, gradients(rank, step))[0]
+        wanted += sum(gradients(r, step)[0] for r in range(world_size)) / world_size
+        plan = comm.plan()
+        wires.append("off" if plan.off else plan.config.wire)
+        if step == 12:
+            # A search goes on with what it has restored, whatever runs.
+            comm.load_state_dict(comm.state_dict())
+    residual = comm.state_dict(consolidated=True)["residuals"].get("weights.0", torch.zeros(NUMEL))
+    return comm.tuning().chosen, wires, (delivered + residual - wanted).abs().max().item(), residual.abs().max().item()
+
+
+def test_error_feedback_loses_nothing_to_a_switch(ranks):
+    for chosen, wires, missing, residual in ranks.run(with_error_feedback, world_size=2):
+        assert chosen == OFF and "int4" in wires and wires[-1] == "off"
+        assert missing < 1e-3 and residual == 0
+
+
+def guarded(rank, world_size):
+    ddp = module()
+    kwargs = {"sum": "two-shot", "verify_every": 2, "fallback_error": 0.5, "measure_every": 3, "rounding": "stochastic"}
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, **kwargs)
+    slow = Slow(comm, rank, off=60, int8=3)
+    while not comm.tuning().finished:
+        slow()
+        synchronise(ddp, gradients(rank, 1))
+    for step in range(4):
+        seen = synchronise(ddp, gradients(rank, step))
+    return comm.tuning().chosen, len(comm.stats().verified), comm.stats().quantisation_error, seen
+
+
+def test_guards_go_on_with_what_was_chosen(ranks):
+    outcome = ranks.run(guarded, world_size=2)
+    for chosen, num_verified, errors, seen in outcome:
+        assert chosen.wire == "int8" and num_verified > 0 and errors
+        assert all(torch.equal(a, b) for a, b in zip(seen, outcome[0][3], strict=True))
+
+
+def test_sums_on_two_levels_can_be_searched(ranks):
+    kwargs = {"sum": "two-shot", "hosts": [[0, 1], [2, 3]]}
+    outcome = ranks.run(searched, TIMES, kwargs, world_size=4)
+    for tuning, wires, errors, results, _ in outcome:
+        assert tuning.chosen.wire == "int8" and results == outcome[0][3]
+        assert all(error < 2 * LIMITS[wire] for wire, error in zip(wires, errors, strict=True))
+
+
+# --- save and load --------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(rank, world_size, path):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    slow = Slow(comm, rank, **TIMES)
+    errors = []
+    with pytest.raises(RuntimeError, match="the search has not ended"):
+        comm.tuning().save(path)
+    while not comm.tuning().finished:
+        slow()
+        synchronise(ddp, gradients(rank, 0))
+    tuning = comm.tuning()
+    if rank == 0:
+        tuning.save(path)
+    dist.barrier()
+    comm.detach()
+    warned = []
+    for tuned in (path, tuning, Tuning.load(path)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, tuned=tuned)
+        warned += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+        at_once = comm.tuning()
+        seen = synchronise(ddp, gradients(rank, 0))
+        plan, sent = comm.plan(), comm.stats().sent_nbytes
+        comm.detach()
+        errors.append((at_once.finished, at_once.chosen == tuning.chosen, plan.config.wire, sent > 0))
+    return tuning, errors, warned, str(plan), [value.sum().item() for value in seen]
+
+
+def test_a_saved_choice_is_taken_at_once(ranks, tmp_path):
+    outcome = ranks.run(saved_and_loaded, str(tmp_path / "tuned.json"), world_size=2)
+    for tuning, attached, warned, plan, seen in outcome:
+        assert attached == [(True, True, "int8", True)] * 3 and warned == []
+        assert tuning.chosen.wire == "int8" and seen == outcome[0][4]
+        assert "chosen before by wire='auto' from" in plan and "off 6" in plan
+    assert json.loads((tmp_path / "tuned.json").read_text())["chosen"]["wire"] == "int8"
+
+
+def misfits(rank, world_size):
+    ddp = module()
+    good = frozen(world_size, INT8, ddp)
+    cases = {
+        "ranks": dataclasses.replace(good, world_size=7),
+        "device": dataclasses.replace(good, device_type="cuda"),
+        "model": frozen(world_size, INT8, DistributedDataParallel(Gradients((50,)))),
+        "wires": dataclasses.replace(good, chosen=INT4),
+        "unfinished": dataclasses.replace(good, finished=False, chosen=None),
+    }
+    messages = {}
+    for name, tuned in cases.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        assert not comm.tuning().finished and comm.tuning().num_steps == 0
+        synchronise(ddp, gradients(rank, 0))
+        comm.detach()
+        messages[name] = [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+    return messages
+
+
+def test_a_choice_made_elsewhere_is_not_taken_and_why(ranks):
+    first, second = ranks.run(misfits, world_size=2)
+    words = {
+        "ranks": "it is of 7 ranks and these are 2",
+        "device": "gradients on cuda and these are on cpu",
+        "model": "a model with other parameters",
+        "wires": "chosen int4, which wires=('int8',)",
+        "unfinished": "had not ended",
+    }
+    for name, word in words.items():
+        (message,) = first[name]
+        assert word in message and "searches anew" in message and second[name] == []
+
+
+def given_to_one_rank(rank, world_size, path):
+    ddp = module()
+    errors = []
+    for tuned in (frozen(world_size, INT8, ddp) if rank == 0 else None, path if rank == 1 else None):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_ranks_must_be_given_the_same_choice(ranks, tmp_path):
+    (tmp_path / "garbage.json").write_text('{"fusedcomm tuning": 1, "chosen": 3}')
+    outcome = ranks.run(given_to_one_rank, str(tmp_path / "garbage.json"), world_size=2)
+    for differs, garbage in outcome:
+        assert "do not agree: auto.tuned is 'int8' on rank 0 and None on rank 1" in differs
+        assert "garbage.json' is not what Tuning.save() writes" in garbage
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "not json", '{"fusedcomm tuning": 99}', '{"fusedcomm tuning": 1}'])
+def test_a_file_that_is_something_else_is_named(tmp_path, text):
+    path = tmp_path / "tuned.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="tuned.json' is not what Tuning.save"):
+        Tuning.load(path)
+
+
+# --- other ends -----------------------------------------------------------------------------------------------------
+
+
+def moved(rank, world_size, is_finished):
+    subgroup = dist.new_group([0, 1])
+    ddp = module()
+    tuned = frozen(world_size, INT8, ddp) if is_finished else None
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, tuned=tuned)
+    values = [torch.full((NUMEL,), float(rank)), torch.full((30, 40), float(rank))]
+    for _ in range(14):
+        before = synchronise(ddp, values)[0].unique().tolist()
+    trials = len(comm.tuning().trials)
+    ddp._update_process_group(subgroup)
+    if rank > 1:
+        comm.detach()
+        return before, None, trials, None, None
+    after = synchronise(ddp, values)[0].unique().tolist()
+    begun_again = len(comm.tuning().trials)
+    steps = 0
+    while not comm.tuning().finished:
+        steps += 1
+        assert synchronise(ddp, values)[0].unique().tolist() == after
+    again = synchronise(ddp, values)[0].unique().tolist() == after
+    return before, after, trials, begun_again, (comm.tuning().chosen.wire, steps > 15, again)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_another_process_group_keeps_the_choice_or_begins_the_search_again(ranks, is_finished):
+    for rank, (before, after, trials, begun_again, end) in enumerate(ranks.run(moved, is_finished, world_size=3)):
+        assert before == [1.0] and (trials > 0)
+        if rank < 2:
+            assert after == [0.5] and end[2]
+            assert end[:2] == ("int8", False) if is_finished else (begun_again == 0 and end[1])
+
+
+def failing(rank, world_size):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", quiet=True)
+
+    def fail():
+        raise LookupError("the search's own trouble")
+
+    comm._tuner._end_trial = fail
+    errors, passed = [], 0
+    for _ in range(30):
+        try:
+            synchronise(ddp, gradients(rank, 0))
+            passed += 1
+        except Exception as error:
+            errors.append(str(error))
+            break
+    comm.detach()
+    return passed, errors
+
+
+def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
+    for passed, errors in ranks.run(failing, world_size=2):
+        assert passed == autotune.LEAD_IN + autotune.WARM_UP + autotune.TIMED
+        assert len(errors) == 1 and "the search's own trouble" in errors[0]
+
+
+def detached_while_searching(rank, world_size):
+    before = threads_of_engine()
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+    for _ in range(14):
+        synchronise(ddp, gradients(rank, 0))
+    comm.detach()
+    exact = [sum(parts) / world_size for parts in zip(*(gradients(r, 1) for r in range(world_size)), strict=True)]
+    seen = synchronise(ddp, gradients(rank, 1))
+    same = all(torch.allclose(a, b) for a, b in zip(seen, exact, strict=True))
+    again = fusedcomm.attach(ddp, wire="bf16", quiet=True)
+    synchronise(ddp, gradients(rank, 1))
+    buckets, tuning = again.stats().buckets, again.tuning()
+    again.detach()
+    # Nobody detaches this one.
+    dropped = module()
+    fusedcomm.attach(dropped, wire="auto", quiet=True)
+    synchronise(dropped, gradients(rank, 0))
+    del dropped, comm, again
+    gc.collect()
+    return same, buckets > 0, tuning, threads_of_engine() - before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
+def test_a_search_can_be_ended_by_detaching_and_by_dropping_the_module(ranks):
+    for same, counted, tuning, threads in ranks.run(detached_while_searching, world_size=2):
+        assert same and counted and tuning is None and threads == 0
+
+
+def alone(rank, world_size):
+    comm = fusedcomm.attach(module(), wire="auto", quiet=True)
+    return comm.tuning()
+
+
+def test_one_rank_has_nothing_to_search_for(ranks):
+    (tuning,) = ranks.run(alone, world_size=1)
+    assert tuning.finished and tuning.chosen == OFF and tuning.num_steps == 0
+
+
+def printed(rank, world_size):
+    os.environ.pop("FUSEDCOMM_QUIET", None)
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            ddp = module()
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), sum="two-shot")
+            slow = Slow(comm, rank, **TIMES)
+            while not comm.tuning().finished:
+                slow()
+                synchronise(ddp, gradients(rank, 0))
+            for _ in range(3):
+                synchronise(ddp, gradients(rank, 0))
+    finally:
+        os.environ["FUSEDCOMM_QUIET"] = "1"
+    return out.getvalue(), str(comm.tuning())
+
+
+def test_rank_0_prints_what_is_tried_and_what_was_chosen_once(ranks):
+    (first, report), (second, _) = ranks.run(printed, world_size=2)
+    assert first.count("is searching, step 0 of at most") == 1 and first.count("bf16 two-shot chosen by") == 1
+    assert "off 6" in first and "bucket_cap_mb" in first and second == ""
+    assert "bf16 two-shot chosen by" in report and "bucket_cap_mb" in report

@@ -1,0 +1,86 @@
+"""bench/_steps_report.py: what docs/benchmarks.md says is what the committed results say."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import _steps_report  # noqa: E402
+
+ROW = {"case": "resnet/1gbit", "numel": 2_000_000, "percentiles_s": {}, "figures": {}}
+
+
+def row(impl: str, milliseconds: float, **figures: float) -> dict:
+    seconds = milliseconds / 1e3
+    percentiles = {name: seconds * (1 + index / 10) for index, name in enumerate(("p50", "p75", "p90", "p95"))}
+    return {**ROW, "impl": impl, "median_s": seconds, "percentiles_s": percentiles, "figures": figures}
+
+
+@pytest.fixture
+def results(tmp_path) -> list:
+    document = {
+        "env": {},
+        "settings": {"hosts": 2, "ranks_per_host": 3},
+        "cases": {"resnet/1gbit": {"batch": 4, "communication_share": 0.961}},
+        "not_measured": [{"case": "resnet/1gbit", "impl": "some hook", "reason": "it hangs", "failed": False}],
+        "rows": [
+            row("compute alone", 10),
+            row("ddp default", 250, wire_nbytes=8e6, exposed_s=0.24, overlap=0.1, error=0.0),
+            row("ddp tuned", 200, wire_nbytes=8e6),
+            row("fusedcomm int8", 50, wire_nbytes=2e6, bytes_ratio=4.0, of_ideal=0.9),
+            row("c++ fp16 hook", 125, bytes_ratio=2.0),
+        ],
+    }
+    path = tmp_path / "ddp-step-two.json"
+    path.write_text(json.dumps(document))
+    return _steps_report.load([path])
+
+
+def test_speed_ups_are_over_the_best_bucket_size(results):
+    lines = _steps_report.speed_up_table(results).splitlines()
+    assert lines[0] == "| | 2 hosts × 3 ranks, 1gbit/s, resnet |"
+    assert lines[2:] == [
+        "| parameters | 2 M |",
+        "| communication, of the default's step | 96% |",
+        "| DDP, best bucket size, ms | 200 |",
+        "| ddp default | 0.80 |",
+        "| c++ fp16 hook | 1.60 |",
+        "| fusedcomm int8 | 4.00 |",
+    ]
+
+
+def test_a_case_has_every_way_and_what_is_missing(results):
+    table = _steps_report.case_table(results[0])
+    assert "| fusedcomm int8 | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.00 | 0.90 |  |  | 2.00 |  |" in table
+    assert "| ddp default | 250.0 | 275.0 | 300.0 | 325.0 | 0.80 |  |  | 240.0 | 10% | 8.00 | 0e+00 |" in table
+    assert table.endswith("\n\nsome hook: not measured: it hangs")
+
+
+def test_tables_are_written_between_their_marks(results, tmp_path):
+    document = tmp_path / "benchmarks.md"
+    document.write_text("# Title\n<!-- speed-ups -->\nold\n<!-- end -->\ntext\n<!-- two -->\n<!-- end -->\nlast\n")
+    _steps_report.write_tables(document, results)
+    text = document.read_text()
+    assert text.startswith("# Title\n<!-- speed-ups -->\n| | 2 hosts") and text.endswith("<!-- end -->\nlast\n")
+    assert "old" not in text and "\ntext\n" in text
+    assert _steps_report.blocks_of(text) == _steps_report.tables(results, ["speed-ups", "two"])
+    document.write_text("<!-- three -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="no bench/results/ddp-step-three.json for the table 'three'"):
+        _steps_report.write_tables(document, results)
+
+
+def test_the_document_says_what_the_results_say():
+    blocks = _steps_report.blocks_of(_steps_report.DOCUMENT.read_text())
+    results = _steps_report.load(list(_steps_report.RESULTS.glob("ddp-step-*.json")))
+    assert {_steps_report.SPEED_UPS, *(result.name for result in results)} == set(blocks)
+    assert blocks == _steps_report.tables(results, list(blocks))
+
+
+def test_plots(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    _steps_report.plot(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
