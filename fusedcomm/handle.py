@@ -46,6 +46,7 @@ def attach(
     fallback_wire: str = "bf16",
     hosts: str | Sequence[Sequence[int]] | None = None,
     local_wire: str = "bf16",
+    stall_after: float | None = None,
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
@@ -101,6 +102,10 @@ def attach(
             on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for all but small
             buckets; what is summed exactly goes over all ranks at once. The order of addition is another than without.
         local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more.
+        stall_after: seconds. If a bucket is under way and nothing has moved for so long, the ranks are asked what they
+            have under way, and each that waits warns once, naming the slow or missing rank, the step, the bucket and
+            the stage; training goes on. May differ between ranks. None: 60, or a third of the group's timeout if that
+            is less. A failure is explained in the same way, in the error's text.
         quiet: do not print the plan on rank 0.
 
     Returns:
@@ -140,7 +145,7 @@ def attach(
     )
     _check_module(ddp)
     parameters = _synchronised_parameters(ddp, config)
-    local = LocalOptions(isa, codec_threads, sm_limit)
+    local = LocalOptions(isa, codec_threads, sm_limit, stall_after)
     device = parameters[0].tensor.device if parameters else torch.device("cpu")
     quiet = quiet or env.quiet()
     session = Session(config, ddp.process_group, parameters, local, device, announce=not quiet)
@@ -191,13 +196,23 @@ class Handle:
         """What travels how; printable. By DDP's actual buckets once there has been a backward pass."""
         return self._session.plan(_bucket_nbytes_caps(self._ddp()))
 
-    def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records when each stage of each bucket ran, and writes it as a Chrome trace for Perfetto at the end.
 
         ``with comm.trace("trace-{rank}.json"): …a few steps…``. ``{rank}`` becomes the rank; without it only rank 0
         records. On cuda the times are those of the streams; leaving the block waits for them.
+
+        Args:
+            all_ranks: rank 0 writes one trace of all ranks, a process each, their clocks aligned by what the
+                collectives tell; its "otherData" says to within how many microseconds. A collective call: every rank
+                traces the same steps. Of files with ``{rank}`` the command ``fusedcomm timeline`` makes the same.
+
+        Raises:
+            ValueError: all_ranks, and the path has ``{rank}``.
+            RuntimeError: all_ranks, on rank 0, when the block ends: another rank has left it with an error, or not at
+                all within the group's timeout.
         """
-        return self._session.trace(path)
+        return self._session.trace(path, all_ranks)
 
     def detach(self) -> None:
         """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import uuid
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, groups, hosts, plan, trace
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm import agreement, groups, hosts, plan, timeline, trace
+from fusedcomm.config import Config, LocalOptions, choose_stall_after
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
@@ -69,12 +70,16 @@ class Session:
         # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
         problem, record = None, {}
         try:
+            timeout_s = groups.group_timeout(process_group, device).total_seconds()
+            self._stall_after_s = choose_stall_after(local.stall_after, timeout_s)
             path = self._path(announce and self.rank == 0)
             record = {**self._record(), **path.must_agree}
         except Exception as error:
             problem = error
         self._store = store = groups.private_store(process_group)
-        self._num_gathered = 0
+        self._num_gathered = self._num_traces = 0
+        if self.rank == 0:
+            store.set("run", uuid.uuid4().hex)
         if cfg.hosts == hosts.AUTO:
             hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
@@ -97,11 +102,25 @@ class Session:
                 fallback_error=cfg.fallback_error or 0.0,
                 fallback_wire=cfg.number_of(cfg.fallback_wire),
             )
+            self._watch(self.hook, "engine")
         except Exception as error:
             problem = error
         found = {"hosts": self.hosts.groups if self.hosts else None}
         self._agree(store, "ready", found, problem)  # nobody's workspaces were refused
         _running.add(self)
+
+    def _watch(self, hook: "_C.GradHook", name: str) -> None:
+        """Has the engine report stalls; `name` is its own among this session's engines, the same on every rank."""
+        if self.world_size == 1:
+            return
+        store = dist.PrefixStore(f"watch/{name}", self._store)
+        store.set(f"who/{self.rank}", groups.describe_process(self.process_group))
+        hook.watch(
+            store=store,
+            stall_after_s=self._stall_after_s,
+            timeout_s=groups.group_timeout(self.process_group, self.device).total_seconds(),
+            store_text=groups.describe_store(self.process_group),
+        )
 
     @property
     def ranks_per_host(self) -> int:
@@ -295,17 +314,40 @@ class Session:
         )
 
     @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> Iterator[None]:
         """See :meth:`fusedcomm.handle.Handle.trace`."""
+        if all_ranks and trace.RANK_FIELD in str(path):
+            raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
+        self._num_traces += 1
         own_path = trace.path_for(path, self.rank)
-        if own_path is None:
+        if own_path is None and not all_ranks:
             yield
             return
         self.hook.start_trace()
         try:
             yield
-        finally:
-            trace.write(own_path, self.hook.stop_trace(), self.rank, self.world_size)
+        except BaseException as error:
+            self.hook.stop_trace()
+            if all_ranks and self.rank != 0:
+                self._gather_traces(None, repr(error))
+            raise
+        document = self._traced()
+        if not all_ranks:
+            trace.write(own_path, document)
+        elif documents := self._gather_traces(document):
+            trace.write(own_path, timeline.merge(documents))
+
+    def _traced(self) -> dict:
+        run = f"{self._store.get('run').decode()}/{self._num_traces}"
+        place = (self.rank, 0)
+        if self.ranks_per_host > 1:
+            place = self.hosts.place(self.rank)[::-1]
+        return trace.document(self.hook.stop_trace(), self.rank, self.world_size, run, place)
+
+    def _gather_traces(self, document: dict | None, problem: str = "") -> list[dict] | None:
+        store = dist.PrefixStore(f"trace/{self._num_traces}", self._store)
+        timeout = groups.group_timeout(self.process_group, self.device)
+        return timeline.gather(store, self.rank, self.world_size, document, problem, timeout)
 
     def stop(self, reason: str) -> None:
         """Ends the engine; buckets under way fail with `reason`. Idempotent."""
