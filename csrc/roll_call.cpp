@@ -126,8 +126,9 @@ Finding conclude(const RollCall& call) {
   };
 
   for (const auto& [rank, who] : call.absent) {
-    list("rank " + std::to_string(rank) + (who.empty() ? "" : " (" + who + ")") + " is missing: no answer within " +
-         seconds_text(call.waited_s) + ". It is stopped, was killed, has left, or is cut off");
+    list("rank " + std::to_string(rank) + " (" + (who.empty() ? "which has no watch" : who) + ")" +
+         " is missing: no answer within " + seconds_text(call.waited_s) +
+         ". It is stopped, was killed, has left, or is cut off");
   }
   end_list("missing");
   if (!call.store_problem.empty()) add_line(&finding.text, "then the store failed: " + call.store_problem);

@@ -15,6 +15,9 @@ using Seconds = std::chrono::duration<double>;
 constexpr double kMaxPollsPerSecond = 500;
 constexpr double kMaxPollS = 1;
 
+// A wait that takes so much longer than asked for says that the process was stopped, or the machine.
+constexpr Seconds kPause{0.5};
+
 // A roll call that was opened because of a failure, and not of a stall, says so.
 constexpr const char* kFailed = "after a failure: ";
 
@@ -101,8 +104,10 @@ void Watch::loop() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       const auto failed = [this] { return !failure_.empty() && !explanation_; };
+      const auto began = Clock::now();
       changed_.wait_for(lock, poll_, [&] { return stopping_ || failed(); });
       if (stopping_) return;
+      if (Clock::now() - began > 2 * poll_ + kPause) awake_since_ = Clock::now();
       must_explain = failed();
     }
     try {
@@ -128,7 +133,7 @@ RankState Watch::state() const {
 }
 
 double Watch::stalled_s(const Board::View& view) const {
-  return view.label ? Seconds(Clock::now() - view.moved).count() : 0;
+  return view.label ? Seconds(Clock::now() - std::max(view.moved, awake_since_)).count() : 0;
 }
 
 void Watch::answer_others() {

@@ -85,6 +85,7 @@ class Watch {
   std::optional<std::string> explanation_;  // of the failure
 
   // Of the thread alone.
+  Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
   int64_t next_call_ = 1;
   int64_t reported_job_ = -1;  // the stall that was warned of is of this job
   struct Known {

@@ -114,13 +114,18 @@ class Session:
         if self.world_size == 1:
             return
         store = dist.PrefixStore(f"watch/{name}", self._store)
+        try:
+            hook.watch(
+                store=store,
+                stall_after_s=self._stall_after_s,
+                timeout_s=groups.group_timeout(self.process_group, self.device).total_seconds(),
+                store_text=groups.describe_store(self.process_group),
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            # A store written in Python need not have clone().
+            warnings.warn(f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=5)
+            return
         store.set(f"who/{self.rank}", groups.describe_process(self.process_group))
-        hook.watch(
-            store=store,
-            stall_after_s=self._stall_after_s,
-            timeout_s=groups.group_timeout(self.process_group, self.device).total_seconds(),
-            store_text=groups.describe_store(self.process_group),
-        )
 
     @property
     def ranks_per_host(self) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 
@@ -48,12 +49,12 @@ def group_over(store_kind, rank, world_size, address):
     yield dist.group.WORLD
 
 
-def train(rank, world_size, victim, fate, store_kind, address):
+def train(rank, world_size, victim, fate, store_kind, address, wire):
     """In step 3 the `victim` meets its fate in the middle of the backward pass. Returns the error, what was written to
     stderr meanwhile, how long that took, and how long detaching took."""
     with group_over(store_kind, rank, world_size, address) as group:
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
-        comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot")
+        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
         gradients = [torch.ones(shape) for shape in SHAPES]
         synchronise(ddp, gradients, steps=3)
 
@@ -89,7 +90,7 @@ def free_address():
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
 def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, store_kind):
     pid = ranks.processes[victim].pid
-    outcome = ranks.outcomes(train, victim, fate, store_kind, free_address(), world_size=3, lost=victim)
+    outcome = ranks.outcomes(train, victim, fate, store_kind, free_address(), "int8", world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, value = outcome[rank]
         assert kind == "value", value
@@ -111,6 +112,52 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
             assert "Warning: fusedcomm" not in warned
             assert waited < TIMEOUT_S
         assert detached < 1
+
+
+def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
+    # An exact sum goes around a ring, on which rank 1 is no neighbour of rank 3: it only ever sees a timeout.
+    outcome = ranks.outcomes(train, 3, "killed", "file", None, "fp32", world_size=4, lost=3)
+    for rank in range(3):
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, warned, waited, _ = value
+        assert "rank 3 (process " in error and error.count("is missing") == 1
+        if rank == 1 and waited > TIMEOUT_S - 1:
+            assert warned.count("Warning: fusedcomm") == 1 and "rank 3 (process " in warned
+
+
+def paused(rank, world_size, victim):
+    """In step 3 the `victim` is stopped for 3 s; then five more steps."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=1)
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    synchronise(ddp, gradients, steps=3)
+
+    def pause(gradient):
+        if not paused_already:
+            paused_already.append(True)
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return gradient
+
+    paused_already = []
+    if rank == victim:
+        ddp.module.weights[0].register_hook(pause)
+    with tempfile.NamedTemporaryFile() as log:
+        with stderr_to(log.name):
+            means = synchronise(ddp, gradients, steps=6)
+        with open(log.name) as file:
+            warned = file.read()
+    comm.detach()
+    return all((mean == (world_size + 1) / 2).all().item() for mean in means), warned
+
+
+def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks):
+    for rank, (right, warned) in enumerate(ranks.run(paused, 2, world_size=3)):
+        assert right
+        assert warned.count("Warning: fusedcomm") == (rank != 2), warned
+        if rank != 2:
+            assert "rank 2 (process" in warned and "is missing" in warned
 
 
 def slow(rank, world_size, victim, stall_after):
