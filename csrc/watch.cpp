@@ -22,12 +22,14 @@ constexpr Seconds kPause{0.5};
 constexpr const char* kFailed = "after a failure: ";
 
 double poll_s(const WatchOptions& options) {
-  return std::max(options.world_size / kMaxPollsPerSecond, std::min(kMaxPollS, options.stall_after_s / 4));
+  const double wanted = std::min({kMaxPollS, options.stall_after_s / 4, options.timeout_s / 12});
+  return std::max(options.world_size / kMaxPollsPerSecond, wanted);
 }
 
-// Everybody has looked twice by then.
-double answer_s(const WatchOptions& options) {
-  return std::min(2 * poll_s(options) + 1, std::max(1.0, options.timeout_s / 3));
+// Every rank has looked twice by then, whatever its stall_after.
+double answer_s(WatchOptions options) {
+  options.stall_after_s = options.timeout_s;
+  return 2 * poll_s(options) + std::min(1.0, options.timeout_s / 6);
 }
 
 std::string answer_key(const std::string& number, int rank) { return "answer/" + number + "/" + std::to_string(rank); }
@@ -144,14 +146,14 @@ void Watch::answer_others() {
       bool is_over = false;
     };
     auto seen = std::make_shared<Seen>();
-    const std::string own = state().to_text();
-    const std::string problem = send([=, rank = options_.rank](c10d::Store& store) {
+    const std::string problem = send([=](c10d::Store& store) {
       if (!store.check({"call/" + number})) return;
-      store.set(answer_key(number, rank), own);
       seen->is_over = store.check({"report/" + number});
       seen->opened = store.get_to_str("call/" + number);
     });
     if (!problem.empty() || seen->opened.empty()) return;
+    const std::string own = state().to_text();
+    send([=, rank = options_.rank](c10d::Store& store) { store.set(answer_key(number, rank), own); });
     ++next_call_;
     const Board::View view = board_->view(Clock::now());
     bool has_failed;

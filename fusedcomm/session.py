@@ -334,7 +334,8 @@ class Session:
         except BaseException as error:
             self.hook.stop_trace()
             if all_ranks and self.rank != 0:
-                self._gather_traces(None, repr(error))
+                with contextlib.suppress(Exception):  # it is the error above that counts
+                    self._gather_traces(None, repr(error))
             raise
         document = self._traced()
         if not all_ranks:

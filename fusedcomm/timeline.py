@@ -181,6 +181,9 @@ def _about(name: str, document: object) -> dict:
         raise TimelineError(f'{name} is not a trace that comm.trace("…{trace.RANK_FIELD}….json") has written')
     if "rank" not in about:
         raise TimelineError(f"{name} has been merged already: give the files of the single ranks")
+    missing = sorted({"run", "world_size", "host", "place"} - about.keys())
+    if missing:
+        raise TimelineError(f"{name} does not say {missing} in otherData.{trace.ABOUT}: another version wrote it")
     return about
 
 
