@@ -66,7 +66,7 @@ def ways_by_name() -> dict[str, Way]:
             ONE_BUCKET_MB,
         ),
     ]
-    for wire in ("bf16", "int8", "fp8", "int4"):
+    for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
         ways.append(Way(f"fusedcomm {wire}", _ours(wire), TOLERANCES[wire]))
     # What earlier steps left out is in the result too.
     ways.append(Way("fusedcomm int4 feedback", _ours("int4", error_feedback=True), 1.5 * TOLERANCES["int4"]))

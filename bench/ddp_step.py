@@ -18,6 +18,8 @@ Columns, besides percentiles of the step and speed relative to DDP's default:
     sync ms    a step's synchronisation alone: a backward pass that has nothing to compute
     exposed    what a step takes beyond the same step without synchronisation ("compute alone")
     overlap    part of "sync ms" that a step hides behind its compute
+    x bytes    bytes that DDP's default sends for each byte of this way: what a step that is all communication may gain
+    of ideal   the longer of compute alone and of the bytes' time on the line, headers included, as a part of the step
     error      ‖mean − exact mean‖ / ‖exact mean‖ of known gradients: normal ones, of rank 1 or 2 for PowerSGD
 
 Not measured: DDP over MPI or UCC, for torch's wheels have neither backend (mpi4py does not bring them); Horovod, whose
@@ -25,6 +27,7 @@ last release, 0.28.1, has to be compiled, as C++14, which the headers of torch 2
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -35,8 +38,8 @@ from pathlib import Path
 import hosts
 from _common import Report, Row, print_table, with_ratios
 from _models import MODELS
-from _namespaces import NetworkError, problem
-from _ways import DEFAULT, TUNED, ways_by_name
+from _namespaces import CONGESTION, NetworkError, problem
+from _ways import COMPUTE, DEFAULT, TUNED, ways_by_name
 
 NOT_MEASURED = {
     "ddp over mpi": "torch's wheels are built without it, and mpi4py does not bring it",
@@ -53,6 +56,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
     parser.add_argument("--link", nargs="+", default=["1gbit"], help="each host's, each way (1gbit)")
     parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
+    parser.add_argument(
+        "--congestion", default=CONGESTION, help=f"control that TCP has: cubic, reno, bbr ({CONGESTION})"
+    )
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["transformer"])
     parser.add_argument("--params", type=float, default=10e6, help="numel of the model (10e6)")
     parser.add_argument("--size", type=int, default=16, help="sequence length, or side of an image (16)")
@@ -84,7 +90,7 @@ def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Pat
     worker = [str(Path(__file__).with_name("_ddp_step_rank.py")), str(results)]
     worker.append(json.dumps({**vars(arguments), "model": model}))
     if arguments.hosts:
-        with hosts.make(arguments.hosts, link, arguments.subnet) as cluster:
+        with hosts.make(arguments.hosts, link, arguments.subnet, arguments.congestion) as cluster:
             return cluster.torchrun(worker, arguments.ranks_per_host)
     ranks = f"--nproc-per-node={arguments.ranks_per_host}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
@@ -99,11 +105,26 @@ def measure(arguments: argparse.Namespace, link: str, model: str, report: Report
         found = json.loads(results.read_text()) if results.exists() else {"rows": [], "not_measured": []}
     rows = [Row(**row) for row in found["rows"]]
     report.extra.setdefault("cases", {})[case] = found.get("case", {})
-    report.add(with_ratios(rows, [DEFAULT, TUNED]))
+    report.add(with_ratios(with_floors(rows, hosts.parse_link(link) if arguments.hosts else None), [DEFAULT, TUNED]))
     report.not_measured += found["not_measured"]  # its rank has said so
     if status:
         at = f", at {found['at']}" if "at" in found else ""
         report.missing(case, "all" if not rows else "the rest", f"the ranks ended with exit status {status}{at}")
+
+
+def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:
+    """The rows with "bytes_ratio", to DDP's default, and "of_ideal", where the link is limited to `bits_s`."""
+    by_impl = {row.impl: row for row in rows}
+    default_nbytes = by_impl[DEFAULT].figures.get("wire_nbytes") if DEFAULT in by_impl else None
+    result = []
+    for row in rows:
+        figures, nbytes = dict(row.figures), row.figures.get("wire_nbytes")
+        if nbytes and default_nbytes:
+            figures["bytes_ratio"] = default_nbytes / nbytes
+        if nbytes and bits_s:
+            figures["of_ideal"] = max(by_impl[COMPUTE].median_s, nbytes * 8 / bits_s) / row.median_s
+        result.append(dataclasses.replace(row, figures=figures))
+    return result
 
 
 def print_steps(rows: list[Row]) -> None:
@@ -112,7 +133,7 @@ def print_steps(rows: list[Row]) -> None:
     names = ("p50", "p75", "p90", "p95")
     print(
         f"\n{'way':<{width}} " + " ".join(f"{name + ' ms':>9}" for name in names) + f" {'x default':>9} {'x tuned':>9} "
-        f"{'MB/host':>9} {'sync ms':>9} {'exposed':>9} {'overlap':>8} {'error':>8}"
+        f"{'x bytes':>8} {'of ideal':>8} {'MB/host':>9} {'sync ms':>9} {'exposed':>9} {'overlap':>8} {'error':>8}"
     )
     case = None
     for row in rows:
@@ -122,6 +143,7 @@ def print_steps(rows: list[Row]) -> None:
         figures = row.figures
         cells = [f"{row.percentiles_s[name] * 1e3:9.1f}" for name in names]
         cells += [_cell(row.ratios.get(name), "9.2f") for name in (DEFAULT, TUNED)]
+        cells += [_cell(figures.get("bytes_ratio"), "8.2f"), _cell(figures.get("of_ideal"), "8.2f")]
         cells.append(_cell(figures.get("wire_nbytes"), "9.2f", 1e-6))
         cells += [_cell(figures.get(name), "9.1f", 1e3) for name in ("sync_s", "exposed_s")]
         cells += [_cell(figures.get("overlap"), "8.0%"), _cell(figures.get("error"), "8.1e")]

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from _namespaces import INTERFACE, Network, NetworkError, make_network, problem
+from _namespaces import CONGESTION, INTERFACE, Network, NetworkError, make_network, problem
 
 UNLIMITED = "unlimited"
 MIN_BITS_S, MAX_BITS_S = 10**6, 10**11
@@ -52,14 +52,14 @@ def parse_link(text: str) -> int | None:
 
 
 @contextlib.contextmanager
-def make(num_hosts: int, link: str, subnet: str | None = None) -> Iterator["Cluster"]:
+def make(num_hosts: int, link: str, subnet: str | None = None, congestion: str = CONGESTION) -> Iterator["Cluster"]:
     """Hosts that are gone when the context is left, however it is left. Raises NetworkError, with a text for the user.
 
     In the main thread SIGINT, SIGTERM and SIGHUP raise SystemExit meanwhile.
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise NetworkError(f"--hosts {num_hosts} is not possible: use 1 to {MAX_HOSTS}")
-    with make_network(num_hosts, parse_link(link), subnet) as network:
+    with make_network(num_hosts, parse_link(link), subnet, congestion) as network:
         yield Cluster(network, link)
 
 
@@ -164,12 +164,12 @@ def measure_flow(cluster: Cluster, seconds: float, both_ways: bool = False) -> l
     return [json.loads(output) for output in outputs]
 
 
-def measure_links(links: Sequence[str], seconds: float, subnet: str | None, path: str | None) -> None:
+def measure_links(links: Sequence[str], seconds: float, subnet: str | None, congestion: str, path: str | None) -> None:
     from _common import Report, Row, print_table
 
-    report = Report(path, seconds=seconds)
+    report = Report(path, seconds=seconds, congestion=congestion)
     for link in links:
-        with make(2, link, subnet) as cluster:
+        with make(2, link, subnet, congestion) as cluster:
             for both_ways in (False, True):
                 flows = measure_flow(cluster, seconds, both_ways)
                 slower = min(flows, key=lambda flow: flow["nbytes"] / flow["seconds"])
@@ -196,6 +196,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=int, default=1, help="(1)")
     parser.add_argument("--link", nargs="+", help="each host's, each way: 100mbit … 10gbit, or unlimited (1gbit)")
     parser.add_argument("--subnet", help="a private one that this machine does not use (one that is free)")
+    parser.add_argument(
+        "--congestion", default=CONGESTION, help=f"control that TCP has: cubic, reno, bbr ({CONGESTION})"
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measured flow (3)")
     parser.add_argument("--quick", action="store_true", help="flows of half a second")
     parser.add_argument("--json", metavar="PATH", help="write what was measured there")
@@ -212,14 +215,16 @@ def main() -> int:
     arguments = parse()
     try:
         if arguments.command:
-            with make(arguments.hosts, (arguments.link or ["1gbit"])[0], arguments.subnet) as cluster:
+            link = (arguments.link or ["1gbit"])[0]
+            with make(arguments.hosts, link, arguments.subnet, arguments.congestion) as cluster:
                 return cluster.torchrun(arguments.command, arguments.ranks_per_host)
         reason = problem()
         if reason:
             print(f"not measured: {reason}")
             return 0
         links = arguments.link or ["100mbit", "1gbit", "10gbit", UNLIMITED]
-        measure_links(links, 0.5 if arguments.quick else arguments.seconds, arguments.subnet, arguments.json)
+        seconds = 0.5 if arguments.quick else arguments.seconds
+        measure_links(links, seconds, arguments.subnet, arguments.congestion, arguments.json)
     except NetworkError as error:
         print(f"hosts.py: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from fusedcomm import plan_command
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
@@ -51,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="the file of each rank")
     timeline.add_argument("-o", "--out", type=Path, required=True, help="the merged trace, for ui.perfetto.dev")
     timeline.set_defaults(run=_run_timeline)
+    plan_command.add_to(commands)
     return parser
 
 

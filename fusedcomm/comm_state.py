@@ -45,7 +45,7 @@ class CommState:
         error_feedback: bool | str | None = None,
         predivide: float | str = "auto",
         chunk_nbytes: int | None = None,
-        chunks_in_flight: int = 4,
+        chunks_in_flight: int | None = None,
         codec_threads: int | None = None,
         isa: str | None = None,
         sm_limit: int | None = None,

@@ -33,6 +33,11 @@ STALL_AFTER_S = 60.0
 CHUNK_NBYTES_PER_RANK = 256 << 10
 MIN_DEFAULT_CHUNK_NBYTES, MAX_DEFAULT_CHUNK_NBYTES = 512 << 10, 8 << 20
 
+# Where a link is slow, ranks do not get on equally fast, and with few chunks under way one rank's link is idle until
+# another's chunk is there. Small ones cost little scratch.
+CHUNKS_IN_FLIGHT = 4
+SMALL_CHUNKS_IN_FLIGHT, MAX_SMALL_CHUNK_NBYTES = 8, 2 << 20
+
 # On an accelerator a chunk costs three launches and two collectives, so DDP's buckets (25 MiB of gradients) are not
 # cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
 DEVICE_CHUNK_NBYTES = 16 << 20
@@ -63,7 +68,7 @@ class Config:
     block: int | None = None
     predivide: float | str = "auto"
     chunk_nbytes: int | None = None
-    chunks_in_flight: int = 4
+    chunks_in_flight: int | None = None
     rotate: bool = False
     wire_for: Mapping[str, str] | None = None
     rounding: str = "nearest"
@@ -104,7 +109,7 @@ class Config:
         self._check_hosts()
         for field in ("block", "chunk_nbytes", "chunks_in_flight", "seed"):
             value = getattr(self, field)
-            if field == "chunk_nbytes" and value is None:
+            if field in ("chunk_nbytes", "chunks_in_flight") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
@@ -252,6 +257,12 @@ class Config:
             return DEVICE_CHUNK_NBYTES
         return min(max(CHUNK_NBYTES_PER_RANK * world_size, MIN_DEFAULT_CHUNK_NBYTES), MAX_DEFAULT_CHUNK_NBYTES)
 
+    def chunks_in_flight_for(self, world_size: int, device_type: str = "cpu") -> int:
+        if self.chunks_in_flight is not None:
+            return self.chunks_in_flight
+        is_small = self.chunk_nbytes_for(world_size, device_type) <= MAX_SMALL_CHUNK_NBYTES
+        return SMALL_CHUNKS_IN_FLIGHT if is_small else CHUNKS_IN_FLIGHT
+
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
         """ranks_per_host: more than one for sums on two levels."""
         return _C.WireConfig(
@@ -260,7 +271,7 @@ class Config:
             block=self.block,
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=self.chunk_nbytes_for(world_size, device_type),
-            chunks_in_flight=self.chunks_in_flight,
+            chunks_in_flight=self.chunks_in_flight_for(world_size, device_type),
             rotate=self.rotate,
             others=[
                 (wire, _C.default_block_numel(wire), self.rotate and _C.has_scales(wire)) for wire in self.wires[1:]

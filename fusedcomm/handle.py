@@ -36,7 +36,7 @@ def attach(
     error_feedback: bool | str | None = None,
     predivide: float | str = "auto",
     chunk_nbytes: int | None = None,
-    chunks_in_flight: int = 4,
+    chunks_in_flight: int | None = None,
     codec_threads: int | None = None,
     isa: str | None = None,
     sm_limit: int | None = None,
@@ -81,7 +81,8 @@ def attach(
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
             on cuda; on cpu 256 KiB for each rank, from 512 KiB to 8 MiB in all. A bucket summed exactly in its own
             memory is not cut.
-        chunks_in_flight: chunks under way at once, 1 to 64. Scratch is about 2 · chunk_nbytes · chunks_in_flight.
+        chunks_in_flight: chunks under way at once, 1 to 64. None: 8 of up to 2 MiB, 4 of larger ones. Scratch is about
+            2 · chunk_nbytes · chunks_in_flight.
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
         isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
         sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.

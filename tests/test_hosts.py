@@ -186,6 +186,26 @@ def test_a_link_carries_what_it_is_limited_to():
     assert flow["nbytes"] * 8 / flow["seconds"] * 1514 / 1448 == pytest.approx(100e6, rel=0.05)
 
 
+@makes_hosts
+def test_connections_have_the_congestion_control_that_was_asked_for():
+    connect = (
+        "import socket, sys; connection = socket.create_connection((sys.argv[1], 1)); "
+        "print(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())"
+    )
+    listen = (
+        "import socket, sys, time; server = socket.create_server((sys.argv[1], 1)); print(flush=True); time.sleep(60)"
+    )
+    for congestion in ("cubic", "reno"):
+        with hosts.make(2, "1gbit", congestion=congestion) as cluster:
+            address = cluster.addresses[1]
+            server = cluster.start(1, [sys.executable, "-c", listen, address], stdout=subprocess.PIPE)
+            server.stdout.readline()
+            client = cluster.start(0, [sys.executable, "-c", connect, address], stdout=subprocess.PIPE, text=True)
+            assert client.communicate(timeout=30)[0].strip() == congestion
+    with pytest.raises(NetworkError, match="nonsense"), hosts.make(2, "1gbit", congestion="nonsense"):
+        pass
+
+
 # ---- refusals
 
 
@@ -299,6 +319,9 @@ def test_training_steps_on_two_hosts(tmp_path):
         # Faster than the line would mean that the link is not limited; by 1 ms it may be ahead.
         assert rows[impl]["best_s"] >= 0.9 * (nbytes * 8 / 100e6 - 2e-3)
     assert document["cases"]["transformer/100mbit"]["wire_nbytes_from"] == "eth0 of each host"
+    bf16 = rows["fusedcomm bf16"]["figures"]
+    assert bf16["bytes_ratio"] == pytest.approx(2, rel=0.1)
+    assert 0.5 < bf16["of_ideal"] < 1.1
 
 
 def test_percentiles_and_models():
