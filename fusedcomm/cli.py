@@ -89,6 +89,9 @@ def _run_timeline(args: argparse.Namespace) -> int:
     except (TimelineError, OSError) as error:
         raise UsageError(str(error)) from error
     uncertainties = about["clock_uncertainty_us"]
-    known = "no" if None in uncertainties else f"± {max(uncertainties):.0f} µs"
-    print(f"{args.out}: {about['world_size']} ranks, clocks aligned to {known}")
+    unknown = [rank for rank, uncertainty in enumerate(uncertainties) if uncertainty is None]
+    widest = max(uncertainty for uncertainty in uncertainties if uncertainty is not None)
+    print(f"{args.out}: {about['world_size']} ranks, clocks aligned to ± {widest:.0f} µs")
+    if unknown:
+        print(f"The clocks of ranks {unknown} are not aligned: their traces have no collective in common with rank 0's")
     return 0

@@ -6,9 +6,12 @@ One rank's document; fusedcomm/timeline.py makes one of all ranks' documents.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fusedcomm
-from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.native import _C
 
 RANK_FIELD = "{rank}"
 """In a path: replaced by the rank, so that every rank writes a file of its own."""

@@ -4,11 +4,13 @@ import contextlib
 import datetime
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from fusedcomm import config
 
 SHAPES = ((400, 300), (500, 600))
 TIMEOUT_S = 6
+ROOT = Path(__file__).parent.parent
 
 
 @contextlib.contextmanager
@@ -196,6 +199,95 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks):
 def test_nothing_is_said_of_a_wait_within_stall_after(ranks):
     for right, warned, _ in ranks.run(slow, 1, None, world_size=3):
         assert right and warned == ""
+
+
+# ---- what is concluded from answers
+
+
+@pytest.fixture(scope="module")
+def roll_call_scenes(tmp_path_factory):
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
+    binary = tmp_path_factory.mktemp("roll_call") / "scenes"
+    sources = [ROOT / "tests/native/roll_call_scenes.cpp", ROOT / "csrc/roll_call.cpp"]
+    subprocess.run([compiler, "-std=c++17", "-O1", *sources, "-o", binary, "-pthread"], check=True)
+    return binary
+
+
+WAITS = (
+    "in step 5 for the all-to-all of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, 1 MiB), handed over 3.0 s ago"
+)
+
+STREAMS = "work on the device's streams"
+
+
+@pytest.mark.parametrize(
+    ("scene", "lines"),
+    [
+        (
+            "busy",
+            [
+                "rank 2 is slow: in step 5 busy with the pack of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, "
+                "1 MiB), handed over 3.0 s ago",
+                f"ranks 0, 1, 3 wait {WAITS}",
+            ],
+        ),
+        (
+            "behind",
+            [
+                "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
+                "nothing under way for 7.2 s, since step 4",
+                f"ranks 0, 2 wait {WAITS}",
+            ],
+        ),
+        ("failed", ["conclusive", "rank 3 has failed: the reduce failed", f"ranks 0, 1, 2 wait {WAITS}"]),
+        (
+            "queued",
+            [
+                "every rank answered and none is behind: they wait for the network",
+                f"ranks 0, 2, 3 wait {WAITS}",
+                f"rank 1 waits {WAITS.replace('all-to-all of chunk 3/4', 'next stage')}",
+            ],
+        ),
+        (
+            "streams",
+            [
+                "every rank answered and none is behind: they wait for the network",
+                f"ranks 0, 2, 3 wait {WAITS}",
+                f"rank 1 waits {WAITS.replace('the all-to-all of chunk 3/4', STREAMS)}",
+            ],
+        ),
+        (
+            "many",
+            [
+                "conclusive",
+                "rank 20 (which has no watch) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
+                "or is cut off",
+                *[
+                    f"rank {rank} (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, "
+                    "has left, or is cut off"
+                    for rank in range(21, 28)
+                ],
+                "12 more ranks are missing",
+                f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait {WAITS}",
+            ],
+        ),
+        (
+            "network",
+            ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
+        ),
+        ("over", ["every rank answered, and none waits any more"]),
+    ],
+)
+def test_the_report_says_what_the_answers_say(roll_call_scenes, scene, lines):
+    printed = subprocess.run([roll_call_scenes, scene], capture_output=True, text=True, check=True).stdout.splitlines()
+    head = f"fusedcomm: roll call 5 of {40 if scene == 'many' else 4} ranks, opened by rank 0"
+    printed.remove(head)
+    assert sorted(line.strip() for line in printed) == sorted(lines)
+
+
+# ---- the option
 
 
 @pytest.mark.parametrize("stall_after", [0, -1.0, True, "60", float("inf"), float("nan")])
