@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <variant>
 
@@ -194,6 +195,15 @@ void bind_hook(py::module_& m) {
              }
              return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
            })
+      .def(
+          "watch",
+          [](GradHook& hook, const StorePtr& store, double stall_after_s, double timeout_s,
+             const std::string& store_text) {
+            const int rank = hook.engine().rank(), world_size = hook.engine().world_size();
+            hook.watch(store, {rank, world_size, stall_after_s, timeout_s, store_text});
+          },
+          py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_text"),
+          NoGil())
       .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
       .def(
           "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())

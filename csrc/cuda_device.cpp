@@ -167,6 +167,12 @@ void CudaDevice::check_caller() const {
   TORCH_CHECK(!driver_->is_capturing(current_stream().native_handle()), kRefusedCapture);
 }
 
+void CudaDevice::enter_watching_thread() const {
+  if (!on_streams()) return;
+  StreamDevice::enter_watching_thread();
+  driver_->relax_capture_mode();
+}
+
 std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
                                                         const std::vector<SlicePlace>& lossy,
                                                         const std::vector<SlicePlace>& exact) {

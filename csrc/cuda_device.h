@@ -30,6 +30,7 @@ class CudaDevice : public StreamDevice {
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
   void will_use(const at::Tensor& tensor) const override;
   void check_caller() const override;
+  void enter_watching_thread() const override;
   std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,
                                               const std::vector<SlicePlace>& exact) override;
 

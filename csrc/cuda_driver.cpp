@@ -14,6 +14,7 @@ constexpr int kMaxDynamicSharedNbytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHA
 constexpr int kFaults[] = {700, 702, 710, 714, 715, 716, 717, 718, 719};
 // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream, while another is captured.
 constexpr int kCaptureImplicit = 906;
+constexpr int kCaptureModeRelaxed = 2;
 constexpr uint32_t kDefaultMaxSharedNbytes = 48 << 10;
 
 template <typename Function>
@@ -42,6 +43,7 @@ CudaDriver::CudaDriver(const std::string& library) {
   find(handle, library, "cuFuncSetAttribute", &func_set_attribute_);
   find(handle, library, "cuLaunchKernel", &launch_kernel_);
   find(handle, library, "cuStreamIsCapturing", &stream_is_capturing_);
+  find(handle, library, "cuThreadExchangeStreamCaptureMode", &thread_exchange_stream_capture_mode_);
   check(init_(0), "cuInit");
 }
 
@@ -80,6 +82,11 @@ bool CudaDriver::is_capturing(void* stream) const {
   const Result result = stream_is_capturing_(stream, &status);
   // Any other error is not this call's: the next one reports it, with the bucket's name.
   return result == kCaptureImplicit || (result == 0 && status != 0);
+}
+
+void CudaDriver::relax_capture_mode() const {
+  int mode = kCaptureModeRelaxed;
+  check(thread_exchange_stream_capture_mode_(&mode), "cuThreadExchangeStreamCaptureMode");
 }
 
 }  // namespace fusedcomm

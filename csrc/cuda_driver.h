@@ -22,6 +22,9 @@ class CudaDriver {
 
   bool is_capturing(void* stream) const;
 
+  // From now on what this thread asks does not disturb other threads' captures.
+  void relax_capture_mode() const;
+
  private:
   using Result = int;  // CUresult
   void check(Result result, const char* call) const;
@@ -37,6 +40,7 @@ class CudaDriver {
                            unsigned block_y, unsigned block_z, unsigned shared_nbytes, void* stream, void** params,
                            void** extra);
   Result (*stream_is_capturing_)(void* stream, int* status);
+  Result (*thread_exchange_stream_capture_mode_)(int* mode);
 };
 
 }  // namespace fusedcomm

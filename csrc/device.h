@@ -37,6 +37,8 @@ class Device {
   virtual EventPtr caller_event() { return nullptr; }
   // Now, for the calling thread; within a lane's task, on that lane.
   virtual StampPtr stamp() = 0;
+  // Called once on a thread that does nothing with the device but ask whether stamps have been reached.
+  virtual void enter_watching_thread() const {}
   // Under forced synchronisation, returns when the work of this lane's task has ended, or throws what it died of.
   virtual void settle() {}
 

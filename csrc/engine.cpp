@@ -26,11 +26,18 @@ void repeat(const WireSpan& span, int64_t num_copies) {
   }
 }
 
-// Around the body of a stage: a range for profilers, and while somebody traces, when it was.
+int64_t num_chunks_of(const BucketPlan& plan) { return std::max<int64_t>(1, plan.in_place ? 1 : plan.num_chunks()); }
+
+// Around the body of a stage: a range for profilers, an entry on the board, and while somebody traces, when it was.
 class StageScope {
  public:
-  StageScope(Device& device, Tracer& tracer, const BucketJob& job, Stage stage, int64_t chunk)
-      : device_(device), tracer_(tracer), job_(job), stage_(stage), chunk_(chunk) {
+  StageScope(Device& device, Tracer& tracer, Board& board, const BucketJob& job, Stage stage, int64_t chunk)
+      : device_(device),
+        tracer_(tracer),
+        job_(job),
+        stage_(stage),
+        chunk_(chunk),
+        entry_(board.enter(job.number, stage, chunk)) {
     device_.range_push(job.label->ranges[static_cast<size_t>(stage)]);
     if (tracer_.on()) begin_ = device_.stamp();
   }
@@ -39,6 +46,7 @@ class StageScope {
   StageScope& operator=(const StageScope&) = delete;
 
   const StampPtr& began() const { return begin_; }
+  size_t entry() const { return entry_; }
   void end() const {
     if (begin_) tracer_.add(job_.label, stage_, job_.step, chunk_, begin_, device_.stamp());
   }
@@ -49,19 +57,26 @@ class StageScope {
   const BucketJob& job_;
   const Stage stage_;
   const int64_t chunk_;
+  const size_t entry_;
   StampPtr begin_;
 };
 
 }  // namespace
 
-std::exception_ptr FailureLatch::get() const {
+void FailureLatch::explain_with(Explain explain) {
   std::lock_guard<std::mutex> lock(mutex_);
+  explain_ = std::move(explain);
+}
+
+std::exception_ptr FailureLatch::get() const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  explained_.wait(lock, [this] { return !explaining_; });
   return first_;
 }
 
 void FailureLatch::set(std::exception_ptr error) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!first_) first_ = std::move(error);
+  if (!first_ && !explaining_) first_ = std::move(error);
 }
 
 std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& stage, int64_t chunk,
@@ -73,15 +88,29 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& s
     what = e.what();
   } catch (...) {
   }
-  const int64_t num_chunks = std::max<int64_t>(1, job.plan.in_place ? 1 : job.plan.num_chunks());
-  auto error = std::make_exception_ptr(std::runtime_error(
-      "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": the " + stage +
-      " of chunk " + std::to_string(chunk + 1) + "/" + std::to_string(num_chunks) + " failed for " + job.label->text +
-      ": " + what +
+  const std::string failure = "the " + stage + " of chunk " + std::to_string(chunk + 1) + "/" +
+                              std::to_string(num_chunks_of(job.plan)) + " failed for " + job.label->text + ": " + what;
+  const std::string text =
+      "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": " + failure +
       "\nThe gradients of this step are not valid. If another rank died or left, its own log says why; restart the "
-      "job from a checkpoint."));
-  set(error);
-  return error;
+      "job from a checkpoint.";
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (first_ || explaining_) return std::make_exception_ptr(std::runtime_error(text));
+  std::string explanation;
+  if (explain_) {
+    explaining_ = true;
+    lock.unlock();
+    try {
+      explanation = explain_(failure);
+    } catch (...) {  // the failure itself is what counts
+    }
+    lock.lock();
+    explaining_ = false;
+  }
+  if (!explanation.empty()) explanation = "\n" + explanation;
+  first_ = std::make_exception_ptr(std::runtime_error(text + explanation));
+  explained_.notify_all();
+  return first_;
 }
 
 Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport)
@@ -142,6 +171,7 @@ std::vector<Lane*> Engine::lanes() const {
 bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
+  job->number = board_->hand_over(job->label, job->step, job->is_last, num_chunks_of(job->plan));
   std::exception_ptr error = failure_->get();
   const int64_t chunk_nbytes = std::max(job->plan.chunk_nbytes(), job->plan.host_chunk_nbytes());
   if (!error && !job->plan.in_place && chunk_nbytes > slot_nbytes_) {
@@ -368,25 +398,33 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
   } else if (error) {
     error = failure_->fail(*job, "ordering of streams", 0, error);
   }
+  StampPtr done;
   if (!error) {
     try {
-      StampPtr done = device_->stamp();
-      if (!job->counted) return job->on_done(nullptr);
-      if (tracer_->on()) tracer_->add(job->label, Stage::kBucket, job->step, 0, job->submitted, done);
-      std::lock_guard<std::mutex> lock(mutex_);
-      stats_.num_buckets += 1;
-      stats_.grad_nbytes += job->grad_nbytes;
-      stats_.sent_nbytes += sent_nbytes(job->plan, world_size());
-      stats_.sent_between_hosts_nbytes += sent_between_hosts_nbytes(job->plan, world_size(), place_.ranks_per_host);
-      stats_.num_nonfinite += job->num_nonfinite;
-      if (job->is_last) stats_.num_steps += 1;
-      untimed_.push_back({job->submitted, std::move(done), job->is_last});
-      take_times();
+      done = device_->stamp();
+      if (job->counted) account(*job, done);
     } catch (...) {
       error = failure_->fail(*job, "completion", 0, std::current_exception());
     }
   }
+  board_->end(job->number, std::move(done));
   job->on_done(error);
+}
+
+void Engine::account(const BucketJob& job, const StampPtr& done) {
+  if (tracer_->on()) {
+    tracer_->add(job.label, Stage::kBucket, job.step, 0, job.submitted, done);
+    if (job.is_last) tracer_->add(job.label, Stage::kExposed, job.step, 0, job.submitted, done);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.num_buckets += 1;
+  stats_.grad_nbytes += job.grad_nbytes;
+  stats_.sent_nbytes += sent_nbytes(job.plan, world_size());
+  stats_.sent_between_hosts_nbytes += sent_between_hosts_nbytes(job.plan, world_size(), place_.ranks_per_host);
+  stats_.num_nonfinite += job.num_nonfinite;
+  if (job.is_last) stats_.num_steps += 1;
+  untimed_.push_back({job.submitted, done, job.is_last});
+  take_times();
 }
 
 void Engine::take_times() {
@@ -407,30 +445,34 @@ void Engine::take_times() {
 }
 
 Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body) {
-  return [failure = failure_, device = device_, tracer = tracer_, job, stage, chunk, body = std::move(body)] {
+  return [failure = failure_, device = device_, tracer = tracer_, board = board_, job, stage, chunk,
+          body = std::move(body)] {
     if (auto first = failure->get()) std::rethrow_exception(first);
-    const StageScope scope(*device, *tracer, *job, stage, chunk);
+    const StageScope scope(*device, *tracer, *board, *job, stage, chunk);
     try {
       body();
       device->settle();
       scope.end();
     } catch (...) {
+      // The stage stays on the board, for whoever asks what its bucket is waiting for.
       std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
+    board->leave(scope.entry());
   };
 }
 
 Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk,
                                   Lane::Transfer body) {
-  return [failure = failure_, device = device_, tracer = tracer_, job, stage, chunk,
+  return [failure = failure_, device = device_, tracer = tracer_, board = board_, job, stage, chunk,
           body = std::move(body)](Lane::Completion done) {
     // After a failure nothing more goes out: the peers would take it for what was left out.
     if (auto first = failure->get()) std::rethrow_exception(first);
-    const StageScope scope(*device, *tracer, *job, stage, chunk);
+    const StageScope scope(*device, *tracer, *board, *job, stage, chunk);
     try {
-      body([failure, device, tracer, job, stage, chunk, began = scope.began(),
+      body([failure, device, tracer, board, job, stage, chunk, began = scope.began(), entry = scope.entry(),
             done = std::move(done)](std::exception_ptr cause) {
         if (began) tracer->add(job->label, stage, job->step, chunk, began, device->stamp());
+        if (!cause) board->leave(entry);
         done(cause ? failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);
       });
       device->settle();

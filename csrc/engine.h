@@ -17,6 +17,7 @@
 // waits: submit() returns at once, and on_done is called from the unpack lane. No torch in here.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -26,6 +27,7 @@
 #include <string>
 #include <vector>
 
+#include "board.h"
 #include "device.h"
 #include "plan.h"
 #include "trace.h"
@@ -65,6 +67,7 @@ struct BucketJob {
 
   StampPtr submitted;
   int64_t step = 0;
+  int64_t number = 0;         // on the engine's board
   int64_t num_nonfinite = 0;  // written on the pack lane, read in on_done
 };
 
@@ -80,7 +83,13 @@ struct ForeignStages {
 // The first error of an engine, which every later job gets. Shared with transfers, which may outlive the engine.
 class FailureLatch {
  public:
+  // From the text of a failure to what can be said of the other ranks; may take some seconds, and must end by itself.
+  using Explain = std::function<std::string(const std::string& failure)>;
+
   FailureLatch(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
+  // Before the first job. Called for the first failure alone, on the thread that met it, with no lock held.
+  void explain_with(Explain explain);
+  // Waits while the first failure is being explained: what it says goes to every job.
   std::exception_ptr get() const;
   // Keeps `error` if it is the first.
   void set(std::exception_ptr error);
@@ -90,6 +99,9 @@ class FailureLatch {
  private:
   const int rank_, world_size_;
   mutable std::mutex mutex_;
+  mutable std::condition_variable explained_;
+  Explain explain_;
+  bool explaining_ = false;
   std::exception_ptr first_;
 };
 
@@ -131,8 +143,12 @@ class Engine {
   void start_trace() { tracer_->start(device_->stamp()); }
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
   int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * 2 * slot_nbytes_; }
+  const std::shared_ptr<Board>& board() const { return board_; }
+  // Before the first job; see FailureLatch.
+  void explain_failures_with(FailureLatch::Explain explain) { failure_->explain_with(std::move(explain)); }
   const WireConfig& config() const { return config_; }
   Device& device() const { return *device_; }
+  const std::shared_ptr<Device>& shared_device() const { return device_; }
   int world_size() const { return transport_->world_size(); }
   int rank() const { return transport_->rank(); }
 
@@ -174,6 +190,8 @@ class Engine {
   void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
+  // Of a bucket without an error: the statistics.
+  void account(const BucketJob& job, const StampPtr& done);
   void take_times();
 
   // A task or transfer whose error goes through the failure latch and whose time through the tracer.
@@ -188,6 +206,7 @@ class Engine {
   const Place place_;
   const std::shared_ptr<FailureLatch> failure_;
   const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
+  const std::shared_ptr<Board> board_ = std::make_shared<Board>();
 
   // A bucket whose result has been ordered; on an accelerator it may be there only later.
   struct Interval {

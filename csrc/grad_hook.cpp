@@ -115,6 +115,7 @@ GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport
 GradHook::~GradHook() {
   // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
   const auto end = [this] {
+    watch_.reset();
     engine_.reset();
     transport_.reset();
   };
@@ -124,6 +125,21 @@ GradHook::~GradHook() {
   } else {
     end();
   }
+}
+
+void GradHook::watch(const StorePtr& store, const WatchOptions& options) {
+  TORCH_CHECK(!watch_, "fusedcomm: this engine is watched already");
+  watch_ = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
+  // Transfers that outlive the engine may still fail.
+  engine_->explain_failures_with([watch = std::weak_ptr<Watch>(watch_)](const std::string& failure) {
+    const auto alive = watch.lock();
+    return alive ? alive->explain(failure) : std::string();
+  });
+}
+
+void GradHook::stop(const std::string& reason) {
+  if (watch_) watch_->stop();  // first: a failure may be waiting for what it finds
+  engine_->stop(reason);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {

@@ -13,6 +13,7 @@
 #include "engine.h"
 #include "feedback.h"
 #include "guard.h"
+#include "watch.h"
 
 namespace fusedcomm {
 
@@ -82,7 +83,9 @@ class GradHook {
   // Returns at once; the future holds the bucket's own buffer, or the error.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
 
-  void stop(const std::string& reason) { engine_->stop(reason); }
+  // Before the first bucket: stalls are reported, and failures explained.
+  void watch(const StorePtr& store, const WatchOptions& options);
+  void stop(const std::string& reason);
   Engine& engine() const { return *engine_; }
   const std::shared_ptr<C10dTransport>& transport() const { return transport_; }
   // The largest of the ranks' values. A collective call, between backward passes; waits.
@@ -167,6 +170,7 @@ class GradHook {
   size_t num_buckets_ = 1;  // in the pass before
 
   Guard guard_;
+  std::shared_ptr<Watch> watch_;  // null: none
 };
 
 }  // namespace fusedcomm

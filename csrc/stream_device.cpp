@@ -38,6 +38,11 @@ EventPtr StreamDevice::caller_event() { return on_streams() ? events_->record(cu
 
 StampPtr StreamDevice::stamp() { return on_streams() ? std::make_shared<StreamStamp>(current_stream()) : host_stamp(); }
 
+void StreamDevice::enter_watching_thread() const {
+  // Or asking about an event would make a context on the first device.
+  if (on_streams()) c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
+}
+
 void StreamDevice::settle() {
   if (forced_sync_ && on_streams()) current_stream().synchronize();
 }

@@ -26,6 +26,7 @@ class StreamDevice : public Device {
   std::unique_ptr<Lane> make_lane(LaneRole role) override;
   EventPtr caller_event() override;
   StampPtr stamp() override;
+  void enter_watching_thread() const override;
   void settle() override;
 
   // pack, wire, unpack; none on CPU.

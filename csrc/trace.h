@@ -24,15 +24,30 @@ enum class Stage : uint8_t {
   kLocalAllGather,
   kAllReduce,
   kUnpack,
-  kBucket
+  kBucket,
+  kExposed
 };
-inline constexpr int kNumStages = 10;
+inline constexpr int kNumStages = 11;
 
 inline const char* stage_name(Stage stage) {
   constexpr std::array<const char*, kNumStages> kNames = {
-      "pack",       "local all-to-all", "local reduce", "all-to-all", "reduce",
-      "all-gather", "local all-gather", "all-reduce",   "unpack",     "bucket"};
+      "pack",       "local all-to-all", "local reduce", "all-to-all", "reduce", "all-gather", "local all-gather",
+      "all-reduce", "unpack",           "bucket",       "exposed"};
   return kNames[static_cast<size_t>(stage)];
+}
+
+// Whether other ranks take part in it.
+inline bool is_on_wire(Stage stage) {
+  switch (stage) {
+    case Stage::kLocalAllToAll:
+    case Stage::kAllToAll:
+    case Stage::kAllGather:
+    case Stage::kLocalAllGather:
+    case Stage::kAllReduce:
+      return true;
+    default:
+      return false;
+  }
 }
 
 // What a bucket is called.
@@ -48,7 +63,8 @@ struct BucketLabel {
   std::array<std::string, kNumStages> ranges;  // by stage, for profilers
 };
 
-// Milliseconds since the trace began. The stage kBucket spans from the hand-over to the result.
+// Milliseconds since the trace began. The stage kBucket spans from the hand-over to the result, kExposed the
+// same of a backward pass's last bucket: what the step waits for.
 struct TraceSpan {
   std::shared_ptr<const BucketLabel> label;
   Stage stage;

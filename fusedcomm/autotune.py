@@ -9,7 +9,7 @@
 "fp32" is as exact as off, and where memory is slow it can be faster: a hook that DDP calls has to divide gradients in a
 pass of its own, which off does on the backward pass's thread.
 
-Each of these is one trial: WARM_UP + TIMED steps, of which the last are timed.
+Each of these is one trial: some steps to warm up and TIMED ones.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ from fusedcomm.bucket_cap import BucketCap
 
 WIRE = "auto"
 
-WARM_UP = 2
-"""Steps at the beginning of a trial that are not timed. The first still waits for what the trial before had sent."""
+WARM_UP = 4
+"""Steps at the beginning of a candidate's first trial that are not timed: DDP cuts its buckets anew after the first or
+second, connections and memory are used for the first time, and the third is measured (``measure_every``)."""
+WARM_UP_AGAIN = 2
+"""Of a later trial: the first step still waits for what the trial before had sent."""
 TIMED = 5
 """Steps of which a trial's time is the median; the largest of the ranks' medians counts."""
-LEAD_IN = 3
-"""Further untimed steps at the very beginning: DDP cuts its buckets anew after the first or second."""
 
 MARGIN = 0.03
 """Of a step: by so much something less exact has to be faster."""
@@ -172,6 +173,12 @@ class Search:
         self.candidate = next(self._order)
         """To be tried now; once finished, the choice."""
 
+    @property
+    def trial_steps(self) -> int:
+        """Of the candidate's trial."""
+        again = any(trial.candidate == self.candidate for trial in self.trials)
+        return (WARM_UP_AGAIN if again else WARM_UP) + TIMED
+
     def record(self, step_ms: float) -> None:
         """The candidate's time."""
         self.trials.append(Trial(self.candidate, step_ms))
@@ -216,5 +223,5 @@ def preferred(step_ms: dict[Candidate, float]) -> Candidate:
 
 def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:
     """Of a search, with so many wires and alternatives."""
-    num_trials = 1 + num_wires + num_sums + num_chunks + 2 * MAX_ROUNDS
-    return LEAD_IN + num_trials * (WARM_UP + TIMED)
+    num_candidates = 1 + num_wires + num_sums + num_chunks
+    return num_candidates * (WARM_UP + TIMED) + 2 * MAX_ROUNDS * (WARM_UP_AGAIN + TIMED)

@@ -45,6 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.json and demo.png")
     demo.set_defaults(run=_run_demo)
 
+    timeline = commands.add_parser(
+        "timeline",
+        help="merge the traces of all ranks into one",
+        description='Merges what with comm.trace("trace-{rank}.json") each rank has written into one trace, and aligns '
+        "the ranks' clocks by their collectives.",
+    )
+    timeline.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="the file of each rank")
+    timeline.add_argument("-o", "--out", type=Path, required=True, help="the merged trace, for ui.perfetto.dev")
+    timeline.set_defaults(run=_run_timeline)
     plan_command.add_to(commands)
     probe_command.add_to(commands)
     return parser
@@ -71,3 +80,20 @@ def _run_demo(args: argparse.Namespace) -> int:
 
     wires = None if args.wires is None else tuple(args.wires)
     return launch(Options(steps=args.steps, seeds=args.seeds, wires=wires, ranks=args.ranks, out=args.out))
+
+
+def _run_timeline(args: argparse.Namespace) -> int:
+    from fusedcomm.timeline import TimelineError, merge_files
+    from fusedcomm.trace import ABOUT
+
+    try:
+        about = merge_files(args.traces, args.out)["otherData"][ABOUT]
+    except (TimelineError, OSError) as error:
+        raise UsageError(str(error)) from error
+    uncertainties = about["clock_uncertainty_us"]
+    unknown = [rank for rank, uncertainty in enumerate(uncertainties) if uncertainty is None]
+    widest = max(uncertainty for uncertainty in uncertainties if uncertainty is not None)
+    print(f"{args.out}: {about['world_size']} ranks, clocks aligned to ± {widest:.0f} µs")
+    if unknown:
+        print(f"The clocks of ranks {unknown} are not aligned: their traces have no collective in common with rank 0's")
+    return 0

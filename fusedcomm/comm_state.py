@@ -22,7 +22,7 @@ class CommState:
     Args:
         wire, sum, exempt, block, rotate, wire_for, rounding, seed, error_feedback, predivide, chunk_nbytes,
             chunks_in_flight, codec_threads, isa, sm_limit, verify_every, measure_every, fallback_error, fallback_wire,
-            hosts, local_wire: as for :func:`fusedcomm.attach`, but for wire="auto".
+            hosts, local_wire, stall_after: as for :func:`fusedcomm.attach`, but for wire="auto".
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
         module: the model, needed only if `exempt` or `wire_for` has patterns of names: a hook sees parameters without
@@ -56,6 +56,7 @@ class CommState:
         fallback_wire: str = "bf16",
         hosts: str | Sequence[Sequence[int]] | None = None,
         local_wire: str = "bf16",
+        stall_after: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class CommState:
             )
         self.process_group = process_group
         self._module = module
-        self._local = LocalOptions(isa, codec_threads, sm_limit)
+        self._local = LocalOptions(isa, codec_threads, sm_limit, stall_after)
         self._session: Session | None = None
         self._loaded: dict | None = None  # until there is a session
         self._lost: list[str] = []  # of a copy: arguments that could not be copied

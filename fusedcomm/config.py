@@ -25,6 +25,9 @@ _DEFAULT_EXEMPT = {wire: (ONE_DIMENSIONAL,) for wire in WIRES if _C.has_scales(w
 
 MAX_CODEC_THREADS = 4
 
+STALL_AFTER_S = 60.0
+"""By default a bucket that has been under way for so long without moving is a stall."""
+
 # What a chunk carries to each rank by default. Two network namespaces, one 32 MiB bucket, int8 two-shot, a step's
 # speed-up over DDP's default at 1 and 10 Gbit/s by chunk: 128 KiB ×2.4 ×1.1, 512 KiB ×2.9 ×1.55, 1 MiB ×2.8 ×1.5.
 CHUNK_NBYTES_PER_RANK = 256 << 10
@@ -47,6 +50,7 @@ class LocalOptions:
     isa: str | None = None
     codec_threads: int | None = None
     sm_limit: int | None = None
+    stall_after: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,3 +339,12 @@ def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
     if isinstance(codec_threads, bool) or not isinstance(codec_threads, int) or codec_threads < 1:
         raise ValueError(f"codec_threads={codec_threads!r} is not possible: use a whole number, at least 1")
     return codec_threads
+
+
+def choose_stall_after(stall_after: float | None, timeout_s: float) -> float:
+    """The argument, else STALL_AFTER_S, or less, so that a report comes before a group's timeout of `timeout_s`."""
+    if stall_after is None:
+        return min(STALL_AFTER_S, timeout_s / 3)
+    if isinstance(stall_after, bool) or not isinstance(stall_after, (int, float)) or not 0 < stall_after < math.inf:
+        raise ValueError(f"stall_after={stall_after!r} is not possible: use a number of seconds greater than 0")
+    return float(stall_after)

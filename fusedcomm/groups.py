@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,27 @@ def private_store(process_group: dist.ProcessGroup) -> dist.Store:
     # Counted in the store and not in this process: a group made anew after another was destroyed starts again at 1.
     count = ours.add(f"attachments/{process_group.rank()}", 1)
     return dist.PrefixStore(str(count), ours)
+
+
+def describe_store(process_group: dist.ProcessGroup) -> str:
+    """What the group's store is and, as far as can be known, whose process hosts it: the end of "It is …"."""
+    _, store = c10d._world.pg_map[process_group]
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore):
+        return f"the file {store.path}"
+    if not isinstance(store, dist.TCPStore):
+        return f"a {type(store).__name__}"
+    where = f"a TCPStore at {store.host}:{store.port}, "
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return where + "hosted by torchrun's agent there"
+    return where + "hosted by rank 0 of the job, unless the script has made it elsewhere"
+
+
+def describe_process(process_group: dist.ProcessGroup) -> str:
+    """Which process this rank is, for whoever has to look for it."""
+    text = f"process {os.getpid()} on {socket.gethostname()}"
+    return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
 
 
 def group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:

@@ -52,6 +52,7 @@ def attach(
     local_wire: str = "bf16",
     wires: Sequence[str] | None = None,
     tuned: Tuning | str | os.PathLike | None = None,
+    stall_after: float | None = None,
     quiet: bool = False,
 ) -> "Handle":
     """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
@@ -115,6 +116,10 @@ def attach(
         tuned: with wire="auto": what ``tuning()`` has returned before, or the path where its ``save()`` has put it.
             Nothing is tried then; unless it is of another number of ranks, model or device, or of wires that are not
             allowed, which a warning says.
+        stall_after: seconds. If a bucket is under way and nothing has moved for so long, the ranks are asked what they
+            have under way, and each that waits warns once, naming the slow or missing rank, the step, the bucket and
+            the stage; training goes on. May differ between ranks. None: 60, or a third of the group's timeout if that
+            is less. A failure is explained in the same way, in the error's text.
         quiet: do not print the plan on rank 0.
 
     Returns:
@@ -151,7 +156,7 @@ def attach(
         "hosts": hosts,
         "local_wire": local_wire,
     }
-    local = LocalOptions(isa, codec_threads, sm_limit)
+    local = LocalOptions(isa, codec_threads, sm_limit, stall_after)
     quiet = quiet or env.quiet()
     space = Space(wires, options) if wire == AUTO else None
     if space is not None:
@@ -225,13 +230,23 @@ class Handle:
         """What wire="auto" has found so far; printable, and once finished, saveable. None for other wires."""
         return None if self._tuner is None else self._tuner.tuning()
 
-    def trace(self, path: str | os.PathLike) -> contextlib.AbstractContextManager[None]:
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records when each stage of each bucket ran, and writes it as a Chrome trace for Perfetto at the end.
 
         ``with comm.trace("trace-{rank}.json"): …a few steps…``. ``{rank}`` becomes the rank; without it only rank 0
         records. On cuda the times are those of the streams; leaving the block waits for them.
+
+        Args:
+            all_ranks: rank 0 writes one trace of all ranks, a process each, their clocks aligned by what the
+                collectives tell; its "otherData" says to within how many microseconds. A collective call: every rank
+                traces the same steps. Of files with ``{rank}`` the command ``fusedcomm timeline`` makes the same.
+
+        Raises:
+            ValueError: all_ranks, and the path has ``{rank}``.
+            RuntimeError: all_ranks, on rank 0, when the block ends: another rank has left it with an error, or not at
+                all within the group's timeout.
         """
-        return self._session.trace(path)
+        return self._session.trace(path, all_ranks)
 
     def detach(self) -> None:
         """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import uuid
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, groups, hosts, plan, trace
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm import agreement, groups, hosts, plan, timeline, trace
+from fusedcomm.config import Config, LocalOptions, choose_stall_after
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
@@ -75,13 +76,16 @@ class Session:
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
-        self._num_gathered = self._num_beside = 0
+        self._num_gathered = self._num_traces = self._num_beside = 0
         if beside is None:
             path = self._agree_on_plan(announce, also_agree, problem)
         else:
             beside._num_beside += 1
             self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
             self.hosts = beside.hosts
+            self._stall_after_s = beside._stall_after_s
+        if self.rank == 0:
+            self._store.set("run", uuid.uuid4().hex)
         problem = None
         try:
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
@@ -97,6 +101,7 @@ class Session:
                 fallback_error=cfg.fallback_error or 0.0,
                 fallback_wire=cfg.number_of(cfg.fallback_wire),
             )
+            self._watch(self.hook, "engine")
         except Exception as error:
             problem = error
         found = {"hosts": self.hosts.groups if self.hosts else None}
@@ -111,6 +116,8 @@ class Session:
         record, path = {}, None
         try:
             path = self._path(announce and self.rank == 0)
+            timeout_s = groups.group_timeout(self.process_group, self.device).total_seconds()
+            self._stall_after_s = choose_stall_after(self.local.stall_after, timeout_s)
             record = {**self._record(), **path.must_agree, **(also_agree or {})}
         except Exception as error:
             problem = problem or error
@@ -137,6 +144,24 @@ class Session:
             self.native_device, _ = path.connect(self.process_group, self.device, self._store)
             self.codec = path.codec
         return beside.hook.transport
+
+    def _watch(self, hook: "_C.GradHook", name: str) -> None:
+        """Has the engine report stalls; `name` is its own among this session's engines, the same on every rank."""
+        if self.world_size == 1:
+            return
+        store = dist.PrefixStore(f"watch/{name}", self._store)
+        try:
+            hook.watch(
+                store=store,
+                stall_after_s=self._stall_after_s,
+                timeout_s=groups.group_timeout(self.process_group, self.device).total_seconds(),
+                store_text=groups.describe_store(self.process_group),
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            # A store written in Python need not have clone().
+            warnings.warn(f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=5)
+            return
+        store.set(f"who/{self.rank}", groups.describe_process(self.process_group))
 
     @property
     def ranks_per_host(self) -> int:
@@ -334,17 +359,41 @@ class Session:
         )
 
     @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> Iterator[None]:
         """See :meth:`fusedcomm.handle.Handle.trace`."""
+        if all_ranks and trace.RANK_FIELD in str(path):
+            raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
+        self._num_traces += 1
         own_path = trace.path_for(path, self.rank)
-        if own_path is None:
+        if own_path is None and not all_ranks:
             yield
             return
         self.hook.start_trace()
         try:
             yield
-        finally:
-            trace.write(own_path, self.hook.stop_trace(), self.rank, self.world_size)
+        except BaseException as error:
+            self.hook.stop_trace()
+            if all_ranks and self.rank != 0:
+                with contextlib.suppress(Exception):  # it is the error above that counts
+                    self._gather_traces(None, repr(error))
+            raise
+        document = self._traced()
+        if not all_ranks:
+            trace.write(own_path, document)
+        elif documents := self._gather_traces(document):
+            trace.write(own_path, timeline.merge(documents))
+
+    def _traced(self) -> dict:
+        run = f"{self._store.get('run').decode()}/{self._num_traces}"
+        place = (self.rank, 0)
+        if self.ranks_per_host > 1:
+            place = self.hosts.place(self.rank)[::-1]
+        return trace.document(self.hook.stop_trace(), self.rank, self.world_size, run, place)
+
+    def _gather_traces(self, document: dict | None, problem: str = "") -> list[dict] | None:
+        store = dist.PrefixStore(f"trace/{self._num_traces}", self._store)
+        timeout = groups.group_timeout(self.process_group, self.device)
+        return timeline.gather(store, self.rank, self.world_size, document, problem, timeout)
 
     def max_over_ranks(self, value: float) -> float:
         """A collective call, between backward passes."""

@@ -1,16 +1,26 @@
-"""A timeline of buckets and stages in the Chrome trace format, which ui.perfetto.dev and chrome://tracing read."""
+"""A timeline of buckets and stages in the Chrome trace format, which ui.perfetto.dev and chrome://tracing read.
+
+One rank's document; fusedcomm/timeline.py makes one of all ranks' documents.
+"""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fusedcomm.native import _C
+import fusedcomm
+
+if TYPE_CHECKING:
+    from fusedcomm.native import _C
 
 RANK_FIELD = "{rank}"
 """In a path: replaced by the rank, so that every rank writes a file of its own."""
 
+ABOUT = "fusedcomm"
+"""Under "otherData": what a document says of itself, see :func:`document`."""
+
 # One track a stage, in the order of a bucket's way; both collectives of a two-shot share the wire.
-_TRACKS = ("bucket", "pack", "wire", "reduce", "unpack")
+_TRACKS = ("exposed", "bucket", "pack", "wire", "reduce", "unpack")
 _TRACK_OF_STAGE = {"all-to-all": "wire", "all-gather": "wire", "all-reduce": "wire"}
 
 # Where sums have two levels.
@@ -25,10 +35,20 @@ def path_for(path: str | Path, rank: int) -> Path | None:
     return Path(path) if rank == 0 else None
 
 
-def write(path: Path, spans: Sequence["_C.TraceSpan"], rank: int, world_size: int) -> None:
-    """Writes the spans as complete events, times in microseconds since the trace began."""
+def document(
+    spans: Sequence["_C.TraceSpan"], rank: int, world_size: int, run: str, place: tuple[int, int]
+) -> dict[str, object]:
+    """The spans as complete events, times in microseconds since this rank's trace began.
+
+    Args:
+        run: the same on every rank, and another for every trace.
+        place: this rank's host and its place there; on one level every rank is a host.
+    """
     name = f"fusedcomm rank {rank} of {world_size}"
-    events = [{"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}}]
+    events = [
+        {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
+    ]
     tracks = [*_TRACKS, *(_LOCAL_TRACKS if any(span.stage == "local reduce" for span in spans) else ())]
     for index, track in enumerate(tracks):
         events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": track}})
@@ -41,11 +61,29 @@ def write(path: Path, spans: Sequence["_C.TraceSpan"], rank: int, world_size: in
                 "ph": "X",
                 "pid": rank,
                 "tid": tracks.index(_TRACK_OF_STAGE.get(span.stage, span.stage)),
-                "name": span.bucket if span.stage == "bucket" else f"{span.bucket} {span.stage}",
+                "name": _name(span),
                 "cat": "fusedcomm",
                 "ts": span.begin_ms * 1e3,
                 "dur": (span.end_ms - span.begin_ms) * 1e3,
                 "args": {"bucket": span.text, "stage": span.stage, "step": span.step, "chunk": span.chunk},
             }
         )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    about = {
+        "version": fusedcomm.__version__,
+        "run": run,
+        "rank": rank,
+        "world_size": world_size,
+        "host": place[0],
+        "place": place[1],
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {ABOUT: about}}
+
+
+def _name(span: "_C.TraceSpan") -> str:
+    if span.stage == "exposed":
+        return f"step {span.step}"
+    return span.bucket if span.stage == "bucket" else f"{span.bucket} {span.stage}"
+
+
+def write(path: Path, document: dict[str, object]) -> None:
+    path.write_text(json.dumps(document) + "\n")

@@ -256,8 +256,7 @@ class Tuner:
             raise
 
     def _count_pass(self) -> None:
-        lead_in = 0 if self._search.trials else autotune.LEAD_IN
-        if self._num_passes == lead_in + autotune.WARM_UP + autotune.TIMED:
+        if self._num_passes == self._search.trial_steps:
             self._end_trial()
             self._num_passes = 0
         self._num_passes += 1

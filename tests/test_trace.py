@@ -43,6 +43,7 @@ def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
         assert len(chunks) == 3 * sum(num_chunks for _, num_chunks in buckets)
         for (_, _, chunk), stages in chunks.items():
             bucket = stages.pop("bucket", None)
+            exposed = stages.pop("exposed", bucket)  # of each step's last bucket
             order = ["pack", "all-to-all", "reduce", "all-gather", "unpack"]
             assert set(stages) == set(order)
             assert [stages[stage]["track"] for stage in order] == ["pack", "wire", "reduce", "wire", "unpack"]
@@ -52,12 +53,13 @@ def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
                 assert bucket["ts"] <= stages["pack"]["ts"] and bucket["track"] == "bucket"
                 assert bucket["ts"] + bucket["dur"] >= stages["unpack"]["ts"] + stages["unpack"]["dur"]
                 assert "weights." in bucket["args"]["bucket"]
+                assert (exposed["ts"], exposed["dur"]) == (bucket["ts"], bucket["dur"])
 
 
 def test_without_a_field_for_the_rank_only_rank_0_writes(ranks, tmp_path):
     ranks.run(traced, "fp32", str(tmp_path / "trace.json"), 1, world_size=2)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     stages = {event["args"]["stage"] for event in read(tmp_path / "trace.json")}
-    assert stages == {"pack", "all-reduce", "bucket"}
+    assert stages == {"pack", "all-reduce", "bucket", "exposed"}
     assert trace.path_for("t.json", 1) is None
     assert str(trace.path_for("{rank}/t.json", 12)) == "12/t.json"

@@ -140,6 +140,19 @@ int train(Engine& engine, const Shapes& shapes, int num_steps) {
   return num_steps;
 }
 
+// Looks at the board as a watch does, more often.
+void watch(Board& board, const std::atomic<bool>& trained) {
+  Board::View before = board.view(Board::Clock::now());
+  while (!trained) {
+    const Board::View view = board.view(Board::Clock::now());
+    REQUIRE(view.num_ended <= view.num_handed && (view.num_ended < view.num_handed) == bool(view.label),
+            "%ld of %ld buckets ended", (long)view.num_ended, (long)view.num_handed);
+    REQUIRE(before.num_ended <= view.num_ended && before.last_step <= view.last_step, "the board went back");
+    before = view;
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+  }
+}
+
 enum class Scene { kSteady, kTransferFails, kStopped };
 
 void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads, int64_t ranks_per_host = 1,
@@ -160,6 +173,14 @@ void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads, int6
     ranks.emplace_back([&, rank] {
       Engine engine(config, std::make_shared<CpuDevice>("auto", num_threads),
                     std::make_shared<ThreadTransport>(network, rank, world_size, ranks_per_host));
+      std::atomic<int> num_explained{0};
+      engine.explain_failures_with([&num_explained](const std::string&) {
+        ++num_explained;
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        return "explained";
+      });
+      std::atomic<bool> trained{false};
+      std::thread watcher([&] { watch(*engine.board(), trained); });
       std::thread stopper;
       if (scene == Scene::kStopped) {
         stopper = std::thread([&engine] {
@@ -169,6 +190,13 @@ void play(Scene scene, Wire wire, Sum sum, int world_size, int num_threads, int6
       }
       finished[static_cast<size_t>(rank)] = train(engine, shapes, num_steps);
       if (stopper.joinable()) stopper.join();
+      trained = true;
+      watcher.join();
+      const int num_failures = scene == Scene::kTransferFails ? 1 : 0;
+      REQUIRE(scene == Scene::kStopped || num_explained == num_failures, "%d failures explained", num_explained.load());
+      const Board::View view = engine.board()->view(Board::Clock::now());
+      REQUIRE(scene != Scene::kSteady || (!view.label && view.num_ended == num_steps * (int64_t)shapes.size()),
+              "%ld buckets ended", (long)view.num_ended);
     });
   }
   for (auto& thread : ranks) thread.join();

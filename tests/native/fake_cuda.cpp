@@ -76,4 +76,6 @@ Result cuStreamIsCapturing(void*, int* status) {
   return result_of("cuStreamIsCapturing");
 }
 
+Result cuThreadExchangeStreamCaptureMode(int*) { return result_of("cuThreadExchangeStreamCaptureMode"); }
+
 }  // extern "C"

@@ -566,16 +566,20 @@ void traced() {
 
       std::map<std::tuple<int64_t, std::string, int64_t>, std::vector<const TraceSpan*>> chunks;
       std::map<std::pair<int64_t, std::string>, const TraceSpan*> buckets;
+      int num_exposed = 0;
       for (const TraceSpan& span : spans) {
         REQUIRE(0 <= span.begin_ms && span.begin_ms <= span.end_ms, "%s of %s from %g to %g ms", stage_name(span.stage),
                 span.label->name.c_str(), span.begin_ms, span.end_ms);
-        if (span.stage == Stage::kBucket) {
+        if (span.stage == Stage::kExposed) {
+          ++num_exposed;
+        } else if (span.stage == Stage::kBucket) {
           buckets[{span.step, span.label->name}] = &span;
         } else {
           chunks[{span.step, span.label->name, span.chunk}].push_back(&span);
         }
       }
       REQUIRE(buckets.size() == 3 * rank.num_buckets(), "%zu buckets", buckets.size());
+      REQUIRE(num_exposed == 3, "%d steps waited for their last bucket", num_exposed);
       for (const auto& [key, stages] : chunks) {
         const auto& [step, name, chunk] = key;
         REQUIRE(1 <= step && step <= 3, "step %ld", static_cast<long>(step));

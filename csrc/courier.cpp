@@ -1,0 +1,88 @@
+#include "courier.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <utility>
+
+namespace fusedcomm {
+
+// Shared with the thread, which may outlive the courier.
+struct Courier::Desk {
+  std::mutex mutex;
+  std::condition_variable changed;
+  StorePtr store;
+  Errand errand;  // empty: none waits or is under way
+  bool stopping = false;
+  bool ended = false;  // the thread
+  bool lost = false;
+  std::string problem;  // of the last errand
+
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return stopping || errand; });
+      if (stopping) break;
+      lock.unlock();
+      std::string what;
+      try {
+        errand(*store);
+      } catch (const std::exception& error) {
+        what = error.what();
+        what.resize(std::min(what.size(), what.find('\n')));  // torch's have a backtrace
+        if (what.empty()) what = "unknown error";
+      }
+      lock.lock();
+      lost = lost || !what.empty();
+      problem = std::move(what);
+      errand = nullptr;
+      changed.notify_all();
+    }
+    ended = true;
+    changed.notify_all();
+    lock.unlock();
+    store.reset();  // a store of Python's is released with the GIL, for which nobody must wait with the lock held
+  }
+};
+
+Courier::Courier(StorePtr store) : desk_(std::make_shared<Desk>()) {
+  desk_->store = std::move(store);
+  thread_ = std::thread([desk = desk_] { desk->work(); });
+#if defined(__linux__)
+  pthread_setname_np(thread_.native_handle(), "fc-courier");
+#endif
+}
+
+std::string Courier::send(Errand errand, std::chrono::duration<double> limit) {
+  std::unique_lock<std::mutex> lock(desk_->mutex);
+  if (desk_->stopping) return "the engine is stopping";
+  if (desk_->errand) return "it has not answered yet";
+  desk_->errand = std::move(errand);
+  desk_->changed.notify_all();
+  desk_->changed.wait_for(lock, limit, [this] { return desk_->stopping || !desk_->errand; });
+  if (desk_->stopping) return "the engine is stopping";
+  return desk_->errand ? "no answer within " + std::to_string(static_cast<int>(limit.count() * 1e3)) + " ms"
+                       : desk_->problem;
+}
+
+bool Courier::is_lost() const {
+  std::lock_guard<std::mutex> lock(desk_->mutex);
+  return desk_->lost;
+}
+
+void Courier::stop() {
+  if (!thread_.joinable()) return;
+  constexpr std::chrono::milliseconds kPatience{100};
+  bool ended;
+  {
+    std::unique_lock<std::mutex> lock(desk_->mutex);
+    desk_->stopping = true;
+    desk_->changed.notify_all();
+    ended = desk_->changed.wait_for(lock, kPatience, [this] { return desk_->ended; });
+  }
+  ended ? thread_.join() : thread_.detach();
+}
+
+}  // namespace fusedcomm

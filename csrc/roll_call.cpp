@@ -1,0 +1,186 @@
+#include "roll_call.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <sstream>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+// Of each kind so many are spelled out; a thousand ranks that wait for one need no thousand lines.
+constexpr size_t kMaxListed = 8;
+
+constexpr const char* kOnStream = "work on the device's streams";
+
+constexpr size_t kMaxFailure = 300;  // characters
+
+std::string one_line(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+double seconds_since(Board::Clock::time_point then) {
+  return std::chrono::duration<double>(Board::Clock::now() - then).count();
+}
+
+std::string behind_text(const RankState& state) {
+  std::string text = "nothing under way for " + seconds_text(state.idle_s);
+  return state.last_step < 0 ? text + ", since it attached" : text + ", since step " + std::to_string(state.last_step);
+}
+
+void add_line(std::string* text, const std::string& line) { *text += "\n  " + line; }
+
+}  // namespace
+
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(1) << seconds << " s";
+  return text.str();
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < std::min(ranks.size(), kMaxListed); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return ranks.size() > kMaxListed ? text + " and " + std::to_string(ranks.size() - kMaxListed) + " more" : text;
+}
+
+std::string under_way_text(const RankState& state) {
+  const std::string chunk = "chunk " + std::to_string(state.chunk + 1) + "/" + std::to_string(state.num_chunks);
+  if (state.stage.empty()) return "the next stage of " + state.bucket;
+  if (state.stage == kOnStream) return state.stage + " of " + state.bucket;
+  return "the " + state.stage + " of " + chunk + " of " + state.bucket;
+}
+
+std::string RankState::to_text() const {
+  std::ostringstream text;
+  text << "num_handed " << num_handed << "\nnum_ended " << num_ended << "\nlast_step " << last_step << "\nidle_s "
+       << idle_s << "\nstep " << step << "\nchunk " << chunk << "\nnum_chunks " << num_chunks << "\non_wire " << on_wire
+       << "\nwaits_s " << waits_s << "\nbucket " << one_line(bucket) << "\nstage " << one_line(stage) << "\nfailure "
+       << one_line(failure) << "\n";
+  return text.str();
+}
+
+RankState RankState::from_text(const std::string& text) {
+  RankState state;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t space = line.find(' ');
+    if (space == std::string::npos) continue;
+    const std::string name = line.substr(0, space), value = line.substr(space + 1);
+    std::istringstream number(value);
+    if (name == "num_handed") number >> state.num_handed;
+    if (name == "num_ended") number >> state.num_ended;
+    if (name == "last_step") number >> state.last_step;
+    if (name == "idle_s") number >> state.idle_s;
+    if (name == "step") number >> state.step;
+    if (name == "chunk") number >> state.chunk;
+    if (name == "num_chunks") number >> state.num_chunks;
+    if (name == "on_wire") number >> state.on_wire;
+    if (name == "waits_s") number >> state.waits_s;
+    if (name == "bucket") state.bucket = value;
+    if (name == "stage") state.stage = value;
+    if (name == "failure") state.failure = value;
+  }
+  return state;
+}
+
+RankState state_of(const Board::View& view, const std::string& failure) {
+  RankState state;
+  state.num_handed = view.num_handed;
+  state.num_ended = view.num_ended;
+  state.last_step = view.last_step;
+  state.idle_s = seconds_since(view.last_ended);
+  state.failure = failure.substr(0, kMaxFailure);
+  if (!view.label) return state;
+  state.bucket = view.label->text;
+  state.step = view.step;
+  state.num_chunks = view.num_chunks;
+  state.waits_s = seconds_since(view.handed);
+  if (view.at == Board::View::At::kStream) {
+    state.stage = kOnStream;
+    state.on_wire = true;  // for all the host can tell
+  } else if (view.at == Board::View::At::kStage) {
+    state.stage = stage_name(view.stage);
+    state.chunk = view.chunk;
+    state.on_wire = is_on_wire(view.stage);
+  }
+  return state;
+}
+
+Finding conclude(const RollCall& call) {
+  Finding finding;
+  finding.text = "fusedcomm: roll call " + std::to_string(call.number) + " of " + std::to_string(call.world_size) +
+                 " ranks, " + call.opened;
+  size_t num_lines = 0;
+  const auto list = [&](const std::string& line) {
+    if (++num_lines <= kMaxListed) add_line(&finding.text, line);
+  };
+  const auto end_list = [&](const char* what) {
+    if (num_lines > kMaxListed) {
+      add_line(&finding.text, std::to_string(num_lines - kMaxListed) + " more ranks are " + what);
+    }
+    num_lines = 0;
+  };
+
+  for (const auto& [rank, who] : call.absent) {
+    list("rank " + std::to_string(rank) + " (" + (who.empty() ? "which has no watch" : who) + ")" +
+         " is missing: no answer within " + seconds_text(call.waited_s) +
+         ". It is stopped, was killed, has left, or is cut off");
+  }
+  end_list("missing");
+  if (!call.store_problem.empty()) add_line(&finding.text, "then the store failed: " + call.store_problem);
+
+  // A rank that lost its peer has failed, too, but is no reason.
+  bool has_failed = false;
+  for (const auto& [rank, state] : call.answers) {
+    if (state.failure.empty() || !call.absent.empty()) continue;
+    has_failed = true;
+    list("rank " + std::to_string(rank) + " has failed: " + state.failure);
+  }
+  end_list("failed");
+
+  // The oldest job that some rank waits for: whoever has not handed it over holds it up.
+  int64_t oldest = -1;
+  const RankState* waiting = nullptr;
+  for (const auto& [rank, state] : call.answers) {
+    if (state.bucket.empty() || (waiting && state.num_ended >= oldest)) continue;
+    oldest = state.num_ended;
+    waiting = &state;
+  }
+  bool has_slow = false;
+  std::map<std::string, std::pair<std::vector<int>, double>> waiters;  // by what they wait for: who, how long
+  for (const auto& [rank, state] : call.answers) {
+    if (state.bucket.empty()) {
+      if (!waiting || state.num_handed > oldest || !state.failure.empty()) continue;
+      has_slow = true;
+      list("rank " + std::to_string(rank) + " is slow: it has not handed over " + waiting->bucket + " of step " +
+           std::to_string(waiting->step) + "; " + behind_text(state));
+    } else if (!state.on_wire && !state.stage.empty() && state.num_ended == oldest && state.failure.empty()) {
+      has_slow = true;
+      list("rank " + std::to_string(rank) + " is slow: in step " + std::to_string(state.step) + " busy with " +
+           under_way_text(state) + ", handed over " + seconds_text(state.waits_s) + " ago");
+    } else {
+      auto& [ranks, longest_s] = waiters["in step " + std::to_string(state.step) + " for " + under_way_text(state)];
+      ranks.push_back(rank);
+      longest_s = std::max(longest_s, state.waits_s);
+    }
+  }
+  end_list("slow");
+  if (call.absent.empty() && !has_failed && !has_slow) {
+    add_line(&finding.text, waiting ? "every rank answered and none is behind: they wait for the network"
+                                    : "every rank answered, and none waits any more");
+  }
+  for (const auto& [what, who] : waiters) {
+    const auto& [ranks, longest_s] = who;
+    list(ranks_text(ranks) + (ranks.size() == 1 ? " waits " : " wait ") + what + ", handed over " +
+         seconds_text(longest_s) + " ago");
+  }
+  end_list("waiting elsewhere");
+  finding.is_conclusive = !call.absent.empty() || has_failed;
+  return finding;
+}
+
+}  // namespace fusedcomm

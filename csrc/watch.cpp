@@ -1,0 +1,308 @@
+#include "watch.h"
+
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+// All watches together ask the store for so much a second at most.
+constexpr double kMaxPollsPerSecond = 500;
+constexpr double kMaxPollS = 1;
+
+// A wait that takes so much longer than asked for says that the process was stopped, or the machine.
+constexpr Seconds kPause{0.5};
+
+// A roll call that was opened because of a failure, and not of a stall, says so.
+constexpr const char* kFailed = "after a failure: ";
+
+double poll_s(const WatchOptions& options) {
+  const double wanted = std::min({kMaxPollS, options.stall_after_s / 4, options.timeout_s / 12});
+  return std::max(options.world_size / kMaxPollsPerSecond, wanted);
+}
+
+// Every rank has looked twice by then, whatever its stall_after.
+double answer_s(WatchOptions options) {
+  options.stall_after_s = options.timeout_s;
+  return 2 * poll_s(options) + std::min(1.0, options.timeout_s / 6);
+}
+
+std::string answer_key(const std::string& number, int rank) { return "answer/" + number + "/" + std::to_string(rank); }
+
+// What a rank has done when it has answered, and what one that collects has seen; shared with errands that may be late.
+struct Answers {
+  std::mutex mutex;
+  std::map<int, std::string> texts;
+};
+
+constexpr const char* kConclusive = "conclusive\n";
+constexpr const char* kInconclusive = "inconclusive\n";
+
+std::string to_text(const Finding& finding) {
+  return (finding.is_conclusive ? kConclusive : kInconclusive) + finding.text;
+}
+
+Finding finding_from(const std::string& text) {
+  const size_t end = text.find('\n') + 1;
+  return {text.substr(0, end) == kConclusive, text.substr(end)};
+}
+
+}  // namespace
+
+Watch::Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device, const StorePtr& store,
+             WatchOptions options)
+    : board_(std::move(board)),
+      device_(std::move(device)),
+      options_(std::move(options)),
+      poll_(poll_s(options_)),
+      look_(poll_ / 5),
+      answer_(answer_s(options_)),
+      limit_(1 + options_.world_size / 1e3),
+      courier_(store->clone()),
+      thread_([this] { loop(); }) {
+#if defined(__linux__)
+  pthread_setname_np(thread_.native_handle(), "fc-watch");
+#endif
+}
+
+void Watch::stop() {
+  std::lock_guard<std::mutex> one_at_a_time(stop_mutex_);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  courier_.stop();
+  if (thread_.joinable()) thread_.join();
+}
+
+std::string Watch::explain(const std::string& failure) {
+  // Enough for a roll call, and for another that is under way. A watch that has got stuck must not keep the error back.
+  const Seconds patience = 2 * answer_ + 4 * limit_;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (failure_.empty()) failure_ = failure;
+  changed_.notify_all();
+  changed_.wait_for(lock, patience, [this] { return stopping_ || explanation_; });
+  return explanation_.value_or("");
+}
+
+bool Watch::sleep(Seconds duration) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return !changed_.wait_for(lock, duration, [this] { return stopping_; });
+}
+
+void Watch::loop() {
+  try {
+    device_->enter_watching_thread();
+  } catch (const std::exception&) {  // it is asked nevertheless: this is for the sake of others
+  }
+  for (;;) {
+    bool must_explain;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto failed = [this] { return !failure_.empty() && !explanation_; };
+      const auto began = Clock::now();
+      changed_.wait_for(lock, poll_, [&] { return stopping_ || failed(); });
+      if (stopping_) return;
+      if (Clock::now() - began > 2 * poll_ + kPause) awake_since_ = Clock::now();
+      must_explain = failed();
+    }
+    try {
+      answer_others();
+      must_explain ? explain_failure() : report_stall();
+    } catch (const std::exception& error) {
+      // Nothing above is expected to throw; a watch that fails must take nothing with it.
+      std::lock_guard<std::mutex> lock(mutex_);
+      explanation_ = std::string("The other ranks could not be asked: ") + error.what();
+      changed_.notify_all();
+      return;
+    }
+  }
+}
+
+RankState Watch::state() const {
+  std::string failure;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failure = failure_;
+  }
+  return state_of(board_->view(Clock::now()), failure);
+}
+
+double Watch::stalled_s(const Board::View& view) const {
+  return view.label ? Seconds(Clock::now() - std::max(view.moved, awake_since_)).count() : 0;
+}
+
+void Watch::answer_others() {
+  while (!courier_.is_lost()) {
+    const std::string number = std::to_string(next_call_);
+    struct Seen {
+      std::string opened;
+      bool is_over = false;
+    };
+    auto seen = std::make_shared<Seen>();
+    const std::string problem = send([=](c10d::Store& store) {
+      if (!store.check({"call/" + number})) return;
+      seen->is_over = store.check({"report/" + number});
+      seen->opened = store.get_to_str("call/" + number);
+    });
+    if (!problem.empty() || seen->opened.empty()) return;
+    const std::string own = state().to_text();
+    send([=, rank = options_.rank](c10d::Store& store) { store.set(answer_key(number, rank), own); });
+    ++next_call_;
+    const Board::View view = board_->view(Clock::now());
+    bool has_failed;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      has_failed = !failure_.empty();
+    }
+    // One that is over was not about now: this rank was stopped itself, say.
+    const bool was_failure = seen->opened.find(kFailed) != std::string::npos;
+    const bool waits = view.label && (was_failure || stalled_s(view) > options_.stall_after_s / 2);
+    if (seen->is_over || !(has_failed || waits)) continue;
+    keep(wait_for_report(number, seen->opened), view);
+    if (has_failed || reported_job_ == view.num_ended) continue;
+    reported_job_ = view.num_ended;
+    if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
+  }
+}
+
+void Watch::report_stall() {
+  // A stream is asked only about what should have ended long ago.
+  const auto stall_after = std::chrono::duration_cast<Clock::duration>(Seconds(options_.stall_after_s));
+  const Board::View view = board_->view(Clock::now() - stall_after);
+  if (stalled_s(view) < options_.stall_after_s || reported_job_ == view.num_ended) return;
+  reported_job_ = view.num_ended;
+  keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view))), view);
+  if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
+}
+
+void Watch::explain_failure() {
+  const Board::View view = board_->view(Clock::now());
+  // A stall that ends in a failure has been explained already, and who is asked later has also lost those who left.
+  if (!known_ || !known_->finding.is_conclusive || known_->job != view.num_ended) {
+    keep(call_roll(kFailed + state().failure), view);
+  }
+  std::string text = known_->finding.text;
+  const double age_s = Seconds(Clock::now() - known_->when).count();
+  if (age_s > answer_.count()) text += "\n  (" + seconds_text(age_s) + " before this error)";
+  std::lock_guard<std::mutex> lock(mutex_);
+  explanation_ = std::move(text);
+  changed_.notify_all();
+}
+
+void Watch::keep(Finding finding, const Board::View& view) {
+  known_ = {std::move(finding), view.num_ended, Clock::now()};
+}
+
+Finding Watch::call_roll(const std::string& why) {
+  const std::string number = std::to_string(next_call_);
+  const std::string own = "opened by rank " + std::to_string(options_.rank) + ", " + why;
+  const std::string answer = state().to_text();
+  auto opened = std::make_shared<std::string>();
+  const std::string problem = send([=, rank = options_.rank](c10d::Store& store) {
+    *opened = store.compareSet("call/" + number, "", own);
+    store.set(answer_key(number, rank), answer);
+  });
+  if (!problem.empty()) return without_store(problem, why);
+  ++next_call_;
+  if (*opened != own) return wait_for_report(number, *opened);
+  const Finding finding = collect(number, own);
+  send([=](c10d::Store& store) { store.set("report/" + number, to_text(finding)); });
+  return finding;
+}
+
+Finding Watch::wait_for_report(const std::string& number, const std::string& opened) {
+  const auto deadline = Clock::now() + answer_ + limit_;
+  auto report = std::make_shared<std::string>();
+  while (Clock::now() < deadline) {
+    const std::string problem = send([=](c10d::Store& store) {
+      const std::string key = "report/" + number;
+      if (store.check({key})) *report = store.get_to_str(key);
+    });
+    if (!problem.empty()) break;
+    if (!report->empty()) return finding_from(*report);
+    if (!sleep(look_)) return {};
+  }
+  return collect(number, opened);
+}
+
+Finding Watch::collect(const std::string& number, const std::string& opened) {
+  auto answers = std::make_shared<Answers>();
+  const auto started = Clock::now();
+  const auto world_size = static_cast<size_t>(options_.world_size);
+  RollCall call;
+  const auto count = [&] {
+    std::lock_guard<std::mutex> lock(answers->mutex);
+    return answers->texts.size();
+  };
+  for (bool in_time = true; in_time && count() < world_size;) {
+    in_time = Clock::now() < started + answer_;  // one look more after that
+    call.store_problem = send([=, world_size = options_.world_size](c10d::Store& store) {
+      for (int rank = 0; rank < world_size; ++rank) {
+        {
+          std::lock_guard<std::mutex> lock(answers->mutex);
+          if (answers->texts.count(rank) != 0) continue;
+        }
+        if (!store.check({answer_key(number, rank)})) continue;
+        std::string text = store.get_to_str(answer_key(number, rank));
+        std::lock_guard<std::mutex> lock(answers->mutex);
+        answers->texts[rank] = std::move(text);
+      }
+    });
+    if (!call.store_problem.empty()) break;
+    if (in_time && count() < world_size && !sleep(look_)) return {};
+  }
+  call.number = std::stoll(number);
+  call.world_size = options_.world_size;
+  call.opened = opened;
+  call.waited_s = Seconds(Clock::now() - started).count();
+  {
+    std::lock_guard<std::mutex> lock(answers->mutex);
+    for (const auto& [rank, text] : answers->texts) call.answers[rank] = RankState::from_text(text);
+  }
+  call.answers[options_.rank] = state();
+  if (!call.store_problem.empty()) {
+    if (call.answers.size() == 1) return without_store(call.store_problem, opened);
+    call.store_problem += ". It is " + options_.store_text;
+  }
+  auto who = std::make_shared<Answers>();
+  for (int rank = 0; rank < options_.world_size; ++rank) {
+    if (call.answers.count(rank) == 0) call.absent[rank] = "";
+  }
+  send([=, absent = call.absent](c10d::Store& store) {
+    for (const auto& [rank, unknown] : absent) {
+      const std::string key = "who/" + std::to_string(rank);
+      if (!store.check({key})) continue;
+      std::string text = store.get_to_str(key);
+      std::lock_guard<std::mutex> lock(who->mutex);
+      who->texts[rank] = std::move(text);
+    }
+  });
+  {
+    std::lock_guard<std::mutex> lock(who->mutex);
+    for (const auto& [rank, text] : who->texts) call.absent[rank] = text;
+  }
+  return conclude(call);
+}
+
+Finding Watch::without_store(const std::string& problem, const std::string& why) {
+  const RankState own = state();
+  Finding finding;
+  finding.is_conclusive = true;
+  finding.text = "fusedcomm: rank " + std::to_string(options_.rank) + " of " + std::to_string(options_.world_size) +
+                 " cannot call the roll (" + why + "): the store fails (" + problem + "). It is " +
+                 options_.store_text + ". Whoever hosts it is stopped, was killed, has left, or is cut off";
+  if (!own.bucket.empty()) {
+    finding.text += "\n  rank " + std::to_string(options_.rank) + " waits in step " + std::to_string(own.step) +
+                    " for " + under_way_text(own) + ", handed over " + seconds_text(own.waits_s) + " ago";
+  }
+  return finding;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,102 @@
+// Notices that an engine waits for too long, or has failed, and finds out for which rank: it calls the roll.
+//
+//   a rank waits longer than stall_after, or a transfer failed
+//     ──► it opens a roll call in the store ──► every rank's watch sees that within a poll and answers with what it has
+//     under way ──► who has not answered in time is missing, who has not handed over what others wait for is slow
+//     ──► the report goes to the store, so that all who wait say the same ──► a warning; after a failure, the error
+//
+// A thread of its own, in C++, since the main thread sits in the backward pass; and one more for the store, which may
+// never answer (courier.h). Both end at once when the engine stops. Cost: one small request to the store each poll.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "board.h"
+#include "courier.h"
+#include "device.h"
+#include "roll_call.h"
+
+namespace fusedcomm {
+
+struct WatchOptions {
+  int rank = 0;
+  int world_size = 1;
+  double stall_after_s = 60;
+  double timeout_s = 1800;  // of the process group
+  std::string store_text;   // what the store is and who hosts it, for people
+};
+
+class Watch {
+ public:
+  // `store`: a prefix that only the ranks of this engine use; where each has set "who/<rank>". It is cloned.
+  Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device, const StorePtr& store,
+        WatchOptions options);
+  ~Watch() { stop(); }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  // What is known of the other ranks after this failure; empty once stopped. Waits for a roll call, some seconds at
+  // most.
+  std::string explain(const std::string& failure);
+  void stop();
+
+ private:
+  using Clock = Board::Clock;
+  using Seconds = std::chrono::duration<double>;
+
+  void loop();
+  // Answers the roll calls that others have opened.
+  void answer_others();
+  void report_stall();
+  void explain_failure();
+
+  RankState state() const;
+  double stalled_s(const Board::View& view) const;
+  // Opens one, or takes part in the one that another rank has just opened.
+  Finding call_roll(const std::string& why);
+  Finding collect(const std::string& number, const std::string& opened);
+  // By another rank; collects itself if that is not in time.
+  Finding wait_for_report(const std::string& number, const std::string& opened);
+  Finding without_store(const std::string& problem, const std::string& why);
+  // What was found concerns the job that is the oldest now.
+  void keep(Finding finding, const Board::View& view);
+  std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
+  // False when stopping.
+  bool sleep(Seconds duration);
+
+  const std::shared_ptr<Board> board_;
+  const std::shared_ptr<const Device> device_;
+  const WatchOptions options_;
+  // Between two looks at the store, for its sake longer where ranks are many; between two looks during a roll call;
+  // for an answer to a roll call; for the store to do one thing.
+  const Seconds poll_, look_, answer_, limit_;
+  Courier courier_;
+
+  mutable std::mutex mutex_;  // what follows, down to explanation_
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  std::string failure_;                     // empty: none
+  std::optional<std::string> explanation_;  // of the failure
+
+  // Of the thread alone.
+  Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
+  int64_t next_call_ = 1;
+  int64_t reported_job_ = -1;  // the stall that was warned of is of this job
+  struct Known {
+    Finding finding;
+    int64_t job;
+    Clock::time_point when;
+  };
+  std::optional<Known> known_;
+
+  std::mutex stop_mutex_;
+  std::thread thread_;  // last: it uses all of it
+};
+
+}  // namespace fusedcomm

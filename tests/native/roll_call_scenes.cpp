@@ -1,0 +1,68 @@
+// What a roll call concludes from answers made up here, for tests/test_watch.py: prints the report of the scene named.
+#include <cstdio>
+#include <stdexcept>
+
+#include "../../csrc/roll_call.h"
+
+using namespace fusedcomm;
+
+namespace {
+
+// Has handed over `num_handed` jobs, of which `num_ended` have ended, two to a step.
+RankState at(int64_t num_handed, int64_t num_ended, const std::string& stage, bool on_wire) {
+  RankState state;
+  state.num_handed = num_handed;
+  state.num_ended = num_ended;
+  state.last_step = num_ended / 2 - 1;
+  state.idle_s = 7.25;
+  if (num_handed > num_ended) {
+    state.bucket = "bucket " + std::to_string(num_ended % 2) + " (layer.weight;\n1 parameters, 1 MiB)";
+    state.step = num_ended / 2;
+    state.stage = stage;
+    state.chunk = 2;
+    state.num_chunks = 4;
+    state.on_wire = on_wire;
+    state.waits_s = 3;
+  }
+  return RankState::from_text("of a later version\n" + state.to_text());  // as it comes out of the store
+}
+
+RollCall scene(const std::string& name) {
+  RollCall call;
+  call.number = 5;
+  call.world_size = name == "many" ? 40 : 4;
+  call.opened = "opened by rank 0";
+  call.waited_s = 2;
+  for (int rank = 0; rank < call.world_size; ++rank) call.answers[rank] = at(12, 10, "all-to-all", true);
+  if (name == "busy") {
+    call.answers[2] = at(12, 10, "pack", false);
+  } else if (name == "behind") {
+    call.answers[1] = at(10, 10, "", false);
+    call.answers[3] = at(11, 11, "", false);  // is through with what the others wait for
+  } else if (name == "failed") {
+    call.answers[3] = at(12, 12, "", false);
+    call.answers[3].failure = "the reduce failed";
+  } else if (name == "queued") {
+    call.answers[1] = at(12, 10, "", false);
+  } else if (name == "streams") {
+    call.answers[1] = at(12, 10, "work on the device's streams", true);
+  } else if (name == "many") {
+    for (int rank = 20; rank < 40; ++rank) {
+      call.answers.erase(rank);
+      call.absent[rank] = rank == 20 ? "" : "process 1 on node";
+    }
+  } else if (name == "over") {
+    for (auto& [rank, state] : call.answers) state = at(12, 12, "", false);
+  } else if (name != "network") {
+    throw std::invalid_argument(name);
+  }
+  return call;
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  const Finding finding = conclude(scene(argv[1]));
+  std::printf("%s%s\n", finding.is_conclusive ? "conclusive\n" : "", finding.text.c_str());
+  return 0;
+}

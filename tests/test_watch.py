@@ -1,0 +1,315 @@
+"""Who holds a step up, or has left it: the report on every rank that waits, as a warning and in the error."""
+
+import contextlib
+import datetime
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import config
+
+SHAPES = ((400, 300), (500, 600))
+TIMEOUT_S = 6
+ROOT = Path(__file__).parent.parent
+
+
+@contextlib.contextmanager
+def stderr_to(path):
+    """What native code of this process writes, too."""
+    saved = os.dup(2)
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+@contextlib.contextmanager
+def group_over(store_kind, rank, world_size, address):
+    """A process group of its own on the store at hand, or with a TCPStore that rank 0 hosts."""
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    if store_kind == "file":
+        yield dist.new_group(list(range(world_size)), timeout=timeout)
+        return
+    dist.destroy_process_group()
+    host, port = address
+    dist.init_process_group("gloo", f"tcp://{host}:{port}", rank=rank, world_size=world_size, timeout=timeout)
+    yield dist.group.WORLD
+
+
+def train(rank, world_size, victim, fate, store_kind, address, wire):
+    """In step 3 the `victim` meets its fate in the middle of the backward pass. Returns the error, what was written to
+    stderr meanwhile, how long that took, and how long detaching took."""
+    with group_over(store_kind, rank, world_size, address) as group:
+        ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
+        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
+        gradients = [torch.ones(shape) for shape in SHAPES]
+        synchronise(ddp, gradients, steps=3)
+
+        def meet_fate(gradient):
+            os.kill(os.getpid(), signal.SIGKILL if fate == "killed" else signal.SIGSTOP)
+            return gradient
+
+        if rank == victim:
+            ddp.module.weights[0].register_hook(meet_fate)
+        with tempfile.NamedTemporaryFile() as log:
+            started, error = time.monotonic(), None
+            with stderr_to(log.name):
+                try:
+                    synchronise(ddp, gradients)
+                except RuntimeError as caught:
+                    error = str(caught)
+            waited = time.monotonic() - started
+            with open(log.name) as file:
+                warned = file.read()
+        started = time.monotonic()
+        comm.detach()
+        return error, warned, waited, time.monotonic() - started
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()
+
+
+@pytest.mark.parametrize("fate", ["killed", "stopped"])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("store_kind", ["file", "tcp"])
+def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, store_kind):
+    pid = ranks.processes[victim].pid
+    outcome = ranks.outcomes(train, victim, fate, store_kind, free_address(), "int8", world_size=3, lost=victim)
+    for rank in {0, 1, 2} - {victim}:
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, warned, waited, detached = value
+        report = error[error.index("restart the job") :]
+        if store_kind == "tcp" and victim == 0:
+            assert "the store fails" in report
+            assert "a TCPStore at 127.0.0.1" in report and "hosted by rank 0 of the job" in report
+        else:
+            assert f"rank {victim} (process {pid} on " in report and "is missing: no answer within" in report
+            assert report.count("is missing") == 1 and "is slow" not in report
+        assert re.search(r"in step 3 for the all-(to-all|gather) of chunk 1/1 of bucket [01] \(weights\.[01]; ", report)
+        if fate == "stopped":
+            # Said before the timeout made an error of it, and once.
+            assert warned.count("Warning: fusedcomm") == 1
+            assert report[report.index("fusedcomm: ") :].splitlines()[1] in warned
+            assert waited < TIMEOUT_S + 2
+        else:
+            assert "Warning: fusedcomm" not in warned
+            assert waited < TIMEOUT_S
+        assert detached < 1
+
+
+def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
+    # An exact sum goes around a ring, on which rank 1 is no neighbour of rank 3: it only ever sees a timeout.
+    outcome = ranks.outcomes(train, 3, "killed", "file", None, "fp32", world_size=4, lost=3)
+    for rank in range(3):
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, warned, waited, _ = value
+        assert "rank 3 (process " in error and error.count("is missing") == 1
+        if rank == 1 and waited > TIMEOUT_S - 1:
+            assert warned.count("Warning: fusedcomm") == 1 and "rank 3 (process " in warned
+
+
+def paused(rank, world_size, victim):
+    """In step 3 the `victim` is stopped for 3 s; then five more steps."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=1)
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    synchronise(ddp, gradients, steps=3)
+
+    def pause(gradient):
+        if not paused_already:
+            paused_already.append(True)
+            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return gradient
+
+    paused_already = []
+    if rank == victim:
+        ddp.module.weights[0].register_hook(pause)
+    with tempfile.NamedTemporaryFile() as log:
+        with stderr_to(log.name):
+            means = synchronise(ddp, gradients, steps=6)
+        with open(log.name) as file:
+            warned = file.read()
+    comm.detach()
+    return all((mean == (world_size + 1) / 2).all().item() for mean in means), warned
+
+
+def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks):
+    for rank, (right, warned) in enumerate(ranks.run(paused, 2, world_size=3)):
+        assert right
+        assert warned.count("Warning: fusedcomm") == (rank != 2), warned
+        if rank != 2:
+            assert "rank 2 (process" in warned and "is missing" in warned
+
+
+def slow(rank, world_size, victim, stall_after):
+    """In step 3 the `victim` begins its backward pass late; then five more steps."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=stall_after)
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    synchronise(ddp, gradients, steps=3)
+    with tempfile.NamedTemporaryFile() as log:
+        with stderr_to(log.name):
+            if rank == victim:
+                time.sleep(3)
+            means = synchronise(ddp, gradients)
+            means += synchronise(ddp, gradients, steps=5)
+        with open(log.name) as file:
+            warned = file.read()
+    started = time.monotonic()
+    comm.detach()
+    right = all((mean == (world_size + 1) / 2).all().item() for mean in means)
+    return right, warned, time.monotonic() - started
+
+
+def test_a_slow_rank_is_named_once_and_training_goes_on(ranks):
+    for rank, (right, warned, detached) in enumerate(ranks.run(slow, 1, 0.5, world_size=3)):
+        assert right and detached < 1
+        if rank == 1:
+            assert warned == ""
+            continue
+        assert warned.count("Warning: fusedcomm: roll call 1 of 3 ranks") == 1
+        assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
+        assert "of step 3; nothing under way for" in warned and "since step 2" in warned
+        assert "ranks 0, 2 wait in step 3 for the all-to-all of chunk 1/" in warned
+        assert "missing" not in warned
+
+
+def test_nothing_is_said_of_a_wait_within_stall_after(ranks):
+    for right, warned, _ in ranks.run(slow, 1, None, world_size=3):
+        assert right and warned == ""
+
+
+# ---- what is concluded from answers
+
+
+@pytest.fixture(scope="module")
+def roll_call_scenes(tmp_path_factory):
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
+    binary = tmp_path_factory.mktemp("roll_call") / "scenes"
+    sources = [ROOT / "tests/native/roll_call_scenes.cpp", ROOT / "csrc/roll_call.cpp"]
+    subprocess.run([compiler, "-std=c++17", "-O1", *sources, "-o", binary, "-pthread"], check=True)
+    return binary
+
+
+WAITS = (
+    "in step 5 for the all-to-all of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, 1 MiB), handed over 3.0 s ago"
+)
+
+STREAMS = "work on the device's streams"
+
+
+@pytest.mark.parametrize(
+    ("scene", "lines"),
+    [
+        (
+            "busy",
+            [
+                "rank 2 is slow: in step 5 busy with the pack of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, "
+                "1 MiB), handed over 3.0 s ago",
+                f"ranks 0, 1, 3 wait {WAITS}",
+            ],
+        ),
+        (
+            "behind",
+            [
+                "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
+                "nothing under way for 7.2 s, since step 4",
+                f"ranks 0, 2 wait {WAITS}",
+            ],
+        ),
+        ("failed", ["conclusive", "rank 3 has failed: the reduce failed", f"ranks 0, 1, 2 wait {WAITS}"]),
+        (
+            "queued",
+            [
+                "every rank answered and none is behind: they wait for the network",
+                f"ranks 0, 2, 3 wait {WAITS}",
+                f"rank 1 waits {WAITS.replace('all-to-all of chunk 3/4', 'next stage')}",
+            ],
+        ),
+        (
+            "streams",
+            [
+                "every rank answered and none is behind: they wait for the network",
+                f"ranks 0, 2, 3 wait {WAITS}",
+                f"rank 1 waits {WAITS.replace('the all-to-all of chunk 3/4', STREAMS)}",
+            ],
+        ),
+        (
+            "many",
+            [
+                "conclusive",
+                "rank 20 (which has no watch) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
+                "or is cut off",
+                *[
+                    f"rank {rank} (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, "
+                    "has left, or is cut off"
+                    for rank in range(21, 28)
+                ],
+                "12 more ranks are missing",
+                f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait {WAITS}",
+            ],
+        ),
+        (
+            "network",
+            ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
+        ),
+        ("over", ["every rank answered, and none waits any more"]),
+    ],
+)
+def test_the_report_says_what_the_answers_say(roll_call_scenes, scene, lines):
+    printed = subprocess.run([roll_call_scenes, scene], capture_output=True, text=True, check=True).stdout.splitlines()
+    head = f"fusedcomm: roll call 5 of {40 if scene == 'many' else 4} ranks, opened by rank 0"
+    printed.remove(head)
+    assert sorted(line.strip() for line in printed) == sorted(lines)
+
+
+# ---- the option
+
+
+@pytest.mark.parametrize("stall_after", [0, -1.0, True, "60", float("inf"), float("nan")])
+def test_an_impossible_stall_after_is_refused(stall_after):
+    with pytest.raises(ValueError, match="stall_after=.*seconds greater than 0"):
+        config.choose_stall_after(stall_after, 30)
+
+
+def test_by_default_a_stall_is_reported_before_the_timeout():
+    assert config.choose_stall_after(None, 1800) == 60
+    assert config.choose_stall_after(None, 30) == 10
+    assert config.choose_stall_after(25, 30) == 25
+
+
+def refused(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5,)))
+    try:
+        fusedcomm.attach(ddp, stall_after=0 if rank == 1 else 1)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+def test_an_impossible_stall_after_on_one_rank_is_an_error_on_all(ranks):
+    errors = ranks.run(refused, world_size=2)
+    assert errors[1].startswith("stall_after=0 is not possible") and "rank 1 cannot attach: stall_after=0" in errors[0]
