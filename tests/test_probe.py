@@ -66,6 +66,14 @@ def test_latency_and_rate_of_a_network(latency_s, occupied_s):
     assert found.cpu_s_per_unit == pytest.approx(1e-9)
 
 
+def test_small_messages_that_stall_each_other_do_not_change_the_rate():
+    def sample(nbytes: int, num_messages: int, seconds: float) -> Sample:
+        return Sample("all_reduce", nbytes, nbytes, num_messages, min(num_messages, 2), [seconds], 1.0)
+
+    samples = [sample(1 << 16, 1, 4e-4), sample(1 << 16, 4, 8e-3), sample(1 << 20, 1, 9e-3), sample(1 << 20, 4, 35e-3)]
+    assert fit_network(samples).per_unit_s == pytest.approx(1 / 118e6, rel=0.03)
+
+
 # ---- choices
 
 

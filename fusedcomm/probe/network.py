@@ -70,13 +70,19 @@ def measure_network(team: Team, budget_s: float) -> MeasuredNetwork:
 
 
 def fit(samples: Sequence[Sample]) -> Cost:
-    """Of samples of one kind."""
-    together = [
-        (sample.sent_nbytes, sample.median_s / sample.num_messages) for sample in samples if sample.in_flight > 1
-    ]
-    largest = max((sample for sample in samples if sample.in_flight > 1), key=lambda sample: sample.nbytes)
+    """Of samples of one kind.
+
+    Where small messages under way together stall each other (a shaped link's queue, delayed acknowledgements), what one
+    of them takes alone says more of what it costs the network.
+    """
+    alone = points_alone(samples)
+    several = sorted((sample for sample in samples if sample.in_flight > 1), key=lambda sample: sample.nbytes)
+    together = [(sample.sent_nbytes, sample.median_s / sample.num_messages) for sample in several]
+    alone_s = dict(alone)
+    together[:-1] = [(nbytes, min(seconds, alone_s.get(nbytes, seconds))) for nbytes, seconds in together[:-1]]
+    largest = several[-1]
     cpu_s_per_byte = largest.cpu_s / (len(largest.seconds) * largest.num_messages * largest.sent_nbytes)
-    return dataclasses.replace(collective(points_alone(samples), together), cpu_s_per_unit=cpu_s_per_byte)
+    return dataclasses.replace(collective(alone, together), cpu_s_per_unit=cpu_s_per_byte)
 
 
 def points_alone(samples: Sequence[Sample]) -> list[Point]:
