@@ -51,5 +51,8 @@ def collective(alone: Sequence[Point], together: Sequence[Point]) -> Cost:
     if rate.per_unit_s * largest < MIN_SHARE_OF_BYTES * largest_s:
         rate = with_slope(together, MIN_SHARE_OF_BYTES * largest_s / largest)
     least, least_s = min(alone)
+    if rate.fixed_s > least_s:
+        # No message costs the network more than the smallest takes: disturbed ones did. The largest tells the rate.
+        rate = Cost(min(least_s, largest_s), max(0.0, largest_s - least_s) / largest)
     latency_s = max(with_slope(alone, rate.per_unit_s).fixed_s, least_s - least * rate.per_unit_s)
     return Cost(max(latency_s, rate.fixed_s), rate.per_unit_s, rate.fixed_s)
