@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from fusedcomm import plan_command
+from fusedcomm.probe import command as probe_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     timeline.add_argument("-o", "--out", type=Path, required=True, help="the merged trace, for ui.perfetto.dev")
     timeline.set_defaults(run=_run_timeline)
     plan_command.add_to(commands)
+    probe_command.add_to(commands)
     return parser
 
 

@@ -29,6 +29,7 @@ from fusedcomm.native import _C
 FIRST_BUCKET_NBYTES = 1 << 20
 DEFAULT_CAP_NBYTES = 25 << 20
 """How DDP cuts its buckets unless it is told otherwise."""
+MAX_DELAYS = 4
 FEW_CORES = 3
 """With fewer for each rank, the codec's lanes take turns on them instead of running side by side."""
 
@@ -39,6 +40,10 @@ class Cost:
 
     fixed_s: float
     per_unit_s: float
+    occupied_s: float = 0.0
+    """Of the fixed part of a collective: the network is taken for so long, however few bytes the message has."""
+    cpu_s_per_unit: float | None = None
+    """Of a core, for a collective; None: the network's `cpu_s_per_byte`."""
 
     def __call__(self, units: float) -> float:
         return self.fixed_s + units * self.per_unit_s
@@ -56,6 +61,8 @@ class Network:
     """Of a core, for each byte that a rank sends."""
     tree: Cost | None = None
     """Another all-reduce, of as many bytes, which is taken where it is faster."""
+    direct: Cost | None = None
+    """An all-reduce in a 16-bit wire; None: as `all_reduce` of as many bytes."""
     gather: Cost | None = None
     """An all-gather round a ring, which leaves each host once; None: it is an exchange."""
 
@@ -199,17 +206,20 @@ def predict(
     """One step of every rank, all alike and beginning together. buckets: if not as DDP cuts them."""
     if buckets is None:
         buckets = cut_buckets(workload.gradients, choice.cap_nbytes)
-    prediction, overlapped_s = _predict(workload, choice, cluster, buckets, stretch=1.0)
-    if cluster.cores is None and cluster.slowdown > 0 and workload.backward_s > 0:
-        stretch = 1 + cluster.slowdown * overlapped_s / workload.backward_s
-        prediction, _ = _predict(workload, choice, cluster, buckets, stretch)
+    prediction, delay_s = _predict(workload, choice, cluster, buckets, stretch=1.0)
+    # On cores that also move bytes, what is moved while the backward pass is delayed delays it further.
+    for _ in range(1 if cluster.cores is None else MAX_DELAYS):
+        if delay_s <= 0 or workload.backward_s <= 0:
+            break
+        stretch = 1 + delay_s / workload.backward_s
+        prediction, delay_s = _predict(workload, choice, cluster, buckets, stretch)
     return prediction
 
 
 def _predict(
     workload: Workload, choice: Choice, cluster: Cluster, buckets: Sequence[Sequence[Gradient]], stretch: float
 ) -> tuple[Prediction, float]:
-    """With a backward pass that takes `stretch` times as long. Also: for how long other things ran during that pass."""
+    """With a backward pass that takes `stretch` times as long. Also: by how much what ran meanwhile makes it longer."""
     simulation = _Simulation(cluster, choice.config)
     copies_s = [4 * sum(gradient.numel for gradient in bucket) * cluster.copy_s_per_byte for bucket in buckets]
     copied_s = 0.0
@@ -227,17 +237,17 @@ def _predict(
     lanes_s = {lane: busy_s for lane, busy_s in simulation.busy_s.items() if lane not in _WIRES}
     parts = {"compute": compute_s, "network": simulation.network_s, "codec": max(lanes_s.values(), default=0.0)}
     if cluster.cores is not None:
-        work_s = compute_s * cluster.compute_cores + sum(lanes_s.values()) + simulation.cpu_s
+        work_s = compute_s * cluster.compute_cores + simulation.cpu_s
         parts["cores"] = work_s / cluster.cores
     step_s = max(now + workload.optimizer_s, parts.get("cores", 0.0))
     bound = max(parts, key=parts.get)
     if parts[bound] < step_s / 2:
         bound = "latency"
-    overlapped_s = sum(max(0.0, min(end, backward_end_s) - begin) for begin, end in simulation.spans)
+    delay_s = simulation.delay_s(workload.forward_s, backward_end_s)
     sent_nbytes = round(simulation.sent_nbytes)
     return (
         Prediction(step_s, workload.compute_s, simulation.network_s, sent_nbytes, len(buckets), bound),
-        overlapped_s,
+        delay_s,
     )
 
 
@@ -272,8 +282,8 @@ class _Simulation:
     def __init__(self, cluster: Cluster, config: Config | None) -> None:
         self.cluster, self.config = cluster, config
         self.busy_s: dict[str, float] = {}
-        self.spans: list[tuple[float, float]] = []
-        """When each stage began and ended."""
+        self.spans: list[tuple[float, float, float]] = []
+        """When each stage began and ended, and how long it kept a core busy."""
         self.network_s = self.sent_nbytes = self.cpu_s = 0.0
         self._on_streams = cluster.cores is None
         self._two_levels = bool(config and config.hosts is not None and 1 < cluster.ranks_per_host < cluster.world_size)
@@ -308,13 +318,13 @@ class _Simulation:
             lane = "pack" if lane == "pack" else "unpack"
         elif self.cluster.cores < FEW_CORES:
             lane = "codec"
-        return _Stage({lane: seconds})
+        return _Stage({lane: seconds}, cpu_s=seconds)
 
     def _direct(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
         codec = self.cluster.codec(plan.layout.wire)
         return [
             self._codec_stage("pack", codec.pack(numel)),
-            *self._all_reduce(plan.layout.chunk_nbytes),
+            *self._all_reduce(plan.layout.chunk_nbytes, "direct"),
             self._codec_stage("unpack", codec.unpack(numel)),
         ]
 
@@ -347,12 +357,12 @@ class _Simulation:
         levels = {"network": self.cluster.network} if num_hosts > 1 else {}
         return {**levels, "local": self.cluster.local} if per_host > 1 else levels
 
-    def _all_reduce(self, nbytes: float) -> list[_Stage]:
+    def _all_reduce(self, nbytes: float, kind: str = "all_reduce") -> list[_Stage]:
         """Over all ranks; round a ring that leaves each host once."""
         p = self.cluster.world_size
         levels = self._levels(self.cluster.num_hosts, self.cluster.ranks_per_host)
         sent = dict.fromkeys(levels, 2 * (p - 1) / p * nbytes)
-        ways = [self._collective("all_reduce", levels, sent)]
+        ways = [self._collective(kind, levels, sent)]
         if all(level.tree is not None for level in levels.values()):
             ways.append(self._collective("tree", levels, sent))
         return min(ways, key=lambda stages: sum(stage.alone_s for stage in stages))
@@ -379,11 +389,11 @@ class _Simulation:
             return []
         busy_s, latency_s, cpu_s = {}, 0.0, 0.0
         for name, level in levels.items():
-            cost: Cost = getattr(level, kind)
-            busy_s[name] = sent[name] * cost.per_unit_s
-            latency_s += cost.fixed_s
+            cost: Cost = getattr(level, kind) or level.all_reduce
+            busy_s[name] = cost.occupied_s + sent[name] * cost.per_unit_s
+            latency_s += cost.fixed_s - cost.occupied_s
             of_rank = sent[name] / self.cluster.ranks_per_host if name == "network" else sent[name]
-            cpu_s += of_rank * level.cpu_s_per_byte
+            cpu_s += of_rank * (level.cpu_s_per_byte if cost.cpu_s_per_unit is None else cost.cpu_s_per_unit)
         network_s, sent_nbytes = max(busy_s.values()), sent["network"] if "network" in levels else 0.0
         if self._on_streams:
             busy_s, latency_s = {"wire stream": network_s + latency_s}, 0.0
@@ -414,6 +424,16 @@ class _Simulation:
             heapq.heappush(events, (end, index, number + 1))
         return done_s
 
+    def delay_s(self, begin_s: float, end_s: float) -> float:
+        """Of a backward pass from begin_s to end_s, by the stages that ran meanwhile."""
+        shares = [(max(0.0, min(end, end_s) - begin), end - begin, cpu_s) for begin, end, cpu_s in self.spans]
+        if self.cluster.cores is None:
+            return self.cluster.slowdown * sum(overlap_s for overlap_s, _, _ in shares)
+        # What wakes up goes first; cores that the model leaves free go before those that it computes on.
+        work_s = sum(cpu_s * overlap_s / whole_s for overlap_s, whole_s, cpu_s in shares if whole_s > 0)
+        free_cores = max(0.0, self.cluster.cores - self.cluster.compute_cores)
+        return max(0.0, work_s - free_cores * (end_s - begin_s)) / self.cluster.compute_cores
+
     def _serve(self, stage: _Stage, now: float, free_s: dict[str, float]) -> float:
         begin_s, end_s = [], []
         for resource, seconds in stage.busy_s.items():
@@ -421,7 +441,7 @@ class _Simulation:
             end_s.append(begin_s[-1] + seconds)
             free_s[resource] = end_s[-1]
             self.busy_s[resource] = self.busy_s.get(resource, 0.0) + seconds
-        self.spans.append((min(begin_s), max(end_s)))
+        self.spans.append((min(begin_s), max(end_s), stage.cpu_s))
         self.network_s += stage.network_s
         self.sent_nbytes += stage.sent_nbytes
         self.cpu_s += stage.cpu_s

@@ -1,0 +1,110 @@
+"""One rank of bench/probe_check.py, which starts it and reads what rank 0 writes."""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+
+import torch
+import torch.distributed as dist
+from _common import Row, percentiles
+from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
+from _ways import COMPUTE, TOLERANCES, Way
+
+import fusedcomm
+from fusedcomm.cost_model import DEFAULT_CAP_NBYTES
+from fusedcomm.probe import choices, report
+from fusedcomm.probe.choices import OFF, Option
+from fusedcomm.probe.run import Findings, Settings, probe
+
+
+def name_of(option: Option) -> str:
+    return f"{option.name} {option.cap_mb:g}"
+
+
+def way_of(option: Option) -> Way:
+    cap_mb = None if option.cap_mb * choices.MIB == DEFAULT_CAP_NBYTES else option.cap_mb
+    if option.wire == OFF:
+        return Way(name_of(option), lambda ddp, group: None, TOLERANCES["fp32"], cap_mb)
+
+    def register(ddp, group):
+        return fusedcomm.attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
+
+    return Way(name_of(option), register, TOLERANCES[option.wire], cap_mb)
+
+
+def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
+    task = Task(copy.deepcopy(bench.model))
+    optimizer = OPTIMIZERS[arguments.optimizer](task.parameters())
+    wires = tuple(arguments.wires)
+    settings = Settings(seconds=arguments.seconds, wires=wires, accept=wires, caps_mb=tuple(arguments.caps))
+    return probe(settings, dist.group.WORLD, torch.device("cpu"), (task, lambda module: module(bench.batch), optimizer))
+
+
+def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option]) -> list[Row]:
+    rows = []
+    for name, runner in runners.items():
+        if runner.way is None:
+            continue
+        seconds, prediction = sorted(runner.step_s), options[name].prediction
+        median_s = statistics.median(seconds)
+        figures = {
+            "predicted_s": prediction.step_s,
+            "ratio": prediction.step_s / median_s,
+            "predicted_network_s": prediction.network_s,
+            "predicted_sent_nbytes": prediction.sent_nbytes,
+            "error": runner.error,
+        }
+        if runner.sent_nbytes:
+            figures["wire_nbytes"] = statistics.median(runner.sent_nbytes)
+        rows.append(
+            Row(
+                *(bench.case, name, bench.numel, 4 * bench.numel, median_s, seconds[0], True),
+                percentiles_s=percentiles(seconds),
+                figures=figures,
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results, text = sys.argv[1:]
+    arguments = argparse.Namespace(**json.loads(text))
+    bench = Bench(arguments, results)
+    bench.begin("the probe")
+    findings = run_probe(bench, arguments)
+    bench.say(report.text(findings))
+    options = {name_of(option): option for option in findings.options}
+    recommendation = findings.recommendation
+    bench.report.extra["recommended"] = name_of(recommendation.option)
+    document = report.as_json(findings)
+    for sample in document["network"]["samples"]:
+        sample["seconds"] = [round(value, 6) for value in sample["seconds"]]
+    bench.report.extra["case"] = {
+        "compute_s": findings.workload.compute_s,
+        "reason": recommendation.reason,
+        "probe": document,
+    }
+    runners = {COMPUTE: bench.compute}
+    for name, option in options.items():
+        runner = bench.make(way_of(option))
+        if runner is not None:
+            runners[name] = runner
+    for index in range(arguments.rounds):
+        names = list(runners)
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            bench.turn(runners[name], arguments.steps, also_sync=False)
+        bench.say(f"{bench.case}: round {index + 1} of {arguments.rounds}")
+        bench.report.rows = rows_of(bench, runners, options)
+        bench.report.extra["case"]["compute_alone_s"] = statistics.median(bench.compute.step_s)
+        bench.report.write()
+    for runner in runners.values():
+        runner.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

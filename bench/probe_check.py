@@ -1,0 +1,168 @@
+"""Is `fusedcomm probe` right? Its predicted steps beside measured ones, over links of several speeds, and what its
+recommendation costs beside the best choice that was measured.
+
+    python bench/probe_check.py --link 100mbit 1gbit 10gbit unlimited --mix 0 0.5 2
+
+On hosts of bench/hosts.py, or with --hosts 0 on loopback. For each link and mix of compute and communication the ranks
+run the probe on a model, and then, in the same processes, real training steps with DDP's own all-reduce and with each
+wire, all taking turns, as bench/ddp_step.py does. --mix is a step's compute as a multiple of the time that DDP's
+gradients take at the link's speed (10 Gbit/s where it is unlimited); 0: as little as can be.
+
+A row is one choice; its figures: predicted_s, and ratio, the predicted step to the measured one. `cases` in the JSON
+has for each link and mix the greatest and the median error, the recommended and the best choice, and regret: the
+recommended one's measured step over the best one's, less 1.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hosts
+from _common import Report, Row, print_table, with_ratios
+from _models import MODELS
+from _namespaces import NetworkError, problem
+
+WIRES = ("bf16", "int8", "fp8", "int4")
+OFF = "off"
+FASTEST_BITS_S = 10**10
+BYTES_PER_ELEMENT = 4
+MIN_PARAMS, MAX_PARAMS = 3e6, 20e6
+STEP_S = 0.3
+"""Of communication alone, by which a link's model is sized within these bounds."""
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2, help="hosts to make, as root; 0: loopback (2)")
+    parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
+    parser.add_argument("--link", nargs="+", default=["100mbit", "1gbit", "10gbit", "unlimited"], help="(all of these)")
+    parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
+    parser.add_argument("--mix", nargs="+", type=float, default=[0, 0.5, 2], help="compute / communication (0 0.5 2)")
+    parser.add_argument("--model", choices=MODELS, default="transformer")
+    parser.add_argument("--params", type=float, help="numel of the model (by the link, 3e6 to 20e6)")
+    parser.add_argument("--wires", nargs="+", default=list(WIRES), help=f"({' '.join(WIRES)})")
+    parser.add_argument(
+        "--caps", type=float, nargs="+", default=[25], help="bucket_cap_mb to compare, 25 among them (25)"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="of each probe (60)")
+    parser.add_argument("--rounds", type=int, default=6, help="of measured steps (6)")
+    parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
+    parser.add_argument("--quick", action="store_true", help="probes of 10 s, two rounds, mixes of 0 and 1")
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seconds, arguments.rounds, arguments.steps, arguments.mix = 10, 2, 2, [0, 1]
+    if arguments.ranks_per_host is None:
+        arguments.ranks_per_host = 1 if arguments.hosts else 2
+    if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
+        parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
+    if 25 not in arguments.caps:
+        parser.error("--caps needs 25 among them: it is DDP's own, which all is compared with")
+    arguments.optimizer, arguments.size, arguments.batch = "sgd", 1, 1
+    return arguments
+
+
+def settings_of(arguments: argparse.Namespace, link: str, mix: float) -> dict:
+    """What the ranks are told: also how large the model is and how long its compute takes."""
+    bits_s = min((hosts.parse_link(link) if arguments.hosts else None) or FASTEST_BITS_S, FASTEST_BITS_S)
+    params = arguments.params or min(max(STEP_S * bits_s / 8 / BYTES_PER_ELEMENT, MIN_PARAMS), MAX_PARAMS)
+    compute_ms = 1e3 * mix * params * BYTES_PER_ELEMENT * 8 / bits_s if mix else None
+    return {**vars(arguments), "params": params, "compute_ms": compute_ms}
+
+
+def run_ranks(arguments: argparse.Namespace, link: str, settings: dict, results: Path) -> int:
+    worker = [str(Path(__file__).with_name("_probe_check_rank.py")), str(results), json.dumps(settings)]
+    if arguments.hosts:
+        with hosts.make(arguments.hosts, link, arguments.subnet) as cluster:
+            return cluster.torchrun(worker, arguments.ranks_per_host)
+    ranks = f"--nproc-per-node={arguments.ranks_per_host}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
+    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
+
+
+def measure(arguments: argparse.Namespace, link: str, mix: float, report: Report) -> None:
+    case = f"{link}/mix {mix:g}"
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        status = run_ranks(arguments, link, settings_of(arguments, link, mix), results)
+        found = json.loads(results.read_text()) if results.exists() else {"rows": [], "not_measured": []}
+    rows = [Row(**{**row, "case": case}) for row in found["rows"]]
+    report.not_measured += [{**entry, "case": case} for entry in found["not_measured"]]
+    rows = with_ratios(rows, [f"{OFF} 25"])
+    report.extra.setdefault("cases", {})[case] = {**found.get("case", {}), **verdict(rows, found.get("recommended"))}
+    report.add(rows)
+    if status:
+        report.missing(case, "all" if not rows else "the rest", f"the ranks ended with exit status {status}")
+
+
+def verdict(rows: list[Row], recommended: str | None) -> dict:
+    """How good the predictions of one case are; empty without rows."""
+    measured = {row.impl: row.median_s for row in rows}
+    if recommended not in measured:
+        return {}
+    errors = [abs(row.figures["ratio"] - 1) for row in rows]
+    best = min(measured, key=measured.get)
+    return {
+        "max_error": max(errors),
+        "median_error": statistics.median(errors),
+        "recommended": recommended,
+        "best": best,
+        "regret": measured[recommended] / measured[best] - 1,
+    }
+
+
+def print_verdicts(report: Report) -> None:
+    width = max((len(row.impl) for row in report.rows), default=4)
+    case = None
+    for row in report.rows:
+        if row.case != case:
+            case = row.case
+            found = report.extra["cases"][case]
+            print(
+                f"\n{case}: {row.numel:,} parameters, compute {found.get('compute_s', 0) * 1e3:.1f} ms in the "
+                f"probe, {found.get('compute_alone_s', 0) * 1e3:.1f} ms beside the steps"
+            )
+        predicted_ms, measured_ms = row.figures["predicted_s"] * 1e3, row.median_s * 1e3
+        print(
+            f"  {row.impl:<{width}} predicted {predicted_ms:9.1f} ms, measured {measured_ms:9.1f} ms: "
+            f"{row.figures['ratio'] - 1:+.1%}"
+        )
+    print()
+    for case, found in report.extra.get("cases", {}).items():
+        if "regret" in found:
+            print(
+                f"{case}: error at most {found['max_error']:.1%}, median {found['median_error']:.1%}; recommended "
+                f"{found['recommended']}, best {found['best']}, regret {found['regret']:.1%}"
+            )
+
+
+def main() -> None:
+    arguments = parse()
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
+    report = Report(arguments.json, settings=settings)
+    ranks = max(arguments.hosts, 1) * arguments.ranks_per_host
+    report.env.update(threads=1, ranks=ranks, ranks_per_host=arguments.ranks_per_host, hosts=arguments.hosts)
+    reason = problem() if arguments.hosts else None
+    if reason:
+        raise SystemExit(f"probe_check.py: {reason}; --hosts 0 measures over loopback, as any user")
+    links = arguments.link if arguments.hosts else ["loopback"]
+    try:
+        for link, mix in [(link, mix) for link in links for mix in arguments.mix]:
+            measure(arguments, link, mix, report)
+    except NetworkError as error:
+        raise SystemExit(f"probe_check.py: {error}") from None
+    print_table(report.rows)
+    print_verdicts(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

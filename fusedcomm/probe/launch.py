@@ -1,0 +1,133 @@
+"""Joins the ranks that torchrun started, or starts a few on this machine to show what the probe does."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from fusedcomm.cli import UsageError
+from fusedcomm.config import WIRES
+from fusedcomm.probe import plot, report
+from fusedcomm.probe.run import Settings, probe
+from fusedcomm.probe.team import ProbeError
+from fusedcomm.probe.workload import script_path
+
+LOCAL_RANKS = 2
+MIN_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    settings: Settings
+    json: Path
+    plot: Path | None
+    """None: none is wanted."""
+
+
+def launch(options: Options) -> int:
+    """Runs the probe to its end. Returns the exit status; what went wrong has been printed."""
+    check(options.settings)
+    for path in (options.json, options.plot):
+        if path is not None:
+            _make_folder(path)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        device = _device()
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return _run(options, device)
+    try:
+        if options.settings.script is not None:
+            script_path(options.settings.script)
+    except ProbeError as error:
+        raise UsageError(str(error)) from None
+    print(
+        f"fusedcomm probe: {LOCAL_RANKS} ranks on this machine's loopback, where bytes are nearly free. For a cluster, "
+        "on every host:\n  torchrun --nnodes … --nproc-per-node … --rdzv-endpoint … -m fusedcomm probe",
+        flush=True,
+    )
+    # The server lives here, and takes a port that is free: nobody can take it between choosing and using.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        mp.spawn(_run_local_rank, args=(store.port, options), nprocs=LOCAL_RANKS)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        if getattr(error, "exit_code", None) != 2:  # else it has said why
+            print(f"fusedcomm probe: rank {error.error_index} failed, the others were ended: {error}", file=sys.stderr)
+            return 1
+        return 2
+    return 0
+
+
+def check(settings: Settings) -> None:
+    """Raises UsageError for what is not possible, before any rank is started."""
+    for name, wires in (("--wires", settings.wires), ("--accept", settings.accept)):
+        for wire in wires:
+            if wire not in WIRES:
+                raise UsageError(f"{name} {wire}: no such wire; use some of {', '.join(WIRES)}")
+    missing = [wire for wire in settings.accept if wire not in settings.wires]
+    if missing:
+        raise UsageError(f"--accept {missing[0]}: it is not among --wires {' '.join(settings.wires)}: add it there")
+    if settings.seconds < MIN_SECONDS:
+        raise UsageError(f"--seconds {settings.seconds:g} is too short: use at least {MIN_SECONDS:g}")
+    if settings.params < 1 or settings.backward_s < 0:
+        raise UsageError("--params must be at least 1, --backward-ms at least 0")
+    if not settings.caps_mb or min(settings.caps_mb) <= 0:
+        raise UsageError(f"--caps {' '.join(map(str, settings.caps_mb))}: bucket sizes are numbers of MiB above 0")
+    if settings.cores is not None and settings.cores <= 0:
+        raise UsageError(f"--cores {settings.cores:g} is not possible: use the cores that a rank has for itself")
+
+
+def _device() -> torch.device:
+    """CUDA where torch has it, one device for each rank of a host."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _run_local_rank(rank: int, port: int, options: Options) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL_RANKS)
+    torch.set_num_threads(max(1, torch.get_num_threads() // LOCAL_RANKS))
+    if sys.platform == "linux":
+        # Otherwise gloo looks up this machine's host name, which does not always resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=LOCAL_RANKS)
+    status = _run(options, torch.device("cpu"))
+    if status:
+        sys.exit(status)
+
+
+def _run(options: Options, device: torch.device) -> int:
+    """On one rank. Rank 0 speaks for all."""
+    is_first = dist.get_rank() == 0
+    try:
+        findings = probe(options.settings, dist.group.WORLD, device)
+    except ProbeError as error:
+        if is_first:
+            print(f"fusedcomm probe: {error}", file=sys.stderr, flush=True)
+        dist.destroy_process_group()
+        return 2
+    if is_first:
+        print(report.text(findings))
+        report.write_json(findings, options.json)
+        written = [str(options.json)]
+        reason = plot.why_not()
+        if options.plot is not None and reason is None:
+            plot.picture(findings, options.plot)
+            written.append(str(options.plot))
+        elif options.plot is not None:
+            print(f"no picture: {reason}")
+        print(f"Written: {' and '.join(written)}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder of {path} cannot be made: {error.strerror}; name another one") from error

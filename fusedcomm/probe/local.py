@@ -1,0 +1,160 @@
+"""What happens on a rank itself: the codec's stages, DDP's copies, and how many cores a rank really has. All ranks at
+once, as in a step, since they may share memory and cores."""
+
+import dataclasses
+import itertools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fusedcomm.config import Config, choose_codec_threads, choose_isa
+from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Codec
+from fusedcomm.native import _C
+from fusedcomm.probe.fit import Point, theil_sen
+from fusedcomm.probe.team import Team
+from fusedcomm.probe.traced import stage_points
+
+CHUNK_PARTS = (8, 2, 1)
+"""Chunks are measured at so many parts of the size that the engine gives them."""
+NUM_WORKSPACES = 4
+NUM_BUCKETS = 4
+"""That take turns, so that none is still in a cache when it is its turn again."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredLocal:
+    codecs: dict[str, Codec]
+    points: dict[str, dict[str, list[Point]]]
+    """By wire and stage: (elements, seconds)."""
+    copy_s_per_byte: float
+    cores: float | None
+    """Of a rank; None: what computes does not move bytes."""
+    codec: str
+    """What its stages run on."""
+    seconds: float
+    """That measuring took."""
+
+
+def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: float | None = None) -> MeasuredLocal:
+    """A collective call. `cores`: of a rank, if it is known.
+
+    On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
+    """
+    began = time.perf_counter()
+    on_cpu = team.device.type == "cpu"
+    codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
+    copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
+    if not on_cpu:
+        cores = None
+    elif cores is None:
+        cores = min(team.gather(cores_of_a_rank(team)))
+    points, codecs = {}, {}
+    first = torch.randn(DEFAULT_CAP_NBYTES // 4)
+    buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
+    for wire in dict.fromkeys(("fp32", *wires)):
+        if on_cpu:
+            points[wire] = _stages(team, codec, buckets, wire, 0.9 * budget_s / (len(wires) + 1))
+        else:
+            points[wire] = stage_points(team, wire)
+        codecs[wire] = Codec(**{stage: theil_sen(points[wire][stage]) for stage in ("pack", "reduce", "unpack")})
+    seconds = time.perf_counter() - began
+    what = f"{codec.isa} × {codec.num_threads} thread(s)" if on_cpu else "on the GPU"
+    return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what, seconds)
+
+
+def _stages(
+    team: Team, codec: "_C.Codec", buckets: list[torch.Tensor], wire: str, budget_s: float
+) -> dict[str, list[Point]]:
+    """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
+    if wire == "fp32":
+        return _exact(team, codec, buckets[0], budget_s)
+    points: dict[str, list[Point]] = {"pack": [], "reduce": [], "unpack": []}
+    default = Config(wire=wire).chunk_nbytes_for(team.world_size, team.device.type)
+    gradient = buckets[0]
+    turn = itertools.cycle(buckets)
+    for parts in CHUNK_PARTS:
+        config = Config(wire=wire, sum="two-shot", exempt=(), chunk_nbytes=max(default // parts, 4096))
+        plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
+        layout = plan.layout
+        slots = [torch.zeros(layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
+        sums = torch.zeros(layout.part_stride * team.world_size, dtype=torch.uint8)
+        for chunk, slot in enumerate(slots):
+            codec.pack(layout, chunk % layout.num_chunks, [gradient], [], 1.0, slot)
+
+        def each(stage: Callable, layout=layout, slots=slots) -> Callable[[], None]:
+            def run() -> None:
+                bucket = next(turn)
+                for chunk in range(layout.num_chunks):
+                    stage(bucket, chunk, slots[chunk % len(slots)])
+
+            return run
+
+        def pack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
+            codec.pack(layout, chunk, [bucket], [], 1.0, slot)
+
+        def reduce(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, sums=sums) -> None:
+            # The copies are what an all-gather over gloo sends.
+            codec.reduce(layout, slot, 1 / team.world_size, sums, team.world_size)
+
+        def unpack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
+            codec.unpack(layout, chunk, slot, 1.0, [bucket], [])
+
+        numel = gradient.numel() / layout.num_chunks
+        for name, stage in (("pack", pack), ("reduce", reduce), ("unpack", unpack)):
+            seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(points))
+            points[name].append((numel, seconds / layout.num_chunks))
+    return points
+
+
+def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: float) -> dict[str, list[Point]]:
+    """A bucket in its own memory is scaled there, once."""
+    points = []
+    for parts in (8, 1):
+        part = gradient[: gradient.numel() // parts]
+        points.append((part.numel(), _timed(team, lambda part=part: codec.scale_in_place([part], 1.0), budget_s / 2)))
+    return {"pack": points, "reduce": [(1, 0.0)], "unpack": [(1, 0.0)]}
+
+
+def _copy_s_per_byte(team: Team, budget_s: float) -> float:
+    shape = (DEFAULT_CAP_NBYTES // 4,)
+    pairs = [[torch.full(shape, value, device=team.device) for value in (0.0, 1.0)] for _ in range(NUM_BUCKETS)]
+    turn = itertools.cycle(pairs)
+
+    def copy() -> None:
+        source, target = next(turn)
+        target.copy_(source)
+
+    return _timed(team, copy, budget_s) / DEFAULT_CAP_NBYTES
+
+
+def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float:
+    """The median, by as many rounds as there is time for."""
+    (first_s,) = team.time(function, 1)
+    rounds = min(max(int(budget_s / max(first_s, 1e-6)), MIN_ROUNDS), MAX_ROUNDS)
+    return statistics.median([first_s, *team.time(function, rounds, warmup=0)])
+
+
+# ---- cores
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Equal where ranks share a kernel, and thus its cores, also in containers and network namespaces with names of their
+own."""
+
+
+def cores_of_a_rank(team: Team) -> float:
+    """Those that this rank's machine lets its ranks use, by the number of these. A collective call.
+
+    Counted and not measured: what another program takes meanwhile would count for good.
+    """
+    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    everyone = team.gather((machine, cores))
+    of_machine = [set(theirs) for name, theirs in everyone if name == machine]
+    return len(set.union(*of_machine)) / len(of_machine)

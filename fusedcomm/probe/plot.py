@@ -1,0 +1,55 @@
+"""The probe's picture: the predicted step by the speed of the link, for each wire, with the link that was measured."""
+
+import importlib.util
+from pathlib import Path
+
+from fusedcomm.probe.choices import OFF, at_rate, link_bytes_s, predict_option
+from fusedcomm.probe.run import Findings
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
+NUM_RATES = 25
+DECADES = 2.0
+"""To each side of the link that was measured."""
+
+
+def why_not() -> str | None:
+    """Why nothing can be drawn here."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "matplotlib is not installed: pip install matplotlib"
+    return None
+
+
+def picture(findings: Findings, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file is all that is drawn: no screen needed
+    from matplotlib import pyplot as plt
+
+    cluster, cap = findings.cluster, findings.recommendation.option.cap_mb
+    measured = link_bytes_s(cluster)
+    rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for index, wire in enumerate((OFF, *findings.settings.wires)):
+        colour = "#000000" if wire == OFF else PALETTE[(index - 1) % len(PALETTE)]
+        steps_ms = [
+            predict_option(findings.workload, at_rate(cluster, rate), wire, "auto", cap).prediction.step_s * 1e3
+            for rate in rates
+        ]
+        axes.plot([8 * rate / 1e9 for rate in rates], steps_ms, color=colour, label=wire, linewidth=2)
+        crossover = findings.crossovers.get(wire)
+        if crossover and rates[0] < crossover < rates[-1]:
+            axes.axvline(8 * crossover / 1e9, color=colour, linestyle=":", linewidth=1)
+    axes.axvline(8 * measured / 1e9, color="#8a8a8a", linestyle="--", label="measured link")
+    for check in findings.checks:
+        if check.numel == findings.workload.numel and check.option.cap_mb == cap:
+            axes.plot([8 * measured / 1e9], [check.measured_s * 1e3], "kx", markersize=8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("link, Gbit/s (dotted: up to here the wire pays)")
+    axes.set_ylabel("predicted step, ms (crosses: measured)")
+    axes.set_title(f"{findings.workload.numel:,} parameters, buckets of {cap:g} MiB", loc="left")
+    axes.grid(alpha=0.25, which="both", linewidth=0.5)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,174 @@
+"""What the probe says: a table, a recommendation with its reason, and everything in JSON."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost
+from fusedcomm.probe.check import WARN_ERROR
+from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option
+from fusedcomm.probe.run import Findings
+
+FORMAT_VERSION = 1
+
+
+def text(findings: Findings) -> str:
+    return "\n".join(
+        [*_measured(findings), "", *_table(findings), "", *_recommended(findings), "", *_checked(findings)]
+    )
+
+
+def _measured(findings: Findings) -> list[str]:
+    network, workload, environment = findings.cluster.network, findings.workload, findings.environment
+    cores = environment["cores_of_a_rank"]
+    of_each = "" if cores is None else f", {cores:g} core(s) each"
+    lines = [f"{environment['world_size']} ranks on {environment['device']}{of_each}; codec {environment['codec']}"]
+    for name, cost in (
+        ("all-reduce (DDP)", network.all_reduce),
+        ("all-to-all", network.exchange),
+        ("16-bit all-reduce", network.direct),
+    ):
+        lines.append(f"  {name:<18} {_rate(cost):>14} a rank, latency {cost.fixed_s * 1e6:.0f} µs")
+    numel = DEFAULT_CAP_NBYTES // 4
+    for wire, codec in findings.cluster.codecs.items():
+        whole_s = codec.pack(numel) + codec.reduce(numel) + codec.unpack(numel)
+        lines.append(f"  codec {wire:<12} {4 * numel / whole_s / 1e9:>9.2f} GB/s of gradients, pack to unpack")
+    lines.append(
+        f"step: {workload.numel:,} parameters; forward {_ms(workload.forward_s)}, backward {_ms(workload.backward_s)}, "
+        f"optimizer {_ms(workload.optimizer_s)} without synchronisation"
+    )
+    if findings.settings.script is None:
+        lines.append("  (synthetic: --script takes a model of yours, --params and --backward-ms another synthetic one)")
+    return lines
+
+
+def _table(findings: Findings) -> list[str]:
+    caps = sorted({option.cap_mb for option in findings.options})
+    names = list(dict.fromkeys(option.name for option in findings.options))
+    by_key = {(option.name, option.cap_mb): option for option in findings.options}
+    baseline_s = findings.recommendation.baseline.prediction.step_s
+    lines = ["predicted step, ms, by bucket size; at the best one: × DDP's default, sent, mostly bound by, pays up to"]
+    lines.append(f"{'':<16}" + "".join(f"{cap:>7g} MiB" for cap in caps) + f"{'×':>8}{'MB sent':>10}  {'bound':<9}")
+    for name in names:
+        row = [by_key[name, cap] for cap in caps]
+        best = min(row, key=lambda option: option.prediction.step_s).prediction
+        crossover = findings.crossovers.get(name)
+        until = _bits(crossover) if name in findings.crossovers else ""
+        lines.append(
+            f"{name:<16}"
+            + "".join(f"{option.prediction.step_s * 1e3:>11.1f}" for option in row)
+            + f"{baseline_s / best.step_s:>8.2f}{best.sent_nbytes / 1e6:>10.2f}  {best.bound:<9}{until:>12}".rstrip()
+        )
+    return lines
+
+
+def _recommended(findings: Findings) -> list[str]:
+    found = findings.recommendation
+    if found.leave_off:
+        lines = [f"Leave it off: {found.reason}."]
+        if found.option is not found.baseline:
+            lines.append(f"But DDP itself would be faster with other buckets: {found.option.code}")
+    else:
+        lines = [
+            f"Recommended: {found.option.code}",
+            f"  {_ms(found.option.prediction.step_s)} a step, {found.gain:.0%} less: {found.reason}",
+        ]
+    if found.faster is not None:
+        lines.append(
+            f"  {found.faster.name} would take {_ms(found.faster.prediction.step_s)}: see docs/accuracy.md for what it "
+            f"does to gradients, then --accept {found.faster.wire}"
+        )
+    return lines
+
+
+def _checked(findings: Findings) -> list[str]:
+    lines = ["checked against real steps:"]
+    for check in findings.checks:
+        predicted = check.option.prediction.step_s
+        smaller = "" if check.numel == findings.workload.numel else f" (of {check.numel:,} parameters, to save time)"
+        lines.append(
+            f"  {check.option.name:<16} bucket {check.option.cap_mb:g} MiB: predicted {_ms(predicted)}, measured "
+            f"{_ms(check.measured_s)}: {check.ratio - 1:+.0%}{smaller}"
+        )
+    worst = max(abs(check.ratio - 1) for check in findings.checks)
+    if worst > WARN_ERROR:
+        lines.append(
+            f"  The model is {worst:.0%} off here: trust what was measured. Something else may have used these hosts "
+            "or links meanwhile; --seconds gives more time."
+        )
+    lines.append(f"took {findings.seconds['all']:.0f} s")
+    return lines
+
+
+def as_json(findings: Findings) -> dict:
+    """Everything; seconds, bytes and elements unless a name says otherwise."""
+    found = findings.recommendation
+    return {
+        "format": FORMAT_VERSION,
+        "settings": dataclasses.asdict(findings.settings),
+        "environment": findings.environment,
+        "network": {
+            **dataclasses.asdict(findings.cluster.network),
+            "samples": [dataclasses.asdict(sample) for sample in findings.network.samples],
+        },
+        "local": {
+            "codecs": {wire: dataclasses.asdict(codec) for wire, codec in findings.cluster.codecs.items()},
+            "points": findings.local.points,
+            "copy_s_per_byte": findings.cluster.copy_s_per_byte,
+            "cores": findings.cluster.cores,
+        },
+        "workload": {**dataclasses.asdict(findings.workload), "numel": findings.workload.numel},
+        "compute_cores": findings.cluster.compute_cores,
+        "predictions": [option_as_json(option) for option in findings.options],
+        "crossover_bytes_s": findings.crossovers,
+        "recommendation": {
+            "leave_off": found.leave_off,
+            "option": option_as_json(found.option),
+            "baseline": option_as_json(found.baseline),
+            "gain": found.gain,
+            "reason": found.reason,
+            "faster_but_not_accepted": found.faster and option_as_json(found.faster),
+        },
+        "check": [
+            {
+                **option_as_json(check.option),
+                "numel": check.numel,
+                "measured_s": check.measured_s,
+                "steps_s": check.steps_s,
+                "ratio": check.ratio,
+            }
+            for check in findings.checks
+        ],
+        "seconds": findings.seconds,
+    }
+
+
+def option_as_json(option: Option) -> dict:
+    return {
+        "name": option.name,
+        "wire": None if option.wire == OFF else option.wire,
+        "sum": option.sum,
+        "bucket_cap_mb": option.cap_mb,
+        "code": option.code,
+        **dataclasses.asdict(option.prediction),
+        "exposed_s": option.prediction.exposed_s,
+    }
+
+
+def write_json(findings: Findings, path: Path) -> None:
+    path.write_text(json.dumps(as_json(findings), indent=1) + "\n")
+
+
+def _rate(cost: Cost) -> str:
+    return f"{1 / cost.per_unit_s / 1e6:,.0f} MB/s" if cost.per_unit_s else "unmeasurable"
+
+
+def _bits(bytes_s: float | None) -> str:
+    if bytes_s is None or bytes_s >= FASTEST_BYTES_S:
+        return "never" if bytes_s is None else "any link"
+    bits_s = 8 * bytes_s
+    return f"{bits_s / 1e9:.1f} Gbit/s" if bits_s >= 1e9 else f"{bits_s / 1e6:.0f} Mbit/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,165 @@
+"""The probe on one rank: measures, predicts, recommends, checks."""
+
+import dataclasses
+import datetime
+import os
+import platform
+import time
+
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.config import Config
+from fusedcomm.cost_model import Cluster, Workload
+from fusedcomm.probe.check import Check, check
+from fusedcomm.probe.choices import Option, Recommendation, crossover_bytes_s, options, recommend
+from fusedcomm.probe.command import ACCEPT
+from fusedcomm.probe.local import MeasuredLocal, measure_local
+from fusedcomm.probe.network import MeasuredNetwork, measure_network
+from fusedcomm.probe.steps import with_cpu_of_steps
+from fusedcomm.probe.team import ProbeError, Team
+from fusedcomm.probe.workload import Task, checked, load, measure_workload, synthetic
+
+SHARES = {"network": 0.4, "local": 0.12, "cpu": 0.1, "workload": 0.12, "check": 0.26}
+"""Of the time given. What is left over by one goes to the check."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the user asked for."""
+
+    script: str | None = None
+    params: int = 25_000_000
+    backward_s: float = 0.0
+    """Without a script: of a step to be predicted."""
+    seconds: float = 60.0
+    wires: tuple[str, ...] = ("bf16", "int8", "fp8", "int4")
+    accept: tuple[str, ...] = ACCEPT
+    """Those of the wires that may be recommended."""
+    caps_mb: tuple[float, ...] = (5.0, 25.0, 100.0)
+    cores: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """All that there is to report. The same on every rank, but for raw times of a rank's own."""
+
+    settings: Settings
+    environment: dict
+    network: MeasuredNetwork
+    local: MeasuredLocal
+    cluster: Cluster
+    workload: Workload
+    options: list[Option]
+    recommendation: Recommendation
+    crossovers: dict[str, float | None]
+    """Bytes a second up to which each wire pays, by wire."""
+    checks: list[Check]
+    seconds: dict[str, float]
+    """That each part took."""
+
+
+def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, task: Task | None = None) -> Findings:
+    """A collective call of all ranks of `group`. `task` is used in place of a script.
+
+    Raises:
+        ProbeError: on every rank, if the script or what it returns cannot be used on one of them.
+    """
+    began = time.perf_counter()
+    team = Team(group, device)
+    task = agreed_task(team, settings, task)
+    budget_s = {part: share * settings.seconds for part, share in SHARES.items()}
+    took_s = {}
+
+    def timed(part: str, function, *arguments):
+        before = time.perf_counter()
+        result = function(*arguments)
+        took_s[part] = time.perf_counter() - before
+        return result
+
+    local = timed("local", measure_local, team, settings.wires, budget_s["local"], settings.cores)
+    network = timed("network", measure_network, team, budget_s["network"])
+    workload = timed("workload", measure_workload, team, task, budget_s["workload"])
+    cluster = Cluster(team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores)
+    if local.cores is not None:
+        cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
+    if local.cores is not None:
+        (cluster,) = _of_rank_0(team, (cluster,))
+        cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
+    # Ranks agree on what is measured by taking the slowest; what is left are rounding and each rank's own CPU time.
+    cluster, workload = _of_rank_0(team, (cluster, workload))
+    found = options(workload, cluster, settings.wires, settings.caps_mb)
+    recommendation = recommend(found, settings.accept)
+    cap = recommendation.option.cap_mb
+    crossovers = {wire: crossover_bytes_s(workload, cluster, wire, cap) for wire in settings.wires}
+    left_s = max(settings.seconds - (time.perf_counter() - began), 0.5 * budget_s["check"])
+    (left_s,) = _of_rank_0(team, (left_s,))
+    chosen = [recommendation.baseline]
+    chosen.append(recommendation.option if recommendation.option not in chosen else _fastest_accepted(found, settings))
+    checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
+    took_s["all"] = time.perf_counter() - began
+    environment = describe(team, local)
+    return Findings(
+        settings,
+        environment,
+        network,
+        local,
+        cluster,
+        workload,
+        found,
+        recommendation,
+        crossovers,
+        checks,
+        took_s,
+    )
+
+
+def _fastest_accepted(found: list[Option], settings: Settings) -> Option:
+    """Where nothing is recommended: what would have been, to show that it is no faster."""
+    ours = [option for option in found if option.wire in settings.accept]
+    return min(ours or found, key=lambda option: option.prediction.step_s)
+
+
+def agreed_task(team: Team, settings: Settings, task: Task | None) -> Task:
+    """The task that was given, the script's, or a synthetic one; raises on every rank alike."""
+    error = ""
+    try:
+        if task is None and settings.script is not None:
+            task = load(settings.script)()
+        task = synthetic(settings.params, settings.backward_s, team.device) if task is None else checked(task)
+    except ProbeError as problem:
+        error = str(problem)
+    except Exception as problem:
+        error = f"--script {settings.script}: {type(problem).__name__}: {problem}"
+    team.agree_on_errors(error)
+    shapes = [tuple(parameter.shape) for parameter in task[0].parameters() if parameter.requires_grad]
+    everybodys = team.gather(shapes)
+    different = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]
+    if different:
+        raise ProbeError(f"the ranks' models differ: rank {different[0]} has other parameters than rank 0")
+    return task
+
+
+def _of_rank_0(team: Team, value: object) -> object:
+    return team.gather(value)[0]
+
+
+def describe(team: Team, local: MeasuredLocal) -> dict:
+    """What the figures depend on."""
+    config = Config()
+    return {
+        "fusedcomm": fusedcomm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": team.device.type,
+        "world_size": team.world_size,
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", team.world_size)),
+        "torch_threads": torch.get_num_threads(),
+        "codec": local.codec,
+        "cores_of_a_rank": local.cores,
+        "chunk_nbytes": config.chunk_nbytes_for(team.world_size, team.device.type),
+        "chunks_in_flight": config.chunks_in_flight_for(team.world_size, team.device.type),
+    }

@@ -1,0 +1,73 @@
+"""What the probe asks of its ranks: act at the same time, and agree on what was seen."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+class Team:
+    """The ranks of a process group.
+
+    Args:
+        device: of the gradients.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world_size = group.rank(), group.size()
+
+    def barrier(self) -> None:
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        self.settle()
+
+    def settle(self) -> None:
+        """What was enqueued on an accelerator has ended."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """Of each value the greatest of all ranks. A collective call."""
+        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values.tolist()
+
+    def mean(self, values: list[float]) -> list[float]:
+        """Of each value the mean of all ranks. A collective call."""
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums, group=self.group)
+        return (sums / self.world_size).tolist()
+
+    def gather(self, value: object) -> list:
+        """Every rank's, in rank order. A collective call."""
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree_on_errors(self, error: str) -> None:
+        """Raises ProbeError on every rank if one of them has an error text. A collective call."""
+        errors = [(rank, text) for rank, text in enumerate(self.gather(error)) if text]
+        if errors:
+            rank, text = errors[0]
+            raise ProbeError(text if len(errors) == self.world_size else f"on rank {rank}: {text}")
+
+    def time(self, function: Callable[[], object], rounds: int, warmup: int = 1) -> list[float]:
+        """Seconds of each of so many calls, all ranks at once; those of the slowest rank. A collective call."""
+        seconds = []
+        for index in range(-warmup, rounds):
+            self.barrier()
+            begin = time.perf_counter()
+            function()
+            self.settle()
+            if index >= 0:
+                seconds.append(time.perf_counter() - begin)
+        return self.slowest(seconds)
+
+    def median(self, function: Callable[[], object], rounds: int, warmup: int = 1) -> float:
+        return statistics.median(self.time(function, rounds, warmup))
+
+
+class ProbeError(RuntimeError):
+    """Something that the user can change; the text says what was seen and what to do."""

@@ -1,0 +1,405 @@
+"""``fusedcomm probe``: fits, choices, scripts, and the whole on real ranks within a tiny budget."""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedcomm.cli import main
+from fusedcomm.cost_model import Cluster, Codec, Cost, Network, Workload, linear_gradients
+from fusedcomm.probe import fit, plot, report
+from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, at_rate, crossover_bytes_s, link_bytes_s, options, recommend
+from fusedcomm.probe.network import Sample
+from fusedcomm.probe.network import fit as fit_network
+from fusedcomm.probe.run import Settings, probe
+from fusedcomm.probe.steps import attributed
+from fusedcomm.probe.team import ProbeError, Team
+from fusedcomm.probe.traced import stage_points
+from fusedcomm.probe.workload import checked, load
+
+TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
+
+# ---- fits
+
+
+def test_a_line_is_found_among_disturbed_times():
+    points = [(units, 2e-4 + units * 8e-9) for units in (1e4, 3e4, 1e5, 3e5, 1e6, 3e6, 1e7)]
+    points[2] = (points[2][0], 5 * points[2][1])
+    found = fit.theil_sen(points)
+    assert found.fixed_s == pytest.approx(2e-4, rel=0.05)
+    assert found.per_unit_s == pytest.approx(8e-9, rel=0.01)
+
+
+def test_fits_are_never_negative():
+    assert fit.theil_sen([(1.0, 2.0), (2.0, 1.0)]) == Cost(1.5, 0.0)
+    assert fit.theil_sen([(1.0, 1.0), (2.0, 3.0)]) == Cost(0.0, 2.0)
+    assert fit.theil_sen([(4.0, 2.0)]) == Cost(0.0, 0.5)
+    with pytest.raises(ValueError, match="measure at least two sizes"):
+        fit.theil_sen([(4.0, 2.0), (4.0, 3.0)])
+
+
+@pytest.mark.parametrize("latency_s, occupied_s", [(1e-3, 2e-4), (3e-4, 0.0)])
+def test_latency_and_rate_of_a_network(latency_s, occupied_s):
+    per_byte_s, noise = 8e-9, random.Random(0)
+    samples = []
+    for nbytes in (32 << 10, 128 << 10, 512 << 10):
+        for num_messages, in_flight in ((1, 1), (20, 4)):
+            busy_s = num_messages * (occupied_s + nbytes * per_byte_s)
+            seconds = [busy_s + (latency_s - occupied_s) * (in_flight == 1) for _ in range(9)]
+            seconds = [value * noise.choice((1, 1, 1, 1.01, 3)) for value in seconds]
+            cpu_s = 9 * num_messages * nbytes * 1e-9
+            samples.append(Sample("exchange", nbytes, nbytes, num_messages, in_flight, seconds, cpu_s))
+    found = fit_network(samples)
+    assert found.per_unit_s == pytest.approx(per_byte_s, rel=0.03)
+    assert found.fixed_s == pytest.approx(latency_s, rel=0.1)
+    assert found.occupied_s == pytest.approx(occupied_s, abs=3e-5)
+    assert found.cpu_s_per_unit == pytest.approx(1e-9)
+
+
+def test_small_messages_that_stall_each_other_do_not_change_the_rate():
+    def sample(nbytes: int, num_messages: int, seconds: float) -> Sample:
+        return Sample("all_reduce", nbytes, nbytes, num_messages, min(num_messages, 2), [seconds], 1.0)
+
+    samples = [sample(1 << 16, 1, 4e-4), sample(1 << 16, 4, 8e-3), sample(1 << 20, 1, 9e-3), sample(1 << 20, 4, 35e-3)]
+    assert fit_network(samples).per_unit_s == pytest.approx(1 / 118e6, rel=0.03)
+
+
+# ---- choices
+
+
+def cluster(bytes_s: float, codec_s: float = 1e-10, world_size: int = 2) -> Cluster:
+    """On which a collective is limited by its bytes."""
+    link = Cost(1e-4, 1 / bytes_s)
+    codec = Codec(*[Cost(0.0, codec_s)] * 3)
+    network = Network(all_reduce=link, exchange=link, direct=link)
+    return Cluster(world_size, network, dict.fromkeys(("fp32", "bf16", "int8", "int4"), codec), 1e-10, cores=8.0)
+
+
+def workload(backward_s: float, numel: int = 10_000_000) -> Workload:
+    return Workload(0.0, backward_s, 0.0, linear_gradients([numel // 20] * 20, backward_s))
+
+
+def recommended(bytes_s: float, backward_s: float, accept=("bf16", "int8"), caps=(25.0,), **kwargs):
+    found = options(workload(backward_s), cluster(bytes_s, **kwargs), ("bf16", "int8", "int4"), caps)
+    return recommend(found, accept)
+
+
+def test_where_bytes_are_dear_the_fewest_are_recommended():
+    found = recommended(bytes_s=1e8, backward_s=0.0)
+    assert not found.leave_off and found.option.name == "int8" and 0.7 < found.gain < 0.8
+    assert found.faster.wire == "int4"
+    assert found.option.code == 'ddp = DistributedDataParallel(model); comm = fusedcomm.attach(ddp, wire="int8")'
+    assert "are spent waiting for gradients" in found.reason
+    assert recommended(1e8, 0.0, accept=("int4",)).faster is None
+
+
+def test_of_choices_that_are_as_fast_the_more_exact_is_recommended():
+    # All but the last bucket is hidden with either.
+    found = recommended(bytes_s=1e8, backward_s=1.3)
+    assert found.option.name == "bf16" and found.option.cap_mb == 25
+
+
+def test_left_off_where_communication_is_hidden():
+    found = recommended(bytes_s=1e10, backward_s=2.0)
+    assert found.leave_off and "hidden behind the backward pass" in found.reason
+
+
+def test_left_off_where_bytes_are_nearly_free():
+    found = recommended(bytes_s=2e10, backward_s=0.0, codec_s=5e-9)
+    assert found.leave_off and "bytes are nearly free here" in found.reason
+
+
+def test_left_off_where_nothing_is_accepted():
+    found = recommended(bytes_s=1e8, backward_s=0.0, accept=())
+    assert found.leave_off and "no wire of ours was accepted" in found.reason and found.faster.wire == "int4"
+
+
+def test_another_bucket_size_may_be_all_that_helps():
+    found = recommended(bytes_s=1e8, backward_s=0.4, accept=(), caps=(1.0, 25.0))
+    assert found.baseline.cap_mb == 25 and found.option.wire == OFF
+    assert found.option.code.endswith("(model, bucket_cap_mb=1)") and found.gain > 0.03
+
+
+@pytest.mark.parametrize("world_size, other", [(2, "bf16 two-shot"), (4, "bf16 direct")])
+def test_both_sums_of_a_16_bit_wire_are_predicted(world_size, other):
+    found = options(workload(0.0), cluster(1e8, world_size=world_size), ("bf16", "int8"), (25.0,))
+    assert [option.name for option in found] == [OFF, "bf16", other, "int8"]
+
+
+def test_the_link_up_to_which_a_wire_pays():
+    slow = cluster(1e8, codec_s=2e-9)
+    until = crossover_bytes_s(workload(0.0), slow, "int8", 25.0)
+    assert 1e8 < until < FASTEST_BYTES_S
+    for factor, pays in ((0.9, True), (1.1, False)):
+        there = at_rate(slow, factor * until)
+        assert link_bytes_s(there) == pytest.approx(factor * until)
+        off, _, _, int8 = options(workload(0.0), there, ("bf16", "int8"), (25.0,))
+        assert (int8.prediction.step_s < 0.97 * off.prediction.step_s) == pays
+    assert crossover_bytes_s(workload(100.0), slow, "int8", 25.0) < 1e8
+    assert crossover_bytes_s(workload(0.0), cluster(1e8, codec_s=1e-4), "int8", 25.0) is None
+
+
+# ---- what moving bytes takes of a core
+
+
+def extra_s(elements_s: float, per_byte_s: dict[str, float], sent: dict[str, int]) -> dict[str, float]:
+    return {kind: elements_s + per_byte_s[kind] * sent[kind] for kind in sent}
+
+
+def test_cpu_time_is_attributed_to_elements_and_bytes():
+    numel, sent = 10**7, {"few": 10**7, "exchange": 2 * 10**7, "direct": 2 * 10**7, "all_reduce": 4 * 10**7}
+    plain = cluster(1e9)
+    costs = {kind: Cost(0.0, 1e-9, 0.0, 5e-10) for kind in ("all_reduce", "exchange", "direct")}
+    plain = dataclasses.replace(plain, network=Network(**costs), copy_s_per_byte=1e-10)
+    per_byte_s = {"few": 8e-10, "exchange": 8e-10, "direct": 1e-9, "all_reduce": 6e-10}
+    found = attributed(plain, numel, extra_s(4e-3, per_byte_s, sent), sent)
+    for kind in costs:
+        assert getattr(found.network, kind).cpu_s_per_unit == pytest.approx(per_byte_s[kind])
+        assert getattr(found.network, kind).per_unit_s == 1e-9
+    assert found.copy_s_per_byte == pytest.approx(1e-10 + 4e-3 / 8e7)
+    # What cannot be is not believed.
+    wild = attributed(plain, numel, {"few": -1.0, "exchange": 1.0, "direct": -1.0, "all_reduce": 1.0}, sent)
+    assert wild.network.exchange.cpu_s_per_unit == wild.network.all_reduce.cpu_s_per_unit == pytest.approx(1.5e-9)
+    assert wild.network.direct.cpu_s_per_unit == 5e-10 and wild.copy_s_per_byte == 1e-10
+
+
+# ---- scripts
+
+
+SCRIPT = """
+import torch
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    data = torch.randn(8, 64)
+    return model, lambda model: model(data).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
+"""
+
+
+def script(tmp_path, text: str) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_a_script(tmp_path):
+    model, step, optimizer = checked(load(script(tmp_path, SCRIPT))())
+    assert step(model).numel() == 1 and optimizer is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    named = script(tmp_path, SCRIPT.replace("make", "build"))
+    assert callable(load(f"{named}:build"))
+
+
+def test_scripts_that_cannot_be_used(tmp_path):
+    with pytest.raises(ProbeError, match="there is no file .*missing.py: name a Python file"):
+        load(str(tmp_path / "missing.py"))
+    with pytest.raises(ProbeError, match=r"has no function make\(\): it must return .* functions there: build"):
+        load(script(tmp_path, SCRIPT.replace("make", "build")))
+    with pytest.raises(ProbeError, match=r"has no function build\(\)"):
+        load(script(tmp_path, SCRIPT) + ":build")
+    with pytest.raises(ProbeError, match="running it failed: ZeroDivisionError"):
+        load(script(tmp_path, "1 / 0"))
+
+
+LINEAR = torch.nn.Linear(3, 3)
+DATA = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    "task, text",
+    [
+        (LINEAR, "returned a Linear: it must return"),
+        ((LINEAR,), r"returned \(Linear\): it must return"),
+        ((LINEAR, 3), r"returned \(Linear, int\)"),
+        ((LINEAR, lambda model: model(DATA).sum(), "sgd"), "third result is a str"),
+        ((torch.nn.ReLU(), lambda model: model(DATA).sum()), "no parameter with requires_grad"),
+        ((torch.nn.Linear(3, 3, dtype=torch.float64), lambda model: 0), "parameters of torch.float64"),
+        ((LINEAR, lambda model: model(DATA)), r"returned a tensor of shape \(2, 3\): it must return the loss"),
+        ((LINEAR, lambda model: 3.0), "returned a float"),
+        ((LINEAR, lambda model: model(DATA).sum().detach()), r"shape \(\) without a gradient"),
+    ],
+)
+def test_tasks_that_cannot_be_used(task, text):
+    with pytest.raises(ProbeError, match=text):
+        checked(task)
+
+
+# ---- the whole
+
+
+def run_probe(rank, world_size, settings):
+    torch.manual_seed(0)
+    findings = probe(settings, dist.group.WORLD, torch.device("cpu"))
+    return report.as_json(findings), report.text(findings), [option.name for option in findings.options]
+
+
+@pytest.fixture(scope="module")
+def probed(ranks):
+    began = time.monotonic()
+    outcomes = ranks.run(run_probe, TINY, world_size=2)
+    return outcomes, time.monotonic() - began
+
+
+def test_the_budget_is_respected(probed):
+    outcomes, seconds = probed
+    # Other tests may use this machine, too.
+    assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + 15, outcomes[0][0]["seconds"]
+    assert seconds < TINY.seconds + 30
+
+
+def test_the_json_has_everything(probed):
+    (document, _, names), (others, _, _) = probed[0]
+    document = json.loads(json.dumps(document))
+    assert names == [OFF, "bf16", "bf16 two-shot", "int8"]
+    assert [row["name"] for row in document["predictions"]] == names
+    assert all(row["step_s"] > 0 and row["num_buckets"] == 1 for row in document["predictions"])
+    sent = {row["name"]: row["sent_nbytes"] / TINY.params for row in document["predictions"]}
+    assert (sent[OFF], sent["bf16"]) == pytest.approx((4, 2), rel=0.01) and sent["int8"] == pytest.approx(
+        1.03, rel=0.02
+    )
+    for kind in ("all_reduce", "exchange", "direct"):
+        assert document["network"][kind]["per_unit_s"] >= 0 and document["network"][kind]["fixed_s"] >= 0
+        of_kind = [sample for sample in document["network"]["samples"] if sample["kind"] == kind]
+        assert {sample["in_flight"] > 1 for sample in of_kind} == {True, False}
+        assert all(min(sample["seconds"]) > 0 for sample in of_kind)
+    assert document["network"]["exchange"]["cpu_s_per_unit"] > 0
+    assert set(document["local"]["codecs"]) == set(document["local"]["points"]) == {"fp32", "bf16", "int8"}
+    assert 0 < document["local"]["cores"] <= os.cpu_count()
+    assert document["workload"]["numel"] == TINY.params and document["workload"]["backward_s"] > 0
+    assert set(document["crossover_bytes_s"]) == {"bf16", "int8"}
+    assert {row["name"] for row in document["check"]} >= {OFF, "bf16"} or len(document["check"]) == 2
+    assert all(row["measured_s"] > 0 and row["ratio"] > 0 for row in document["check"])
+    recommendation = document["recommendation"]
+    assert recommendation["baseline"]["name"] == OFF and recommendation["reason"]
+    assert document["environment"]["world_size"] == 2 and document["environment"]["device"] == "cpu"
+    # What decides is the same on every rank.
+    for key in ("predictions", "recommendation", "crossover_bytes_s", "workload"):
+        assert document[key] == json.loads(json.dumps(others[key])), key
+
+
+def test_the_text_says_what_to_do(probed):
+    (_, text, _), _ = probed[0]
+    assert "Recommended: ddp = " in text or "Leave it off: " in text
+    for part in ("predicted step, ms", "checked against real steps:", "all-to-all", "bf16 two-shot"):
+        assert part in text
+
+
+def test_a_backward_pass_takes_as_long_as_it_should(ranks):
+    settings = dataclasses.replace(TINY, backward_s=0.05, wires=("bf16",))
+    (document, _, _), _ = ranks.run(run_probe, settings, world_size=2)
+    assert 0.02 < document["workload"]["backward_s"] < 0.5
+    ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
+    assert ready == sorted(ready)
+
+
+def failing_script(rank, world_size, paths):
+    try:
+        probe(dataclasses.replace(TINY, script=paths[rank]), dist.group.WORLD, torch.device("cpu"))
+    except ProbeError as error:
+        return str(error)
+
+
+def test_a_script_that_fails_fails_on_every_rank(ranks, tmp_path):
+    good = script(tmp_path, SCRIPT)
+    missing = ranks.run(failing_script, [good, str(tmp_path / "no.py")], world_size=2)
+    assert missing[0] == missing[1] and missing[0].startswith("on rank 1: --script")
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT.replace("256", "128"))
+    different = ranks.run(failing_script, [good, str(other)], world_size=2)
+    assert different == ["the ranks' models differ: rank 1 has other parameters than rank 0"] * 2
+
+
+def traced(rank, world_size):
+    team = Team(dist.group.WORLD, torch.device("cpu"))
+    return stage_points(team, "int8"), stage_points(team, "fp32")
+
+
+def test_stages_from_traces(ranks):
+    """As on an accelerator, where they cannot be called by themselves."""
+    (int8, fp32), _ = ranks.run(traced, world_size=2)
+    assert list(int8) == ["pack", "reduce", "unpack"]
+    for points in int8.values():
+        assert all(numel > 10_000 and 1e-6 < seconds < 1 for numel, seconds in points)
+    assert fp32["pack"][-1][1] > 0 and fp32["reduce"][-1][1] == 0
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("--wires", "int3"), "--wires int3: no such wire"),
+        (("--wires", "bf16", "--accept", "int8"), "--accept int8: it is not among --wires bf16"),
+        (("--seconds", "1"), "--seconds 1 is too short: use at least 5"),
+        (("--params", "0"), "--params must be at least 1"),
+        (("--caps", "-1"), "bucket sizes are numbers of MiB above 0"),
+        (("--cores", "0"), "--cores 0 is not possible"),
+        (("--script", "no.py"), "--script no.py: there is no file no.py"),
+    ],
+)
+def test_refusals(capsys, arguments, text):
+    with pytest.raises(SystemExit) as stopped:
+        main(["probe", *arguments])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
+    files = ("--json", str(tmp_path / "p.json"), "--plot", str(tmp_path / "p.png"))
+    command = [sys.executable, "-m", "fusedcomm", "probe", *files, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def test_the_command_without_torchrun(tmp_path):
+    """And a script, and the picture."""
+    pytest.importorskip("matplotlib")
+    done = run_command(tmp_path, "--seconds", "5", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on this machine's loopback" in done.stdout and "torchrun" in done.stdout
+    document = json.loads((tmp_path / "p.json").read_text())
+    assert document["workload"]["numel"] == 64 * 256 + 256 + 256 * 10 + 10
+    assert document["workload"]["optimizer_s"] > 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_wrong_with_a_script_is_said_once(tmp_path):
+    done = run_command(tmp_path, "--script", script(tmp_path, "make = 3"))
+    assert done.returncode == 2 and done.stderr.count("has no function make()") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_picture_without_matplotlib(monkeypatch):
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    assert plot.why_not() == "matplotlib is not installed: pip install matplotlib"
+
+
+# ---- bench/probe_check.py
+
+
+def test_errors_and_regret(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
+    import probe_check
+    from _common import Row
+
+    def row(impl: str, measured_s: float, predicted_s: float) -> Row:
+        figures = {"ratio": predicted_s / measured_s}
+        return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
+
+    rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
+    found = probe_check.verdict(rows, "bf16 25")
+    assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
+    assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
+    assert probe_check.verdict([], "bf16 25") == {}
+    arguments = argparse.Namespace(hosts=2, params=None)
+    assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
+    assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
