@@ -45,12 +45,12 @@ _FILE_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What the search can choose. `chunk_nbytes` None: as for :func:`fusedcomm.attach`."""
+    """What the search can choose. None: as for :func:`fusedcomm.attach`."""
 
     wire: str
     sum: str = "auto"
     chunk_nbytes: int | None = None
-    chunks_in_flight: int = 4
+    chunks_in_flight: int | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -59,7 +59,9 @@ class Candidate:
     def __str__(self) -> str:
         name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
         if self.chunk_nbytes is not None:
-            name += f" in chunks of {self.chunk_nbytes / 1024:g} KiB × {self.chunks_in_flight}"
+            name += f" in chunks of {self.chunk_nbytes / 1024:g} KiB"
+        if self.chunks_in_flight is not None:
+            name += f" × {self.chunks_in_flight}"
         return name
 
 

@@ -106,10 +106,11 @@ class Space:
         """With smaller, more chunks, and with larger ones; `num_chunks`: most that one of its buckets has now."""
         if best.chunk_nbytes is not None or num_chunks <= 1:
             return []
-        nbytes, in_flight = self.config(best).chunk_nbytes_for(world_size), best.chunks_in_flight
+        config = self.config(best)
+        nbytes, in_flight = config.chunk_nbytes_for(world_size), config.chunks_in_flight_for(world_size)
         return [
             dataclasses.replace(best, chunk_nbytes=max(4096, nbytes // 2), chunks_in_flight=min(64, 2 * in_flight)),
-            dataclasses.replace(best, chunk_nbytes=4 * nbytes),
+            dataclasses.replace(best, chunk_nbytes=4 * nbytes, chunks_in_flight=max(1, in_flight // 2)),
         ][:_MAX_CHUNKS]
 
     def record(self) -> dict:
