@@ -150,7 +150,11 @@ Finding conclude(const RollCall& call) {
     oldest = state.num_ended;
     waiting = &state;
   }
-  bool has_slow = false;
+  bool has_slow = !call.late_s.empty();
+  for (const auto& [rank, after_s] : call.late_s) {
+    list("rank " + std::to_string(rank) + " is slow: it took " + seconds_text(after_s) +
+         " to answer, as if its process had been stopped");
+  }
   std::map<std::string, std::pair<std::vector<int>, double>> waiters;  // by what they wait for: who, how long
   for (const auto& [rank, state] : call.answers) {
     if (state.bucket.empty()) {

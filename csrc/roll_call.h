@@ -43,6 +43,7 @@ struct RollCall {
   std::string opened;  // by whom and why
   double waited_s = 0;
   std::map<int, RankState> answers;
+  std::map<int, double> late_s;       // of these, those that took longer than a rank that runs does
   std::map<int, std::string> absent;  // by rank, where and what its process is, as far as it said
   std::string store_problem;          // empty: the store answered to the end
 };

@@ -26,18 +26,19 @@ double poll_s(const WatchOptions& options) {
   return std::max(options.world_size / kMaxPollsPerSecond, wanted);
 }
 
-// Every rank has looked twice by then, whatever its stall_after.
-double answer_s(WatchOptions options) {
+// Every rank has looked so often by then, whatever its stall_after.
+double after_looks_s(WatchOptions options, int num_looks) {
   options.stall_after_s = options.timeout_s;
-  return 2 * poll_s(options) + std::min(1.0, options.timeout_s / 6);
+  return num_looks * poll_s(options) + std::min(1.0, options.timeout_s / 6);
 }
 
 std::string answer_key(const std::string& number, int rank) { return "answer/" + number + "/" + std::to_string(rank); }
 
-// What a rank has done when it has answered, and what one that collects has seen; shared with errands that may be late.
+// By rank; shared with an errand, which may be late.
 struct Answers {
   std::mutex mutex;
   std::map<int, std::string> texts;
+  std::map<int, double> after_s;
 };
 
 constexpr const char* kConclusive = "conclusive\n";
@@ -61,7 +62,8 @@ Watch::Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device,
       options_(std::move(options)),
       poll_(poll_s(options_)),
       look_(poll_ / 5),
-      answer_(answer_s(options_)),
+      answer_(after_looks_s(options_, 2)),
+      late_(after_looks_s(options_, 1)),
       limit_(1 + options_.world_size / 1e3),
       courier_(store->clone()),
       thread_([this] { loop(); }) {
@@ -168,8 +170,13 @@ void Watch::answer_others() {
     keep(wait_for_report(number, seen->opened), view);
     if (has_failed || reported_job_ == view.num_ended) continue;
     reported_job_ = view.num_ended;
-    if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
+    warn_of_what_is_known();
   }
+}
+
+void Watch::warn_of_what_is_known() {
+  // Nothing has been found if the watch was stopped meanwhile.
+  if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
 }
 
 void Watch::report_stall() {
@@ -179,7 +186,7 @@ void Watch::report_stall() {
   if (stalled_s(view) < options_.stall_after_s || reported_job_ == view.num_ended) return;
   reported_job_ = view.num_ended;
   keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view))), view);
-  if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
+  warn_of_what_is_known();
 }
 
 void Watch::explain_failure() {
@@ -253,6 +260,7 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
         std::string text = store.get_to_str(answer_key(number, rank));
         std::lock_guard<std::mutex> lock(answers->mutex);
         answers->texts[rank] = std::move(text);
+        answers->after_s[rank] = Seconds(Clock::now() - started).count();
       }
     });
     if (!call.store_problem.empty()) break;
@@ -264,7 +272,10 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
   call.waited_s = Seconds(Clock::now() - started).count();
   {
     std::lock_guard<std::mutex> lock(answers->mutex);
-    for (const auto& [rank, text] : answers->texts) call.answers[rank] = RankState::from_text(text);
+    for (const auto& [rank, text] : answers->texts) {
+      call.answers[rank] = RankState::from_text(text);
+      if (answers->after_s[rank] > late_.count()) call.late_s[rank] = answers->after_s[rank];
+    }
   }
   call.answers[options_.rank] = state();
   if (!call.store_problem.empty()) {
@@ -292,6 +303,10 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
 }
 
 Finding Watch::without_store(const std::string& problem, const std::string& why) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_) return {};
+  }
   const RankState own = state();
   Finding finding;
   finding.is_conclusive = true;

@@ -69,13 +69,14 @@ class Watch {
   std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
   // False when stopping.
   bool sleep(Seconds duration);
+  void warn_of_what_is_known();
 
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<const Device> device_;
   const WatchOptions options_;
   // Between two looks at the store, for its sake longer where ranks are many; between two looks during a roll call;
-  // for an answer to a roll call; for the store to do one thing.
-  const Seconds poll_, look_, answer_, limit_;
+  // for an answer to a roll call, and from when on one is late; for the store to do one thing.
+  const Seconds poll_, look_, answer_, late_, limit_;
   Courier courier_;
 
   mutable std::mutex mutex_;  // what follows, down to explanation_

@@ -130,7 +130,7 @@ def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
 
 
 def paused(rank, world_size, victim):
-    """In step 3 the `victim` is stopped for 3 s; then five more steps."""
+    """In step 3 the `victim` is stopped for 6 s; then five more steps."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=1)
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
@@ -139,7 +139,7 @@ def paused(rank, world_size, victim):
     def pause(gradient):
         if not paused_already:
             paused_already.append(True)
-            subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+            subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         return gradient
 
@@ -276,6 +276,13 @@ STREAMS = "work on the device's streams"
         (
             "network",
             ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
+        ),
+        (
+            "late",
+            [
+                "rank 2 is slow: it took 1.8 s to answer, as if its process had been stopped",
+                f"ranks 0, 1, 2, 3 wait {WAITS}",
+            ],
         ),
         ("over", ["every rank answered, and none waits any more"]),
     ],

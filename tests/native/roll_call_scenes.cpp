@@ -51,6 +51,8 @@ RollCall scene(const std::string& name) {
       call.answers.erase(rank);
       call.absent[rank] = rank == 20 ? "" : "process 1 on node";
     }
+  } else if (name == "late") {
+    call.late_s[2] = 1.75;
   } else if (name == "over") {
     for (auto& [rank, state] : call.answers) state = at(12, 12, "", false);
   } else if (name != "network") {
