@@ -204,6 +204,7 @@ void bind_hook(py::module_& m) {
           },
           py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_text"),
           NoGil())
+      .def("unwatch", &GradHook::unwatch, NoGil())
       .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
       .def(
           "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())

@@ -17,26 +17,32 @@ struct Courier::Desk {
   Errand errand;  // empty: none waits or is under way
   bool stopping = false;
   bool ended = false;  // the thread
-  bool lost = false;
-  std::string problem;  // of the last errand
+  std::string loss;
+  std::string problem;  // of the errand under way, or of the last one
+
+  // Of the thread alone.
+  bool was_renewed = false;
 
   void work() {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       changed.wait(lock, [this] { return stopping || errand; });
       if (stopping) break;
+      problem.clear();
       lock.unlock();
-      std::string what;
-      try {
-        errand(*store);
-      } catch (const std::exception& error) {
-        what = error.what();
-        what.resize(std::min(what.size(), what.find('\n')));  // torch's have a backtrace
-        if (what.empty()) what = "unknown error";
+      std::string what = run([this] { errand(*store); });
+      if (!what.empty() && !was_renewed) {
+        was_renewed = true;
+        lock.lock();
+        problem = what;  // it may take long to connect again
+        lock.unlock();
+        what = run([this] {
+          store = store->clone();
+          errand(*store);
+        });
       }
       lock.lock();
-      lost = lost || !what.empty();
-      problem = std::move(what);
+      loss = problem = std::move(what);
       errand = nullptr;
       changed.notify_all();
     }
@@ -44,6 +50,19 @@ struct Courier::Desk {
     changed.notify_all();
     lock.unlock();
     store.reset();  // a store of Python's is released with the GIL, for which nobody must wait with the lock held
+  }
+
+  // Returns what `call` threw, in one line; empty if nothing.
+  template <typename Call>
+  static std::string run(const Call& call) {
+    try {
+      call();
+      return "";
+    } catch (const std::exception& error) {
+      std::string what = error.what();
+      what.resize(std::min(what.size(), what.find('\n')));  // torch's have a backtrace
+      return what.empty() ? "unknown error" : what;
+    }
   }
 };
 
@@ -58,18 +77,20 @@ Courier::Courier(StorePtr store) : desk_(std::make_shared<Desk>()) {
 std::string Courier::send(Errand errand, std::chrono::duration<double> limit) {
   std::unique_lock<std::mutex> lock(desk_->mutex);
   if (desk_->stopping) return "the engine is stopping";
+  if (!desk_->loss.empty()) return desk_->loss;
   if (desk_->errand) return "it has not answered yet";
   desk_->errand = std::move(errand);
   desk_->changed.notify_all();
   desk_->changed.wait_for(lock, limit, [this] { return desk_->stopping || !desk_->errand; });
   if (desk_->stopping) return "the engine is stopping";
-  return desk_->errand ? "no answer within " + std::to_string(static_cast<int>(limit.count() * 1e3)) + " ms"
-                       : desk_->problem;
+  if (!desk_->errand) return desk_->problem;
+  const std::string late = "no answer within " + std::to_string(static_cast<int>(limit.count() * 1e3)) + " ms";
+  return desk_->problem.empty() ? late : late + " of connecting again after: " + desk_->problem;
 }
 
-bool Courier::is_lost() const {
+std::string Courier::loss() const {
   std::lock_guard<std::mutex> lock(desk_->mutex);
-  return desk_->lost;
+  return desk_->loss;
 }
 
 void Courier::stop() {

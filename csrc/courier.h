@@ -25,10 +25,12 @@ class Courier {
   Courier(const Courier&) = delete;
   Courier& operator=(const Courier&) = delete;
 
-  // Returns what went wrong, empty if nothing did. One errand at a time: while one is late, others are not begun.
+  // Returns what went wrong, empty if nothing did. One errand at a time: while one is late, others are not begun. The
+  // first that throws is run once more, on a new clone of the store: a connection that failed does not come back by
+  // itself. So an errand must be one that can be run twice.
   std::string send(Errand errand, std::chrono::duration<double> limit);
-  // The store threw: a connection that failed does not come back.
-  bool is_lost() const;
+  // Why no errand is run any more: the store threw again. Empty: they are.
+  std::string loss() const;
   // Ends the thread, or leaves it to itself if the store does not let it go. A send() under way returns.
   void stop();
 

@@ -99,9 +99,10 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& s
   std::string explanation;
   if (explain_) {
     explaining_ = true;
+    const Explain explain = explain_;  // another may be set meanwhile
     lock.unlock();
     try {
-      explanation = explain_(failure);
+      explanation = explain(failure);
     } catch (...) {  // the failure itself is what counts
     }
     lock.lock();

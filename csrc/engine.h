@@ -87,7 +87,10 @@ class FailureLatch {
   using Explain = std::function<std::string(const std::string& failure)>;
 
   FailureLatch(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
-  // Before the first job. Called for the first failure alone, on the thread that met it, with no lock held.
+  // Called for the first failure alone, on the thread that met it, without the latch's lock; but if a bucket fails
+  // while it is handed over, that thread holds the engine's submit_mutex_. So what explains must wait for nothing that
+  // takes that one: the watch takes its own locks and the board's, and what ends its wait, GradHook::stop(), takes
+  // none.
   void explain_with(Explain explain);
   // Waits while the first failure is being explained: what it says goes to every job.
   std::exception_ptr get() const;
@@ -144,7 +147,7 @@ class Engine {
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
   int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * 2 * slot_nbytes_; }
   const std::shared_ptr<Board>& board() const { return board_; }
-  // Before the first job; see FailureLatch.
+  // See FailureLatch.
   void explain_failures_with(FailureLatch::Explain explain) { failure_->explain_with(std::move(explain)); }
   const WireConfig& config() const { return config_; }
   Device& device() const { return *device_; }

@@ -128,17 +128,33 @@ GradHook::~GradHook() {
 }
 
 void GradHook::watch(const StorePtr& store, const WatchOptions& options) {
-  TORCH_CHECK(!watch_, "fusedcomm: this engine is watched already");
-  watch_ = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
+  TORCH_CHECK(!watch(), "fusedcomm: this engine is watched already");
+  const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
   // Transfers that outlive the engine may still fail.
-  engine_->explain_failures_with([watch = std::weak_ptr<Watch>(watch_)](const std::string& failure) {
-    const auto alive = watch.lock();
+  engine_->explain_failures_with([weak = std::weak_ptr<Watch>(watch)](const std::string& failure) {
+    const auto alive = weak.lock();
     return alive ? alive->explain(failure) : std::string();
   });
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  watch_ = watch;
+}
+
+void GradHook::unwatch() {
+  std::unique_lock<std::mutex> lock(watch_mutex_);
+  const std::shared_ptr<Watch> watch = std::move(watch_);
+  watch_ = nullptr;
+  lock.unlock();
+  if (watch) watch->stop();
+}
+
+std::shared_ptr<Watch> GradHook::watch() const {
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  return watch_;
 }
 
 void GradHook::stop(const std::string& reason) {
-  if (watch_) watch_->stop();  // first: a failure may be waiting for what it finds
+  // First: a failure may be waiting for what it finds.
+  if (const auto watch = this->watch()) watch->stop();
   engine_->stop(reason);
 }
 

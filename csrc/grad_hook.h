@@ -83,8 +83,10 @@ class GradHook {
   // Returns at once; the future holds the bucket's own buffer, or the error.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
 
-  // Before the first bucket: stalls are reported, and failures explained.
+  // From now on stalls are reported, and failures explained.
   void watch(const StorePtr& store, const WatchOptions& options);
+  // No longer: its threads and its connection to the store end. Nothing if there is no watch.
+  void unwatch();
   void stop(const std::string& reason);
   Engine& engine() const { return *engine_; }
   const std::shared_ptr<C10dTransport>& transport() const { return transport_; }
@@ -170,6 +172,9 @@ class GradHook {
   size_t num_buckets_ = 1;  // in the pass before
 
   Guard guard_;
+
+  std::shared_ptr<Watch> watch() const;
+  mutable std::mutex watch_mutex_;
   std::shared_ptr<Watch> watch_;  // null: none
 };
 

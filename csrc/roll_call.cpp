@@ -8,9 +8,6 @@
 namespace fusedcomm {
 namespace {
 
-// Of each kind so many are spelled out; a thousand ranks that wait for one need no thousand lines.
-constexpr size_t kMaxListed = 8;
-
 constexpr const char* kOnStream = "work on the device's streams";
 
 constexpr size_t kMaxFailure = 300;  // characters
@@ -110,6 +107,54 @@ RankState state_of(const Board::View& view, const std::string& failure) {
   return state;
 }
 
+bool Answers::read(const std::function<std::string(int rank)>& fetch, const std::function<double()>& now_s,
+                   double until_s) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  bool has_asked = false;
+  for (; next_ < of_ranks_.size(); ++next_) {
+    const size_t rank = next_;
+    if (!of_ranks_[rank].text.empty()) continue;
+    lock.unlock();
+    const double asked_s = now_s();
+    if (has_asked && asked_s >= until_s) return false;
+    std::string text = fetch(static_cast<int>(rank));
+    lock.lock();
+    has_asked = true;
+    Answer& answer = of_ranks_[rank];
+    if (text.empty()) {
+      answer.missed_s = asked_s;
+    } else {
+      answer.text = std::move(text);
+      answer.read_s = now_s();
+    }
+  }
+  next_ = 0;
+  return true;
+}
+
+bool Answers::are_known(double deadline_s) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::all_of(of_ranks_.begin(), of_ranks_.end(), [deadline_s](const Answer& answer) {
+    return !answer.text.empty() || answer.missed_s >= deadline_s;
+  });
+}
+
+void Answers::put_into(RollCall* call, double late_s, double deadline_s) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < of_ranks_.size(); ++i) {
+    const Answer& answer = of_ranks_[i];
+    const int rank = static_cast<int>(i);
+    if (!answer.text.empty()) {
+      call->answers[rank] = RankState::from_text(answer.text);
+      if (answer.missed_s >= late_s) call->late_s[rank] = answer.read_s;
+    } else if (answer.missed_s >= deadline_s) {
+      call->absent[rank] = "";
+    } else {
+      call->unread.push_back(rank);
+    }
+  }
+}
+
 Finding conclude(const RollCall& call) {
   Finding finding;
   finding.text = "fusedcomm: roll call " + std::to_string(call.number) + " of " + std::to_string(call.world_size) +
@@ -131,6 +176,11 @@ Finding conclude(const RollCall& call) {
          ". It is stopped, was killed, has left, or is cut off");
   }
   end_list("missing");
+  if (!call.unread.empty()) {
+    add_line(&finding.text, std::to_string(call.unread.size()) + (call.unread.size() == 1 ? " answer" : " answers") +
+                                " not read in time, of " + ranks_text(call.unread) +
+                                (call.store_problem.empty() ? ": the store is slow" : ""));
+  }
   if (!call.store_problem.empty()) add_line(&finding.text, "then the store failed: " + call.store_problem);
 
   // A rank that lost its peer has failed, too, but is no reason.
@@ -173,7 +223,7 @@ Finding conclude(const RollCall& call) {
     }
   }
   end_list("slow");
-  if (call.absent.empty() && !has_failed && !has_slow) {
+  if (call.absent.empty() && call.unread.empty() && !has_failed && !has_slow) {
     add_line(&finding.text, waiting ? "every rank answered and none is behind: they wait for the network"
                                     : "every rank answered, and none waits any more");
   }
@@ -183,7 +233,7 @@ Finding conclude(const RollCall& call) {
          seconds_text(longest_s) + " ago");
   }
   end_list("waiting elsewhere");
-  finding.is_conclusive = !call.absent.empty() || has_failed;
+  finding.is_conclusive = call.unread.empty() && (!call.absent.empty() || has_failed);
   return finding;
 }
 

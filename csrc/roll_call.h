@@ -2,14 +2,20 @@
 // text out. The store and the threads are in watch.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "board.h"
 
 namespace fusedcomm {
+
+// Of each kind so many ranks are spelled out; a thousand that wait for one need no thousand lines.
+constexpr size_t kMaxListed = 8;
 
 // What a rank answers.
 struct RankState {
@@ -45,12 +51,38 @@ struct RollCall {
   std::map<int, RankState> answers;
   std::map<int, double> late_s;       // of these, those that took longer than a rank that runs does
   std::map<int, std::string> absent;  // by rank, where and what its process is, as far as it said
+  std::vector<int> unread;            // may have answered: the store did not get round to them
   std::string store_problem;          // empty: the store answered to the end
+};
+
+// The answers as they are read, some at a time: neither a slow store nor a thousand ranks must make anybody look absent
+// or late. Times are seconds since the call was opened. For several threads, since whoever reads may be late.
+class Answers {
+ public:
+  explicit Answers(int world_size) : of_ranks_(static_cast<size_t>(world_size)) {}
+
+  // Asks for those that are not there yet, from where the last reading stopped; stops at `until_s`, but asks for one at
+  // least. `fetch`: a rank's answer, empty if there is none. True: this reading has come to the last rank.
+  bool read(const std::function<std::string(int rank)>& fetch, const std::function<double()>& now_s, double until_s);
+  // Every rank has answered, or had not yet when it was asked for at `deadline_s` or later.
+  bool are_known(double deadline_s) const;
+  // A rank is late if it had not answered yet when it was asked for at `late_s` or later. Absent ones have no names.
+  void put_into(RollCall* call, double late_s, double deadline_s) const;
+
+ private:
+  struct Answer {
+    std::string text;  // empty: none
+    double read_s = 0;
+    double missed_s = -1;  // asked for the last time in vain
+  };
+  mutable std::mutex mutex_;
+  std::vector<Answer> of_ranks_;
+  size_t next_ = 0;
 };
 
 // What is known then; the first line is by itself.
 struct Finding {
-  bool is_conclusive = false;  // names a rank that is missing or has failed, and not only slow ones
+  bool is_conclusive = false;  // names a rank that is missing or has failed, and not only slow ones, and knows of all
   std::string text;
 };
 Finding conclude(const RollCall& call);

@@ -4,7 +4,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
+#include <map>
 #include <utility>
+#include <vector>
 
 namespace fusedcomm {
 namespace {
@@ -34,13 +37,6 @@ double after_looks_s(WatchOptions options, int num_looks) {
 
 std::string answer_key(const std::string& number, int rank) { return "answer/" + number + "/" + std::to_string(rank); }
 
-// By rank; shared with an errand, which may be late.
-struct Answers {
-  std::mutex mutex;
-  std::map<int, std::string> texts;
-  std::map<int, double> after_s;
-};
-
 constexpr const char* kConclusive = "conclusive\n";
 constexpr const char* kInconclusive = "inconclusive\n";
 
@@ -65,6 +61,7 @@ Watch::Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device,
       answer_(after_looks_s(options_, 2)),
       late_(after_looks_s(options_, 1)),
       limit_(1 + options_.world_size / 1e3),
+      roll_call_(answer_ + 4 * limit_),
       courier_(store->clone()),
       thread_([this] { loop(); }) {
 #if defined(__linux__)
@@ -85,7 +82,7 @@ void Watch::stop() {
 
 std::string Watch::explain(const std::string& failure) {
   // Enough for a roll call, and for another that is under way. A watch that has got stuck must not keep the error back.
-  const Seconds patience = 2 * answer_ + 4 * limit_;
+  const Seconds patience = 2 * roll_call_;
   std::unique_lock<std::mutex> lock(mutex_);
   if (failure_.empty()) failure_ = failure;
   changed_.notify_all();
@@ -117,6 +114,7 @@ void Watch::loop() {
     try {
       answer_others();
       must_explain ? explain_failure() : report_stall();
+      warn_of_loss();
     } catch (const std::exception& error) {
       // Nothing above is expected to throw; a watch that fails must take nothing with it.
       std::lock_guard<std::mutex> lock(mutex_);
@@ -141,7 +139,7 @@ double Watch::stalled_s(const Board::View& view) const {
 }
 
 void Watch::answer_others() {
-  while (!courier_.is_lost()) {
+  while (courier_.loss().empty()) {
     const std::string number = std::to_string(next_call_);
     struct Seen {
       std::string opened;
@@ -177,6 +175,22 @@ void Watch::answer_others() {
 void Watch::warn_of_what_is_known() {
   // Nothing has been found if the watch was stopped meanwhile.
   if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
+}
+
+void Watch::warn_of_loss() {
+  const std::string loss = courier_.loss();
+  if (loss.empty() || has_warned_of_loss_) return;
+  has_warned_of_loss_ = true;
+  {
+    // After a failure the error has said what there is to say.
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stopping_ || !failure_.empty()) return;
+  }
+  TORCH_WARN("fusedcomm: rank ", options_.rank, " of ", options_.world_size,
+             " has lost the store, and could not connect to it again (", loss,
+             "): from now on it does not answer when others call the roll, and a stall of its own is reported without "
+             "the other ranks. Training goes on. It is ",
+             options_.store_text);
 }
 
 void Watch::report_stall() {
@@ -225,7 +239,7 @@ Finding Watch::call_roll(const std::string& why) {
 }
 
 Finding Watch::wait_for_report(const std::string& number, const std::string& opened) {
-  const auto deadline = Clock::now() + answer_ + limit_;
+  const auto deadline = Clock::now() + roll_call_;
   auto report = std::make_shared<std::string>();
   while (Clock::now() < deadline) {
     const std::string problem = send([=](c10d::Store& store) {
@@ -240,66 +254,63 @@ Finding Watch::wait_for_report(const std::string& number, const std::string& ope
 }
 
 Finding Watch::collect(const std::string& number, const std::string& opened) {
-  auto answers = std::make_shared<Answers>();
-  const auto started = Clock::now();
-  const auto world_size = static_cast<size_t>(options_.world_size);
+  auto answers = std::make_shared<Answers>(options_.world_size);
+  const auto now_s = [started = Clock::now()] { return Seconds(Clock::now() - started).count(); };
+  // Who has not answered by then is missing; what the store has not been asked for a little later stays unknown.
+  const double deadline_s = answer_.count(), end_s = (answer_ + limit_).count();
   RollCall call;
-  const auto count = [&] {
-    std::lock_guard<std::mutex> lock(answers->mutex);
-    return answers->texts.size();
-  };
-  for (bool in_time = true; in_time && count() < world_size;) {
-    in_time = Clock::now() < started + answer_;  // one look more after that
-    call.store_problem = send([=, world_size = options_.world_size](c10d::Store& store) {
-      for (int rank = 0; rank < world_size; ++rank) {
-        {
-          std::lock_guard<std::mutex> lock(answers->mutex);
-          if (answers->texts.count(rank) != 0) continue;
-        }
-        if (!store.check({answer_key(number, rank)})) continue;
-        std::string text = store.get_to_str(answer_key(number, rank));
-        std::lock_guard<std::mutex> lock(answers->mutex);
-        answers->texts[rank] = std::move(text);
-        answers->after_s[rank] = Seconds(Clock::now() - started).count();
-      }
+  for (;;) {
+    auto were_all_asked = std::make_shared<std::atomic<bool>>(false);
+    call.store_problem = send([=, limit_s = limit_.count()](c10d::Store& store) {
+      const auto fetch = [&](int rank) {
+        const std::string key = answer_key(number, rank);
+        return store.check({key}) ? store.get_to_str(key) : std::string();
+      };
+      *were_all_asked = answers->read(fetch, now_s, now_s() + limit_s / 2);
     });
-    if (!call.store_problem.empty()) break;
-    if (in_time && count() < world_size && !sleep(look_)) return {};
+    if (!call.store_problem.empty() || answers->are_known(deadline_s) || now_s() > end_s) break;
+    if (!sleep(*were_all_asked ? look_ : Seconds{0})) return {};
   }
+  if (!sleep(Seconds{0})) return {};
   call.number = std::stoll(number);
   call.world_size = options_.world_size;
   call.opened = opened;
-  call.waited_s = Seconds(Clock::now() - started).count();
-  {
-    std::lock_guard<std::mutex> lock(answers->mutex);
-    for (const auto& [rank, text] : answers->texts) {
-      call.answers[rank] = RankState::from_text(text);
-      if (answers->after_s[rank] > late_.count()) call.late_s[rank] = answers->after_s[rank];
-    }
-  }
+  call.waited_s = now_s();
+  answers->put_into(&call, late_.count(), deadline_s);
   call.answers[options_.rank] = state();
+  call.absent.erase(options_.rank);
+  call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
   if (!call.store_problem.empty()) {
     if (call.answers.size() == 1) return without_store(call.store_problem, opened);
     call.store_problem += ". It is " + options_.store_text;
+  } else {
+    name_absent(&call);
   }
-  auto who = std::make_shared<Answers>();
-  for (int rank = 0; rank < options_.world_size; ++rank) {
-    if (call.answers.count(rank) == 0) call.absent[rank] = "";
+  return conclude(call);
+}
+
+void Watch::name_absent(RollCall* call) {
+  struct Names {
+    std::mutex mutex;
+    std::map<int, std::string> by_rank;
+  };
+  auto names = std::make_shared<Names>();
+  std::vector<int> ranks;
+  for (const auto& [rank, unknown] : call->absent) {
+    if (ranks.size() < kMaxListed) ranks.push_back(rank);
   }
-  send([=, absent = call.absent](c10d::Store& store) {
-    for (const auto& [rank, unknown] : absent) {
+  if (ranks.empty()) return;
+  send([=](c10d::Store& store) {
+    for (const int rank : ranks) {
       const std::string key = "who/" + std::to_string(rank);
       if (!store.check({key})) continue;
       std::string text = store.get_to_str(key);
-      std::lock_guard<std::mutex> lock(who->mutex);
-      who->texts[rank] = std::move(text);
+      std::lock_guard<std::mutex> lock(names->mutex);
+      names->by_rank[rank] = std::move(text);
     }
   });
-  {
-    std::lock_guard<std::mutex> lock(who->mutex);
-    for (const auto& [rank, text] : who->texts) call.absent[rank] = text;
-  }
-  return conclude(call);
+  std::lock_guard<std::mutex> lock(names->mutex);
+  for (const auto& [rank, text] : names->by_rank) call->absent[rank] = text;
 }
 
 Finding Watch::without_store(const std::string& problem, const std::string& why) {

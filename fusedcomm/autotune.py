@@ -14,6 +14,7 @@ Each of these is one trial: some steps to warm up and TIMED ones.
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Generator, Sequence
@@ -73,7 +74,7 @@ OFF = Candidate("off")
 class Trial:
     candidate: Candidate
     step_ms: float
-    """The largest of the ranks' median steps."""
+    """The largest of the ranks' median steps; infinite if the candidate could not be made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,10 @@ class Tuning:
 
     @property
     def line(self) -> str:
-        times = ", ".join(f"{candidate} {ms:.4g} ms" for candidate, ms in self.step_ms.items())
+        times = ", ".join(
+            f"{candidate} {'could not be made' if ms == math.inf else f'{ms:.4g} ms'}"
+            for candidate, ms in self.step_ms.items()
+        )
         if not self.finished:
             return f"wire='auto' is searching, step {self.num_steps} of at most {self.max_steps}: {times or 'no times'}"
         how = "chosen before by" if self.loaded else "chosen by"
@@ -130,7 +134,11 @@ class Tuning:
             raise RuntimeError(
                 f"the search has not ended (step {self.num_steps} of at most {self.max_steps}): nothing to save yet"
             )
-        Path(path).write_text(json.dumps({"fusedcomm tuning": _FILE_VERSION, **dataclasses.asdict(self)}, indent=1))
+        fields = dataclasses.asdict(self)
+        for trial in fields["trials"]:
+            if trial["step_ms"] == math.inf:  # which JSON does not have
+                trial["step_ms"] = None
+        Path(path).write_text(json.dumps({"fusedcomm tuning": _FILE_VERSION, **fields}, indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tuning":
@@ -141,7 +149,10 @@ class Tuning:
                 raise ValueError("another version wrote it")
             fields["chosen"] = Candidate(**fields["chosen"])
             fields["trials"] = tuple(
-                Trial(Candidate(**trial["candidate"]), float(trial["step_ms"])) for trial in fields["trials"]
+                Trial(
+                    Candidate(**trial["candidate"]), math.inf if trial["step_ms"] is None else float(trial["step_ms"])
+                )
+                for trial in fields["trials"]
             )
             cap = fields["bucket_cap"]
             fields["bucket_cap"] = None if cap is None else BucketCap.from_fields(cap)

@@ -29,6 +29,8 @@ from fusedcomm.native import _C
 FIRST_BUCKET_NBYTES = 1 << 20
 DEFAULT_CAP_NBYTES = 25 << 20
 """How DDP cuts its buckets unless it is told otherwise."""
+WORTHWHILE = 0.03
+"""Of a step: a smaller gain is less than the model and a machine's moods can tell, and not worth a change."""
 MAX_DELAYS = 4
 FEW_CORES = 3
 """With fewer for each rank, the codec's lanes take turns on them instead of running side by side."""

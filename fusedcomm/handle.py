@@ -244,8 +244,19 @@ class Handle:
         Raises:
             ValueError: all_ranks, and the path has ``{rank}``.
             RuntimeError: all_ranks, on rank 0, when the block ends: another rank has left it with an error, or not at
-                all within the group's timeout.
+                all within the group's timeout. With wire="auto", on every rank: the search has not ended, or it has
+                chosen DDP's own all-reduce.
         """
+        if self._tuner is not None and self._tuner.is_searching:
+            raise RuntimeError(
+                "fusedcomm: wire='auto' is still searching, and would change what is traced: wait for "
+                "comm.tuning().finished"
+            )
+        if self._tuner is not None and self._tuner.is_off:
+            raise RuntimeError(
+                "fusedcomm: DDP's own all-reduce is running: there is nothing of fusedcomm's to trace. Use "
+                "torch.profiler, or attach with the wire to be looked at, wire='bf16' for example"
+            )
         return self._session.trace(path, all_ranks)
 
     def detach(self) -> None:

@@ -20,7 +20,18 @@ from collections.abc import Sequence
 from fusedcomm import cost_model
 from fusedcomm.architectures import Parameter
 from fusedcomm.config import ONE_DIMENSIONAL, Config
-from fusedcomm.cost_model import Choice, Cluster, Codec, Cost, Gradient, Network, Prediction, Workload, predict
+from fusedcomm.cost_model import (
+    WORTHWHILE,
+    Choice,
+    Cluster,
+    Codec,
+    Cost,
+    Gradient,
+    Network,
+    Prediction,
+    Workload,
+    predict,
+)
 from fusedcomm.native import _C
 
 TREE_PIECE_NBYTES = 256 << 10
@@ -30,11 +41,8 @@ RING_PLATEAU = 1.9
 """Steps of a ring through several hosts take so much longer: NCCL's own figure, which it uses for all but short
 messages (those take its faster protocols, which are not modelled)."""
 MESSAGES_UNDER_WAY = 16
-WORTHWHILE = 0.03
-"""Of a step: less is not worth a change."""
 WORTH_INT4 = 0.10
-"""The same of int4, which rounds up to 18 times as much as int8, over what else there is."""
-DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
+"""WORTHWHILE of int4, which rounds up to 18 times as much as int8, over what else there is."""
 EVEN_PARAMETERS = 100
 """How many parameters of equal size a model has of which no more is known than --params."""
 
@@ -203,6 +211,8 @@ class Row:
     """A way of synchronising, with the bucket cap that suits it best of those allowed."""
 
     way: str
+    wire: str | None
+    """None: DDP alone."""
     attach: str | None
     """The arguments of fusedcomm.attach; None: DDP alone."""
     cap_mib: float
@@ -242,14 +252,15 @@ def plan(hardware: Hardware, training: Training, wires: Sequence[str], caps_mib:
     default = predict(training.workload(), Choice(None), flat)
 
     def best(way: str, attach: str | None, config: Config | None) -> Row:
+        wire = None if config is None else config.wire
         cluster = levels if config is not None and config.hosts else flat
         workload = training.workload(config)
         found = [(predict(workload, Choice(config, round(cap * 2**20)), cluster), cap) for cap in caps_mib]
         prediction, cap = min(found, key=lambda pair: pair[0].step_s)
-        return _row(way, attach, cap, prediction, default)
+        return _row(way, wire, attach, cap, prediction, default)
 
     rows = [
-        _row(DDP_DEFAULT, None, cost_model.DEFAULT_CAP_NBYTES / 2**20, default, default),
+        _row(DDP_DEFAULT, None, None, cost_model.DEFAULT_CAP_NBYTES / 2**20, default, default),
         best(DDP_TUNED, None, None),
     ]
     for arguments, config in ways(wires, several_levels).items():
@@ -257,9 +268,10 @@ def plan(hardware: Hardware, training: Training, wires: Sequence[str], caps_mib:
     return rows
 
 
-def _row(way: str, attach: str | None, cap_mib: float, found: Prediction, default: Prediction) -> Row:
+def _row(way: str, wire: str | None, attach: str | None, cap_mib: float, found: Prediction, default: Prediction) -> Row:
     return Row(
         way=way,
+        wire=wire,
         attach=attach,
         cap_mib=cap_mib,
         step_s=found.step_s,
@@ -272,30 +284,46 @@ def _row(way: str, attach: str | None, cap_mib: float, found: Prediction, defaul
     )
 
 
-def recommend(rows: Sequence[Row]) -> str:
-    """A line of code, or "leave it off" and why. Of ways nearly as fast as the fastest, the first: by default, wires
-    are listed from the most to the least exact."""
-    default, tuned, *others = rows
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    line: str
+    """Of code, or "leave it off" and why."""
+    faster: Row | None
+    """One that is worth a look, with a wire that was not accepted."""
+
+
+def recommend(rows: Sequence[Row], accepted: Sequence[str]) -> Recommendation:
+    """Of ways with an accepted wire that are nearly as fast as the fastest, the first: by default, wires are listed
+    from the most to the least exact."""
+    line, step_s = _recommend(rows[0], rows[1], [row for row in rows[2:] if row.wire in accepted])
+    others = [row for row in rows[2:] if row.wire not in accepted and row.step_s < (1 - WORTHWHILE) * step_s]
+    return Recommendation(line, min(others, key=lambda row: row.step_s, default=None))
+
+
+def _recommend(default: Row, tuned: Row, others: Sequence[Row]) -> tuple[str, float]:
+    """(line, seconds of a step then)"""
     if default.exposed_s < WORTHWHILE * default.step_s:
-        return (
-            f"leave it off: compute-bound, DDP's default waits for {default.exposed_s / default.step_s:.1%} of a step"
-        )
+        waits = default.exposed_s / default.step_s
+        return f"leave it off: compute-bound, DDP's default waits for {waits:.1%} of a step", default.step_s
     plain = tuned if tuned.step_s < default.step_s * (1 - WORTHWHILE) else default
-    fastest = min((row.step_s for row in others), default=math.inf)
+    instead = "" if plain is default else f"; DDP(…, bucket_cap_mb={plain.cap_mib:g}) alone is {plain.speedup:.2f}×"
+    if not others:
+        return f"leave it off: no wire of ours was accepted{instead}", plain.step_s
+    fastest = min(row.step_s for row in others)
     if fastest > plain.step_s * (1 - WORTHWHILE):
-        instead = "" if plain is default else f"; DDP(…, bucket_cap_mb={plain.cap_mib:g}) alone is {plain.speedup:.2f}×"
         gain = plain.step_s / fastest
         # A step that waits, though mostly it computes: if fewer bytes do not help, it is not bytes that it waits for.
         bound = "latency" if plain.bound == "compute" else plain.bound
-        return f"leave it off: {bound}-bound, and the fastest way is {gain:.2f} times as fast as DDP{instead}"
-    exacter = [row for row in others if "int4" not in row.attach]
+        line = f"leave it off: {bound}-bound, and the fastest way is {gain:.2f} times as fast as DDP{instead}"
+        return line, plain.step_s
+    exacter = [row for row in others if row.wire != "int4"]
     limit = min(plain.step_s * (1 - WORTHWHILE), fastest / (1 - WORTH_INT4))
     if exacter and min(row.step_s for row in exacter) <= limit:
         others = exacter
         fastest = min(row.step_s for row in others)
     chosen = next(row for row in others if row.step_s <= fastest * (1 + WORTHWHILE))
     cap = "" if chosen.cap_mib == default.cap_mib else f"  # with DDP(…, bucket_cap_mb={chosen.cap_mib:g})"
-    return f"fusedcomm.attach(ddp, {chosen.attach}){cap}"
+    return f"fusedcomm.attach(ddp, {chosen.attach}){cap}", chosen.step_s
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedcomm import architectures
+from fusedcomm.probe.command import accepted, add_accept_to
 
 if TYPE_CHECKING:
     from fusedcomm.paper_plan import Row
 
 PRESETS = ("horovod-2018", "ddp-bucket-size")
+DEFAULT_WIRES = ("bf16", "int8", "fp8", "int4")
+DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
+DEFAULT_BACKWARD_SHARE = 2 / 3
 DESCRIPTION = """What a training step would take on a cluster that nobody has at hand, by a model whose every assumption
 is printed, and which line of code would make it shorter. --preset compares the same model with published figures."""
 _HARDWARE = {
@@ -26,6 +30,8 @@ _HARDWARE = {
     "--memory-gbytes-per-s": (float, "of a GPU"),
     "--slowdown": (float, "of the backward pass, by the time that collectives run beside it"),
 }
+_OF_A_PRESET = ("preset", "json", "plot", "command", "run")
+"""Arguments that go together with --preset, which has what all others give."""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -38,10 +44,12 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--step-ms", type=float, help="of one GPU, without synchronisation")
     parser.add_argument("--samples-per-s", type=float, help="or its throughput, with --batch")
     parser.add_argument("--batch", type=float, help="samples of one GPU in a step")
-    parser.add_argument("--backward-share", type=float, default=2 / 3, help="of a step (0.667)")
-    parser.add_argument("--wires", nargs="+", default=["bf16", "int8", "fp8", "int4"], metavar="WIRE")
-    parser.add_argument("--caps", nargs="+", type=float, default=[5, 25, 50, 100, 200], metavar="MIB")
-    parser.add_argument("--preset", choices=PRESETS, help="compare with published figures; nothing else is used")
+    parser.add_argument("--backward-share", type=float, help=f"of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
+    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"({' '.join(DEFAULT_WIRES)})")
+    add_accept_to(parser)
+    caps = " ".join(map(str, DEFAULT_CAPS_MIB))
+    parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help=f"bucket_cap_mb ({caps})")
+    parser.add_argument("--preset", choices=PRESETS, help="compare with published figures, on the clusters they are of")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all of it there, too")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw it; needs matplotlib")
     parser.set_defaults(run=run)
@@ -59,10 +67,13 @@ class _Picture:
 
 def run(args: argparse.Namespace) -> int:
     """Raises UsageError for arguments that are impossible, ImportError where something is not installed."""
+    from fusedcomm import output
     from fusedcomm.cli import UsageError
 
+    _refuse_what_a_preset_has(args)
+    output.check(args.json, args.plot)
     if args.plot is not None:
-        _pyplot()  # before the work
+        output.pyplot()  # before the work
     try:
         if args.preset is None:
             written, picture = _plan(args)
@@ -80,6 +91,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
+    from fusedcomm.cli import UsageError
+
+    if args.preset is None:
+        return
+    for name, value in vars(args).items():
+        if value is not None and name not in _OF_A_PRESET:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} would do nothing: --preset {args.preset} has clusters and models of its own; leave out one"
+            )
+
+
 def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     from fusedcomm import paper_plan
 
@@ -89,24 +113,34 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     hardware = paper_plan.Hardware(**{name: getattr(args, name) for name in given if getattr(args, name) is not None})
     parameters = _parameters(args)
     step_s = _step_s(args)
-    training = paper_plan.Training(parameters, step_s, args.backward_share)
-    rows = paper_plan.plan(hardware, training, args.wires, args.caps)
-    recommendation = paper_plan.recommend(rows)
+    backward_share = DEFAULT_BACKWARD_SHARE if args.backward_share is None else args.backward_share
+    training = paper_plan.Training(parameters, step_s, backward_share)
+    wires = args.wires or DEFAULT_WIRES
+    may_be_recommended = accepted(wires, args.accept)
+    rows = paper_plan.plan(hardware, training, wires, args.caps or DEFAULT_CAPS_MIB)
+    found = paper_plan.recommend(rows, may_be_recommended)
     numel = sum(parameter.numel for parameter in parameters)
     assumptions = {
         "model": f"{args.model or 'unknown'}, {numel:,} fp32 gradients"
         + (", ready by the multiply-adds of their layers" if args.model else ", of equal size, ready evenly"),
-        "compute": f"{step_s * 1e3:g} ms a step without synchronisation, {args.backward_share:.0%} of it backward",
+        "compute": f"{step_s * 1e3:g} ms a step without synchronisation, {backward_share:.0%} of it backward",
         **hardware.assumptions(),
     }
     _print_assumptions(assumptions)
     _print_rows(rows)
-    print(f"\n{recommendation}")
+    print(f"\n{found.line}")
+    if found.faster is not None:
+        print(
+            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms: see docs/accuracy.md for what it "
+            f"does to gradients, then --accept {found.faster.wire}"
+        )
     written = {
         "assumptions": assumptions,
         "hardware": dataclasses.asdict(hardware),
         "rows": [dataclasses.asdict(row) for row in rows],
-        "recommendation": recommendation,
+        "accepted": may_be_recommended,
+        "recommendation": found.line,
+        "faster_but_not_accepted": found.faster and dataclasses.asdict(found.faster),
     }
     steps = {f"{row.way}, {row.cap_mib:g} MiB": row.step_s * 1e3 for row in rows}
     return written, _Picture("step, ms", {"predicted": steps})
@@ -128,6 +162,11 @@ def _step_s(args: argparse.Namespace) -> float:
     if (args.step_ms is None) == (args.samples_per_s is None):
         raise ValueError("how long does one GPU take? use one of --step-ms and --samples-per-s")
     if args.step_ms is not None:
+        if args.batch is not None:
+            raise ValueError(
+                f"--batch {args.batch:g} would do nothing beside --step-ms {args.step_ms:g}: it belongs to "
+                "--samples-per-s; leave out one"
+            )
         if not 0 < args.step_ms < 1e12:
             raise ValueError(f"--step-ms {args.step_ms:g} is not possible: use a positive number")
         return args.step_ms / 1e3
@@ -196,19 +235,10 @@ def _print_rows(rows: Sequence["Row"]) -> None:
         )
 
 
-def _pyplot():
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _draw(path: Path, picture: _Picture) -> None:
-    pyplot = _pyplot()
+    from fusedcomm import output
+
+    pyplot = output.pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for name, values in picture.series.items():
         axes.plot(list(values), list(values.values()), "o-" if picture.ordered else "o", label=name)

@@ -8,17 +8,17 @@ import sys
 import uuid
 import warnings
 import weakref
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, groups, hosts, plan, timeline, trace
+from fusedcomm import agreement, groups, hosts, plan
 from fusedcomm.config import Config, LocalOptions, choose_stall_after
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
+from fusedcomm.recorder import Recorder
 from fusedcomm.stats import NonFinite, Stats, collect, nonfinite_rows
 
 STATE_VERSION = 2
@@ -48,6 +48,7 @@ class Session:
         beside: another session on the same group, whose channels, hosts and store serve this one, too; its ranks have
             agreed on both. Only one of them may have buckets under way.
         also_agree: what else (JSON-serialisable) all ranks must share.
+        watched: whether stalls are reported from now on; else from :meth:`watch` on.
         problem: why this rank cannot take part; raised when the others know.
 
     Raises:
@@ -66,6 +67,7 @@ class Session:
         *,
         beside: "Session | None" = None,
         also_agree: dict | None = None,
+        watched: bool = True,
         problem: Exception | None = None,
     ) -> None:
         groups.check_backend(process_group, device)
@@ -76,7 +78,7 @@ class Session:
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
-        self._num_gathered = self._num_traces = self._num_beside = 0
+        self._num_gathered = self._num_beside = 0
         if beside is None:
             path = self._agree_on_plan(announce, also_agree, problem)
         else:
@@ -86,10 +88,10 @@ class Session:
             self._stall_after_s = beside._stall_after_s
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        problem = None
+        hook, problem = None, None
         try:
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
-            self.hook = _C.GradHook(
+            hook = _C.GradHook(
                 config=self.native_config,
                 device=self.native_device,
                 transport=transport,
@@ -101,12 +103,26 @@ class Session:
                 fallback_error=cfg.fallback_error or 0.0,
                 fallback_wire=cfg.number_of(cfg.fallback_wire),
             )
-            self._watch(self.hook, "engine")
+            if self.world_size > 1:
+                self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
             problem = error
         found = {"hosts": self.hosts.groups if self.hosts else None}
-        self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
+        try:
+            self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
+        except Exception:
+            if hook is not None:  # not with the error, which somebody may keep
+                hook.stop("another rank has no engine")
+                hook.free_workspaces()
+            raise
+        self.hook = hook
+        self._is_watched = False
+        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
+        timeout = groups.group_timeout(process_group, device)
+        self._recorder = Recorder(hook, self._store, self.rank, self.world_size, place, timeout)
         _running.add(self)
+        if watched:
+            self.watch()
 
     def _agree_on_plan(
         self, announce: bool, also_agree: dict | None, problem: Exception | None
@@ -145,23 +161,33 @@ class Session:
             self.codec = path.codec
         return beside.hook.transport
 
-    def _watch(self, hook: "_C.GradHook", name: str) -> None:
-        """Has the engine report stalls; `name` is its own among this session's engines, the same on every rank."""
-        if self.world_size == 1:
+    def watch(self) -> None:
+        """From now on stalls are reported and failures explained. That takes two threads and a connection to the store:
+        of sessions on the same channels only the one that runs needs it."""
+
+        if self.world_size == 1 or self._is_watched:
             return
-        store = dist.PrefixStore(f"watch/{name}", self._store)
         try:
-            hook.watch(
-                store=store,
+            self.hook.watch(
+                store=dist.PrefixStore("watch", self._store),
                 stall_after_s=self._stall_after_s,
                 timeout_s=groups.group_timeout(self.process_group, self.device).total_seconds(),
                 store_text=groups.describe_store(self.process_group),
             )
         except (RuntimeError, NotImplementedError) as error:
-            # A store written in Python need not have clone().
-            warnings.warn(f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=5)
+            # A store written in Python need not have clone(). Where warnings are errors, one rank alone must not fail.
+            with contextlib.suppress(Warning):
+                warnings.warn(
+                    f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=5
+                )
             return
-        store.set(f"who/{self.rank}", groups.describe_process(self.process_group))
+        self._is_watched = True
+
+    def unwatch(self) -> None:
+        """See :meth:`watch`. Idempotent."""
+        if self._is_watched:
+            self._is_watched = False
+            self.hook.unwatch()
 
     @property
     def ranks_per_host(self) -> int:
@@ -358,42 +384,9 @@ class Session:
             off=off,
         )
 
-    @contextlib.contextmanager
-    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """See :meth:`fusedcomm.handle.Handle.trace`."""
-        if all_ranks and trace.RANK_FIELD in str(path):
-            raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
-        self._num_traces += 1
-        own_path = trace.path_for(path, self.rank)
-        if own_path is None and not all_ranks:
-            yield
-            return
-        self.hook.start_trace()
-        try:
-            yield
-        except BaseException as error:
-            self.hook.stop_trace()
-            if all_ranks and self.rank != 0:
-                with contextlib.suppress(Exception):  # it is the error above that counts
-                    self._gather_traces(None, repr(error))
-            raise
-        document = self._traced()
-        if not all_ranks:
-            trace.write(own_path, document)
-        elif documents := self._gather_traces(document):
-            trace.write(own_path, timeline.merge(documents))
-
-    def _traced(self) -> dict:
-        run = f"{self._store.get('run').decode()}/{self._num_traces}"
-        place = (self.rank, 0)
-        if self.ranks_per_host > 1:
-            place = self.hosts.place(self.rank)[::-1]
-        return trace.document(self.hook.stop_trace(), self.rank, self.world_size, run, place)
-
-    def _gather_traces(self, document: dict | None, problem: str = "") -> list[dict] | None:
-        store = dist.PrefixStore(f"trace/{self._num_traces}", self._store)
-        timeout = groups.group_timeout(self.process_group, self.device)
-        return timeline.gather(store, self.rank, self.world_size, document, problem, timeout)
+        return self._recorder.record(path, all_ranks)
 
     def max_over_ranks(self, value: float) -> float:
         """A collective call, between backward passes."""

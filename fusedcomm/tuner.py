@@ -1,9 +1,11 @@
 """``wire="auto"`` on one rank: gives DDP's hook one candidate after another and keeps what the search chooses."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import statistics
 import warnings
 import weakref
@@ -88,7 +90,9 @@ class Space:
         """Whether a search may end with it."""
         if candidate == OFF:
             return True
-        fixed = [name for name in ("sum", "chunk_nbytes") if self._options[name] not in ("auto", None)]
+        fixed = [
+            name for name in ("sum", "chunk_nbytes", "chunks_in_flight") if self._options[name] not in ("auto", None)
+        ]
         return (
             candidate.wire in self.wires
             and all(getattr(candidate, name) == self._options[name] for name in fixed)
@@ -108,10 +112,10 @@ class Space:
             return []
         config = self.config(best)
         nbytes, in_flight = config.chunk_nbytes_for(world_size), config.chunks_in_flight_for(world_size)
-        return [
-            dataclasses.replace(best, chunk_nbytes=max(4096, nbytes // 2), chunks_in_flight=min(64, 2 * in_flight)),
-            dataclasses.replace(best, chunk_nbytes=4 * nbytes, chunks_in_flight=max(1, in_flight // 2)),
-        ][:_MAX_CHUNKS]
+        tried = [(max(4096, nbytes // 2), min(64, 2 * in_flight)), (4 * nbytes, max(1, in_flight // 2))][:_MAX_CHUNKS]
+        if best.chunks_in_flight is not None:  # of the user
+            tried = [(nbytes, best.chunks_in_flight) for nbytes, _ in tried]
+        return [dataclasses.replace(best, chunk_nbytes=nbytes, chunks_in_flight=number) for nbytes, number in tried]
 
     def record(self) -> dict:
         """What all ranks must share, JSON-serialisable."""
@@ -123,7 +127,9 @@ class Tuner:
     """The sessions of all candidates, over the channels of one that stands for off, and which of them runs.
 
     Made on every rank at the same time. The hook's target says when a backward pass begins; a trial ends there, when
-    nothing is under way: then the ranks share the largest of their times, so that all do the same next.
+    nothing is under way: then the ranks share the largest of their times, so that all do the same next. A candidate
+    that cannot be made loses, on all ranks alike. Only what runs is watched for stalls; off is DDP's own.
+
 
     Args:
         announce: whether rank 0 may print.
@@ -131,7 +137,7 @@ class Tuner:
         problem: why this rank cannot take part.
         caps: DDP's caps on buckets by now, in bytes, None when the module is gone.
 
-    Raises: as :class:`Session`.
+    Raises: as :class:`Session`, if none of the wires can be had, or not what `tuned` has chosen.
     """
 
     def __init__(
@@ -155,7 +161,7 @@ class Tuner:
         misfit = None if tuned is None else self._misfit(tuned, process_group.size(), device)
         if misfit is not None:
             tuned = None
-        wanted = None if tuned is None else str(tuned.chosen)
+        wanted = None if tuned is None else dataclasses.asdict(tuned.chosen)
         auto = {**space.record(), "tuned": wanted, "misfit": misfit}
         config = space.config_of_off
         self._off = Session(
@@ -166,13 +172,15 @@ class Tuner:
             device,
             announce,
             also_agree={"auto": auto},
+            watched=False,
             problem=problem,
         )
         self.session = self._off
         """Of the candidate that runs; for off, of what it has been handed over to keep."""
         if misfit is not None and self._off.rank == 0:
-            warnings.warn(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=4)
+            _warn(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
         self._sessions = {OFF: self._off}
+        self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None
         self._delivering = False  # what the last wire has left out goes with this pass, before off
         self._num_passes = self._num_steps = 0
@@ -187,8 +195,8 @@ class Tuner:
                 self._free_losers()
             else:
                 self._off.keeps_residuals = space.keeps_residuals
-                for candidate in space.first:
-                    self._make(candidate)
+                if not any([self._can_be_had(candidate) for candidate in space.first]):
+                    raise self._impossible[space.first[0]]
                 self._search = Search(space.first, self._sums, self._chunks)
                 self._running = self._search.candidate
         except BaseException:
@@ -199,6 +207,10 @@ class Tuner:
     def is_off(self) -> bool:
         """Whether gradients go through DDP's own all-reduce."""
         return self._running == OFF
+
+    @property
+    def is_searching(self) -> bool:
+        return self._tuning is None
 
     def start(self, target: "_C.HookTarget") -> None:
         """From now on `target` has the hook of whatever is to run."""
@@ -270,25 +282,48 @@ class Tuner:
         step_ms = self._off.max_over_ranks(statistics.median(steps) if steps else float("inf"))
         self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
         self._search.record(step_ms)
+        while not self._search.finished and not self._can_be_had(self._search.candidate):
+            self._search.record(math.inf)
         self._run(self._search.candidate)
         if self._search.finished:
             self._tuning = self._report(finished=True)
             if not self._delivering:
                 self._free_losers()
             if self._announce and self._off.rank == 0:
-                print(self.plan(), flush=True)
+                # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
+                with contextlib.suppress(Exception):
+                    print(self.plan(), flush=True)
+
+    def _can_be_had(self, candidate: Candidate) -> bool:
+        """Makes its session, unless there is one. A collective call, the same on every rank."""
+        if candidate in self._impossible:
+            return False
+        if candidate not in self._sessions:
+            try:
+                self._make(candidate)
+            except Exception as error:  # on every rank, since a session is made on all of them or on none
+                self._impossible[candidate] = error.with_traceback(None)  # which has what was made until then
+                if self._off.rank == 0:
+                    _warn(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
+                return False
+        return True
 
     def _run(self, candidate: Candidate) -> None:
         old, self._running = self.session, candidate
-        self.session = self._sessions.get(candidate) or self._make(candidate)
+        self.session = self._sessions[candidate]
         if self.session is not old:
             self.session.take_over(old)
         self._delivering = candidate == OFF and old is not self._off and self._space.keeps_residuals
         self._set_hook()
 
     def _set_hook(self) -> None:
-        hook = None if self.is_off and not self._delivering else self.session.hook
-        self._target.set(hook, self.session.process_group)
+        uses_engine = not self.is_off or self._delivering
+        for session in {*self._sessions.values(), self.session}:
+            if session is not self.session or not uses_engine:
+                session.unwatch()
+        if uses_engine:
+            self.session.watch()
+        self._target.set(self.session.hook if uses_engine else None, self.session.process_group)
 
     def _free_losers(self) -> None:
         """Ends the search: one session stays, of off only what it has counted."""
@@ -318,6 +353,7 @@ class Tuner:
             self._off.device,
             self._announce,
             beside=beside,
+            watched=False,
         )
         self._sessions[candidate] = session
         return session
@@ -355,8 +391,11 @@ class Tuner:
         )
         if not finished or not trials:
             return tuning
-        cuts = {cap: _cut(self._off.parameters, cap << 20) for cap in bucket_cap.CAPS_MB}
-        cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
+        try:
+            cuts = {cap: _cut(self._off.parameters, cap << 20) for cap in bucket_cap.CAPS_MB}
+            cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
+        except Exception:  # this rank's own, and only advice: not worth ending the training of all
+            cap = None
         return dataclasses.replace(tuning, bucket_cap=cap)
 
     def _misfit(self, tuned: Tuning, world_size: int, device: torch.device) -> str | None:
@@ -374,6 +413,12 @@ class Tuner:
                 f"it has chosen {tuned.chosen}, which wires={self._space.wires!r} and the other arguments do not allow"
             )
         return None
+
+
+def _warn(text: str, stacklevel: int) -> None:
+    """On one rank alone, which must not fail alone where warnings are errors."""
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 def model_digest(parameters: Sequence[NamedParameter]) -> str:

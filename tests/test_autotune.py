@@ -161,6 +161,16 @@ def test_only_sums_and_chunks_that_are_left_open_are_tried():
     assert space.chunks(Candidate("bf16", chunk_nbytes=8192), 2, 10) == []
 
 
+def test_chunks_in_flight_of_the_users_stay():
+    space = Space(("bf16",), options(chunks_in_flight=3))
+    (best,) = space.first
+    smaller, larger = space.chunks(best, 2, 10)
+    assert (smaller.chunk_nbytes, larger.chunk_nbytes) == (256 << 10, 2 << 20)
+    assert smaller.chunks_in_flight == larger.chunks_in_flight == 3
+    assert space.allows(best) and space.allows(smaller)
+    assert not space.allows(BF16) and not space.allows(dataclasses.replace(smaller, chunks_in_flight=4))
+
+
 def refused(rank, world_size, kwargs):
     ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
     try:
@@ -362,28 +372,42 @@ def threads_of_engine() -> int:
     return sum(name.startswith("fc-") for name in names)
 
 
-def threads_by_phase(rank, world_size, ms):
+def threads_settle_at(wanted: int) -> int:
+    """The threads of the engine; what was left to itself has a second to end."""
+    deadline = time.monotonic() + 1
+    while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def threads_by_phase(rank, world_size, ms, wanted):
     before = threads_of_engine()
     ddp = module()
     comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
     slow = Slow(comm, rank, **ms)
-    during = threads_of_engine()
+    seen = [threads_settle_at(before + wanted[0])]
+    while comm.plan().off:
+        slow()
+        synchronise(ddp, gradients(rank, 0))
+    seen.append(threads_settle_at(before + wanted[1]))
     while not comm.tuning().finished:
         slow()
         synchronise(ddp, gradients(rank, 0))
-    after = threads_of_engine()
+    for _ in range(2):  # the last of off's first passes may deliver what a wire has left out
+        synchronise(ddp, gradients(rank, 0))
+    seen.append(threads_settle_at(before + wanted[2]))
     scratch = comm.plan().scratch_nbytes
     comm.detach()
-    return during - before, after - before, threads_of_engine() - before, scratch
+    seen.append(threads_settle_at(before))
+    return [number - before for number in seen], scratch
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
-    for during, after, detached, scratch in ranks.run(threads_by_phase, TIMES, world_size=2):
-        # An engine has five lanes, and two threads that watch it.
-        assert (during, after, detached) == (21, 7, 0) and scratch > 0
-    for during, after, detached, scratch in ranks.run(threads_by_phase, OFF_IS_BEST, world_size=2):
-        assert (during, after, detached, scratch) == (21, 0, 0, 0)
+    # An engine has five lanes. Two threads watch the one that runs, none while that is DDP's own all-reduce.
+    for ms, wanted in ((TIMES, [15, 17, 7, 0]), (OFF_IS_BEST, [15, 17, 0, 0])):
+        for seen, scratch in ranks.run(threads_by_phase, ms, wanted, world_size=2):
+            assert seen == wanted and (scratch > 0) == (ms is TIMES)
 
 
 def with_error_feedback(rank, world_size):
@@ -532,7 +556,7 @@ def test_ranks_must_be_given_the_same_choice(ranks, tmp_path):
     (tmp_path / "garbage.json").write_text('{"fusedcomm tuning": 1, "chosen": 3}')
     outcome = ranks.run(given_to_one_rank, str(tmp_path / "garbage.json"), world_size=2)
     for differs, garbage in outcome:
-        assert "do not agree: auto.tuned is 'int8' on rank 0 and None on rank 1" in differs
+        assert "do not agree: auto.tuned is {'wire': 'int8'" in differs and "on rank 0 and None on rank 1" in differs
         assert "garbage.json' is not what Tuning.save() writes" in garbage
 
 
@@ -605,6 +629,154 @@ def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
         assert len(errors) == 1 and "the search's own trouble" in errors[0]
 
 
+def rounded_alike(rank, world_size):
+    ddp = module()
+    tuned = frozen(world_size, dataclasses.replace(INT8, chunk_nbytes=100_000_100 + rank), ddp)
+    with pytest.raises(RuntimeError) as error:
+        fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+    return str(tuned.chosen), str(error.value)
+
+
+def test_choices_that_look_alike_are_not_the_same(ranks):
+    (first, error), (second, _) = ranks.run(rounded_alike, world_size=2)
+    assert first == second
+    assert "auto.tuned.chunk_nbytes is 100000100 on rank 0 and 100000101 on rank 1" in error
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def without(rank, world_size, impossible, numel, kwargs):
+    """A search in which on rank 1 no session can be made for a candidate that `impossible` names.
+
+    Returns the tuning, the warnings, how far gradients were off at most, and the wires that ran.
+    """
+    from fusedcomm import session
+
+    path_of = session.Session._connect_beside
+
+    def connect(self, *arguments):
+        name = str(Candidate(self.config.wire, self.config.sum, self.config.chunk_nbytes))
+        if rank == 1 and any(part in name for part in impossible):
+            raise MemoryError(f"no memory for {name}")
+        return path_of(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(session.Session, "_connect_beside", connect)
+        ddp = DistributedDataParallel(Gradients((numel,)), bucket_cap_mb=25)
+        try:
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), exempt=(), quiet=True, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            return str(error)
+        slow, worst, wires = Slow(comm, rank, **TIMES), 0.0, []
+        steps_left = 3
+        while steps_left:
+            slow()
+            seen = synchronise(ddp, [torch.full((numel,), float(rank + 1))])[0]
+            worst = max(worst, (seen - (world_size + 1) / 2).abs().max().item())
+            plan = comm.plan()
+            wires.append("off" if plan.off else plan.config.wire)
+            steps_left -= comm.tuning().finished
+        tuning = comm.tuning()
+        residual = comm.state_dict(consolidated=True)["residuals"]
+        comm.detach()
+    texts = [str(w.message) for w in caught if "cannot try" in str(w.message)]
+    return tuning, texts, worst, set(wires), sorted(residual)
+
+
+def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
+    outcome = ranks.run(without, ("int8",), NUMEL, {"sum": "two-shot"}, world_size=3)
+    (warning,) = outcome[0][1]
+    assert "wire='auto' cannot try int8 two-shot: fusedcomm: rank 1 cannot attach: no memory for int8" in warning
+    for tuning, warned, worst, wires, _ in outcome:
+        assert tuning.chosen.wire == "bf16" and wires == {"off", "bf16"} and worst < 0.01
+        assert tuning.trials == outcome[0][0].trials
+        assert tuning.step_ms[Candidate("int8", "two-shot")] == float("inf")
+        assert "int8 two-shot could not be made" in str(tuning)
+        assert warned == [] or warned == [warning]
+    assert [bool(warned) for _, warned, *_ in outcome] == [True, False, False]
+    path = tmp_path / "tuned.json"
+    outcome[0][0].save(path)
+    assert "Infinity" not in path.read_text() and Tuning.load(path).trials == outcome[0][0].trials
+
+
+def test_a_candidate_that_comes_up_in_mid_search_and_cannot_be_had_loses_on_all(ranks):
+    """Its chunks are the last to be tried, while int8 runs: that goes on, with what it has left out."""
+    kwargs = {"sum": "two-shot", "error_feedback": True}
+    for tuning, _, worst, wires, residuals in ranks.run(without, ("in chunks of",), 3_000_000, kwargs, world_size=2):
+        lost = [candidate for candidate, ms in tuning.step_ms.items() if ms == float("inf")]
+        assert len(lost) == 2 and all(candidate.chunk_nbytes for candidate in lost)
+        assert tuning.finished and tuning.chosen == Candidate("int8", "two-shot")
+        assert wires == {"off", "bf16", "int8"} and worst < 0.05 and residuals == ["weights.0"]
+
+
+def test_without_any_wire_attach_says_why(ranks):
+    for error in ranks.run(without, ("int8", "bf16"), NUMEL, {}, world_size=2):
+        assert "no memory for bf16" in error
+
+
+def without_advice(rank, world_size):
+    """Rank 0's output is closed, and its prediction fails: neither is worth a training."""
+    from fusedcomm import tuner
+
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            if "chosen by" in text:
+                raise BrokenPipeError
+            return super().write(text)
+
+    os.environ.pop("FUSEDCOMM_QUIET", None)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(Closed()):
+            if rank == 0:
+                patch.setattr(tuner.bucket_cap, "predict", fail)
+            ddp = module()
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",))
+            slow = Slow(comm, rank, **TIMES)
+            while not comm.tuning().finished:
+                slow()
+                synchronise(ddp, gradients(rank, 0))
+            seen = synchronise(ddp, gradients(rank, 0))
+    finally:
+        os.environ["FUSEDCOMM_QUIET"] = "1"
+    return comm.tuning().bucket_cap is None, [value.sum().item() for value in seen]
+
+
+def test_rank_0_does_not_fail_alone_over_what_is_for_people(ranks):
+    (is_none, first), (other_is_none, second) = ranks.run(without_advice, world_size=2)
+    assert is_none and not other_is_none and first == second
+
+
+def traced_at(rank, world_size, path):
+    ddp, errors = module(), []
+
+    def attempt():
+        try:
+            with comm.trace(path, all_ranks=True):
+                synchronise(ddp, gradients(rank, 0))
+        except RuntimeError as error:
+            return str(error)
+        return "traced"
+
+    for tuned in (None, frozen(world_size, OFF, ddp), frozen(world_size, INT8, ddp)):
+        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        errors.append(attempt())
+        comm.detach()
+    return errors
+
+
+def test_only_what_has_been_chosen_can_be_traced(ranks, tmp_path):
+    for searching, off, chosen in ranks.run(traced_at, str(tmp_path / "trace.json"), world_size=2):
+        assert "still searching" in searching and "wait for comm.tuning().finished" in searching
+        assert "DDP's own all-reduce is running: there is nothing of fusedcomm's to trace" in off
+        assert chosen == "traced"
+    assert (tmp_path / "trace.json").exists()
+
+
 def detached_while_searching(rank, world_size):
     before = threads_of_engine()
     ddp = module()
@@ -625,7 +797,7 @@ def detached_while_searching(rank, world_size):
     synchronise(dropped, gradients(rank, 0))
     del dropped, comm, again
     gc.collect()
-    return same, buckets > 0, tuning, threads_of_engine() - before
+    return same, buckets > 0, tuning, threads_settle_at(before) - before
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")

@@ -9,7 +9,7 @@ from fusedcomm import published
 from fusedcomm.architectures import architecture
 from fusedcomm.cli import main
 from fusedcomm.config import Config
-from fusedcomm.paper_plan import Hardware, Row, Training, even_parameters, plan, recommend, ways
+from fusedcomm.paper_plan import Hardware, Recommendation, Row, Training, even_parameters, plan, recommend, ways
 
 WIRES = ("bf16", "int8", "fp8", "int4")
 MANY = ("--params", "1e8", "--step-ms", "100")
@@ -146,7 +146,7 @@ def test_two_levels_are_better_where_the_nic_is_the_bottleneck():
         assert levels.sent_nbytes < flat.sent_nbytes / 3
     assert rows["wire=int8, hosts=auto"].speedup > 2
     assert rows["DDP default"].bound == "network"
-    assert 'hosts="auto"' in recommend(list(rows.values()))
+    assert 'hosts="auto"' in recommend(list(rows.values()), WIRES).line
 
 
 def test_ways_have_two_levels_only_where_there_are_two():
@@ -170,22 +170,28 @@ def test_a_row_says_what_its_step_is_made_of():
 
 def test_leave_it_off_where_compute_hides_everything():
     rows = rows_by_way(Hardware(8, nic_gbps=400), numel=10**7, step_s=2.0)
-    assert recommend(list(rows.values())).startswith("leave it off: compute-bound")
+    assert recommend(list(rows.values()), WIRES).line.startswith("leave it off: compute-bound")
 
 
 def test_leave_it_off_where_latency_is_all():
     """4096 hosts for a small model: an all-to-all has more messages than a tree has hops."""
     rows = rows_by_way(Hardware(4096, nic_gbps=400), numel=10**6, step_s=0.002)
     assert rows["wire=int8"].bound == "latency"
-    assert recommend(list(rows.values())).startswith("leave it off: latency-bound")
+    assert recommend(list(rows.values()), WIRES).line.startswith("leave it off: latency-bound")
+
+
+def recommendation(accepted: tuple[str, ...] = WIRES, **step_s: float) -> Recommendation:
+    default = Row("DDP default", None, None, 25, 1.0, 1.0, 0.5, 1, 0.5, 4, "network")
+    others = []
+    for wire, seconds in step_s.items():
+        others.append(dataclasses.replace(default, way=wire, wire=wire, attach=f'wire="{wire}"', step_s=seconds))
+    return recommend([default, default, *others], accepted)
 
 
 def recommended(**step_s: float) -> str:
-    default = Row("DDP default", None, 25, 1.0, 1.0, 0.5, 1, 0.5, 4, "network")
-    others = []
-    for wire, seconds in step_s.items():
-        others.append(dataclasses.replace(default, way=wire, attach=f'wire="{wire}"', step_s=seconds))
-    return recommend([default, default, *others])
+    found = recommendation(**step_s)
+    assert found.faster is None
+    return found.line
 
 
 def test_the_most_exact_of_nearly_equal_ways_is_recommended():
@@ -195,6 +201,16 @@ def test_the_most_exact_of_nearly_equal_ways_is_recommended():
     assert recommended(int8=0.60, int4=0.50) == 'fusedcomm.attach(ddp, wire="int4")'
     assert recommended(int8=0.99, int4=0.93) == 'fusedcomm.attach(ddp, wire="int4")'
     assert recommended(int8=0.98).startswith("leave it off: network-bound, and the fastest way is 1.02 times")
+
+
+def test_only_accepted_wires_are_recommended_and_a_faster_one_is_named():
+    found = recommendation(("bf16", "int8"), bf16=0.61, int8=0.50, fp8=0.49, int4=0.30)
+    assert found.line == 'fusedcomm.attach(ddp, wire="int8")' and found.faster.wire == "int4"
+    assert recommendation(("bf16", "int8"), bf16=0.61, fp8=0.60).faster is None
+    found = recommendation(("bf16",), bf16=0.99, int4=0.30)
+    assert found.line.startswith("leave it off: network-bound") and found.faster.wire == "int4"
+    found = recommendation((), bf16=0.5)
+    assert found.line == "leave it off: no wire of ours was accepted" and found.faster.wire == "bf16"
 
 
 # ---- the command
@@ -211,8 +227,11 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
     assert dict(assumed) == written["assumptions"]
     assert "160 ms" in written["assumptions"]["compute"]
     assert written["hardware"]["ranks_per_host"] == 4
-    assert written["recommendation"] == lines[-1]
-    assert lines[-1].startswith("fusedcomm.attach(ddp, wire=")
+    # Below the line of code, what a wire would gain that was not accepted.
+    assert written["recommendation"] == lines[-2] and written["accepted"] == ["bf16", "int8"]
+    assert lines[-2].startswith('fusedcomm.attach(ddp, wire="int8"')
+    faster = written["faster_but_not_accepted"]
+    assert faster["wire"] == "int4" and faster["way"] in lines[-1] and lines[-1].endswith("then --accept int4")
     assert [row["way"] for row in written["rows"]][:3] == ["DDP default", "DDP, best cap", "wire=bf16"]
     assert {field.name for field in dataclasses.fields(Row)} == set(written["rows"][0])
     assert all(any(line.startswith(row["way"]) for line in lines) for row in written["rows"])
@@ -255,6 +274,17 @@ def test_plots(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_folders_are_made(tmp_path):
+    path = tmp_path / "new" / "folder" / "plan.json"
+    assert main(["plan", "--ranks", "8", *MANY, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["rows"]
+
+
+def test_accepted_wires_can_be_given(capsys):
+    assert main(["plan", "--ranks", "16", "--nic-gbps", "1", *MANY, "--accept", "int4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith('fusedcomm.attach(ddp, wire="int4"')
+
+
 def test_a_plot_without_matplotlib_names_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["plan", "--ranks", "8", *MANY, "--plot", str(tmp_path / "plan.png")]) == 1
@@ -282,7 +312,14 @@ def test_a_plot_without_matplotlib_names_it(capsys, monkeypatch, tmp_path):
         (("--ranks", "8", "--wires", "int3", *MANY), "wire='int3'"),
         (("--ranks", "8", "--caps", "-1", *MANY), "caps=[-1.0]"),
         (("--ranks", "8", "--model", "alexnet", "--step-ms", "10"), "alexnet"),
-        (("--ranks", "8", "--json", "/no/such/folder/plan.json", *MANY), "name another file"),
+        (("--ranks", "8", "--json", "/dev/null/plan.json", *MANY), "name another file"),
+        (("--ranks", "8", "--json", "/", *MANY), "name a file"),
+        (("--ranks", "8", "--plot", "plan.txt", *MANY), "ends in one of .png, .pdf, .svg"),
+        (("--ranks", "8", "--batch", "4", *MANY), "--batch 4 would do nothing beside --step-ms 100"),
+        (("--ranks", "8", "--wires", "bf16", "--accept", "int8", *MANY), "--accept int8: it is not among --wires bf16"),
+        (("--preset", "horovod-2018", "--ranks", "8"), "--ranks would do nothing: --preset horovod-2018"),
+        (("--preset", "horovod-2018", "--backward-share", "0.5"), "--backward-share would do nothing: --preset"),
+        (("--preset", "ddp-bucket-size", "--wires", "int8"), "--wires would do nothing: --preset ddp-bucket-size"),
     ],
 )
 def test_refuses(capsys, argv, said):

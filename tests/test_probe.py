@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fusedcomm import output
 from fusedcomm.cli import main
 from fusedcomm.cost_model import Cluster, Codec, Cost, Network, Workload, linear_gradients
-from fusedcomm.probe import fit, plot, report
+from fusedcomm.probe import fit, report
 from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, at_rate, crossover_bytes_s, link_bytes_s, options, recommend
 from fusedcomm.probe.network import Sample
 from fusedcomm.probe.network import fit as fit_network
@@ -25,7 +27,7 @@ from fusedcomm.probe.run import Settings, probe
 from fusedcomm.probe.steps import attributed
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.traced import stage_points
-from fusedcomm.probe.workload import checked, load
+from fusedcomm.probe.workload import Synthetic, checked, load, work
 
 TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
 
@@ -276,7 +278,8 @@ def test_the_json_has_everything(probed):
     assert 0 < document["local"]["cores"] <= os.cpu_count()
     assert document["workload"]["numel"] == TINY.params and document["workload"]["backward_s"] > 0
     assert set(document["crossover_bytes_s"]) == {"bf16", "int8"}
-    assert {row["name"] for row in document["check"]} >= {OFF, "bf16"} or len(document["check"]) == 2
+    baseline, ours = document["check"]
+    assert baseline["name"] == OFF and ours["name"] in ("bf16", "bf16 two-shot")
     assert all(row["measured_s"] > 0 and row["ratio"] > 0 for row in document["check"])
     recommendation = document["recommendation"]
     assert recommendation["baseline"]["name"] == OFF and recommendation["reason"]
@@ -293,10 +296,25 @@ def test_the_text_says_what_to_do(probed):
         assert part in text
 
 
+def run_beside_work(rank, world_size, settings):
+    """The probe's document, and how long the same work has taken before and after it, in seconds."""
+    team = Team(dist.group.WORLD, torch.device("cpu"))
+
+    def seconds():
+        model = Synthetic(settings.params, settings.backward_s, team.device)
+        return statistics.median(team.time(lambda: work(model._num_repeats * len(model.weights), team.device), 5))
+
+    before_s = seconds()
+    document, _, _ = run_probe(rank, world_size, settings)
+    return document, (before_s, seconds())
+
+
 def test_a_backward_pass_takes_as_long_as_it_should(ranks):
     settings = dataclasses.replace(TINY, backward_s=0.05, wires=("bf16",))
-    (document, _, _), _ = ranks.run(run_probe, settings, world_size=2)
-    assert 0.02 < document["workload"]["backward_s"] < 0.5
+    (document, beside_s), _ = ranks.run(run_beside_work, settings, world_size=2)
+    # By the machine's speed then; which is about what was asked for, unless other work comes and goes.
+    assert min(beside_s) / 3 < document["workload"]["backward_s"] < 3 * max(beside_s)
+    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8
     ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
     assert ready == sorted(ready)
 
@@ -345,6 +363,14 @@ def test_stages_from_traces(ranks):
         (("--caps", "-1"), "bucket sizes are numbers of MiB above 0"),
         (("--cores", "0"), "--cores 0 is not possible"),
         (("--script", "no.py"), "--script no.py: there is no file no.py"),
+        (
+            ("--script", "no.py", "--params", "1e6"),
+            "--params 1e+06 is of the step without a script, and --script no.py",
+        ),
+        (("--backward-ms", "0", "--script", "no.py"), "--backward-ms 0 is of the step without a script"),
+        (("--plot", "probe.txt"), "--plot probe.txt: a picture's name ends in one of .png, .pdf, .svg"),
+        (("--json", "/dev/null/probe.json"), "--json /dev/null/probe.json: its folder cannot be made"),
+        (("--json", "/"), "--json / is a folder"),
     ],
 )
 def test_refusals(capsys, arguments, text):
@@ -353,8 +379,16 @@ def test_refusals(capsys, arguments, text):
     assert stopped.value.code == 2 and text in capsys.readouterr().err
 
 
+def test_one_rank_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as stopped:
+        main(["probe"])
+    assert stopped.value.code == 2 and "torchrun started one rank" in capsys.readouterr().err
+
+
 def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
-    files = ("--json", str(tmp_path / "p.json"), "--plot", str(tmp_path / "p.png"))
+    files = ("--json", str(tmp_path / "new" / "p.json"), "--plot", str(tmp_path / "p.png"))
     command = [sys.executable, "-m", "fusedcomm", "probe", *files, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
@@ -366,7 +400,7 @@ def test_the_command_without_torchrun(tmp_path):
     done = run_command(tmp_path, "--seconds", "5", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on this machine's loopback" in done.stdout and "torchrun" in done.stdout
-    document = json.loads((tmp_path / "p.json").read_text())
+    document = json.loads((tmp_path / "new" / "p.json").read_text())
     assert document["workload"]["numel"] == 64 * 256 + 256 + 256 * 10 + 10
     assert document["workload"]["optimizer_s"] > 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -379,8 +413,9 @@ def test_what_is_wrong_with_a_script_is_said_once(tmp_path):
 
 
 def test_no_picture_without_matplotlib(monkeypatch):
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
-    assert plot.why_not() == "matplotlib is not installed: pip install matplotlib"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="matplotlib, which is not installed: pip install matplotlib"):
+        output.pyplot()
 
 
 # ---- bench/probe_check.py

@@ -10,7 +10,7 @@ from models import Gradients, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import timeline
+from fusedcomm import timeline, trace
 from fusedcomm.cli import main
 
 SHAPES = ((300, 50), (20, 30), (4000,))
@@ -238,6 +238,36 @@ def leaving(rank, world_size, path):
         error = f"{type(caught).__name__}: {caught}"
     synchronise(ddp, [torch.ones(50)])
     return error
+
+
+def without_a_document(rank, world_size, path):
+    """On rank 1 the trace itself fails."""
+
+    def fail(*arguments):
+        raise ArithmeticError("no clock")
+
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    error = None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(trace, "document", fail)
+        try:
+            with comm.trace(path, all_ranks=True):
+                synchronise(ddp, [torch.ones(50)])
+        except (ArithmeticError, RuntimeError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    with comm.trace(path, all_ranks=True):
+        synchronise(ddp, [torch.ones(50)])
+    return error
+
+
+def test_a_rank_whose_trace_fails_is_named(ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    errors = ranks.run(without_a_document, str(path), world_size=3)
+    named = "RuntimeError: fusedcomm: rank 1 has no trace: ArithmeticError('no clock')"
+    assert errors == [named, "ArithmeticError: no clock", None]
+    assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
 
 
 def test_a_rank_that_leaves_with_an_error_is_named(ranks, tmp_path):

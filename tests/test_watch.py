@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -110,11 +111,11 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
             # Said before the timeout made an error of it, and once.
             assert warned.count("Warning: fusedcomm") == 1
             assert report[report.index("fusedcomm: ") :].splitlines()[1] in warned
-            assert waited < TIMEOUT_S + 2
+            assert waited < TIMEOUT_S + 4
         else:
             assert "Warning: fusedcomm" not in warned
             assert waited < TIMEOUT_S
-        assert detached < 1
+        assert detached < TIMEOUT_S / 2
 
 
 def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
@@ -163,7 +164,7 @@ def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks)
             assert "rank 2 (process" in warned and "is missing" in warned
 
 
-def slow(rank, world_size, victim, stall_after):
+def slow(rank, world_size, victim, stall_after, late_s):
     """In step 3 the `victim` begins its backward pass late; then five more steps."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=stall_after)
@@ -172,7 +173,7 @@ def slow(rank, world_size, victim, stall_after):
     with tempfile.NamedTemporaryFile() as log:
         with stderr_to(log.name):
             if rank == victim:
-                time.sleep(3)
+                time.sleep(late_s)
             means = synchronise(ddp, gradients)
             means += synchronise(ddp, gradients, steps=5)
         with open(log.name) as file:
@@ -184,12 +185,13 @@ def slow(rank, world_size, victim, stall_after):
 
 
 def test_a_slow_rank_is_named_once_and_training_goes_on(ranks):
-    for rank, (right, warned, detached) in enumerate(ranks.run(slow, 1, 0.5, world_size=3)):
-        assert right and detached < 1
+    for rank, (right, warned, detached) in enumerate(ranks.run(slow, 1, 2, 6, world_size=3)):
+        assert right and detached < 5
         if rank == 1:
             assert warned == ""
             continue
-        assert warned.count("Warning: fusedcomm: roll call 1 of 3 ranks") == 1
+        # On a busy machine another step may have stalled before.
+        assert len(re.findall(r"Warning: fusedcomm: roll call \d+ of 3 ranks", warned)) == 1
         assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
         assert "ranks 0, 2 wait in step 3 for the all-to-all of chunk 1/" in warned
@@ -197,8 +199,111 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks):
 
 
 def test_nothing_is_said_of_a_wait_within_stall_after(ranks):
-    for right, warned, _ in ranks.run(slow, 1, None, world_size=3):
+    for right, warned, _ in ranks.run(slow, 1, None, 3, world_size=3):
         assert right and warned == ""
+
+
+# ---- a store whose connections fail
+
+
+class Proxy:
+    """Between the ranks and a TCPStore. One byte from a client of `control` cuts all connections; "0" also refuses new
+    ones."""
+
+    def __init__(self, port):
+        self._port, self._pairs, self._is_open = port, [], True
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.port, self.control = (listener.getsockname()[1] for listener in self._listeners)
+        for listener, serve in zip(self._listeners, (self._connect, self._obey), strict=True):
+            threading.Thread(target=self._accept, args=(listener, serve), daemon=True).start()
+
+    def close(self):
+        for listener in self._listeners:
+            listener.close()
+        self._cut()
+
+    def _accept(self, listener, serve):
+        with contextlib.suppress(OSError):
+            while True:
+                serve(listener.accept()[0])
+
+    def _connect(self, client):
+        if not self._is_open:
+            client.close()
+            return
+        server = socket.create_connection(("127.0.0.1", self._port))
+        self._pairs += [client, server]
+        for one, other in ((client, server), (server, client)):
+            threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    def _pump(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def _obey(self, client):
+        self._is_open = client.recv(1) != b"0"
+        self._cut()
+        client.sendall(b"done")
+        client.close()
+
+    def _cut(self):
+        while self._pairs:
+            with contextlib.suppress(OSError):
+                self._pairs.pop().shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def proxy():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(store.port)
+    yield proxy
+    proxy.close()
+
+
+def cut(control, order):
+    with socket.create_connection(("127.0.0.1", control)) as client:
+        client.sendall(order)
+        assert client.recv(4) == b"done"
+
+
+def cut_off(rank, world_size, port, control):
+    """Twice the store's connections are cut, the second time for good, and then rank 1 is late. Returns what was
+    written to stderr each time, and whether the sums were right."""
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=5)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=2)
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    means, logs = synchronise(ddp, gradients, steps=3), []
+    for order, wait_s in ((b"1", 2), (b"0", 10)):
+        with tempfile.NamedTemporaryFile() as log:
+            with stderr_to(log.name):
+                if rank == 0:
+                    cut(control, order)
+                means += synchronise(ddp, gradients)
+                time.sleep(wait_s)  # enough to notice, and to give up
+                means += synchronise(ddp, gradients)
+                time.sleep(6 if rank == 1 else 0)
+                means += synchronise(ddp, gradients)
+            with open(log.name) as file:
+                logs.append(file.read())
+    comm.detach()
+    return logs, all((mean == (world_size + 1) / 2).all().item() for mean in means)
+
+
+def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
+    for rank, ((first, second), right) in enumerate(ranks.run(cut_off, proxy.port, proxy.control, world_size=3)):
+        assert right
+        # Rank 1 has answered: it is slow, and not missing.
+        assert ("rank 1 is slow: it has not handed over bucket 0" in first) == (rank != 1), first
+        assert "is missing" not in first and "has lost the store" not in first
+        assert second.count(f"Warning: fusedcomm: rank {rank} of 3 has lost the store") == 1, second
+        assert "a TCPStore at 127.0.0.1" in second
+        assert ("cannot call the roll" in second) == (rank != 1)
 
 
 # ---- what is concluded from answers
@@ -285,6 +390,23 @@ STREAMS = "work on the device's streams"
             ],
         ),
         ("over", ["every rank answered, and none waits any more"]),
+        (
+            "unread",
+            [
+                "2 answers not read in time, of ranks 1, 3: the store is slow",
+                f"ranks 0, 2 wait {WAITS}",
+            ],
+        ),
+        (
+            # Without "conclusive": another look may say more.
+            "unread and missing",
+            [
+                "1 answer not read in time, of rank 1: the store is slow",
+                "rank 2 (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
+                "or is cut off",
+                f"ranks 0, 3 wait {WAITS}",
+            ],
+        ),
     ],
 )
 def test_the_report_says_what_the_answers_say(roll_call_scenes, scene, lines):
@@ -292,6 +414,27 @@ def test_the_report_says_what_the_answers_say(roll_call_scenes, scene, lines):
     head = f"fusedcomm: roll call 5 of {40 if scene == 'many' else 4} ranks, opened by rank 0"
     printed.remove(head)
     assert sorted(line.strip() for line in printed) == sorted(lines)
+
+
+def read_slowly(roll_call_scenes, seconds_of_an_answer):
+    command = [roll_call_scenes, "slowly", str(seconds_of_an_answer)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("seconds, late", [(1e-4, True), (2.5e-3, False)])
+def test_of_a_thousand_ranks_the_missing_one_is_named(roll_call_scenes, seconds, late):
+    report = read_slowly(roll_call_scenes, seconds)
+    assert report.startswith("conclusive\n") and "rank 900 (which has no watch) is missing" in report
+    assert report.count("is missing") == 1 and "not read" not in report
+    # Where the store is slow, it is not the rank's fault that its answer is read late.
+    assert report.count("is slow") == late and ("rank 800 is slow" in report) == late
+
+
+def test_what_a_slow_store_does_not_hand_out_is_not_missing(roll_call_scenes):
+    report = read_slowly(roll_call_scenes, 1e-2)
+    unread = re.search(r"(\d+) answers not read in time, of ranks (\d+), ", report)
+    assert 500 < int(unread[1]) < 650 and int(unread[1]) + int(unread[2]) == 1000
+    assert "missing" not in report and "is slow:" not in report and "conclusive" not in report
 
 
 # ---- the option

@@ -4,13 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from fusedcomm.config import ONE_DIMENSIONAL, Config
-from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Choice, Cluster, Cost, Prediction, Workload, predict
+from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE, Choice, Cluster, Cost, Prediction, Workload, predict
 from fusedcomm.native import _C
 
 OFF = "off"
 """DDP's own all-reduce."""
-WORTHWHILE = 0.03
-"""A smaller gain is less than the model and a machine's moods can tell."""
 AS_GOOD = 0.02
 """Between choices this near to the fastest, a more exact wire and DDP's own bucket size win."""
 MIB = 1 << 20
@@ -102,8 +100,8 @@ def recommend(found: Sequence[Option], accepted: Sequence[str]) -> Recommendatio
         chosen = best
         hidden = baseline.prediction.exposed_s - chosen.prediction.exposed_s
         reason = (
-            f"of {_ms(baseline.prediction.step_s)} with DDP's own all-reduce, {_ms(baseline.prediction.exposed_s)} are "
-            f"spent waiting for gradients; {_ms(hidden)} of them would be saved"
+            f"of {ms(baseline.prediction.step_s)} with DDP's own all-reduce, {ms(baseline.prediction.exposed_s)} are "
+            f"spent waiting for gradients; {ms(hidden)} of them would be saved"
         )
     better = fastest is not None and _step_s(fastest) < (1 - WORTHWHILE) * _step_s(chosen)
     return Recommendation(chosen, baseline, reason, fastest if better and fastest.wire not in accepted else None)
@@ -114,15 +112,15 @@ def why_off(off: Prediction, best: Option | None) -> str:
         return "no wire of ours was accepted"
     if off.exposed_s < WORTHWHILE * off.step_s:
         return (
-            f"communication is hidden behind the backward pass: a step waits {_ms(off.exposed_s)} of {_ms(off.step_s)} "
+            f"communication is hidden behind the backward pass: a step waits {ms(off.exposed_s)} of {ms(off.step_s)} "
             "for it, so sending fewer bytes cannot make it shorter"
         )
     if best.prediction.bound in ("cores", "codec"):
         return (
             f"bytes are nearly free here: encoding them would take as long as sending them ({best.name} "
-            f"{_ms(best.prediction.step_s)}, off {_ms(off.step_s)})"
+            f"{ms(best.prediction.step_s)}, off {ms(off.step_s)})"
         )
-    return f"too little would be saved: {best.name} {_ms(best.prediction.step_s)}, off {_ms(off.step_s)}"
+    return f"too little would be saved: {best.name} {ms(best.prediction.step_s)}, off {ms(off.step_s)}"
 
 
 def _best(found: Sequence[Option]) -> Option:
@@ -140,7 +138,7 @@ def _step_s(option: Option) -> float:
     return option.prediction.step_s
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from fusedcomm import output
 from fusedcomm.cli import UsageError
 from fusedcomm.config import WIRES
 from fusedcomm.probe import plot, report
@@ -31,13 +32,18 @@ class Options:
 def launch(options: Options) -> int:
     """Runs the probe to its end. Returns the exit status; what went wrong has been printed."""
     check(options.settings)
-    for path in (options.json, options.plot):
-        if path is not None:
-            _make_folder(path)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) == 1:
+            raise UsageError(
+                "torchrun started one rank, which has nobody to send gradients to: start at least two (--nnodes, "
+                "--nproc-per-node), or run it without torchrun to see two on this machine"
+            )
+        if os.environ["RANK"] == "0":  # which alone writes
+            output.check(options.json, options.plot)
         device = _device()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return _run(options, device)
+    output.check(options.json, options.plot)
     try:
         if options.settings.script is not None:
             script_path(options.settings.script)
@@ -66,9 +72,6 @@ def check(settings: Settings) -> None:
         for wire in wires:
             if wire not in WIRES:
                 raise UsageError(f"{name} {wire}: no such wire; use some of {', '.join(WIRES)}")
-    missing = [wire for wire in settings.accept if wire not in settings.wires]
-    if missing:
-        raise UsageError(f"--accept {missing[0]}: it is not among --wires {' '.join(settings.wires)}: add it there")
     if settings.seconds < MIN_SECONDS:
         raise UsageError(f"--seconds {settings.seconds:g} is too short: use at least {MIN_SECONDS:g}")
     if settings.params < 1 or settings.backward_s < 0:
@@ -115,19 +118,12 @@ def _run(options: Options, device: torch.device) -> int:
         print(report.text(findings))
         report.write_json(findings, options.json)
         written = [str(options.json)]
-        reason = plot.why_not()
-        if options.plot is not None and reason is None:
-            plot.picture(findings, options.plot)
-            written.append(str(options.plot))
-        elif options.plot is not None:
-            print(f"no picture: {reason}")
+        if options.plot is not None:
+            try:
+                plot.picture(findings, options.plot)
+                written.append(str(options.plot))
+            except ImportError as error:
+                print(f"no picture: {error}")
         print(f"Written: {' and '.join(written)}", flush=True)
     dist.destroy_process_group()
     return 0
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the folder of {path} cannot be made: {error.strerror}; name another one") from error

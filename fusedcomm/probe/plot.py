@@ -1,8 +1,8 @@
 """The probe's picture: the predicted step by the speed of the link, for each wire, with the link that was measured."""
 
-import importlib.util
 from pathlib import Path
 
+from fusedcomm import output
 from fusedcomm.probe.choices import OFF, at_rate, link_bytes_s, predict_option
 from fusedcomm.probe.run import Findings
 
@@ -13,19 +13,9 @@ DECADES = 2.0
 """To each side of the link that was measured."""
 
 
-def why_not() -> str | None:
-    """Why nothing can be drawn here."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "matplotlib is not installed: pip install matplotlib"
-    return None
-
-
 def picture(findings: Findings, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file is all that is drawn: no screen needed
-    from matplotlib import pyplot as plt
-
+    """Raises ImportError where there is no matplotlib."""
+    plt = output.pyplot()
     cluster, cap = findings.cluster, findings.recommendation.option.cap_mb
     measured = link_bytes_s(cluster)
     rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost
 from fusedcomm.probe.check import WARN_ERROR
-from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option
+from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.probe.run import Findings
 
 FORMAT_VERSION = 1
@@ -34,8 +34,8 @@ def _measured(findings: Findings) -> list[str]:
         whole_s = codec.pack(numel) + codec.reduce(numel) + codec.unpack(numel)
         lines.append(f"  codec {wire:<12} {4 * numel / whole_s / 1e9:>9.2f} GB/s of gradients, pack to unpack")
     lines.append(
-        f"step: {workload.numel:,} parameters; forward {_ms(workload.forward_s)}, backward {_ms(workload.backward_s)}, "
-        f"optimizer {_ms(workload.optimizer_s)} without synchronisation"
+        f"step: {workload.numel:,} parameters; forward {ms(workload.forward_s)}, backward {ms(workload.backward_s)}, "
+        f"optimizer {ms(workload.optimizer_s)} without synchronisation"
     )
     if findings.settings.script is None:
         lines.append("  (synthetic: --script takes a model of yours, --params and --backward-ms another synthetic one)")
@@ -71,11 +71,11 @@ def _recommended(findings: Findings) -> list[str]:
     else:
         lines = [
             f"Recommended: {found.option.code}",
-            f"  {_ms(found.option.prediction.step_s)} a step, {found.gain:.0%} less: {found.reason}",
+            f"  {ms(found.option.prediction.step_s)} a step, {found.gain:.0%} less: {found.reason}",
         ]
     if found.faster is not None:
         lines.append(
-            f"  {found.faster.name} would take {_ms(found.faster.prediction.step_s)}: see docs/accuracy.md for what it "
+            f"  {found.faster.name} would take {ms(found.faster.prediction.step_s)}: see docs/accuracy.md for what it "
             f"does to gradients, then --accept {found.faster.wire}"
         )
     return lines
@@ -87,8 +87,8 @@ def _checked(findings: Findings) -> list[str]:
         predicted = check.option.prediction.step_s
         smaller = "" if check.numel == findings.workload.numel else f" (of {check.numel:,} parameters, to save time)"
         lines.append(
-            f"  {check.option.name:<16} bucket {check.option.cap_mb:g} MiB: predicted {_ms(predicted)}, measured "
-            f"{_ms(check.measured_s)}: {check.ratio - 1:+.0%}{smaller}"
+            f"  {check.option.name:<16} bucket {check.option.cap_mb:g} MiB: predicted {ms(predicted)}, measured "
+            f"{ms(check.measured_s)}: {check.ratio - 1:+.0%}{smaller}"
         )
     worst = max(abs(check.ratio - 1) for check in findings.checks)
     if worst > WARN_ERROR:
@@ -168,7 +168,3 @@ def _bits(bytes_s: float | None) -> str:
         return "never" if bytes_s is None else "any link"
     bits_s = 8 * bytes_s
     return f"{bits_s / 1e9:.1f} Gbit/s" if bits_s >= 1e9 else f"{bits_s / 1e6:.0f} Mbit/s"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"

@@ -1,6 +1,5 @@
 """What the probe asks of its ranks: act at the same time, and agree on what was seen."""
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -64,9 +63,6 @@ class Team:
             if index >= 0:
                 seconds.append(time.perf_counter() - begin)
         return self.slowest(seconds)
-
-    def median(self, function: Callable[[], object], rounds: int, warmup: int = 1) -> float:
-        return statistics.median(self.time(function, rounds, warmup))
 
 
 class ProbeError(RuntimeError):

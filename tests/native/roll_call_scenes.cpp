@@ -1,6 +1,8 @@
-// What a roll call concludes from answers made up here, for tests/test_watch.py: prints the report of the scene named.
+// What a roll call concludes from answers made up here, for tests/test_watch.py: prints the report of the scene named;
+// or of a thousand answers that a slow store hands out, with the seconds that it takes for each as the second argument.
 #include <cstdio>
 #include <stdexcept>
+#include <string>
 
 #include "../../csrc/roll_call.h"
 
@@ -53,6 +55,16 @@ RollCall scene(const std::string& name) {
     }
   } else if (name == "late") {
     call.late_s[2] = 1.75;
+  } else if (name == "unread") {
+    for (const int rank : {1, 3}) {
+      call.answers.erase(rank);
+      call.unread.push_back(rank);
+    }
+  } else if (name == "unread and missing") {
+    call.answers.erase(1);
+    call.unread.push_back(1);
+    call.answers.erase(2);
+    call.absent[2] = "process 1 on node";
   } else if (name == "over") {
     for (auto& [rank, state] : call.answers) state = at(12, 12, "", false);
   } else if (name != "network") {
@@ -61,9 +73,37 @@ RollCall scene(const std::string& name) {
   return call;
 }
 
+// Reads the answers of a thousand ranks from a store that takes so long for each, in simulated time: rank 800 answers
+// after 1.5 s, rank 900 never, the others at once. Half a second at a time; ranks have 3 s, the store one more.
+RollCall read_slowly(double store_s) {
+  constexpr double kLate = 1, kDeadline = 3, kEnd = 4, kErrand = 0.5, kLook = 0.2;
+  Answers answers(1000);
+  double now_s = 0;
+  const auto fetch = [&](int rank) {
+    const bool is_there = rank != 900 && (rank != 800 || now_s >= 1.5);
+    now_s += store_s;
+    return is_there ? at(12, 10, "all-to-all", true).to_text() : std::string();
+  };
+  while (!answers.are_known(kDeadline) && now_s <= kEnd) {
+    const double began_s = now_s;
+    if (answers.read(fetch, [&] { return now_s; }, began_s + kErrand)) now_s += kLook;
+    if (now_s > began_s + kErrand + store_s + kLook) throw std::runtime_error("an errand took too long");
+  }
+  RollCall call = scene("network");
+  call.world_size = 1000;
+  call.answers.clear();
+  answers.put_into(&call, kLate, kDeadline);
+  return call;
+}
+
 }  // namespace
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
+  if (argc > 2) {
+    const Finding finding = conclude(read_slowly(std::stod(argv[2])));
+    std::printf("%s%s\n", finding.is_conclusive ? "conclusive\n" : "", finding.text.c_str());
+    return 0;
+  }
   const Finding finding = conclude(scene(argv[1]));
   std::printf("%s%s\n", finding.is_conclusive ? "conclusive\n" : "", finding.text.c_str());
   return 0;

@@ -1,0 +1,69 @@
+"""Traces of a running engine: this rank's into a file, or all ranks' into one, on rank 0."""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fusedcomm import timeline, trace
+from fusedcomm.native import _C
+
+
+class Recorder:
+    """What records the traces of one engine.
+
+    Args:
+        store: of this engine; has the same text under "run" on every rank, which no other run has.
+        place: this rank's host and its place there.
+    """
+
+    def __init__(
+        self,
+        hook: "_C.GradHook",
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        place: tuple[int, int],
+        timeout: datetime.timedelta,
+    ) -> None:
+        self._hook, self._store, self._timeout = hook, store, timeout
+        self._rank, self._world_size, self._place = rank, world_size, place
+        self._num_traces = 0
+
+    @contextlib.contextmanager
+    def record(self, path: str | os.PathLike, all_ranks: bool) -> Iterator[None]:
+        """See :meth:`fusedcomm.handle.Handle.trace`."""
+        if all_ranks and trace.RANK_FIELD in str(path):
+            raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
+        self._num_traces += 1
+        own_path = trace.path_for(path, self._rank)
+        if own_path is None and not all_ranks:
+            yield
+            return
+        try:
+            self._hook.start_trace()
+            try:
+                yield
+            finally:
+                spans = self._hook.stop_trace()
+            document = self._document(spans)
+        except BaseException as error:
+            # Of the user's block or of ours: rank 0 must not wait for a trace that does not come.
+            if all_ranks and self._rank != 0:
+                with contextlib.suppress(Exception):  # it is the error above that counts
+                    self._gather(None, repr(error))
+            raise
+        if not all_ranks:
+            trace.write(own_path, document)
+        elif documents := self._gather(document):
+            trace.write(own_path, timeline.merge(documents))
+
+    def _document(self, spans: list) -> dict:
+        run = f"{self._store.get('run').decode()}/{self._num_traces}"
+        return trace.document(spans, self._rank, self._world_size, run, self._place)
+
+    def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
+        store = dist.PrefixStore(f"trace/{self._num_traces}", self._store)
+        return timeline.gather(store, self._rank, self._world_size, document, problem, self._timeout)
