@@ -200,6 +200,11 @@ class Tuner:
         """Whether gradients go through DDP's own all-reduce."""
         return self._running == OFF
 
+    @property
+    def is_off_for_good(self) -> bool:
+        """Nothing is called between DDP's buckets and its own all-reduce."""
+        return self.is_off and self._tuning is not None and not self._delivering
+
     def start(self, target: "_C.HookTarget") -> None:
         """From now on `target` has the hook of whatever is to run."""
         self._target = target
