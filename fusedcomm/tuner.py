@@ -106,8 +106,8 @@ class Space:
         """With smaller, more chunks, and with larger ones; `num_chunks`: most that one of its buckets has now."""
         if best.chunk_nbytes is not None or num_chunks <= 1:
             return []
-        config = self.config(best)
-        nbytes, in_flight = config.chunk_nbytes_for(world_size), config.chunks_in_flight_for(world_size)
+        config = self.config(best).resolved(world_size)
+        nbytes, in_flight = config.chunk_nbytes, config.chunks_in_flight
         return [
             dataclasses.replace(best, chunk_nbytes=max(4096, nbytes // 2), chunks_in_flight=min(64, 2 * in_flight)),
             dataclasses.replace(best, chunk_nbytes=4 * nbytes, chunks_in_flight=max(1, in_flight // 2)),
