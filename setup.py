@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+import torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
@@ -19,6 +20,11 @@ COMPILE_FLAGS = [
     "-Wall",
     "-Wno-unknown-pragmas",
 ]
+
+# DDP's reducer keeps its hook for life, unless this private member of it is there (csrc/ddp_hook.cpp).
+REDUCER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/reducer.hpp"
+if "std::unique_ptr<CommHookInterface> comm_hook_;" in REDUCER.read_text():
+    COMPILE_FLAGS.append("-DFUSEDCOMM_REDUCER_HAS_COMM_HOOK")
 
 setup(
     ext_modules=[

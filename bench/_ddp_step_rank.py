@@ -231,6 +231,7 @@ class Bench:
                 runner.backward_alone(self.batch)
             if found := runner.tune(self.batch):
                 self.say(f"{self.case} {way.name}: {found}")
+                self.report.extra.setdefault("case", {}).setdefault("chosen", {})[way.name] = found
             runner.synchronise_alone(self.known_of(runner).own)
             reason = self._check(runner)
         except Exception as error:

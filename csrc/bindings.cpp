@@ -266,6 +266,7 @@ void bind_hook(py::module_& m) {
         reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(target)));
       },
       py::arg("reducer"), py::arg("target"));
+  m.def("take_ddp_hook", &take_ddp_hook, py::arg("reducer"), NoGil());
 }
 
 }  // namespace

@@ -6,6 +6,19 @@
 #include <utility>
 
 namespace fusedcomm {
+
+#ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK  // see setup.py
+// A reducer has no call that takes a hook away, and its member is private: but whoever instantiates a template
+// explicitly may name it.
+using HookMember = std::unique_ptr<c10d::CommHookInterface> c10d::Reducer::*;
+std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& reducer);
+template <HookMember member>
+struct HookAccess {
+  friend std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& reducer) { return reducer.*member; }
+};
+template struct HookAccess<&c10d::Reducer::comm_hook_>;
+#endif
+
 namespace {
 
 c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& process_group, const at::Tensor& buffer) {
@@ -86,6 +99,17 @@ std::vector<SeenBucket> PassWatch::take() {
   }
   seen_.clear();
   return taken;
+}
+
+bool take_ddp_hook(c10d::Reducer& reducer) {
+#ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK
+  auto& hook = hook_of(reducer);
+  if (dynamic_cast<DdpHook*>(hook.get()) == nullptr) return false;
+  hook.reset();
+  return true;
+#else
+  return false;
+#endif
 }
 
 }  // namespace fusedcomm

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <vector>
 
 #include "grad_hook.h"
@@ -73,5 +74,9 @@ class DdpHook : public c10d::CppCommHookInterface<std::shared_ptr<HookTarget>> {
   using CppCommHookInterface::CppCommHookInterface;
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override { return state_->run(bucket); }
 };
+
+// Takes a DdpHook away from the reducer, so that this does what it does without a hook, division in its own copies
+// included. Between backward passes. False if it has none of ours, or if this torch does not let go of hooks.
+bool take_ddp_hook(c10d::Reducer& reducer);
 
 }  // namespace fusedcomm

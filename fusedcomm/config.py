@@ -28,15 +28,19 @@ MAX_CODEC_THREADS = 4
 STALL_AFTER_S = 60.0
 """By default a bucket that has been under way for so long without moving is a stall."""
 
-# What a chunk carries to each rank by default. Two network namespaces, one 32 MiB bucket, int8 two-shot, a step's
-# speed-up over DDP's default at 1 and 10 Gbit/s by chunk: 128 KiB ×2.4 ×1.1, 512 KiB ×2.9 ×1.55, 1 MiB ×2.8 ×1.5.
-CHUNK_NBYTES_PER_RANK = 256 << 10
-MIN_DEFAULT_CHUNK_NBYTES, MAX_DEFAULT_CHUNK_NBYTES = 512 << 10, 8 << 20
+# A chunk by default takes so long on the link, as it was timed at attach. Each costs some tenths of a millisecond
+# beside its bytes, and while it is on its way its codec stages wait. Speed-up over DDP's default on bench/hosts.py: 4
+# hosts, 100 Mbit/s, int8 in chunks of 1 MiB ×3.3, 256 KiB ×3.7; 2 hosts, 10 Gbit/s, bf16 in chunks of 512 KiB ×1.0,
+# 2 MiB ×1.4.
+CHUNK_S = 2e-3
+DEFAULT_S_PER_BYTE = 8e-9
+"""Of a link that nobody has timed: 1 Gbit/s."""
+MIN_CHUNK_NBYTES_PER_RANK, MAX_CHUNK_NBYTES_PER_RANK = 64 << 10, 1 << 20
+MAX_DEFAULT_CHUNK_NBYTES = 8 << 20
 
-# Where a link is slow, ranks do not get on equally fast, and with few chunks under way one rank's link is idle until
-# another's chunk is there. Small ones cost little scratch.
-CHUNKS_IN_FLIGHT = 4
-SMALL_CHUNKS_IN_FLIGHT, MAX_SMALL_CHUNK_NBYTES = 8, 2 << 20
+# Many small ones: ranks do not get on equally fast, and a rank's link is idle while all its chunks wait for others'.
+UNDER_WAY_NBYTES = 4 << 20
+MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 4, 16
 
 # On an accelerator a chunk costs three launches and two collectives, so DDP's buckets (25 MiB of gradients) are not
 # cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
@@ -250,28 +254,36 @@ class Config:
         """Of parameters with at most one dimension of which nothing else is known."""
         return self.wire_number("", torch.empty(0))
 
-    def chunk_nbytes_for(self, world_size: int, device_type: str = "cpu") -> int:
-        if self.chunk_nbytes is not None:
-            return self.chunk_nbytes
-        if device_type != "cpu":
-            return DEVICE_CHUNK_NBYTES
-        return min(max(CHUNK_NBYTES_PER_RANK * world_size, MIN_DEFAULT_CHUNK_NBYTES), MAX_DEFAULT_CHUNK_NBYTES)
+    def resolved(self, world_size: int, device_type: str = "cpu", s_per_byte: float | None = None) -> "Config":
+        """With numbers where `chunk_nbytes` and `chunks_in_flight` were left open.
 
-    def chunks_in_flight_for(self, world_size: int, device_type: str = "cpu") -> int:
-        if self.chunks_in_flight is not None:
-            return self.chunks_in_flight
-        is_small = self.chunk_nbytes_for(world_size, device_type) <= MAX_SMALL_CHUNK_NBYTES
-        return SMALL_CHUNKS_IN_FLIGHT if is_small else CHUNKS_IN_FLIGHT
+        Args:
+            s_per_byte: seconds that the link takes for each byte a rank sends, the same on every rank.
+        """
+        nbytes, in_flight = self.chunk_nbytes, self.chunks_in_flight
+        if nbytes is None and device_type != "cpu":
+            nbytes = DEVICE_CHUNK_NBYTES
+        elif nbytes is None:
+            sent = CHUNK_S / (s_per_byte or DEFAULT_S_PER_BYTE)
+            nbytes = 1 << math.floor(math.log2(max(1.0, sent * world_size / max(1, world_size - 1))))
+            least, most = MIN_CHUNK_NBYTES_PER_RANK * world_size, MAX_CHUNK_NBYTES_PER_RANK * world_size
+            nbytes = min(max(nbytes, least), most, MAX_DEFAULT_CHUNK_NBYTES)
+        if in_flight is None and device_type != "cpu":
+            in_flight = MIN_CHUNKS_IN_FLIGHT
+        elif in_flight is None:
+            in_flight = min(max(UNDER_WAY_NBYTES // nbytes, MIN_CHUNKS_IN_FLIGHT), MAX_CHUNKS_IN_FLIGHT)
+        return dataclasses.replace(self, chunk_nbytes=nbytes, chunks_in_flight=in_flight)
 
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
-        """ranks_per_host: more than one for sums on two levels."""
+        """ranks_per_host: more than one for sums on two levels. Chunks left open are for a link of 1 Gbit/s."""
+        chunks = self.resolved(world_size, device_type) if None in (self.chunk_nbytes, self.chunks_in_flight) else self
         return _C.WireConfig(
             wire=self.wire,
             sum=self.sum,
             block=self.block,
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
-            chunk_nbytes=self.chunk_nbytes_for(world_size, device_type),
-            chunks_in_flight=self.chunks_in_flight_for(world_size, device_type),
+            chunk_nbytes=chunks.chunk_nbytes,
+            chunks_in_flight=chunks.chunks_in_flight,
             rotate=self.rotate,
             others=[
                 (wire, _C.default_block_numel(wire), self.rotate and _C.has_scales(wire)) for wire in self.wires[1:]

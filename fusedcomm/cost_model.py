@@ -91,6 +91,8 @@ class Cluster:
     """Of DDP's copies into and out of its buckets."""
     cores: float | None = None
     """That each rank has for everything; None: ranks compute on accelerators, which do not move bytes."""
+    timed_s_per_byte: float | None = None
+    """As attach would time the link, by which it chooses the size of chunks; None: of 1 Gbit/s."""
     ranks_per_host: int = 1
     """More than one: `network` is a host's, shared by its ranks, and its costs are for bytes that a host sends."""
     local: Network | None = None
@@ -292,8 +294,9 @@ class _Simulation:
         if config is not None:
             per_host = cluster.ranks_per_host if self._two_levels else 1
             device = "cuda" if self._on_streams else "cpu"
+            config = config.resolved(cluster.world_size, device, cluster.timed_s_per_byte)
             self._native = config.native(cluster.world_size, device, per_host)
-            self._num_slots = config.chunks_in_flight_for(cluster.world_size, device)
+            self._num_slots = config.chunks_in_flight
         self._chunks: list[_Chunk] = []
         self._num_buckets = 0
 

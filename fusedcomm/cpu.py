@@ -27,8 +27,9 @@ class CpuPath:
     def connect(
         self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        """A collective call."""
+        """A collective call, which also times the link: `s_per_byte`, see :meth:`fusedcomm.config.Config.resolved`."""
         channels = groups.make_channels(process_group, device, store)
+        self.s_per_byte = groups.time_link(channels.scatter)
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
         self.codec = f"{native.isa} × {self._threads} thread(s)"
         return native, _C.WorkTransport(channels.scatter, channels.gather)

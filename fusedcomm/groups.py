@@ -4,6 +4,8 @@ import dataclasses
 import datetime
 import os
 import socket
+import statistics
+import time
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,13 @@ from fusedcomm.hosts import Hosts
 # Threads of one channel's gloo context: as many of its collectives move at once. One 8–32 MiB all-to-all uses half of
 # a link, four chunks in flight fill it.
 GLOO_THREADS = 4
+
+
+LINK_MESSAGE_NBYTES, MAX_LINK_MESSAGE_NBYTES = 128 << 10, 2 << 20
+"""To each rank, and to all of them, when a link is timed."""
+LINK_ROUNDS = 4
+MIN_S_PER_BYTE = 1e-11
+"""Faster than any link that bytes go through."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +129,31 @@ def make_host_channels(
         _gloo(store, f"cross scatter/{local_rank}", *cross),
         _gloo(store, f"cross gather/{local_rank}", *cross),
     )
+
+
+def time_link(backend: dist.Backend) -> float | None:
+    """Seconds for each byte that a rank sends in an all-to-all, roughly; the same on every rank. None: one rank.
+
+    A collective call that sends 512 KiB to each rank, in messages of 2 MiB at most.
+    """
+    p = backend.size()
+    if p == 1:
+        return None
+    seconds = []
+    for nbytes in (LINK_MESSAGE_NBYTES // 64, min(LINK_MESSAGE_NBYTES, MAX_LINK_MESSAGE_NBYTES // p)):
+        send, receive = torch.zeros(p * nbytes, dtype=torch.uint8), torch.empty(p * nbytes, dtype=torch.uint8)
+        times = []
+        for _ in range(LINK_ROUNDS):
+            began = time.perf_counter()
+            backend.alltoall_base(receive, send, [], []).wait()
+            times.append(time.perf_counter() - began)
+        # Ranks do not begin together, so that one alone may find all there already.
+        seconds.append(statistics.median(times))
+    slowest = torch.tensor(max(seconds[1] - seconds[0], 0.0) / ((p - 1) * nbytes), dtype=torch.float64)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    backend.allreduce([slowest], options).wait()
+    return max(slowest.item(), MIN_S_PER_BYTE)
 
 
 def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:

@@ -87,10 +87,10 @@ def attach(
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
-            on cuda; on cpu 256 KiB for each rank, from 512 KiB to 8 MiB in all. A bucket summed exactly in its own
-            memory is not cut.
-        chunks_in_flight: chunks under way at once, 1 to 64. None: 8 of up to 2 MiB, 4 of larger ones. Scratch is about
-            2 · chunk_nbytes · chunks_in_flight.
+            on cuda; on cpu what takes 2 ms on the link, which is timed at attach: 64 KiB to 1 MiB for each rank, at
+            most 8 MiB in all. A bucket summed exactly in its own memory is not cut.
+        chunks_in_flight: chunks under way at once, 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
+            Scratch is about 2 · chunk_nbytes · chunks_in_flight.
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
         isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
         sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.
@@ -203,7 +203,8 @@ class Handle:
         self._runs = runs
         self._target = target
         self._attached = True
-        self._run_on(ddp.process_group)
+        self._is_hooked = True  # the reducer calls the target
+        self._run_on(ddp)
         # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
         self._registered = (_native_hook, None)
         ddp._comm_hooks.append(self._registered)
@@ -271,6 +272,8 @@ class Handle:
         ddp = self._ddp()
         if ddp is not None:
             self._target.set(None, ddp.process_group)
+            if not self._is_hooked:
+                del _targets[ddp]
             ddp._comm_hooks.remove(self._registered)
             _handles.pop(ddp, None)
         self._runs.stop("fusedcomm was detached")
@@ -308,6 +311,12 @@ class Handle:
         """
         self._session.load_state_dict(state)
 
+    def _before_forward(self, ddp: DistributedDataParallel) -> None:
+        if self._session.process_group is not ddp.process_group:
+            self._follow_process_group(ddp)
+        if self._is_hooked and self._tuner is not None and self._tuner.is_off_for_good:
+            self._is_hooked = not _C.take_ddp_hook(ddp.reducer)
+
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
         old = self._runs
@@ -317,7 +326,7 @@ class Handle:
             self._runs = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
             self._runs.take_over(old)
         old.stop("the module moved to another process group")
-        self._run_on(ddp.process_group)
+        self._run_on(ddp)
 
     @property
     def _tuner(self) -> Tuner | None:
@@ -327,11 +336,14 @@ class Handle:
     def _session(self) -> Session:
         return self._runs.session if isinstance(self._runs, Tuner) else self._runs
 
-    def _run_on(self, process_group: dist.ProcessGroup) -> None:
+    def _run_on(self, ddp: DistributedDataParallel) -> None:
+        if not self._is_hooked:
+            _C.register_ddp_hook(ddp.reducer, self._target)
+            self._is_hooked = True
         if self._tuner is not None:
             self._tuner.start(self._target)
         else:
-            self._target.set(self._session.hook, process_group)
+            self._target.set(self._session.hook, ddp.process_group)
 
 
 def _native_hook(state: object, bucket: object) -> None:
@@ -347,15 +359,21 @@ class _ForwardGuard:
 
     def __init__(self) -> None:
         self._warned = False
+        self._is_detached = False  # and the reducer has no hook of ours any more
 
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = _handles.get(ddp)
-        if handle is None and ddp in _targets:
-            _targets[ddp].set(None, ddp.process_group)  # detached: as DDP's default would, follow its group
-        elif handle is None:
+        if handle is None and ddp in _targets:  # detached
+            if _C.take_ddp_hook(ddp.reducer):
+                del _targets[ddp]
+                self._is_detached = True
+            else:
+                _targets[ddp].set(None, ddp.process_group)  # as DDP's default would, follow its group
+        elif handle is None and not self._is_detached:
             self._warn_lost()
-        elif handle._session.process_group is not ddp.process_group:
-            handle._follow_process_group(ddp)
+        elif handle is not None:
+            handle._before_forward(ddp)
+            self._is_detached = not handle._is_hooked
 
     def _warn_lost(self) -> None:
         if not self._warned:

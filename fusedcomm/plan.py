@@ -74,7 +74,7 @@ class Plan:
                 *([f"with {config.error_feedback} error feedback"] if config.error_feedback else []),
             )
         )
-        chunk_kib = config.chunk_nbytes_for(self.world_size, self.device_type) >> 10
+        chunk_kib = config.resolved(self.world_size, self.device_type).chunk_nbytes >> 10
         lines = [
             f"fusedcomm: wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
             f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"

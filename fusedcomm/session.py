@@ -147,6 +147,7 @@ class Session:
 
     def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
         self.native_device, transport = path.connect(self.process_group, self.device, self._store)
+        self._s_per_byte = path.s_per_byte
         self.codec = path.codec
         if self.ranks_per_host > 1:
             self._connect_hosts(transport)
@@ -159,6 +160,7 @@ class Session:
             path = self._path(announce and self.rank == 0)
             self.native_device, _ = path.connect(self.process_group, self.device, self._store)
             self.codec = path.codec
+        self._s_per_byte = beside._s_per_byte
         return beside.hook.transport
 
     def watch(self) -> None:
@@ -196,7 +198,12 @@ class Session:
 
     @property
     def native_config(self) -> "_C.WireConfig":
-        return self.config.native(self.world_size, self.device.type, self.ranks_per_host)
+        return self.effective_config.native(self.world_size, self.device.type, self.ranks_per_host)
+
+    @property
+    def effective_config(self) -> Config:
+        """With the size of chunks that suits the link."""
+        return self.config.resolved(self.world_size, self.device.type, self._s_per_byte)
 
     def _hosts(self, store: dist.Store) -> hosts.Hosts | None:
         """The same on every rank, or the same ValueError."""
@@ -372,7 +379,7 @@ class Session:
             native = None if off else self.native_config
             rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, named, bucket_nbytes_caps)
         return plan.Plan(
-            config=self.config,
+            config=self.effective_config,
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,

@@ -106,12 +106,12 @@ class Space:
         others = [dataclasses.replace(best, sum=name) for name in SUMS if name != "auto" and {name} != used]
         return [candidate for candidate in others if self.is_possible(candidate)][:_MAX_SUMS]
 
-    def chunks(self, best: Candidate, world_size: int, num_chunks: int) -> list[Candidate]:
-        """With smaller, more chunks, and with larger ones; `num_chunks`: most that one of its buckets has now."""
+    def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
+        """With smaller, more chunks, and with larger ones than `best` has in `running`, its effective configuration;
+        `num_chunks`: most that one of its buckets has now."""
         if best.chunk_nbytes is not None or num_chunks <= 1:
             return []
-        config = self.config(best)
-        nbytes, in_flight = config.chunk_nbytes_for(world_size), config.chunks_in_flight_for(world_size)
+        nbytes, in_flight = running.chunk_nbytes, running.chunks_in_flight
         tried = [(max(4096, nbytes // 2), min(64, 2 * in_flight)), (4 * nbytes, max(1, in_flight // 2))][:_MAX_CHUNKS]
         if best.chunks_in_flight is not None:  # of the user
             tried = [(nbytes, best.chunks_in_flight) for nbytes, _ in tried]
@@ -211,6 +211,11 @@ class Tuner:
     @property
     def is_searching(self) -> bool:
         return self._tuning is None
+
+    @property
+    def is_off_for_good(self) -> bool:
+        """Nothing is called between DDP's buckets and its own all-reduce."""
+        return self.is_off and self._tuning is not None and not self._delivering
 
     def start(self, target: "_C.HookTarget") -> None:
         """From now on `target` has the hook of whatever is to run."""
@@ -368,7 +373,7 @@ class Tuner:
         session = self._sessions[best]
         plans = [record.plan for record in session.hook.buckets() if not record.foreign]
         num_chunks = [plan.layout.num_chunks for plan in plans if not plan.in_place]
-        return self._space.chunks(best, session.world_size, max(num_chunks, default=0))
+        return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
 
     # ---- for people
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm import autotune
 from fusedcomm.autotune import OFF, Candidate, Search, Trial, Tuning, preferred
+from fusedcomm.native import _C
 from fusedcomm.tuner import Space
 
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
@@ -98,6 +99,11 @@ def test_sums_and_chunks_of_the_best_wire_are_tried_one_after_the_other():
     assert found.candidate == Candidate("bf16", "direct", 65536)
 
 
+def running(space, candidate):
+    """On two ranks with a link of 2 Gbit/s: chunks of 512 KiB, 8 under way."""
+    return space.config(candidate).resolved(2, "cpu", 4e-9)
+
+
 def by_chance(seed):
     space = Space(("int4", "int8", "bf16", "fp16", "fp32"), options())
     chance = random.Random(seed)
@@ -105,7 +111,7 @@ def by_chance(seed):
         lambda candidate, trial: 90 + 20 * chance.random(),
         space.first,
         lambda best: space.sums(best, {"two-shot"}),
-        lambda best: space.chunks(best, 2, 10),
+        lambda best: space.chunks(best, running(space, best), 10),
     )
 
 
@@ -154,17 +160,18 @@ def test_only_sums_and_chunks_that_are_left_open_are_tried():
     assert space.sums(BF16, {"direct"}) == [Candidate("bf16", "two-shot")]
     assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}) == []
     assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}) == []
-    smaller, larger = space.chunks(BF16, 2, 10)
+    smaller, larger = space.chunks(BF16, running(space, BF16), 10)
     assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (256 << 10, 16)
     assert (larger.chunk_nbytes, larger.chunks_in_flight) == (2 << 20, 4)
-    assert space.chunks(BF16, 2, 1) == []
-    assert space.chunks(Candidate("bf16", chunk_nbytes=8192), 2, 10) == []
+    assert space.chunks(BF16, running(space, BF16), 1) == []
+    of_size = Candidate("bf16", chunk_nbytes=8192)
+    assert space.chunks(of_size, running(space, of_size), 10) == []
 
 
 def test_chunks_in_flight_of_the_users_stay():
     space = Space(("bf16",), options(chunks_in_flight=3))
     (best,) = space.first
-    smaller, larger = space.chunks(best, 2, 10)
+    smaller, larger = space.chunks(best, running(space, best), 10)
     assert (smaller.chunk_nbytes, larger.chunk_nbytes) == (256 << 10, 2 << 20)
     assert smaller.chunks_in_flight == larger.chunks_in_flight == 3
     assert space.allows(best) and space.allows(smaller)
@@ -362,6 +369,51 @@ def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size)
         assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
         assert "off, DDP's own exact all-reduce" in plan and "travels as it is" in plan
         assert "off chosen before by wire='auto' from 1 candidates" in plan
+
+
+def off_and_back(rank, world_size):
+    """What is right, by step, while off leaves DDP's reducer alone, and when int8 has come back."""
+    ddp, plain = module(), module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    right, hooked = [], []
+
+    def step(number):
+        values = gradients(rank, number)
+        pairs = zip(synchronise(ddp, values), synchronise(plain, values), strict=True)
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    right += [step(0) == 0, step(1) == 0]
+    hooked.append(_C.take_ddp_hook(ddp.reducer))
+    ddp._update_process_group(dist.new_group())
+    right += [step(2) == 0, step(3) == 0]
+    comm.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right += [step(4) == 0]
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    right += [0 < step(5) < 0.02, 0 < step(6) < 0.02, comm.stats().steps == 2]
+    comm.detach()
+    right += [step(7) == 0, step(8) == 0]
+    hooked.append(_C.take_ddp_hook(ddp.reducer))
+    return right, hooked
+
+
+def test_off_and_detach_leave_no_hook_behind(ranks):
+    for right, hooked in ranks.run(off_and_back, world_size=2):
+        assert all(right) and hooked == [False, False]
+
+
+def takes_hook(rank, world_size):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    taken = _C.take_ddp_hook(ddp.reducer)
+    comm.detach()
+    return taken
+
+
+def test_this_torch_lets_go_of_a_hook(ranks):
+    """Where it does not, off divides gradients in a pass of its own, and setup.py needs to know the new name."""
+    assert ranks.run(takes_hook, world_size=2) == [True, True]
 
 
 def threads_of_engine() -> int:

@@ -41,7 +41,13 @@ class MeasuredLocal:
     """That measuring took."""
 
 
-def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: float | None = None) -> MeasuredLocal:
+def measure_local(
+    team: Team,
+    wires: Sequence[str],
+    budget_s: float,
+    cores: float | None = None,
+    s_per_byte: float | None = None,
+) -> MeasuredLocal:
     """A collective call. `cores`: of a rank, if it is known.
 
     On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
@@ -59,7 +65,7 @@ def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: floa
     buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
     for wire in dict.fromkeys(("fp32", *wires)):
         if on_cpu:
-            points[wire] = _stages(team, codec, buckets, wire, 0.9 * budget_s / (len(wires) + 1))
+            points[wire] = _stages(team, codec, buckets, wire, s_per_byte, 0.9 * budget_s / (len(wires) + 1))
         else:
             points[wire] = stage_points(team, wire)
         codecs[wire] = Codec(**{stage: theil_sen(points[wire][stage]) for stage in ("pack", "reduce", "unpack")})
@@ -69,13 +75,18 @@ def measure_local(team: Team, wires: Sequence[str], budget_s: float, cores: floa
 
 
 def _stages(
-    team: Team, codec: "_C.Codec", buckets: list[torch.Tensor], wire: str, budget_s: float
+    team: Team,
+    codec: "_C.Codec",
+    buckets: list[torch.Tensor],
+    wire: str,
+    s_per_byte: float | None,
+    budget_s: float,
 ) -> dict[str, list[Point]]:
     """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
     if wire == "fp32":
         return _exact(team, codec, buckets[0], budget_s)
     points: dict[str, list[Point]] = {"pack": [], "reduce": [], "unpack": []}
-    default = Config(wire=wire).chunk_nbytes_for(team.world_size, team.device.type)
+    default = Config(wire=wire).resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
     for parts in CHUNK_PARTS:

@@ -51,6 +51,8 @@ class Sample:
 class MeasuredNetwork:
     network: Network
     samples: list[Sample]
+    s_per_byte: float | None
+    """As attach times the link, on cpu."""
     seconds: float
     """That measuring took."""
 
@@ -66,7 +68,7 @@ def measure_network(team: Team, budget_s: float) -> MeasuredNetwork:
         samples += found
         fits[kind] = fit(found)
     network = Network(**fits)
-    return MeasuredNetwork(network, samples, time.perf_counter() - began)
+    return MeasuredNetwork(network, samples, bench.s_per_byte, time.perf_counter() - began)
 
 
 def fit(samples: Sequence[Sample]) -> Cost:
@@ -92,20 +94,21 @@ def points_alone(samples: Sequence[Sample]) -> list[Point]:
 class _Bench:
     def __init__(self, team: Team) -> None:
         self.team = team
-        self._config = Config()
         self._backend = team.group._get_backend(team.device)
         self._channels = [self._backend, self._backend]
         if team.device.type == "cpu":
             channels = groups.make_channels(team.group, team.device, groups.private_store(team.group))
             self._channels = [channels.scatter, channels.gather]
+        on_cpu = team.device.type == "cpu"
+        self.s_per_byte = groups.time_link(self._channels[0]) if on_cpu else None
+        self._config = Config().resolved(team.world_size, team.device.type, self.s_per_byte)
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
         if kind == "all_reduce":
             sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, 2 * DDP_IN_FLIGHT
         else:
-            chunk_nbytes = self._config.chunk_nbytes_for(self.team.world_size, self.team.device.type)
-            sizes = tuple(chunk_nbytes // part for part in (16, 4, 1))
-            in_flight = self._config.chunks_in_flight_for(self.team.world_size, self.team.device.type)
+            sizes = tuple(self._config.chunk_nbytes // part for part in (16, 4, 1))
+            in_flight = self._config.chunks_in_flight
             num_messages = MAX_MESSAGES_OF_A_SLOT * in_flight
         smallest, other = (self._sample(kind, nbytes, 1, 1, MAX_ROUNDS) for nbytes in PAIR_NBYTES)
         estimate = theil_sen([(smallest.nbytes, smallest.median_s), (other.nbytes, other.median_s)])

@@ -78,10 +78,11 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         took_s[part] = time.perf_counter() - before
         return result
 
-    local = timed("local", measure_local, team, settings.wires, budget_s["local"], settings.cores)
     network = timed("network", measure_network, team, budget_s["network"])
+    local = timed("local", measure_local, team, settings.wires, budget_s["local"], settings.cores, network.s_per_byte)
     workload = timed("workload", measure_workload, team, task, budget_s["workload"])
     cluster = Cluster(team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores)
+    cluster = dataclasses.replace(cluster, timed_s_per_byte=network.s_per_byte)
     if local.cores is not None:
         cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
     if local.cores is not None:
@@ -99,7 +100,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     chosen.append(recommendation.option if recommendation.option not in chosen else _fastest_accepted(found, settings))
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
     took_s["all"] = time.perf_counter() - began
-    environment = describe(team, local)
+    environment = describe(team, local, network.s_per_byte)
     return Findings(
         settings,
         environment,
@@ -145,9 +146,9 @@ def _of_rank_0(team: Team, value: object) -> object:
     return team.gather(value)[0]
 
 
-def describe(team: Team, local: MeasuredLocal) -> dict:
+def describe(team: Team, local: MeasuredLocal, s_per_byte: float | None) -> dict:
     """What the figures depend on."""
-    config = Config()
+    config = Config().resolved(team.world_size, team.device.type, s_per_byte)
     return {
         "fusedcomm": fusedcomm.__version__,
         "torch": torch.__version__,
@@ -160,6 +161,6 @@ def describe(team: Team, local: MeasuredLocal) -> dict:
         "torch_threads": torch.get_num_threads(),
         "codec": local.codec,
         "cores_of_a_rank": local.cores,
-        "chunk_nbytes": config.chunk_nbytes_for(team.world_size, team.device.type),
-        "chunks_in_flight": config.chunks_in_flight_for(team.world_size, team.device.type),
+        "chunk_nbytes": config.chunk_nbytes,
+        "chunks_in_flight": config.chunks_in_flight,
     }

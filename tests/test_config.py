@@ -1,0 +1,45 @@
+"""What a configuration leaves open, and what it becomes."""
+
+import pytest
+
+from fusedcomm.config import Config
+
+KIB, MIB = 1 << 10, 1 << 20
+MBIT, GBIT = 8e-6, 8e-9
+"""Seconds a byte of a link that carries so much a second."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "s_per_byte", "nbytes", "in_flight"),
+    [
+        (2, MBIT / 100, 128 * KIB, 16),  # no less than 64 KiB to each rank
+        (4, MBIT / 100, 256 * KIB, 16),
+        (2, GBIT, 256 * KIB, 16),  # a rank sends half of it: 250 kB take 2 ms
+        (2, GBIT / 2, 512 * KIB, 8),
+        (4, GBIT / 2, 512 * KIB, 8),
+        (2, GBIT / 10, 2 * MIB, 4),  # no more than 1 MiB to each rank
+        (8, GBIT / 100, 8 * MIB, 4),
+        (64, GBIT / 100, 8 * MIB, 4),
+        (64, MBIT / 100, 4 * MIB, 4),
+        (1, None, 128 * KIB, 16),
+        (2, None, 256 * KIB, 16),  # as 1 Gbit/s
+    ],
+)
+def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
+    resolved = Config(wire="int8").resolved(world_size, "cpu", s_per_byte)
+    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
+
+
+def test_chunks_on_an_accelerator_are_ddps_buckets():
+    resolved = Config().resolved(8, "cuda", None)
+    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (16 * MIB, 4)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_chunks_that_were_asked_for_stay(device_type):
+    asked = Config(wire="int4", rotate=True, chunk_nbytes=12345, chunks_in_flight=3)
+    assert asked.resolved(4, device_type, 1e-9) == asked
+    of_size = Config(chunk_nbytes=MIB).resolved(4, device_type, 1e-9)
+    assert (of_size.chunk_nbytes, of_size.chunks_in_flight) == (MIB, 4)
+    so_many = Config(chunks_in_flight=7).resolved(4, device_type, 1e-9)
+    assert so_many.chunks_in_flight == 7 and so_many.chunk_nbytes is not None

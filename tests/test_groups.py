@@ -1,0 +1,69 @@
+"""Channels of our own beside the user's process group."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm import groups
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))  # for good: ranks import this file too
+
+import _namespaces  # noqa: E402
+import hosts  # noqa: E402
+
+PROBLEM = _namespaces.problem()
+
+
+def timed(rank, world_size):
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    channels = groups.make_channels(group, cpu, groups.private_store(group))
+    return groups.time_link(channels.scatter)
+
+
+def test_all_ranks_time_the_link_alike(ranks):
+    for world_size in (2, 3):
+        first, *others = ranks.run(timed, world_size=world_size)
+        assert all(other == first for other in others)
+        assert groups.MIN_S_PER_BYTE <= first < 1e-6  # loopback has more than 1 MB/s
+    assert ranks.run(timed, world_size=1) == [None]
+
+
+def plan_of(rank, world_size):
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    given = fusedcomm.attach(
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), chunk_nbytes=8192, quiet=True
+    )
+    return comm.plan().config.chunk_nbytes, given.plan().config.chunk_nbytes
+
+
+def test_ranks_have_chunks_of_one_size(ranks):
+    found = ranks.run(plan_of, world_size=3)
+    assert found[0] == found[1] == found[2] and found[0][1] == 8192
+
+
+TIME_LINK = """
+import torch, torch.distributed as dist
+from fusedcomm import groups
+dist.init_process_group("gloo")
+group, cpu = dist.group.WORLD, torch.device("cpu")
+channels = groups.make_channels(group, cpu, groups.private_store(group))
+print(f"s_per_byte={groups.time_link(channels.scatter)}", flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+def test_a_slow_link_is_timed(tmp_path, capsys):
+    script = tmp_path / "time_link.py"
+    script.write_text(TIME_LINK)
+    with hosts.make(2, "100mbit") as cluster:
+        assert cluster.torchrun([str(script)]) == 0
+    found = [float(line.split("=")[1]) for line in capsys.readouterr().out.splitlines() if "s_per_byte=" in line]
+    assert len(found) == 2 and found[0] == found[1]
+    # 100 Mbit/s; TCP has barely begun to send faster, and other processes may be in the way.
+    assert 0.6 < found[0] / 8e-8 < 6
