@@ -261,6 +261,9 @@ class Config:
             s_per_byte: seconds that the link takes for each byte a rank sends, the same on every rank.
         """
         nbytes, in_flight = self.chunk_nbytes, self.chunks_in_flight
+        # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
+        if world_size > 2 and (self.sum in ("exact", "direct") or (self.wire == "fp32" and self.sum == "auto")):
+            s_per_byte = None
         if nbytes is None and device_type != "cpu":
             nbytes = DEVICE_CHUNK_NBYTES
         elif nbytes is None:

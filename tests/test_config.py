@@ -30,6 +30,15 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
     assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
 
 
+@pytest.mark.parametrize("options", [{"sum": "direct"}, {"wire": "fp32", "sum": "exact"}, {"wire": "fp32"}])
+def test_where_the_transport_adds_every_run_cuts_alike(options):
+    """The last bits of three ranks' sum depend on the cuts then; of two ranks' they do not."""
+    by_link = [Config(**options).resolved(3, "cpu", s_per_byte) for s_per_byte in (None, GBIT / 10, MBIT / 100)]
+    assert by_link[0] == by_link[1] == by_link[2]
+    assert Config(**options).resolved(2, "cpu", GBIT / 10) != Config(**options).resolved(2, "cpu", MBIT / 100)
+    assert Config(wire="bf16").resolved(3, "cpu", GBIT / 10) != Config(wire="bf16").resolved(3, "cpu", MBIT / 100)
+
+
 def test_chunks_on_an_accelerator_are_ddps_buckets():
     resolved = Config().resolved(8, "cuda", None)
     assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (16 * MIB, 4)
