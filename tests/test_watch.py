@@ -106,7 +106,9 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
         else:
             assert f"rank {victim} (process {pid} on " in report and "is missing: no answer within" in report
             assert report.count("is missing") == 1 and "is slow" not in report
-        assert re.search(r"in step 3 for the all-(to-all|gather) of chunk \d/\d of bucket [01] \(weights\.[01]; ", report)
+        assert re.search(
+            r"in step 3 for the all-(to-all|gather) of chunk \d/\d of bucket [01] \(weights\.[01]; ", report
+        )
         if fate == "stopped":
             # Said before the timeout made an error of it, and once.
             assert warned.count("Warning: fusedcomm") == 1
