@@ -6,8 +6,8 @@
 3. What is best by now and the fastest exact one in turn, in case the machine was busy with something else during
    step 1, and once more unless one is FAR behind. What is kept has won here.
 
-"fp32" is as exact as off, and can be faster: it divides on a thread of its own. While the search goes on, off divides in
-a pass of its own, too, on the backward pass's thread; once it is kept, DDP does it in its copies, without a hook.
+"fp32" is as exact as off, and can be faster: it divides on a thread of its own. While the search goes on, off divides
+in a pass of its own, too, on the backward pass's thread; once it is kept, DDP does it in its copies, without a hook.
 
 Each of these is one trial: some steps to warm up and TIMED ones.
 """
