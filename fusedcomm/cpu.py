@@ -15,6 +15,9 @@ class CpuPath:
         ValueError: an option is out of range, or is for another device.
     """
 
+    s_per_byte: float | None = None
+    """Of the link, once connected; see :meth:`fusedcomm.config.Config.resolved`."""
+
     def __init__(self, local: config.LocalOptions, world_size: int) -> None:
         if local.sm_limit is not None:
             raise ValueError(
@@ -27,7 +30,7 @@ class CpuPath:
     def connect(
         self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        """A collective call, which also times the link: `s_per_byte`, see :meth:`fusedcomm.config.Config.resolved`."""
+        """A collective call, which also times the link."""
         channels = groups.make_channels(process_group, device, store)
         self.s_per_byte = groups.time_link(channels.scatter)
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())

@@ -111,6 +111,7 @@ class FakeCuda:
 
         class Path:
             codec = "fake"
+            s_per_byte = None
             must_agree: dict = {}
 
             def __init__(self, local, world_size) -> None:
