@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -301,33 +302,48 @@ class Bench:
         if counted:
             runner.sent_nbytes.append(statistics.mean(counted))
 
-    def search_cap(self, default: Way) -> float | None:
-        """The best bucket_cap_mb for DDP's default; None: its own."""
+    def search_cap(self, way: Way) -> float | None:
+        """The best bucket_cap_mb for this way; None: DDP's own."""
         candidates: list[float | None] = [None, *self.arguments.caps]
-        runners = {cap: self.make(with_cap(default, cap, f"{DEFAULT}, {cap or 'own'} MiB")) for cap in candidates}
+        runners = {cap: self.make(with_cap(way, cap, f"{way.name}, {cap or 'own'} MiB")) for cap in candidates}
         runners = {cap: runner for cap, runner in runners.items() if runner is not None}
         for index in range(2):
             for cap in list(runners)[:: 1 if index == 0 else -1]:
                 self.turn(runners[cap], 2, also_sync=False)
         medians = {cap: statistics.median(runner.step_s) for cap, runner in runners.items()}
         found = {str(cap or "own"): round(seconds, 6) for cap, seconds in medians.items()}
-        self.report.extra.setdefault("case", {})["step_s_by_bucket_cap_mb"] = found
-        best = min(medians, key=medians.get)
-        self.say(f"bucket_cap_mb: {', '.join(f'{cap} {seconds * 1e3:.1f} ms' for cap, seconds in found.items())}")
-        if medians[best] > WORTHWHILE * medians[None]:
-            return None
-        return best
+        case = self.report.extra.setdefault("case", {})
+        case.setdefault("step_s_by_bucket_cap_mb", {})[way.name] = found
+        times = ", ".join(f"{cap} {seconds * 1e3:.1f} ms" for cap, seconds in found.items())
+        self.say(f"{self.case} {way.name}, bucket_cap_mb: {times}")
+        best = min(medians, key=medians.get, default=None)
+        chosen = None if not medians or medians[best] > WORTHWHILE * medians.get(None, math.inf) else best
+        case.setdefault("bucket_cap_mb", {})[way.name] = chosen
+        gc.collect()
+        return chosen
+
+    def with_best_caps(self, chosen: list[Way]) -> list[Way]:
+        """DDP's default also with the bucket size that is best for it, which torch's hooks have too; ours with the one
+        that is best for the first of ours. A way that cannot do without a size of its own keeps that."""
+        default = next((way for way in chosen if way.name == DEFAULT), None)
+        ours = next((way for way in chosen if way.name.startswith("fusedcomm") and "auto" not in way.name), None)
+        cap = None if default is None else self.search_cap(default)
+        our_cap = None if ours is None else self.search_cap(ours)
+        found = []
+        for way in chosen:
+            if way.name == DEFAULT or way.cap_mb is not None:
+                found.append(way)
+            else:
+                found.append(with_cap(way, our_cap if way.name.startswith("fusedcomm") else cap))
+            if way.name == DEFAULT and cap is not None:
+                found.append(with_cap(way, cap, TUNED))
+        return found
 
     def run(self) -> None:
         arguments, ways = self.arguments, ways_by_name()
         chosen = [ways[name] for name in ways if not arguments.ways or name in arguments.ways]
-        if arguments.caps and any(way.name == DEFAULT for way in chosen):
-            cap = self.search_cap(ways[DEFAULT])
-            gc.collect()
-            tuned = with_cap(ways[DEFAULT], cap, TUNED)
-            self.report.extra["case"]["bucket_cap_mb"] = cap
-            if cap is not None:
-                chosen.insert(1, tuned)
+        if arguments.caps:
+            chosen = self.with_best_caps(chosen)
         runners = {COMPUTE: self.compute}
         for way in chosen:
             runner = self.make(way)

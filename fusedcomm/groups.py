@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import os
 import socket
-import statistics
 import time
 
 import torch
@@ -18,9 +17,11 @@ from fusedcomm.hosts import Hosts
 GLOO_THREADS = 4
 
 
-LINK_MESSAGE_NBYTES, MAX_LINK_MESSAGE_NBYTES = 128 << 10, 2 << 20
-"""To each rank, and to all of them, when a link is timed."""
-LINK_ROUNDS = 4
+LINK_MESSAGES_NBYTES = ((2 << 10, 2 << 20), (128 << 10, 2 << 20), (1 << 20, 8 << 20))
+"""To each rank, and to all of them at most, when a link is timed: as many of these as it takes."""
+LINK_ROUNDS = 6
+LONG_ENOUGH_S = 1e-3
+"""Beyond what a small message takes: more than a busy machine adds by chance to most messages."""
 MIN_S_PER_BYTE = 1e-11
 """Faster than any link that bytes go through."""
 
@@ -134,26 +135,37 @@ def make_host_channels(
 def time_link(backend: dist.Backend) -> float | None:
     """Seconds for each byte that a rank sends in an all-to-all, roughly; the same on every rank. None: one rank.
 
-    A collective call that sends 512 KiB to each rank, in messages of 2 MiB at most.
+    A collective call. It sends some 800 KiB to each rank, and 6 MiB more where that takes next to no time, but no more
+    than 60 MiB to all of them.
     """
     p = backend.size()
     if p == 1:
         return None
+    (small, most), *larger = LINK_MESSAGES_NBYTES
+    small_s = _all_to_all_s(backend, min(small, most // p))
+    for to_each, most in larger:
+        nbytes = min(to_each, most // p)
+        beyond_s = max(_all_to_all_s(backend, nbytes) - small_s, 0.0)
+        if beyond_s >= LONG_ENOUGH_S:
+            break
+    return max(beyond_s / ((p - 1) * nbytes), MIN_S_PER_BYTE)
+
+
+def _all_to_all_s(backend: dist.Backend, nbytes: int) -> float:
+    """Of `nbytes` to each rank, on the rank for which it takes longest; the same on every rank."""
+    send, receive = (torch.zeros(backend.size() * nbytes, dtype=torch.uint8) for _ in range(2))
     seconds = []
-    for nbytes in (LINK_MESSAGE_NBYTES // 64, min(LINK_MESSAGE_NBYTES, MAX_LINK_MESSAGE_NBYTES // p)):
-        send, receive = torch.zeros(p * nbytes, dtype=torch.uint8), torch.empty(p * nbytes, dtype=torch.uint8)
-        times = []
-        for _ in range(LINK_ROUNDS):
-            began = time.perf_counter()
-            backend.alltoall_base(receive, send, [], []).wait()
-            times.append(time.perf_counter() - began)
-        # Ranks do not begin together, so that one alone may find all there already.
-        seconds.append(statistics.median(times))
-    slowest = torch.tensor(max(seconds[1] - seconds[0], 0.0) / ((p - 1) * nbytes), dtype=torch.float64)
+    for _ in range(LINK_ROUNDS):
+        began = time.perf_counter()
+        backend.alltoall_base(receive, send, [], []).wait()
+        seconds.append(time.perf_counter() - began)
+    # Not the shortest: ranks do not begin together, so one may find all there already, and a shaped link carries its
+    # first bytes faster. Not the median: a thread that wakes late adds milliseconds to every fourth or so.
+    second = torch.tensor(sorted(seconds)[1], dtype=torch.float64)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
-    backend.allreduce([slowest], options).wait()
-    return max(slowest.item(), MIN_S_PER_BYTE)
+    backend.allreduce([second], options).wait()
+    return second.item()
 
 
 def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:

@@ -1,7 +1,7 @@
 """What a user can choose, how long a step would take with each, and which one to take."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fusedcomm.config import ONE_DIMENSIONAL, Config
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE, Choice, Cluster, Cost, Prediction, Workload, predict
@@ -11,6 +11,8 @@ OFF = "off"
 """DDP's own all-reduce."""
 AS_GOOD = 0.02
 """Between choices this near to the fastest, a more exact wire and DDP's own bucket size win."""
+NEAR, MAX_FINALISTS = 1.3, 3
+"""So much slower by prediction, and so many of ours, may turn out to be the fastest when they are measured."""
 MIB = 1 << 20
 
 
@@ -72,7 +74,12 @@ class Recommendation:
     """DDP as it is without being told anything."""
     reason: str
     faster: Option | None
-    """One that is worth a look, with a wire that was not accepted."""
+    """One that is predicted to be faster and worth a look, with a wire that was not accepted."""
+    step_s: float
+    baseline_s: float
+    """Seconds of a step with either, by which this was decided."""
+    measured: bool
+    """Whether these were measured; otherwise they are predicted."""
 
     @property
     def leave_off(self) -> bool:
@@ -81,61 +88,97 @@ class Recommendation:
     @property
     def gain(self) -> float:
         """The share of the baseline's step that is saved."""
-        return 1 - self.option.prediction.step_s / self.baseline.prediction.step_s
+        return 1 - self.step_s / self.baseline_s
 
 
-def recommend(found: Sequence[Option], accepted: Sequence[str]) -> Recommendation:
-    """The fastest whose wire is accepted, unless DDP's own all-reduce is as good."""
-    offs = [option for option in found if option.wire == OFF]
+def recommend(
+    found: Sequence[Option], accepted: Sequence[str], measured: Mapping[Option, float] | None = None
+) -> Recommendation:
+    """The fastest whose wire is accepted, unless DDP's own all-reduce is as good.
+
+    Args:
+        measured: seconds of real steps, by option, DDP's own among them: it is chosen from these alone. None: by what
+            is predicted of all.
+    """
+    step_s = _predicted_s if measured is None else measured.__getitem__
+    candidates = found if measured is None else list(measured)
+    offs = [option for option in candidates if option.wire == OFF]
     baseline = min(offs, key=lambda option: abs(option.cap_mb * MIB - DEFAULT_CAP_NBYTES))
-    ours = [option for option in found if option.wire in accepted]
-    best_off, best = _best(offs), _best(ours) if ours else None
+    ours = [option for option in candidates if option.wire in accepted]
+    best_off, best = _best(offs, step_s), _best(ours, step_s) if ours else None
     all_ours = [option for option in found if option.wire != OFF]
-    fastest = min(all_ours, key=_step_s, default=None)
-    if best is None or _step_s(best) > (1 - WORTHWHILE) * _step_s(best_off):
+    fastest = min(all_ours, key=_predicted_s, default=None)
+    if best is None or step_s(best) > (1 - WORTHWHILE) * step_s(best_off):
         # Another bucket size has to be worth the change, too.
-        chosen = best_off if _step_s(best_off) < (1 - WORTHWHILE) * _step_s(baseline) else baseline
-        reason = why_off(chosen.prediction, best)
+        chosen = best_off if step_s(best_off) < (1 - WORTHWHILE) * step_s(baseline) else baseline
+        reason = why_off(chosen, best, step_s)
     else:
         chosen = best
-        hidden = baseline.prediction.exposed_s - chosen.prediction.exposed_s
+        waits_s = _exposed_s(baseline, step_s)
         reason = (
-            f"of {ms(baseline.prediction.step_s)} with DDP's own all-reduce, {ms(baseline.prediction.exposed_s)} are "
-            f"spent waiting for gradients; {ms(hidden)} of them would be saved"
+            f"of {ms(step_s(baseline))} with DDP's own all-reduce, {ms(waits_s)} are spent waiting for gradients; "
+            f"{ms(waits_s - _exposed_s(chosen, step_s))} of them would be saved"
         )
-    better = fastest is not None and _step_s(fastest) < (1 - WORTHWHILE) * _step_s(chosen)
-    return Recommendation(chosen, baseline, reason, fastest if better and fastest.wire not in accepted else None)
+    better = fastest is not None and _predicted_s(fastest) < (1 - WORTHWHILE) * _predicted_s(chosen)
+    faster = fastest if better and fastest.wire not in accepted else None
+    return Recommendation(
+        chosen, baseline, reason, faster, step_s(chosen), step_s(baseline), measured=measured is not None
+    )
 
 
-def why_off(off: Prediction, best: Option | None) -> str:
+def why_off(off: Option, best: Option | None, step_s: "StepTime") -> str:
     if best is None:
         return "no wire of ours was accepted"
-    if off.exposed_s < WORTHWHILE * off.step_s:
+    exposed_s = _exposed_s(off, step_s)
+    if exposed_s < WORTHWHILE * step_s(off):
         return (
-            f"communication is hidden behind the backward pass: a step waits {ms(off.exposed_s)} of {ms(off.step_s)} "
+            f"communication is hidden behind the backward pass: a step waits {ms(exposed_s)} of {ms(step_s(off))} "
             "for it, so sending fewer bytes cannot make it shorter"
         )
     if best.prediction.bound in ("cores", "codec"):
         return (
             f"bytes are nearly free here: encoding them would take as long as sending them ({best.name} "
-            f"{ms(best.prediction.step_s)}, off {ms(off.step_s)})"
+            f"{ms(step_s(best))}, off {ms(step_s(off))})"
         )
-    return f"too little would be saved: {best.name} {ms(best.prediction.step_s)}, off {ms(off.step_s)}"
+    return f"too little would be saved: {best.name} {ms(step_s(best))}, off {ms(step_s(off))}"
 
 
-def _best(found: Sequence[Option]) -> Option:
-    limit_s = (1 + AS_GOOD) * min(map(_step_s, found))
-    good = [option for option in found if _step_s(option) <= limit_s]
+def finalists(found: Sequence[Option], recommendation: Recommendation, accepted: Sequence[str]) -> list[Option]:
+    """What is worth real steps: the baseline first, what is recommended, and what the model cannot tell from it; of
+    DDP's own, each wire and each sum the best bucket size. At least one of ours, to show that it is no faster."""
+    ways: dict[str, Option] = {}
+    for option in sorted(found, key=_predicted_s):
+        if option.wire == OFF or option.wire in accepted:
+            ways.setdefault(option.name, option)
+    best_off = ways.pop(OFF)
+    near = [option for option in ways.values() if _predicted_s(option) <= NEAR * recommendation.step_s]
+    ours = near[:MAX_FINALISTS] or list(ways.values())[:1]
+    chosen = [recommendation.baseline, recommendation.option, *ours]
+    if _predicted_s(best_off) <= min(NEAR * recommendation.step_s, _predicted_s(recommendation.baseline)):
+        chosen.append(best_off)
+    return list(dict.fromkeys(chosen))
+
+
+StepTime = Callable[[Option], float]
+
+
+def _best(found: Sequence[Option], step_s: StepTime) -> Option:
+    limit_s = (1 + AS_GOOD) * min(map(step_s, found))
+    good = [option for option in found if step_s(option) <= limit_s]
 
     def preference(option: Option) -> tuple:
         exactness = 0 if option.wire == OFF else _C.exactness(option.wire)
-        return (-exactness, option.sum != "auto", option.cap_mb * MIB != DEFAULT_CAP_NBYTES, _step_s(option))
+        return (-exactness, option.sum != "auto", option.cap_mb * MIB != DEFAULT_CAP_NBYTES, step_s(option))
 
     return min(good, key=preference)
 
 
-def _step_s(option: Option) -> float:
+def _predicted_s(option: Option) -> float:
     return option.prediction.step_s
+
+
+def _exposed_s(option: Option, step_s: StepTime) -> float:
+    return step_s(option) - option.prediction.compute_s
 
 
 def ms(seconds: float) -> str:
@@ -178,7 +221,7 @@ def crossover_bytes_s(workload: Workload, cluster: Cluster, wire: str, cap_mb: f
     def pays(bytes_s: float) -> bool:
         there = at_rate(cluster, bytes_s)
         off, ours = (predict_option(workload, there, name, "auto", cap_mb) for name in (OFF, wire))
-        return _step_s(ours) < (1 - WORTHWHILE) * _step_s(off)
+        return _predicted_s(ours) < (1 - WORTHWHILE) * _predicted_s(off)
 
     low, high = SLOWEST_BYTES_S, FASTEST_BYTES_S
     if pays(high):

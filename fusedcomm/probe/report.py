@@ -69,14 +69,15 @@ def _recommended(findings: Findings) -> list[str]:
         if found.option is not found.baseline:
             lines.append(f"But DDP itself would be faster with other buckets: {found.option.code}")
     else:
+        how = "measured" if found.measured else "predicted"
         lines = [
             f"Recommended: {found.option.code}",
-            f"  {ms(found.option.prediction.step_s)} a step, {found.gain:.0%} less: {found.reason}",
+            f"  {ms(found.step_s)} a step ({how}), {found.gain:.0%} less: {found.reason}",
         ]
     if found.faster is not None:
         lines.append(
-            f"  {found.faster.name} would take {ms(found.faster.prediction.step_s)}: see docs/accuracy.md for what it "
-            f"does to gradients, then --accept {found.faster.wire}"
+            f"  {found.faster.name} is predicted to take {ms(found.faster.prediction.step_s)}: see docs/accuracy.md "
+            f"for what it does to gradients, then --accept {found.faster.wire}"
         )
     return lines
 
@@ -126,6 +127,9 @@ def as_json(findings: Findings) -> dict:
             "option": option_as_json(found.option),
             "baseline": option_as_json(found.baseline),
             "gain": found.gain,
+            "step_s": found.step_s,
+            "baseline_s": found.baseline_s,
+            "measured": found.measured,
             "reason": found.reason,
             "faster_but_not_accepted": found.faster and option_as_json(found.faster),
         },

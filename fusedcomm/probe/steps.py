@@ -1,11 +1,12 @@
 """Real steps through DDP: what predictions are checked by, and what moving bytes takes of the cores meanwhile."""
 
 import contextlib
+import copy
 import dataclasses
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,22 +14,26 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.cost_model import Cluster, Cost
 from fusedcomm.handle import attach
 from fusedcomm.probe.choices import OFF, predict_option
+from fusedcomm.probe.fit import theil_sen
 from fusedcomm.probe.team import Team
 from fusedcomm.probe.workload import Task, measure_workload, synthetic
 
 WARMUP_STEPS = 2
 """DDP cuts its buckets anew after the first step."""
-MAX_CPU_NUMEL, MIN_CPU_NUMEL = 12_000_000, 1_000_000
-CPU_STEPS = 8
+MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 1_000_000
+CPU_ROUNDS, CPU_STEPS = 4, 2
 CPU_CHOICES = {
-    "few": ("int8", "two-shot"),
-    "exchange": ("bf16", "two-shot"),
-    "all_reduce": (OFF, "auto"),
-    "direct": ("bf16", "direct"),
+    "all_reduce": ((OFF, "auto"),),
+    "direct": (("bf16", "direct"),),
+    "exchange": (("bf16", "two-shot"), ("int8", "two-shot"), ("int4", "two-shot")),
 }
-"""(wire, sum) that tell the CPU time of a kind of collective; "few" is an exchange of fewer bytes."""
+"""(wire, sum) that tell the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what
+elements take."""
 MOST_TIMES = 3.0
-"""What a collective takes in a step, of what it takes by itself, at most: more would be something else."""
+"""What a collective takes in a step is at most so many times what it takes by itself, and at least so small a part of
+it: more or less would be something else."""
+LEAST_USE = 0.85
+"""Of the cores, by steps that keep them busy. The rest is taken for them by the kernel, or lost."""
 
 
 @contextlib.contextmanager
@@ -45,21 +50,19 @@ def synchronised(team: Team, model: nn.Module, wire: str, sum: str, cap_mb: floa
         del ddp  # and with it its hooks on the parameters
 
 
-def take_steps(
-    team: Team, module: nn.Module, task: Task, num_steps: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Seconds of steps, by `clock`, of the rank for which that is most; all begin together. A collective call."""
+def take_steps(team: Team, module: nn.Module, task: Task, num_steps: int) -> list[float]:
+    """Seconds of steps, of the rank for which that is most; all begin together. A collective call."""
     _, step, optimizer = task
     seconds = []
     for _ in range(num_steps):
         team.barrier()
-        begin = clock()
+        begin = time.perf_counter()
         module.zero_grad()
         step(module).backward()
         if optimizer is not None:
             optimizer.step()
         team.settle()
-        seconds.append(clock() - begin)
+        seconds.append(time.perf_counter() - begin)
     return team.slowest(seconds)
 
 
@@ -72,44 +75,90 @@ def cpu_s() -> float:
 # ---- what of a core it takes
 
 
+@dataclasses.dataclass(frozen=True)
+class CpuOfSteps:
+    """Of one choice's steps of a model of which so many elements are synchronised."""
+
+    kind: str
+    sent_nbytes: int
+    extra_s: float
+    """Of a core, beyond the same step alone, DDP's copies and the codec."""
+
+
 def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget_s: float) -> Cluster:
     """The cluster with copies and collectives that take as much of a core as they do in a step. A collective call.
 
-    By themselves they take less: in a step buffers have left the caches, and threads hand over to each other. A step of
-    a synthetic model takes x · elements + y · bytes beyond the same step alone, DDP's copies and the codec: x is put on
-    the copies, y is the collective's. Telling them apart takes exchanges of more and of fewer bytes: unless int8 and
-    bf16 are among the `wires`, whose codecs have been measured, the cluster is returned as it is.
+    By themselves they take more or less: in a step buffers have left the caches, and threads hand over to each other.
+    A step of a synthetic model takes x · elements + y · bytes beyond the same step alone, DDP's copies and the codec: x
+    is put on the copies, y is the collective's. Telling them apart takes exchanges of more and of fewer bytes: unless
+    int8 and bf16 are among the `wires`, whose codecs have been measured, the cluster is returned as it is.
     """
     if not {"int8", "bf16"} <= set(wires):
         return cluster
-    numel = _numel_for(cluster, budget_s / len(CPU_CHOICES))
+    choices = [(kind, *way) for kind, ways in CPU_CHOICES.items() for way in ways if way[0] in (OFF, *wires)]
+    numel = _numel_for(cluster, budget_s / len(choices))
     task = synthetic(numel, 0.0, team.device)
     workload = measure_workload(team, task, 0.0)
-    alone_s = _cpu_of_a_step(team, task[0], task)
-    extra_s, sent = {}, {}
-    for kind, (wire, sum) in CPU_CHOICES.items():
-        with synchronised(team, task[0], wire, sum, None) as ddp:
-            step_s = _cpu_of_a_step(team, ddp, task)
-        sent[kind] = predict_option(workload, cluster, wire, sum, 25).prediction.sent_nbytes
-        extra_s[kind] = step_s - alone_s - 8 * numel * cluster.copy_s_per_byte - _codec_s(cluster, wire, numel)
-    return attributed(cluster, numel, extra_s, sent)
+    steps = [_Steps() for _ in choices]
+    alone = _Steps()
+    with contextlib.ExitStack() as stack:
+        # All at hand, to take turns: a machine's moods change more than what is looked for.
+        modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), *way, None)) for _, *way in choices]
+        for module in modules:
+            take_steps(team, module, task, WARMUP_STEPS)
+        for _ in range(CPU_ROUNDS):
+            for module, taken in zip([task[0], *modules], [alone, *steps], strict=True):
+                taken.take(team, module, task)
+    (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
+    use = min(max(LEAST_USE, *(cpu / (wall * cluster.cores) for cpu, wall in found)), 1.0)
+    measured = []
+    for (kind, wire, sum), (cpu, _) in zip(choices, found, strict=True):
+        sent_nbytes = predict_option(workload, cluster, wire, sum, 25).prediction.sent_nbytes
+        known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, wire, numel)
+        measured.append(CpuOfSteps(kind, sent_nbytes, cpu / use - known_s))
+    return attributed(cluster, numel, measured)
 
 
-def attributed(cluster: Cluster, numel: int, extra_s: dict[str, float], sent: dict[str, float]) -> Cluster:
-    """See above; by the kinds of CPU_CHOICES."""
+def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> Cluster:
+    """See above; of steps that synchronise `numel` elements, exchanges of at least two sizes among them."""
     network = cluster.network
 
     def bounded(kind: str, per_byte_s: float) -> Cost:
         cost = getattr(network, kind)
-        least_s = cost.cpu_s_per_unit
-        return dataclasses.replace(cost, cpu_s_per_unit=min(max(per_byte_s, least_s), MOST_TIMES * least_s))
+        least_s, most_s = cost.cpu_s_per_unit / MOST_TIMES, cost.cpu_s_per_unit * MOST_TIMES
+        return dataclasses.replace(cost, cpu_s_per_unit=min(max(per_byte_s, least_s), most_s))
 
-    exchange = bounded("exchange", (extra_s["exchange"] - extra_s["few"]) / (sent["exchange"] - sent["few"]))
-    of_elements_s = max(0.0, extra_s["few"] - exchange.cpu_s_per_unit * sent["few"])
-    costs = {kind: bounded(kind, (extra_s[kind] - of_elements_s) / sent[kind]) for kind in ("all_reduce", "direct")}
+    exchanges = [step for step in measured if step.kind == "exchange"]
+    line = theil_sen([(step.sent_nbytes, step.extra_s) for step in exchanges])
+    costs = {"exchange": bounded("exchange", line.per_unit_s)}
+    of_bytes_s = costs["exchange"].cpu_s_per_unit
+    of_elements_s = max(0.0, statistics.median(step.extra_s - of_bytes_s * step.sent_nbytes for step in exchanges))
+    for step in measured:
+        if step.kind != "exchange":
+            costs[step.kind] = bounded(step.kind, (step.extra_s - of_elements_s) / step.sent_nbytes)
     copy_s_per_byte = min(cluster.copy_s_per_byte + of_elements_s / (8 * numel), MOST_TIMES * cluster.copy_s_per_byte)
-    network = dataclasses.replace(network, exchange=exchange, **costs)
+    network = dataclasses.replace(network, **costs)
     return dataclasses.replace(cluster, network=network, copy_s_per_byte=copy_s_per_byte)
+
+
+class _Steps:
+    """Of one choice: what its steps take of a core and of the clock, by turns."""
+
+    def __init__(self) -> None:
+        self._cpu_s: list[float] = []
+        self._wall_s: list[float] = []
+
+    def take(self, team: Team, module: nn.Module, task: Task) -> None:
+        """A collective call."""
+        take_steps(team, module, task, 1)
+        before = cpu_s()
+        self._wall_s += take_steps(team, module, task, CPU_STEPS)
+        (taken_s,) = team.mean([(cpu_s() - before) / CPU_STEPS])
+        self._cpu_s.append(taken_s)
+
+    def medians(self) -> tuple[float, float]:
+        """(core, clock), seconds of a step."""
+        return statistics.median(self._cpu_s), statistics.median(self._wall_s)
 
 
 def _codec_s(cluster: Cluster, wire: str, numel: int) -> float:
@@ -122,11 +171,5 @@ def _codec_s(cluster: Cluster, wire: str, numel: int) -> float:
 def _numel_for(cluster: Cluster, budget_s: float) -> int:
     """Such that the steps fit the budget."""
     slowest_s = cluster.network.all_reduce.per_unit_s
-    fits = budget_s / (CPU_STEPS + WARMUP_STEPS) / (8 * slowest_s)
+    fits = budget_s / (WARMUP_STEPS + CPU_ROUNDS * (1 + CPU_STEPS)) / (8 * slowest_s)
     return int(min(max(fits, MIN_CPU_NUMEL), MAX_CPU_NUMEL))
-
-
-def _cpu_of_a_step(team: Team, module: nn.Module, task: Task) -> float:
-    """Of the rank that takes most."""
-    take_steps(team, module, task, WARMUP_STEPS)
-    return statistics.median(take_steps(team, module, task, CPU_STEPS, clock=cpu_s))

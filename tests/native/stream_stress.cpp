@@ -327,7 +327,12 @@ class Rank {
       REQUIRE(!outcome->ended, "on_done was called twice");
       outcome->ended = true;
       outcome->error = std::move(error);
-      if (!outcome->error) outcome->event.record(sim::current_stream(rank));
+      if (outcome->error) return;
+      try {
+        outcome->event.record(sim::current_stream(rank));
+      } catch (...) {  // a device that has just died: DDP's own call fails, and training with it
+        outcome->error = std::current_exception();
+      }
     };
     const c10::Stream before = compute();
     try {
