@@ -323,20 +323,19 @@ class Bench:
         return chosen
 
     def with_best_caps(self, chosen: list[Way]) -> list[Way]:
-        """DDP's default also with the bucket size that is best for it, which torch's hooks have too; ours with the one
-        that is best for the first of ours. A way that cannot do without a size of its own keeps that."""
-        default = next((way for way in chosen if way.name == DEFAULT), None)
-        ours = next((way for way in chosen if way.name.startswith("fusedcomm") and "auto" not in way.name), None)
-        cap = None if default is None else self.search_cap(default)
-        our_cap = None if ours is None else self.search_cap(ours)
+        """Each way with the bucket size that is best for it, if it can do with any; DDP's default as it is, too."""
         found = []
         for way in chosen:
-            if way.name == DEFAULT or way.cap_mb is not None:
+            if way.cap_mb is not None or way.chooses:
                 found.append(way)
+                continue
+            cap = self.search_cap(way)
+            if way.name == DEFAULT:
+                found.append(way)
+                if cap is not None:
+                    found.append(with_cap(way, cap, TUNED))
             else:
-                found.append(with_cap(way, our_cap if way.name.startswith("fusedcomm") else cap))
-            if way.name == DEFAULT and cap is not None:
-                found.append(with_cap(way, cap, TUNED))
+                found.append(with_cap(way, cap))
         return found
 
     def run(self) -> None:

@@ -1,10 +1,11 @@
-"""Tables and plots of training steps over links, from the JSON of bench/ddp_step.py: what docs/benchmarks.md shows.
+"""Tables and plots of training steps over links, from the JSON of bench/ddp_step.py: what docs/benchmarks.md shows, and
+the table that README.md begins with.
 
-    python bench/_steps_report.py                          # writes the tables into docs/benchmarks.md, and its plots
+    python bench/_steps_report.py                          # writes the tables into these, and the plot
     python bench/_steps_report.py bench/results/ddp-step-*.json --print
 
-A table stands in the document between `<!-- NAME -->` and `<!-- end -->`, where NAME is "speed-ups", or a result's file
-without "ddp-step-" and ".json". Nothing is typed by hand, and the tests compare the document with the results.
+A table stands in a document between `<!-- NAME -->` and `<!-- end -->`, where NAME is "speed-ups", "headline", or a
+result's file without "ddp-step-" and ".json". Nothing is typed by hand, and the tests compare documents with results.
 """
 
 import argparse
@@ -17,10 +18,25 @@ from _common import REPOSITORY
 from _ways import COMPUTE, DEFAULT, TUNED
 
 RESULTS = REPOSITORY / "bench" / "results"
-DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
+DOCUMENT, README = REPOSITORY / "docs" / "benchmarks.md", REPOSITORY / "README.md"
 PLOT = REPOSITORY / "docs" / "benchmarks-speedups.png"
 PREFIX = "ddp-step-"
-SPEED_UPS = "speed-ups"
+SPEED_UPS, HEADLINE = "speed-ups", "headline"
+HEADLINE_CASES = {
+    ("2-hosts-100mbit", "transformer/100mbit"): "2 hosts, 100 Mbit/s",
+    ("2-hosts-1gbit", "transformer/1gbit"): "2 hosts, 1 Gbit/s",
+    ("4-hosts-100mbit", "transformer/100mbit"): "4 hosts, 100 Mbit/s",
+    ("4-hosts-1gbit", "transformer/1gbit"): "4 hosts, 1 Gbit/s",
+    ("2-hosts-fast", "transformer/10gbit"): "2 hosts, 10 Gbit/s",
+    ("2-hosts-fast", "transformer/unlimited"): "no limit",
+}
+HEADLINE_WAYS = {
+    "c++ fp16 hook": "C++ fp16 hook",
+    "fusedcomm bf16": "fusedcomm, `bf16`",
+    "fusedcomm int8": "fusedcomm, `int8`",
+    "fusedcomm int4": "fusedcomm, `int4`",
+    "fusedcomm auto": 'fusedcomm, `wire="auto"`',
+}
 
 
 class Result:
@@ -46,6 +62,15 @@ class Result:
         """Of DDP without a hook, with the best bucket size found."""
         return min(self.rows[name]["median_s"] for name in (DEFAULT, TUNED) if name in self.rows)
 
+    @property
+    def compute_s(self) -> float:
+        return self.rows[COMPUTE]["median_s"]
+
+    def bucket_size(self, way: str) -> str:
+        """The best one that was found; empty: DDP's own, 25 after a first one of 1, or not searched."""
+        cap = self.found.get("bucket_cap_mb", {}).get(DEFAULT if way == TUNED else way)
+        return "" if cap is None or way == DEFAULT else f"{cap:g}"
+
     def speed_up(self, way: str) -> float | None:
         return self.baseline_s / self.rows[way]["median_s"] if way in self.rows else None
 
@@ -66,6 +91,7 @@ def speed_up_table(results: Sequence[Result]) -> str:
     lines.append("| parameters | " + " | ".join(f"{_numel(result) / 1e6:.0f} M" for result in results) + " |")
     shares = [result.found.get("communication_share", 0) for result in results]
     lines.append("| communication, of the default's step | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
+    lines.append("| compute alone, ms | " + " | ".join(f"{r.compute_s * 1e3:.0f}" for r in results) + " |")
     lines.append("| DDP, best bucket size, ms | " + " | ".join(f"{r.baseline_s * 1e3:.0f}" for r in results) + " |")
     for way in ways:
         cells = [f"{up:.2f}" if (up := result.speed_up(way)) else "" for result in results]
@@ -73,16 +99,32 @@ def speed_up_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def headline_table(results: Sequence[Result]) -> str:
+    """Speed-ups of a few ways where communication is most of a step."""
+    by_key = {(result.name, result.case): result for result in results}
+    chosen = {label: by_key[key] for key, label in HEADLINE_CASES.items() if key in by_key}
+    lines = ["| step, times as fast as DDP | " + " | ".join(chosen) + " |", "|---" * (len(chosen) + 1) + "|"]
+    for way, label in HEADLINE_WAYS.items():
+        cells = [f"{up:.2f}" if (up := result.speed_up(way)) else "" for result in chosen.values()]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    shares = [f"{result.found['communication_share']:.0%}" for result in chosen.values()]
+    lines.append("| communication, of DDP's step | " + " | ".join(shares) + " |")
+    lines.append("| DDP, ms | " + " | ".join(f"{result.baseline_s * 1e3:.0f}" for result in chosen.values()) + " |")
+    return "\n".join(lines)
+
+
 def case_table(result: Result) -> str:
     lines = [
         f"{result.title}; {_numel(result):,} parameters, batch {result.found['batch']}",
         "",
-        "| way | p50 ms | p75 | p90 | p95 | × DDP | × bytes | of ideal | exposed ms | overlap | MB/host | error |",
-        "|---" * 12 + "|",
+        "| way | bucket MiB | p50 ms | p75 | p90 | p95 | × DDP | × bytes | of ideal | exposed ms | overlap | MB/host "
+        "| error |",
+        "|---" * 13 + "|",
     ]
     for way, row in result.rows.items():
         figures = row["figures"]
-        cells = [f"{row['percentiles_s'][name] * 1e3:.1f}" for name in ("p50", "p75", "p90", "p95")]
+        cells = [result.bucket_size(way)]
+        cells += [f"{row['percentiles_s'][name] * 1e3:.1f}" for name in ("p50", "p75", "p90", "p95")]
         cells += [
             f"{result.speed_up(way):.2f}",
             _cell(figures, "bytes_ratio", ".2f"),
@@ -93,6 +135,9 @@ def case_table(result: Result) -> str:
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     lines += [f"\n{entry['impl']}: not measured: {entry['reason']}" for entry in result.missing]
     return "\n".join(lines)
+
+
+OF_ALL = {SPEED_UPS: speed_up_table, HEADLINE: headline_table}
 
 
 def _numel(result: Result) -> int:
@@ -112,10 +157,13 @@ def tables(results: Sequence[Result], names: Sequence[str]) -> dict[str, str]:
     """The tables of those names. ValueError for one that there is no result of."""
     found = {}
     for name in names:
-        of_name = results if name == SPEED_UPS else [result for result in results if result.name == name]
+        if name in OF_ALL:
+            found[name] = OF_ALL[name](results)
+            continue
+        of_name = [result for result in results if result.name == name]
         if not of_name:
             raise ValueError(f"there is no bench/results/{PREFIX}{name}.json for the table {name!r}")
-        found[name] = speed_up_table(of_name) if name == SPEED_UPS else "\n\n".join(map(case_table, of_name))
+        found[name] = "\n\n".join(map(case_table, of_name))
     return found
 
 
@@ -143,7 +191,10 @@ def plot(results: Sequence[Result], path: Path) -> None:
         ratios = [result.rows[way]["figures"].get("bytes_ratio") for result in rows]
         axes.scatter(places, [ratio if ratio else float("nan") for ratio in ratios], marker="_", color="black", s=40)
     axes.axhline(1, color="black", linewidth=0.8)
-    labels = [result.title.replace(", ", "\n") + f"\n{_numel(result) / 1e6:.0f} M" for result in results]
+    labels = [
+        result.title.replace(", ", "\n") + f"\n{_numel(result) / 1e6:.0f} M, {result.compute_s * 1e3:.0f} ms"
+        for result in results
+    ]
     axes.set_xticks(range(len(results)), labels, fontsize=8)
     axes.set_ylabel("times as fast as DDP's best bucket size\n(– : by how much fewer bytes it sends)")
     axes.legend(fontsize=8)
@@ -163,6 +214,7 @@ def main() -> None:
         print("\n\n".join([speed_up_table(results), *map(case_table, results)]))
         return
     write_tables(DOCUMENT, results)
+    write_tables(README, results)
     plot(results, PLOT)
 
 

@@ -42,6 +42,11 @@ class Way:
     """It can only send gradients of this rank, as matrices; None: any."""
 
     @property
+    def chooses(self) -> bool:
+        """In its first steps, which takes long; so it has DDP's own bucket size."""
+        return self.name.startswith("fusedcomm auto")
+
+    @property
     def is_peer(self) -> bool:
         """Where it fails, that is a finding and not an error of ours."""
         return not self.name.startswith(("fusedcomm", "ddp"))
@@ -71,6 +76,8 @@ def ways_by_name() -> dict[str, Way]:
     # What they choose from has exact wires, too.
     ways.append(Way("fusedcomm auto", _ours("auto"), TOLERANCES["bf16"]))
     ways.append(Way("fusedcomm auto int8", _ours("auto", wires=("fp32", "bf16", "int8")), TOLERANCES["int8"]))
+    # The same as one level where a host has one rank.
+    ways.append(Way("fusedcomm int8 by host", _ours("int8", hosts="auto"), TOLERANCES["int8"]))
     # What earlier steps left out is in the result too.
     ways.append(Way("fusedcomm int4 feedback", _ours("int4", error_feedback=True), 1.5 * TOLERANCES["int4"]))
     return {way.name: way for way in ways}

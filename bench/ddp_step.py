@@ -8,10 +8,10 @@ bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no roo
 
 Every way has a DDP module, gradients, buckets, an optimizer and a process group of its own; the weights are shared. All
 take turns in every round, in another order each time, a turn being one step that is not timed and --steps that are; the
-time of a step is the slowest rank's. Bucket sizes are searched first: DDP's default also runs with the best of several,
-which torch's hooks have, too; ours have the one that is best for the first of them. Then gradients that are known on
-every rank go through each way three times: the result must be near their exact mean, as near as the wire allows, and
-the same bits on every rank.
+time of a step is the slowest rank's. Bucket sizes are searched first: every way has the best of several, and DDP's
+default its own, too; but wire="auto" has DDP's own, and what cannot do with more than one bucket has one. Then
+gradients that are known on every rank go through each way three times: the result must be near their exact mean, as
+near as the wire allows, and the same bits on every rank.
 
 Columns, besides percentiles of the step and speed relative to DDP's default:
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(BENCH))
 
 import _steps_report  # noqa: E402
 
+BEST = {"ddp default": 5.0, "fusedcomm int8": None}
 ROW = {"case": "resnet/1gbit", "numel": 2_000_000, "percentiles_s": {}, "figures": {}}
 
 
@@ -25,7 +26,7 @@ def results(tmp_path) -> list:
     document = {
         "env": {},
         "settings": {"hosts": 2, "ranks_per_host": 3},
-        "cases": {"resnet/1gbit": {"batch": 4, "communication_share": 0.961}},
+        "cases": {"resnet/1gbit": {"batch": 4, "communication_share": 0.961, "bucket_cap_mb": BEST}},
         "not_measured": [{"case": "resnet/1gbit", "impl": "some hook", "reason": "it hangs", "failed": False}],
         "rows": [
             row("compute alone", 10),
@@ -46,6 +47,7 @@ def test_speed_ups_are_over_the_best_bucket_size(results):
     assert lines[2:] == [
         "| parameters | 2 M |",
         "| communication, of the default's step | 96% |",
+        "| compute alone, ms | 10 |",
         "| DDP, best bucket size, ms | 200 |",
         "| ddp default | 0.80 |",
         "| c++ fp16 hook | 1.60 |",
@@ -55,8 +57,9 @@ def test_speed_ups_are_over_the_best_bucket_size(results):
 
 def test_a_case_has_every_way_and_what_is_missing(results):
     table = _steps_report.case_table(results[0])
-    assert "| fusedcomm int8 | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.00 | 0.90 |  |  | 2.00 |  |" in table
-    assert "| ddp default | 250.0 | 275.0 | 300.0 | 325.0 | 0.80 |  |  | 240.0 | 10% | 8.00 | 0e+00 |" in table
+    assert "| fusedcomm int8 |  | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.00 | 0.90 |  |  | 2.00 |  |" in table
+    assert "| ddp default |  | 250.0 | 275.0 | 300.0 | 325.0 | 0.80 |  |  | 240.0 | 10% | 8.00 | 0e+00 |" in table
+    assert "| ddp tuned | 5 | 200.0 |" in table
     assert table.endswith("\n\nsome hook: not measured: it hangs")
 
 
@@ -78,6 +81,15 @@ def test_the_document_says_what_the_results_say():
     results = _steps_report.load(list(_steps_report.RESULTS.glob("ddp-step-*.json")))
     assert {_steps_report.SPEED_UPS, *(result.name for result in results)} == set(blocks)
     assert blocks == _steps_report.tables(results, list(blocks))
+
+
+def test_the_readme_begins_with_what_the_results_say():
+    blocks = _steps_report.blocks_of(_steps_report.README.read_text())
+    results = _steps_report.load(list(_steps_report.RESULTS.glob("ddp-step-*.json")))
+    assert set(blocks) == {_steps_report.HEADLINE}
+    table = blocks[_steps_report.HEADLINE]
+    assert table == _steps_report.headline_table(results)
+    assert table.splitlines()[0].count("|") == len(_steps_report.HEADLINE_CASES) + 2
 
 
 def test_plots(results, tmp_path):
