@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.transport import tcp_nbytes_sent
 
 NUM_CHECKS = 3
+MAX_BATCH = 1 << 12
 CHECK_SCALE = 0.1
 """Of known gradients: more than a model's, which error feedback has kept some of."""
 LEARNING_RATE = 1e-4
@@ -207,16 +208,16 @@ class Bench:
         return self.model.batch(samples, torch.Generator().manual_seed(dist.get_rank()))
 
     def _fitting_batch(self, wanted_s: float) -> int:
-        """By the times of two batches; rank 0's, so that ranks have as much to do."""
-        seconds = []
-        for samples in (1, 5):
+        """By steps of more and more samples, as rank 0 times them, so that ranks have as much to do."""
+        samples = 1
+        while True:
             batch = self._make_batch(samples)
             dist.barrier()
-            seconds.append(statistics.median(self.compute.step(batch) for _ in range(5)))
-        of_a_sample = max((seconds[1] - seconds[0]) / 4, 1e-9)
-        chosen = torch.tensor(max(1, round(1 + (wanted_s - seconds[0]) / of_a_sample)))
-        dist.broadcast(chosen, 0)
-        return chosen.item()
+            taken_s = torch.tensor(statistics.median(self.compute.step(batch) for _ in range(5)), dtype=torch.float64)
+            dist.broadcast(taken_s, 0)
+            if taken_s >= wanted_s / 3 or samples >= MAX_BATCH:
+                return max(1, round(samples * wanted_s / taken_s.item()))
+            samples *= 2
 
     # ---- making and checking
 

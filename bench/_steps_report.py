@@ -183,11 +183,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
     ways = [way for way in ways if "powersgd" not in way]  # its speed-ups are off any scale, and it is another mean
     ways.sort(key=lambda way: way.startswith("fusedcomm"))
     figure, axes = pyplot.subplots(figsize=(1.7 * len(results) + 2, 4.5))
-    width = 0.8 / len(ways)
+    width, colours = 0.8 / len(ways), pyplot.get_cmap("tab20")
     for index, way in enumerate(ways):
         places = [place + index * width - 0.4 for place, result in enumerate(results) if way in result.rows]
         rows = [result for result in results if way in result.rows]
-        axes.bar(places, [result.speed_up(way) for result in rows], width, label=way)
+        axes.bar(places, [result.speed_up(way) for result in rows], width, label=way, color=colours(index))
         ratios = [result.rows[way]["figures"].get("bytes_ratio") for result in rows]
         axes.scatter(places, [ratio if ratio else float("nan") for ratio in ratios], marker="_", color="black", s=40)
     axes.axhline(1, color="black", linewidth=0.8)
@@ -197,7 +197,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     ]
     axes.set_xticks(range(len(results)), labels, fontsize=8)
     axes.set_ylabel("times as fast as DDP's best bucket size\n(– : by how much fewer bytes it sends)")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -1,9 +1,11 @@
 """What watches the wire: measured quantisation errors, buckets that fall back, and whose gradients were not finite."""
 
+import datetime
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Gradients, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,9 +29,9 @@ def spiky(rank, step, numel=NUMEL):
     return x
 
 
-def two_buckets():
+def two_buckets(group=None):
     """Bucket 0 has weights.1, bucket 1 weights.0."""
-    return DistributedDataParallel(Gradients((NUMEL,), (NUMEL,)), bucket_cap_mb=0.05)
+    return DistributedDataParallel(Gradients((NUMEL,), (NUMEL,)), bucket_cap_mb=0.05, process_group=group)
 
 
 # ---- measured
@@ -199,7 +201,7 @@ def test_the_report_names_rank_bucket_and_parameter(ranks):
 
 
 def report_by_one_rank(rank, world_size):
-    ddp = two_buckets()
+    ddp = two_buckets(dist.new_group(timeout=datetime.timedelta(seconds=4)))
     comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not take part within .* collective call"):
