@@ -327,16 +327,13 @@ class Bench:
         """Each way with the bucket size that is best for it, if it can do with any; DDP's default as it is, too."""
         found = []
         for way in chosen:
-            if way.cap_mb is not None or way.chooses:
-                found.append(way)
-                continue
-            cap = self.search_cap(way)
-            if way.name == DEFAULT:
-                found.append(way)
-                if cap is not None:
-                    found.append(with_cap(way, cap, TUNED))
-            else:
+            cap = way.cap_mb if way.cap_mb is not None or way.chooses else self.search_cap(way)
+            if way.name != DEFAULT:
                 found.append(with_cap(way, cap))
+                continue
+            found.append(way)
+            if cap is not None:
+                found.append(with_cap(way, cap, TUNED))
         return found
 
     def run(self) -> None:

@@ -87,15 +87,12 @@ def speed_up_table(results: Sequence[Result]) -> str:
     """Ways by cases: how many times as fast as DDP without a hook."""
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
     ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
-    lines = ["| | " + " | ".join(result.title for result in results) + " |", "|---" * (len(results) + 1) + "|"]
-    lines.append("| parameters | " + " | ".join(f"{_numel(result) / 1e6:.0f} M" for result in results) + " |")
-    shares = [result.found.get("communication_share", 0) for result in results]
-    lines.append("| communication, of the default's step | " + " | ".join(f"{share:.0%}" for share in shares) + " |")
-    lines.append("| compute alone, ms | " + " | ".join(f"{r.compute_s * 1e3:.0f}" for r in results) + " |")
-    lines.append("| DDP, best bucket size, ms | " + " | ".join(f"{r.baseline_s * 1e3:.0f}" for r in results) + " |")
-    for way in ways:
-        cells = [f"{up:.2f}" if (up := result.speed_up(way)) else "" for result in results]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    lines = [_line("", [result.title for result in results]), "|---" * (len(results) + 1) + "|"]
+    lines.append(_line("parameters", [f"{_numel(result) / 1e6:.0f} M" for result in results]))
+    lines.append(_line("communication, of the default's step", _shares(results)))
+    lines.append(_line("compute alone, ms", [f"{result.compute_s * 1e3:.0f}" for result in results]))
+    lines.append(_line("DDP, best bucket size, ms", _baselines_ms(results)))
+    lines += [_line(way, _speed_ups(results, way)) for way in ways]
     return "\n".join(lines)
 
 
@@ -103,14 +100,27 @@ def headline_table(results: Sequence[Result]) -> str:
     """Speed-ups of a few ways where communication is most of a step."""
     by_key = {(result.name, result.case): result for result in results}
     chosen = {label: by_key[key] for key, label in HEADLINE_CASES.items() if key in by_key}
-    lines = ["| step, times as fast as DDP | " + " | ".join(chosen) + " |", "|---" * (len(chosen) + 1) + "|"]
-    for way, label in HEADLINE_WAYS.items():
-        cells = [f"{up:.2f}" if (up := result.speed_up(way)) else "" for result in chosen.values()]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    shares = [f"{result.found['communication_share']:.0%}" for result in chosen.values()]
-    lines.append("| communication, of DDP's step | " + " | ".join(shares) + " |")
-    lines.append("| DDP, ms | " + " | ".join(f"{result.baseline_s * 1e3:.0f}" for result in chosen.values()) + " |")
+    shown = list(chosen.values())
+    lines = [_line("step, times as fast as DDP", list(chosen)), "|---" * (len(chosen) + 1) + "|"]
+    lines += [_line(label, _speed_ups(shown, way)) for way, label in HEADLINE_WAYS.items()]
+    lines += [_line("communication, of DDP's step", _shares(shown)), _line("DDP, ms", _baselines_ms(shown))]
     return "\n".join(lines)
+
+
+def _line(label: str, cells: Sequence[str]) -> str:
+    return " | ".join([f"| {label}" if label else "|", *cells]) + " |"
+
+
+def _speed_ups(results: Sequence[Result], way: str) -> list[str]:
+    return [f"{up:.2f}" if (up := result.speed_up(way)) else "" for result in results]
+
+
+def _shares(results: Sequence[Result]) -> list[str]:
+    return [f"{result.found.get('communication_share', 0):.0%}" for result in results]
+
+
+def _baselines_ms(results: Sequence[Result]) -> list[str]:
+    return [f"{result.baseline_s * 1e3:.0f}" for result in results]
 
 
 def case_table(result: Result) -> str:
@@ -132,7 +142,7 @@ def case_table(result: Result) -> str:
         ]
         cells += [_cell(figures, "exposed_s", ".1f", 1e3), _cell(figures, "overlap", ".0%")]
         cells += [_cell(figures, "wire_nbytes", ".2f", 1e-6), _cell(figures, "error", ".0e")]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+        lines.append(_line(way, cells))
     lines += [f"\n{entry['impl']}: not measured: {entry['reason']}" for entry in result.missing]
     return "\n".join(lines)
 

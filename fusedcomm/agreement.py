@@ -4,8 +4,10 @@ Every rank publishes its record; rank 0 compares each with its own and publishes
 alike, with the same text.
 """
 
+import contextlib
 import datetime
 import json
+import warnings
 
 import torch.distributed as dist
 
@@ -103,3 +105,9 @@ def _first_difference(left: object, right: object, field: str = "") -> tuple[str
                 return found
         return None
     return None if left == right else (field, left, right)
+
+
+def warn_alone(text: str, stacklevel: int) -> None:
+    """On one rank, which must not fail alone where warnings are errors. stacklevel: of warnings.warn, here."""
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=stacklevel)

@@ -279,6 +279,7 @@ class Config:
 
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
         """ranks_per_host: more than one for sums on two levels. Chunks left open are for a link of 1 Gbit/s."""
+        # A copy is checked as it is made, by calling this.
         chunks = self.resolved(world_size, device_type) if None in (self.chunk_nbytes, self.chunks_in_flight) else self
         return _C.WireConfig(
             wire=self.wire,

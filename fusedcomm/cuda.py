@@ -29,6 +29,9 @@ class CudaPath:
         ValueError: an option is out of range, or is for another device.
     """
 
+    s_per_byte = None
+    """Of the link: chunks are as large whatever it is."""
+
     def __init__(
         self,
         cfg: config.Config,
@@ -63,7 +66,6 @@ class CudaPath:
             )
             self._device.warm_up()
         # NCCL leaves undefined what happens if some ranks' buffers are registered and others' are not.
-        self.s_per_byte = None  # of the link: chunks are as large whatever it is
         self.must_agree = {"registered workspaces": self._device.registered_memory}
         where = "memory registered with the network" if self._device.registered_memory else "plain device memory"
         self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors, workspaces in {where}"

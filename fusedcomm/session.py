@@ -166,7 +166,6 @@ class Session:
     def watch(self) -> None:
         """From now on stalls are reported and failures explained. That takes two threads and a connection to the store:
         of sessions on the same channels only the one that runs needs it."""
-
         if self.world_size == 1 or self._is_watched:
             return
         try:
@@ -177,11 +176,10 @@ class Session:
                 store_text=groups.describe_store(self.process_group),
             )
         except (RuntimeError, NotImplementedError) as error:
-            # A store written in Python need not have clone(). Where warnings are errors, one rank alone must not fail.
-            with contextlib.suppress(Warning):
-                warnings.warn(
-                    f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=5
-                )
+            # A store written in Python need not have clone().
+            agreement.warn_alone(
+                f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6
+            )
             return
         self._is_watched = True
 

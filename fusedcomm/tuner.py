@@ -7,14 +7,13 @@ import itertools
 import json
 import math
 import statistics
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm import autotune, bucket_cap
+from fusedcomm import agreement, autotune, bucket_cap
 from fusedcomm.autotune import OFF, Candidate, Search, Tuning
 from fusedcomm.config import SUMS, WIRES, Config, LocalOptions
 from fusedcomm.native import _C
@@ -130,7 +129,6 @@ class Tuner:
     nothing is under way: then the ranks share the largest of their times, so that all do the same next. A candidate
     that cannot be made loses, on all ranks alike. Only what runs is watched for stalls; off is DDP's own.
 
-
     Args:
         announce: whether rank 0 may print.
         tuned: what an earlier search has found, to begin with that.
@@ -178,7 +176,7 @@ class Tuner:
         self.session = self._off
         """Of the candidate that runs; for off, of what it has been handed over to keep."""
         if misfit is not None and self._off.rank == 0:
-            _warn(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
+            agreement.warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
         self._sessions = {OFF: self._off}
         self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None
@@ -309,7 +307,7 @@ class Tuner:
             except Exception as error:  # on every rank, since a session is made on all of them or on none
                 self._impossible[candidate] = error.with_traceback(None)  # which has what was made until then
                 if self._off.rank == 0:
-                    _warn(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
+                    agreement.warn_alone(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
                 return False
         return True
 
@@ -418,12 +416,6 @@ class Tuner:
                 f"it has chosen {tuned.chosen}, which wires={self._space.wires!r} and the other arguments do not allow"
             )
         return None
-
-
-def _warn(text: str, stacklevel: int) -> None:
-    """On one rank alone, which must not fail alone where warnings are errors."""
-    with contextlib.suppress(Warning):
-        warnings.warn(text, stacklevel=stacklevel)
 
 
 def model_digest(parameters: Sequence[NamedParameter]) -> str:

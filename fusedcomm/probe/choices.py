@@ -41,6 +41,9 @@ class Option:
         return f"{wrap}; comm = fusedcomm.attach(ddp, {arguments})"
 
 
+StepTime = Callable[[Option], float]
+
+
 def config_of(wire: str, sum: str) -> Config | None:
     return None if wire == OFF else Config(wire=wire, sum=sum)
 
@@ -126,7 +129,7 @@ def recommend(
     )
 
 
-def why_off(off: Option, best: Option | None, step_s: "StepTime") -> str:
+def why_off(off: Option, best: Option | None, step_s: StepTime) -> str:
     if best is None:
         return "no wire of ours was accepted"
     exposed_s = _exposed_s(off, step_s)
@@ -157,9 +160,6 @@ def finalists(found: Sequence[Option], recommendation: Recommendation, accepted:
     if _predicted_s(best_off) <= min(NEAR * recommendation.step_s, _predicted_s(recommendation.baseline)):
         chosen.append(best_off)
     return list(dict.fromkeys(chosen))
-
-
-StepTime = Callable[[Option], float]
 
 
 def _best(found: Sequence[Option], step_s: StepTime) -> Option:

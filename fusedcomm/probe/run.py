@@ -86,12 +86,12 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     network = timed("network", measure_network, team, budget_s["network"])
     local = timed("local", measure_local, team, settings.wires, budget_s["local"], settings.cores, network.s_per_byte)
     workloads.append(steps_alone())
-    cluster = Cluster(team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores)
-    cluster = dataclasses.replace(cluster, timed_s_per_byte=network.s_per_byte)
+    cluster = Cluster(
+        team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores, network.s_per_byte
+    )
     if local.cores is not None:
         cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
-    if local.cores is not None:
-        (cluster,) = _of_rank_0(team, (cluster,))
+        cluster = _of_rank_0(team, cluster)
         cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
     workload = min([*workloads, steps_alone()], key=lambda workload: workload.compute_s)
     # Ranks agree on what is measured by taking the slowest; what is left are rounding and each rank's own CPU time.
@@ -101,7 +101,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     cap = recommendation.option.cap_mb
     crossovers = {wire: crossover_bytes_s(workload, cluster, wire, cap) for wire in settings.wires}
     left_s = max(settings.seconds - (time.perf_counter() - began), 0.5 * budget_s["check"])
-    (left_s,) = _of_rank_0(team, (left_s,))
+    left_s = _of_rank_0(team, left_s)
     chosen = finalists(found, recommendation, settings.accept)
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
     if [check.option for check in checks] == chosen:
