@@ -48,6 +48,9 @@ def _run(function, rank, world_size, store_path, backend, args):
     if device is not None:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+    if backend == "gloo":
+        # A function may leave the group at once, which a rank that is still connecting would take for a crash.
+        dist.barrier()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -41,22 +41,27 @@ def stderr_to(path):
 
 
 @contextlib.contextmanager
-def group_over(store_kind, rank, world_size, address):
+def group_over(store_kind, rank, world_size):
     """A process group of its own on the store at hand, or with a TCPStore that rank 0 hosts."""
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if store_kind == "file":
         yield dist.new_group(list(range(world_size)), timeout=timeout)
         return
+    # The port is the system's choice: one chosen here might be another's by the time rank 0 listens to it.
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor([server.port if server else 0])
+    dist.broadcast(port, src=0)
     dist.destroy_process_group()
-    host, port = address
-    dist.init_process_group("gloo", f"tcp://{host}:{port}", rank=rank, world_size=world_size, timeout=timeout)
+    store = server or dist.TCPStore("127.0.0.1", int(port), is_master=False)
+    store.set_timeout(timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     yield dist.group.WORLD
 
 
-def train(rank, world_size, victim, fate, store_kind, address, wire):
+def train(rank, world_size, victim, fate, store_kind, wire):
     """In step 3 the `victim` meets its fate in the middle of the backward pass. Returns the error, what was written to
     stderr meanwhile, how long that took, and how long detaching took."""
-    with group_over(store_kind, rank, world_size, address) as group:
+    with group_over(store_kind, rank, world_size) as group:
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
         comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
         gradients = [torch.ones(shape) for shape in SHAPES]
@@ -83,18 +88,12 @@ def train(rank, world_size, victim, fate, store_kind, address, wire):
         return error, warned, waited, time.monotonic() - started
 
 
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()
-
-
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])
 def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, store_kind):
     pid = ranks.processes[victim].pid
-    outcome = ranks.outcomes(train, victim, fate, store_kind, free_address(), "int8", world_size=3, lost=victim)
+    outcome = ranks.outcomes(train, victim, fate, store_kind, "int8", world_size=3, lost=victim)
     for rank in {0, 1, 2} - {victim}:
         kind, value = outcome[rank]
         assert kind == "value", value
@@ -122,7 +121,7 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
 
 def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
     # An exact sum goes around a ring, on which rank 1 is no neighbour of rank 3: it only ever sees a timeout.
-    outcome = ranks.outcomes(train, 3, "killed", "file", None, "fp32", world_size=4, lost=3)
+    outcome = ranks.outcomes(train, 3, "killed", "file", "fp32", world_size=4, lost=3)
     for rank in range(3):
         kind, value = outcome[rank]
         assert kind == "value", value
