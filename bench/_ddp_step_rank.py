@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import ctypes
 import datetime
 import faulthandler
 import gc
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _common import Report, Row, percentiles
 from _models import make_model, numel_of
-from _ways import COMPUTE, DEFAULT, TUNED, Way, ways_by_name, with_cap
+from _ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,8 @@ MAX_BATCH = 1 << 12
 CHECK_SCALE = 0.1
 """Of known gradients: more than a model's, which error feedback has kept some of."""
 LEARNING_RATE = 1e-4
+MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
+"""Of glibc's malloc.h."""
 WORTHWHILE = 0.98
 """Another bucket size has to be better than DDP's own by more than chance."""
 
@@ -80,7 +83,11 @@ class Runner:
                 own.data = shared.data  # one set of weights serves all ways, whose gradients ranks agree on
             # Ranks make the same weights, so DDP need not send them.
             self.module = DistributedDataParallel(
-                task, process_group=group, init_sync=False, **({"bucket_cap_mb": way.cap_mb} if way.cap_mb else {})
+                task,
+                process_group=group,
+                init_sync=False,
+                bucket_cap_mb=way.cap_mb,
+                gradient_as_bucket_view=way.bucket_views,
             )
             self.held = way.register(self.module, group)
         self.optimizer = OPTIMIZERS[optimizer](task.parameters())
@@ -323,24 +330,18 @@ class Bench:
         gc.collect()
         return chosen
 
-    def with_best_caps(self, chosen: list[Way]) -> list[Way]:
-        """Each way with the bucket size that is best for it, if it can do with any; DDP's default as it is, too."""
-        found = []
-        for way in chosen:
-            cap = way.cap_mb if way.cap_mb is not None or way.chooses else self.search_cap(way)
-            if way.name != DEFAULT:
-                found.append(with_cap(way, cap))
-                continue
-            found.append(way)
-            if cap is not None:
-                found.append(with_cap(way, cap, TUNED))
-        return found
+    def with_best_cap(self, way: Way) -> Way:
+        """With the bucket size that is best for it, if it can do with any and is not what DDP has by default."""
+        is_given = way.cap_mb is not None or way.chooses or way.name == DEFAULT
+        return way if is_given else with_cap(way, self.search_cap(way))
 
     def run(self) -> None:
         arguments, ways = self.arguments, ways_by_name()
         chosen = [ways[name] for name in ways if not arguments.ways or name in arguments.ways]
+        if ways[DEFAULT] in chosen:
+            chosen.insert(chosen.index(ways[DEFAULT]) + 1, tuned(ways[DEFAULT]))
         if arguments.caps:
-            chosen = self.with_best_caps(chosen)
+            chosen = [self.with_best_cap(way) for way in chosen]
         runners = {COMPUTE: self.compute}
         for way in chosen:
             runner = self.make(way)
@@ -404,7 +405,17 @@ def digest(tensors: list[Tensor]) -> str:
     return hashed.hexdigest()
 
 
+def keep_memory() -> None:
+    """What is freed stays with the process, as PyTorch's tuning guide has it by another allocator: otherwise every step
+    waits for the kernel to clear the pages of its fresh gradients, however they are synchronised."""
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0)):
+        if libc.mallopt(parameter, value) != 1:
+            raise OSError(f"mallopt({parameter}, {value}) was refused")
+
+
 def main() -> None:
+    keep_memory()
     torch.set_num_threads(1)
     results, arguments = sys.argv[1:]
     with warnings.catch_warnings():

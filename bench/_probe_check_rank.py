@@ -24,14 +24,15 @@ def name_of(option: Option) -> str:
 
 
 def way_of(option: Option) -> Way:
+    """As the probe writes it, whose DDP has its own gradient_as_bucket_view."""
     cap_mb = None if option.cap_mb * choices.MIB == DEFAULT_CAP_NBYTES else option.cap_mb
     if option.wire == OFF:
-        return Way(name_of(option), lambda ddp, group: None, TOLERANCES["fp32"], cap_mb)
+        return Way(name_of(option), lambda ddp, group: None, TOLERANCES["fp32"], cap_mb, bucket_views=False)
 
     def register(ddp, group):
         return fusedcomm.attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
 
-    return Way(name_of(option), register, TOLERANCES[option.wire], cap_mb)
+    return Way(name_of(option), register, TOLERANCES[option.wire], cap_mb, bucket_views=False)
 
 
 def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:

@@ -38,6 +38,8 @@ class Way:
     tolerance: float
     cap_mb: float | None = None
     """bucket_cap_mb; None: DDP's own."""
+    bucket_views: bool = True
+    """gradient_as_bucket_view, which DDP has off by default: its gradients need no copy out of the buckets."""
     max_rank: int | None = None
     """It can only send gradients of this rank, as matrices; None: any."""
 
@@ -54,7 +56,7 @@ class Way:
 
 def ways_by_name() -> dict[str, Way]:
     ways = [
-        Way(DEFAULT, lambda ddp, group: None, TOLERANCES["fp32"]),
+        Way(DEFAULT, lambda ddp, group: None, TOLERANCES["fp32"], bucket_views=False),
         Way("python fp16 hook", _python(default_hooks.fp16_compress_hook), TOLERANCES["fp16"]),
         Way("c++ fp16 hook", _builtin_fp16, TOLERANCES["fp16"]),
         Way("python bf16 hook", _python(_stock_bf16_hook), TOLERANCES["bf16"]),
@@ -85,6 +87,10 @@ def ways_by_name() -> dict[str, Way]:
 
 def with_cap(way: Way, cap_mb: float | None, name: str | None = None) -> Way:
     return dataclasses.replace(way, name=name or way.name, cap_mb=cap_mb)
+
+
+def tuned(default: Way) -> Way:
+    return dataclasses.replace(default, name=TUNED, bucket_views=True)
 
 
 def _python(hook: Callable) -> Callable[[DistributedDataParallel, dist.ProcessGroup], None]:

@@ -8,8 +8,9 @@ bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no roo
 
 Every way has a DDP module, gradients, buckets, an optimizer and a process group of its own; the weights are shared. All
 take turns in every round, in another order each time, a turn being one step that is not timed and --steps that are; the
-time of a step is the slowest rank's. Bucket sizes are searched first: every way has the best of several, and DDP's
-default its own, too; but wire="auto" has DDP's own, and what cannot do with more than one bucket has one. Then
+time of a step is the slowest rank's. "ddp default" is DDP as it comes. "ddp tuned" and all others have
+gradient_as_bucket_view=True, which saves a copy, and the best of several bucket sizes, searched first; but wire="auto"
+has DDP's own size, and what cannot do with more than one bucket has one. The ranks' allocator keeps what is freed. Then
 gradients that are known on every rank go through each way three times: the result must be near their exact mean, as
 near as the wire allows, and the same bits on every rank.
 

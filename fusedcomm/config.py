@@ -30,12 +30,12 @@ STALL_AFTER_S = 60.0
 
 # A chunk by default takes so long on the link, as it was timed at attach. Each costs some tenths of a millisecond
 # beside its bytes, and while it is on its way its codec stages wait. Speed-up over DDP's default on bench/hosts.py: 4
-# hosts, 100 Mbit/s, int8 in chunks of 1 MiB ×3.3, 256 KiB ×3.7; 2 hosts, 10 Gbit/s, bf16 in chunks of 512 KiB ×1.0,
-# 2 MiB ×1.4.
+# hosts, 100 Mbit/s, int4 in chunks of 512 KiB ×6.0, of 256 KiB ×6.2, of 128 KiB another 2%; 2 hosts, 10 Gbit/s, bf16 in
+# chunks of 512 KiB ×1.0, of 2 MiB ×1.4.
 CHUNK_S = 2e-3
 DEFAULT_S_PER_BYTE = 8e-9
 """Of a link that nobody has timed: 1 Gbit/s."""
-MIN_CHUNK_NBYTES_PER_RANK, MAX_CHUNK_NBYTES_PER_RANK = 64 << 10, 1 << 20
+MIN_CHUNK_NBYTES_PER_RANK, MAX_CHUNK_NBYTES_PER_RANK = 32 << 10, 1 << 20
 MAX_DEFAULT_CHUNK_NBYTES = 8 << 20
 
 # Many small ones: ranks do not get on equally fast, and a rank's link is idle while all its chunks wait for others'.

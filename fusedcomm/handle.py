@@ -87,7 +87,7 @@ def attach(
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
-            on cuda; on cpu what takes 2 ms on the link, which is timed at attach: 64 KiB to 1 MiB for each rank, at
+            on cuda; on cpu what takes 2 ms on the link, which is timed at attach: 32 KiB to 1 MiB for each rank, at
             most 8 MiB in all. A bucket summed exactly in its own memory is not cut.
         chunks_in_flight: chunks under way at once, 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
             Scratch is about 2 · chunk_nbytes · chunks_in_flight.

@@ -65,6 +65,16 @@ def check_even(sizes: dict[str, int]) -> None:
             )
 
 
+def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
+    """A line for ranks whose two-shot sums have one level although `ranks_on_host` of them share a host; or none."""
+    if ranks_on_host is None or not 1 < ranks_on_host < world_size:
+        return []
+    return [
+        f'{ranks_on_host} ranks on a host each send to other hosts for themselves: with hosts="auto" they add up among '
+        f"themselves first, and send 1/{ranks_on_host} of that"
+    ]
+
+
 def publish_name(store: dist.Store, rank: int) -> None:
     store.set(f"host/{rank}", socket.gethostname())
 

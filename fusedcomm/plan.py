@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config
-from fusedcomm.hosts import Hosts
+from fusedcomm.hosts import Hosts, advice
 from fusedcomm.native import _C
 
 _MIB = 1 << 20
@@ -50,6 +50,8 @@ class Plan:
     """Whether gradients go through DDP's own all-reduce, since wire="auto" has not found, or not yet tried, better."""
     tuning: Tuning | None = None
     """What wire="auto" has found."""
+    ranks_on_host: int | None = None
+    """As torchrun says; None: nobody said."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -104,6 +106,8 @@ class Plan:
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
             )
+        elif any(row.sum == "two-shot" for row in self.buckets):
+            lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         if self.exempt:
             shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
             lines.append(f"  exact in the same payload: {shown}")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import agreement, groups, hosts, plan
+from fusedcomm import agreement, env, groups, hosts, plan
 from fusedcomm.config import Config, LocalOptions, choose_stall_after
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
@@ -387,6 +387,7 @@ class Session:
             predicted=predicted,
             hosts=self.hosts,
             off=off,
+            ranks_on_host=env.local_world_size(),
         )
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:

@@ -12,15 +12,15 @@ MBIT, GBIT = 8e-6, 8e-9
 @pytest.mark.parametrize(
     ("world_size", "s_per_byte", "nbytes", "in_flight"),
     [
-        (2, MBIT / 100, 128 * KIB, 16),  # no less than 64 KiB to each rank
-        (4, MBIT / 100, 256 * KIB, 16),
+        (2, MBIT / 100, 64 * KIB, 16),  # no less than 32 KiB to each rank
+        (4, MBIT / 100, 128 * KIB, 16),
         (2, GBIT, 256 * KIB, 16),  # a rank sends half of it: 250 kB take 2 ms
         (2, GBIT / 2, 512 * KIB, 8),
         (4, GBIT / 2, 512 * KIB, 8),
         (2, GBIT / 10, 2 * MIB, 4),  # no more than 1 MiB to each rank
         (8, GBIT / 100, 8 * MIB, 4),
         (64, GBIT / 100, 8 * MIB, 4),
-        (64, MBIT / 100, 4 * MIB, 4),
+        (64, MBIT / 100, 2 * MIB, 4),
         (1, None, 128 * KIB, 16),
         (2, None, 256 * KIB, 16),  # as 1 Gbit/s
     ],

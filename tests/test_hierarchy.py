@@ -428,13 +428,13 @@ def attached(rank, world_size, kwargs, names=None):
         socket.gethostname = lambda: names[rank]
     ddp = DistributedDataParallel(Gradients((5000,)))
     try:
-        comm = fusedcomm.attach(ddp, wire="int8", exempt=(), **kwargs)
+        comm = fusedcomm.attach(ddp, **{"wire": "int8", "exempt": (), **kwargs})
     except (RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
     (seen,) = synchronise(ddp, [torch.full((5000,), float(rank))])
     assert seen.unique().tolist() == [(world_size - 1) / 2]
     plan = comm.plan()
-    return None, str(plan), plan.hosts.groups
+    return None, str(plan), plan.hosts and plan.hosts.groups
 
 
 @pytest.mark.parametrize(
@@ -508,6 +508,30 @@ def test_hosts_are_found_by_their_names(six_ranks):
 def test_one_host_or_one_rank_on_each_is_one_level_and_the_plan_says_so(ranks, hosts, world_size, reason):
     for kind, text, _ in ranks.run(attached, {"hosts": hosts}, world_size=world_size):
         assert kind is None and f"sums have one level, not two: {reason}" in text
+
+
+def attached_by_torchrun(rank, world_size, ranks_on_host, kwargs):
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_on_host)
+    try:
+        return attached(rank, world_size, kwargs)[1]
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+@pytest.mark.parametrize(
+    ("ranks_on_host", "kwargs", "advised"),
+    [
+        (2, {"sum": "two-shot"}, True),
+        (1, {"sum": "two-shot"}, False),
+        (4, {"sum": "two-shot"}, False),
+        (2, {"sum": "two-shot", "hosts": TWO_BY_TWO}, False),
+        (2, {"wire": "bf16", "sum": "direct"}, False),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_hosts_are_told_of_sums_on_two_levels(ranks, ranks_on_host, kwargs, advised):
+    for text in ranks.run(attached_by_torchrun, ranks_on_host, kwargs):
+        assert ('with hosts="auto"' in text and "send 1/2 of that" in text) == advised
 
 
 def other_hosts(rank, world_size):

@@ -286,7 +286,14 @@ def run_ddp_step(tmp_path, *arguments: str) -> dict:
 def test_training_steps_on_localhost(tmp_path):
     document = run_ddp_step(tmp_path, "--model", "resnet")
     rows = {row["impl"]: row for row in document["rows"]}
-    assert {"ddp default", "c++ fp16 hook", "powersgd rank 1", "fusedcomm int8", "fusedcomm int4 feedback"} <= set(rows)
+    assert {
+        "ddp default",
+        "ddp tuned",
+        "c++ fp16 hook",
+        "powersgd rank 1",
+        "fusedcomm int8",
+        "fusedcomm int4 feedback",
+    } <= set(rows)
     missing = {entry["impl"] for entry in document["not_measured"] if entry["case"] == "resnet/loopback"}
     # On gloo neither runs as it ships with torch 2.13.
     assert missing <= {"pertensor hook", "perchannel hook"}
@@ -311,9 +318,9 @@ def test_training_steps_on_localhost(tmp_path):
 def test_training_steps_on_two_hosts(tmp_path):
     document = run_ddp_step(tmp_path, "--hosts", "2", "--link", "100mbit", "--ways", "ddp default", "fusedcomm bf16")
     rows = {row["impl"]: row for row in document["rows"]}
-    assert set(rows) == {"compute alone", "ddp default", "fusedcomm bf16"}
+    assert set(rows) == {"compute alone", "ddp default", "ddp tuned", "fusedcomm bf16"}
     numel = rows["ddp default"]["numel"]
-    for impl, per_element in {"ddp default": 4, "fusedcomm bf16": 2}.items():
+    for impl, per_element in {"ddp default": 4, "ddp tuned": 4, "fusedcomm bf16": 2}.items():
         nbytes = rows[impl]["figures"]["wire_nbytes"]
         assert nbytes == pytest.approx(per_element * numel, rel=0.1)
         # Faster than the line would mean that the link is not limited; by 1 ms it may be ahead.

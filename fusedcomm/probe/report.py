@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost
+from fusedcomm.hosts import advice
 from fusedcomm.probe.check import WARN_ERROR
 from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.probe.run import Findings
@@ -74,6 +75,9 @@ def _recommended(findings: Findings) -> list[str]:
             f"Recommended: {found.option.code}",
             f"  {ms(found.step_s)} a step ({how}), {found.gain:.0%} less: {found.reason}",
         ]
+        environment = findings.environment
+        on_host = advice(environment["local_world_size"], environment["world_size"])
+        lines += [f"  {text} (not measured here)" for text in on_host if found.option.sum != "direct"]
     if found.faster is not None:
         lines.append(
             f"  {found.faster.name} is predicted to take {ms(found.faster.prediction.step_s)}: see docs/accuracy.md "
