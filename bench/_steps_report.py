@@ -91,7 +91,7 @@ def speed_up_table(results: Sequence[Result]) -> str:
     lines.append(_line("parameters", [f"{_numel(result) / 1e6:.0f} M" for result in results]))
     lines.append(_line("communication, of the default's step", _shares(results)))
     lines.append(_line("compute alone, ms", [f"{result.compute_s * 1e3:.0f}" for result in results]))
-    lines.append(_line("DDP, best bucket size, ms", _baselines_ms(results)))
+    lines.append(_line("DDP, tuned, ms", _baselines_ms(results)))
     lines += [_line(way, _speed_ups(results, way)) for way in ways]
     return "\n".join(lines)
 
@@ -206,7 +206,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
         for result in results
     ]
     axes.set_xticks(range(len(results)), labels, fontsize=8)
-    axes.set_ylabel("times as fast as DDP's best bucket size\n(– : by how much fewer bytes it sends)")
+    axes.set_ylabel("times as fast as DDP, tuned\n(– : by how much fewer bytes it sends)")
     axes.legend(fontsize=8, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)

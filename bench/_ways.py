@@ -78,8 +78,9 @@ def ways_by_name() -> dict[str, Way]:
     # What they choose from has exact wires, too.
     ways.append(Way("fusedcomm auto", _ours("auto"), TOLERANCES["bf16"]))
     ways.append(Way("fusedcomm auto int8", _ours("auto", wires=("fp32", "bf16", "int8")), TOLERANCES["int8"]))
-    # The same as one level where a host has one rank.
-    ways.append(Way("fusedcomm int8 by host", _ours("int8", hosts="auto"), TOLERANCES["int8"]))
+    for wire in ("bf16", "int8", "int4"):
+        # The same as one level where a host has one rank.
+        ways.append(Way(f"fusedcomm {wire} by host", _ours(wire, hosts="auto"), TOLERANCES[wire]))
     # What earlier steps left out is in the result too.
     ways.append(Way("fusedcomm int4 feedback", _ours("int4", error_feedback=True), 1.5 * TOLERANCES["int4"]))
     return {way.name: way for way in ways}

@@ -30,6 +30,23 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
     assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
 
 
+@pytest.mark.parametrize(
+    ("options", "nbytes", "in_flight"),
+    [
+        ({"wire": "bf16"}, MIB, 4),
+        ({"wire": "fp16", "sum": "direct"}, MIB, 4),
+        ({"wire": "bf16", "sum": "two-shot"}, 256 * KIB, 16),
+        ({"wire": "bf16", "error_feedback": True}, 256 * KIB, 16),
+        ({"wire": "bf16", "rounding": "stochastic", "seed": 1}, 256 * KIB, 16),
+    ],
+    ids=str,
+)
+def test_chunks_are_larger_where_two_ranks_need_one_collective(options, nbytes, in_flight):
+    resolved = Config(**options).resolved(2, "cpu", GBIT)
+    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
+    assert Config(**options).resolved(3, "cpu", GBIT).chunk_nbytes == 256 * KIB
+
+
 @pytest.mark.parametrize("options", [{"sum": "direct"}, {"wire": "fp32", "sum": "exact"}, {"wire": "fp32"}])
 def test_where_the_transport_adds_every_run_cuts_alike(options):
     """The last bits of three ranks' sum depend on the cuts then; of two ranks' they do not."""
