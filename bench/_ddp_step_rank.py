@@ -407,10 +407,10 @@ def digest(tensors: list[Tensor]) -> str:
 
 def keep_memory() -> None:
     """What is freed stays with the process, as PyTorch's tuning guide has it by another allocator: otherwise every step
-    waits for the kernel to clear the pages of its fresh gradients, however they are synchronised."""
-    libc = ctypes.CDLL(None)
+    waits for the kernel to clear the pages of its fresh gradients, however they are synchronised. Only glibc can."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for parameter, value in ((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0)):
-        if libc.mallopt(parameter, value) != 1:
+        if mallopt is not None and mallopt(parameter, value) != 1:
             raise OSError(f"mallopt({parameter}, {value}) was refused")
 
 
