@@ -271,7 +271,7 @@ class Config:
             nbytes = DEVICE_CHUNK_NBYTES
         elif nbytes is None:
             sent = CHUNK_S / (s_per_byte or DEFAULT_S_PER_BYTE)
-            if world_size <= 2 and self._is_direct_for_two():
+            if world_size <= 2 and self._sum_of_a_large_bucket(world_size) == "direct":
                 sent *= LARGER_IF_DIRECT
             nbytes = 1 << math.floor(math.log2(max(1.0, sent * world_size / max(1, world_size - 1))))
             least, most = MIN_CHUNK_NBYTES_PER_RANK * world_size, MAX_CHUNK_NBYTES_PER_RANK * world_size
@@ -282,10 +282,11 @@ class Config:
             in_flight = min(max(UNDER_WAY_NBYTES // nbytes, MIN_CHUNKS_IN_FLIGHT), MAX_CHUNKS_IN_FLIGHT)
         return dataclasses.replace(self, chunk_nbytes=nbytes, chunks_in_flight=in_flight)
 
-    def _is_direct_for_two(self) -> bool:
-        """Whether two ranks add a bucket by one all-reduce in its 16-bit wire, unless it has reasons of its own."""
-        rounds_once = not self.error_feedback and self.rounding != "stochastic"
-        return self.sum == "direct" or (self.sum == "auto" and self.wire in ("bf16", "fp16") and rounds_once)
+    def _sum_of_a_large_bucket(self, world_size: int) -> str:
+        """As it is planned for fp32 gradients in the wire of most parameters; whatever the chunks are."""
+        native = dataclasses.replace(self, chunk_nbytes=MAX_DEFAULT_CHUNK_NBYTES, chunks_in_flight=1).native(world_size)
+        numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.wires) - 1)
+        return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels).sum
 
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
         """ranks_per_host: more than one for sums on two levels. Chunks left open are for a link of 1 Gbit/s."""

@@ -147,7 +147,7 @@ def test_what_was_measured_decides_among_those_that_may_be_fastest():
     predicted = recommend(found, accepted)
     chosen = finalists(found, predicted, accepted)
     assert chosen[:2] == [predicted.baseline, predicted.option] and len(chosen) == len(set(chosen)) <= 5
-    bf16 = next(option for option in chosen if option.wire == "bf16")
+    bf16 = next(option for option in chosen if option.name == "bf16 two-shot")
 
     def settled(**steps_s: float):
         return recommend(found, accepted, {option: steps_s.get(option.wire, 0.5) for option in chosen})

@@ -86,7 +86,7 @@ def _stages(
     if wire == "fp32":
         return _exact(team, codec, buckets[0], budget_s)
     points: dict[str, list[Point]] = {"pack": [], "reduce": [], "unpack": []}
-    default = Config(wire=wire).resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
+    default = Config(wire=wire, sum="two-shot").resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
     for parts in CHUNK_PARTS:

@@ -101,14 +101,15 @@ class _Bench:
             self._channels = [channels.scatter, channels.gather]
         on_cpu = team.device.type == "cpu"
         self.s_per_byte = groups.time_link(self._channels[0]) if on_cpu else None
-        self._config = Config().resolved(team.world_size, team.device.type, self.s_per_byte)
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
         if kind == "all_reduce":
             sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, 2 * DDP_IN_FLIGHT
         else:
-            sizes = tuple(self._config.chunk_nbytes // part for part in (16, 4, 1))
-            in_flight = self._config.chunks_in_flight
+            config = Config(sum="two-shot" if kind == "exchange" else kind)
+            config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte)
+            sizes = tuple(config.chunk_nbytes // part for part in (16, 4, 1))
+            in_flight = config.chunks_in_flight
             num_messages = MAX_MESSAGES_OF_A_SLOT * in_flight
         smallest, other = (self._sample(kind, nbytes, 1, 1, MAX_ROUNDS) for nbytes in PAIR_NBYTES)
         estimate = theil_sen([(smallest.nbytes, smallest.median_s), (other.nbytes, other.median_s)])

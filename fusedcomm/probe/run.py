@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import os
 import platform
 import time
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Workload
 from fusedcomm.probe.check import Check, check
@@ -150,7 +150,7 @@ def _of_rank_0(team: Team, value: object) -> object:
 
 def describe(team: Team, local: MeasuredLocal, s_per_byte: float | None) -> dict:
     """What the figures depend on."""
-    config = Config().resolved(team.world_size, team.device.type, s_per_byte)
+    config = Config(sum="two-shot").resolved(team.world_size, team.device.type, s_per_byte)
     return {
         "fusedcomm": fusedcomm.__version__,
         "torch": torch.__version__,
@@ -159,7 +159,7 @@ def describe(team: Team, local: MeasuredLocal, s_per_byte: float | None) -> dict
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": team.device.type,
         "world_size": team.world_size,
-        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", team.world_size)),
+        "local_world_size": env.local_world_size() or team.world_size,
         "torch_threads": torch.get_num_threads(),
         "codec": local.codec,
         "cores_of_a_rank": local.cores,
