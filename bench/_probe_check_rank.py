@@ -30,7 +30,7 @@ def way_of(option: Option) -> Way:
         return Way(name_of(option), lambda ddp, group: None, TOLERANCES["fp32"], cap_mb, bucket_views=False)
 
     def register(ddp, group):
-        return fusedcomm.attach(ddp, wire=option.wire, sum=option.sum, quiet=True)
+        return fusedcomm.attach(ddp, wire=option.wire, sum=option.sum, hosts=option.hosts, quiet=True)
 
     return Way(name_of(option), register, TOLERANCES[option.wire], cap_mb, bucket_views=False)
 

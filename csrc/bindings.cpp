@@ -77,12 +77,12 @@ void bind_plan(py::module_& m) {
 
 void bind_hosts(py::module_& m) {
   m.def(
-      "connect_hosts",
-      [](C10dTransport& transport, int64_t local_rank, int64_t ranks_per_host, int64_t host, int64_t num_hosts,
+      "with_hosts",
+      [](const C10dTransport& transport, int64_t local_rank, int64_t ranks_per_host, int64_t host, int64_t num_hosts,
          const BackendPtr& local_scatter, const BackendPtr& local_gather, const BackendPtr& cross_scatter,
          const BackendPtr& cross_gather) {
-        transport.connect_hosts({local_rank, ranks_per_host, host, num_hosts},
-                                {local_scatter, local_gather, cross_scatter, cross_gather});
+        return transport.with_hosts({local_rank, ranks_per_host, host, num_hosts},
+                                    {local_scatter, local_gather, cross_scatter, cross_gather});
       },
       py::arg("transport"), py::kw_only(), py::arg("local_rank"), py::arg("ranks_per_host"), py::arg("host"),
       py::arg("num_hosts"), py::arg("local_scatter"), py::arg("local_gather"), py::arg("cross_scatter"),

@@ -52,9 +52,11 @@ C10dTransport::C10dTransport(BackendPtr scatter, BackendPtr gather) {
   backends_[static_cast<size_t>(Channel::kGather)] = std::move(gather);
 }
 
-void C10dTransport::connect_hosts(const Place& place, const std::array<BackendPtr, 4>& backends) {
+std::shared_ptr<C10dTransport> C10dTransport::with_hosts(const Place& place,
+                                                         const std::array<BackendPtr, 4>& backends) const {
   TORCH_CHECK(place.ranks_per_host * place.num_hosts == world_size(), "fusedcomm: ", place.num_hosts, " hosts of ",
               place.ranks_per_host, " ranks are not ", world_size(), " ranks");
+  const auto connected = copy();
   constexpr auto kFirst = static_cast<size_t>(Channel::kLocalScatter);
   for (size_t i = 0; i < backends.size(); ++i) {
     const bool local = i + kFirst < static_cast<size_t>(Channel::kCrossScatter);
@@ -62,9 +64,10 @@ void C10dTransport::connect_hosts(const Place& place, const std::array<BackendPt
     const int64_t size = local ? place.ranks_per_host : place.num_hosts;
     TORCH_CHECK(backends[i] && backends[i]->getRank() == rank && backends[i]->getSize() == size, "fusedcomm: channel ",
                 i + kFirst, " must be of rank ", rank, " of ", size);
-    backends_[i + kFirst] = backends[i];
+    connected->backends_[i + kFirst] = backends[i];
   }
-  place_ = place;
+  connected->place_ = place;
+  return connected;
 }
 
 void C10dTransport::max_over_ranks(const at::Tensor& tensor) {

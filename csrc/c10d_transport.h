@@ -19,9 +19,9 @@ class C10dTransport : public Transport {
   // Of all ranks.
   C10dTransport(BackendPtr scatter, BackendPtr gather);
 
-  // Adds the channels of sums on two levels: backends for kLocalScatter, kLocalGather, kCrossScatter, kCrossGather.
-  // Before an engine has the transport.
-  void connect_hosts(const Place& place, const std::array<BackendPtr, 4>& backends);
+  // The same channels, and those of sums on two levels: backends for kLocalScatter, kLocalGather, kCrossScatter,
+  // kCrossGather.
+  std::shared_ptr<C10dTransport> with_hosts(const Place& place, const std::array<BackendPtr, 4>& backends) const;
 
   int rank() const override { return backend(Channel::kScatter).getRank(); }
   int world_size() const override { return backend(Channel::kScatter).getSize(); }
@@ -38,6 +38,7 @@ class C10dTransport : public Transport {
                                  Lane::Completion done) = 0;
 
  protected:
+  virtual std::shared_ptr<C10dTransport> copy() const = 0;
   c10d::Backend& backend(Channel channel) const { return *backends_[static_cast<size_t>(channel)]; }
 
  private:
@@ -65,6 +66,9 @@ class WorkTransport : public C10dTransport {
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
   void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                          Lane::Completion done) override;
+
+ private:
+  std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<WorkTransport>(*this); }
 };
 
 // For backends that enqueue on the current stream (NCCL): the group DDP uses, with its watchdog and timeout. Everything
@@ -83,6 +87,8 @@ class StreamTransport : public C10dTransport {
                          Lane::Completion done) override;
 
  private:
+  std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<StreamTransport>(*this); }
+
   const c10::Device device_;
 };
 

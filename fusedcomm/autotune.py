@@ -2,7 +2,7 @@
 
 1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
    faster by more than MARGIN. If none comes NEAR to off, off it is.
-2. The best wire with other sums, and then with other chunks.
+2. The best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
 3. What is best by now and the fastest exact one in turn, in case the machine was busy with something else during
    step 1, and once more unless one is FAR behind. What is kept has won here.
 
@@ -52,6 +52,8 @@ class Candidate:
     sum: str = "auto"
     chunk_nbytes: int | None = None
     chunks_in_flight: int | None = None
+    by_host: bool = False
+    """Sums on two levels although the user has not asked for them: ranks with the same host name share a host."""
 
     @property
     def is_exact(self) -> bool:
@@ -59,6 +61,8 @@ class Candidate:
 
     def __str__(self) -> str:
         name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
+        if self.by_host:
+            name += " by host"
         if self.chunk_nbytes is not None:
             name += f" in chunks of {self.chunk_nbytes / 1024:g} KiB"
         if self.chunks_in_flight is not None:

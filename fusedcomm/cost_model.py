@@ -70,6 +70,16 @@ class Network:
 
 
 @dataclasses.dataclass(frozen=True)
+class TwoLevels:
+    """What sums on two levels find in place of a cluster's networks: their collectives have fewer ranks."""
+
+    network: Network
+    """Among ranks of which each is on another host; all ranks of a host at once."""
+    local: Network
+    """Among the ranks of a host."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Codec:
     """The stages of one wire. Units are gradient elements: of the chunk for pack and unpack, and for reduce, which
     decodes one part of each rank, of all its parts together."""
@@ -97,6 +107,8 @@ class Cluster:
     """More than one: `network` is a host's, shared by its ranks, and its costs are for bytes that a host sends."""
     local: Network | None = None
     """Within a host; needed if hosts have several ranks."""
+    two_levels: TwoLevels | None = None
+    """None: sums on two levels find what others do."""
     compute_cores: float = 1.0
     """Of `cores`, those that are busy while a rank computes."""
     slowdown: float = 0.0
@@ -297,6 +309,8 @@ class _Simulation:
             config = config.resolved(cluster.world_size, device, cluster.timed_s_per_byte)
             self._native = config.native(cluster.world_size, device, per_host)
             self._num_slots = config.chunks_in_flight
+        networks = cluster.two_levels if self._two_levels and cluster.two_levels is not None else cluster
+        self._network, self._local = networks.network, networks.local
         self._chunks: list[_Chunk] = []
         self._num_buckets = 0
 
@@ -359,8 +373,8 @@ class _Simulation:
 
     def _levels(self, num_hosts: int, per_host: int) -> dict[str, Network]:
         """What a collective of so many hosts and of so many ranks on each of them goes over."""
-        levels = {"network": self.cluster.network} if num_hosts > 1 else {}
-        return {**levels, "local": self.cluster.local} if per_host > 1 else levels
+        levels = {"network": self._network} if num_hosts > 1 else {}
+        return {**levels, "local": self._local} if per_host > 1 else levels
 
     def _all_reduce(self, nbytes: float, kind: str = "all_reduce") -> list[_Stage]:
         """Over all ranks; round a ring that leaves each host once."""

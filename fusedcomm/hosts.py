@@ -2,7 +2,7 @@
 
 import dataclasses
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -81,8 +81,13 @@ def publish_name(store: dist.Store, rank: int) -> None:
 
 def by_name(store: dist.Store, world_size: int) -> Hosts:
     """The hosts by the names that every rank has published before. Raises ValueError if they are uneven."""
+    return of_names([store.get(f"host/{rank}").decode() for rank in range(world_size)])
+
+
+def of_names(names: Sequence[str]) -> Hosts:
+    """The hosts by their names on every rank, in rank order. Raises ValueError if they are uneven."""
     groups: dict[str, list[int]] = {}
-    for rank in range(world_size):
-        groups.setdefault(f"host {store.get(f'host/{rank}').decode()}", []).append(rank)
+    for rank, name in enumerate(names):
+        groups.setdefault(f"host {name}", []).append(rank)
     check_even({name: len(ranks) for name, ranks in groups.items()})
     return Hosts(ordered(groups.values()))

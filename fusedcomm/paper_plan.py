@@ -29,6 +29,7 @@ from fusedcomm.cost_model import (
     Gradient,
     Network,
     Prediction,
+    TwoLevels,
     Workload,
     predict,
 )
@@ -122,8 +123,23 @@ class Hardware:
         }
         return said
 
-    def cluster(self, two_levels: bool = False) -> Cluster:
-        """two_levels: exchanges and all-gathers are among the ranks of a host, or among one rank of each host."""
+    def cluster(self) -> Cluster:
+        memory = 1e9 * self.memory_gbytes_per_s
+        network, local = self._networks(two_levels=False)
+        return Cluster(
+            world_size=self.ranks,
+            network=network,
+            codecs={wire: self._codec(wire) for wire in ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")},
+            copy_s_per_byte=2 / memory,  # each byte is read and written
+            ranks_per_host=self.ranks_per_host,
+            local=local if self.ranks_per_host > 1 else None,
+            two_levels=TwoLevels(*self._networks(two_levels=True)),
+            slowdown=self.slowdown,
+        )
+
+    def _networks(self, two_levels: bool) -> tuple[Network, Network]:
+        """Between hosts and within one. two_levels: exchanges and all-gathers are among the ranks of a host, or among
+        one rank of each host."""
         p, hosts, per_host = self.ranks, self.num_hosts, self.ranks_per_host
         launch, hop, local_hop = (us * 1e-6 for us in (self.launch_us, self.nic_latency_us, self.local_latency_us))
         rate, local_rate = 1e9 / 8 * self.nic_gbps * self.efficiency, 1e9 / 8 * self.local_gbps
@@ -149,16 +165,7 @@ class Hardware:
             else None,
             gather=Cost(local_launch + local_gather_steps * local_hop, within),
         )
-        memory = 1e9 * self.memory_gbytes_per_s
-        return Cluster(
-            world_size=p,
-            network=network,
-            codecs={wire: self._codec(wire) for wire in ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")},
-            copy_s_per_byte=2 / memory,  # each byte is read and written
-            ranks_per_host=per_host,
-            local=local if per_host > 1 else None,
-            slowdown=self.slowdown,
-        )
+        return network, local
 
     def _codec(self, wire: str) -> Codec:
         """By the bytes that have to be read and written; w of a wire for each element of fp32 gradients:
@@ -248,12 +255,11 @@ def plan(hardware: Hardware, training: Training, wires: Sequence[str], caps_mib:
     """Rows for DDP's default, DDP with the best cap, and every way, in that order."""
     _check_caps(caps_mib)
     several_levels = 1 < hardware.ranks_per_host < hardware.ranks
-    flat, levels = hardware.cluster(), hardware.cluster(two_levels=True)
-    default = predict(training.workload(), Choice(None), flat)
+    cluster = hardware.cluster()
+    default = predict(training.workload(), Choice(None), cluster)
 
     def best(way: str, attach: str | None, config: Config | None) -> Row:
         wire = None if config is None else config.wire
-        cluster = levels if config is not None and config.hosts else flat
         workload = training.workload(config)
         found = [(predict(workload, Choice(config, round(cap * 2**20)), cluster), cap) for cap in caps_mib]
         prediction, cap = min(found, key=lambda pair: pair[0].step_s)

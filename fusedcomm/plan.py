@@ -106,7 +106,7 @@ class Plan:
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
             )
-        elif any(row.sum == "two-shot" for row in self.buckets):
+        elif any(row.sum == "two-shot" for row in self.buckets) and not self._has_tried_two_levels:
             lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         if self.exempt:
             shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
@@ -115,6 +115,10 @@ class Plan:
             later = "" if self.off else "; plan() after two steps shows them as they are"
             lines.append(f"  buckets as DDP is expected to cut them{later}")
         return "\n".join(lines)
+
+    @property
+    def _has_tried_two_levels(self) -> bool:
+        return self.tuning is not None and any(trial.candidate.by_host for trial in self.tuning.trials)
 
     def _ranks(self) -> str:
         if self.hosts is None or self.hosts.flat_reason:

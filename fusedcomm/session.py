@@ -84,7 +84,8 @@ class Session:
         else:
             beside._num_beside += 1
             self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
-            self.hosts = beside.hosts
+            self._names_store = beside._names_store
+            self.hosts = self._hosts()
             self._stall_after_s = beside._stall_after_s
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
@@ -138,20 +139,18 @@ class Session:
         except Exception as error:
             problem = problem or error
         self._store = store = groups.private_store(self.process_group)
-        if self.config.hosts == hosts.AUTO:
-            hosts.publish_name(store, self.rank)
+        hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
-        # The ranks have agreed, and so has each published its name: none waits for another here.
-        self.hosts = self._hosts(store)
+        # The ranks have agreed, and so has each published its name: none waits for another from here on.
+        self._names_store = store
+        self.hosts = self._hosts()
         return path
 
     def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
-        self.native_device, transport = path.connect(self.process_group, self.device, self._store)
+        self.native_device, self._transport = path.connect(self.process_group, self.device, self._store)
         self._s_per_byte = path.s_per_byte
         self.codec = path.codec
-        if self.ranks_per_host > 1:
-            self._connect_hosts(transport)
-        return transport
+        return self._connect_hosts()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
         if self.device.type == "cpu" or _kernels_of(self.config) == _kernels_of(beside.config):
@@ -161,7 +160,8 @@ class Session:
             self.native_device, _ = path.connect(self.process_group, self.device, self._store)
             self.codec = path.codec
         self._s_per_byte = beside._s_per_byte
-        return beside.hook.transport
+        self._transport = beside._transport
+        return beside.hook.transport if self.hosts == beside.hosts else self._connect_hosts()
 
     def watch(self) -> None:
         """From now on stalls are reported and failures explained. That takes two threads and a connection to the store:
@@ -203,19 +203,30 @@ class Session:
         """With the size of chunks that suits the link."""
         return self.config.resolved(self.world_size, self.device.type, self._s_per_byte)
 
-    def _hosts(self, store: dist.Store) -> hosts.Hosts | None:
+    def _hosts(self) -> hosts.Hosts | None:
         """The same on every rank, or the same ValueError."""
         if self.config.hosts is None:
             return None
         if self.config.hosts == hosts.AUTO:
-            return hosts.by_name(store, self.world_size)
+            return hosts.by_name(self._names_store, self.world_size)
         return hosts.checked(self.config.hosts, self.world_size)
 
-    def _connect_hosts(self, transport: "_C.C10dTransport") -> None:
+    @property
+    def can_have_two_levels(self) -> bool:
+        """Whether ranks share hosts, and all of them equally."""
+        try:
+            return not hosts.by_name(self._names_store, self.world_size).flat_reason
+        except ValueError:
+            return False
+
+    def _connect_hosts(self) -> "_C.C10dTransport":
+        """The transport, with channels for sums on two levels if there are to be two."""
+        if self.ranks_per_host == 1:
+            return self._transport
         channels = groups.make_host_channels(self.process_group, self.device, self._store, self.hosts)
         local_rank, host = self.hosts.place(self.rank)
-        _C.connect_hosts(
-            transport,
+        return _C.with_hosts(
+            self._transport,
             local_rank=local_rank,
             ranks_per_host=self.hosts.ranks_per_host,
             host=host,

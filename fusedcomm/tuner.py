@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from fusedcomm import agreement, autotune, bucket_cap
+from fusedcomm import agreement, autotune, bucket_cap, hosts
 from fusedcomm.autotune import OFF, Candidate, Search, Tuning
 from fusedcomm.config import SUMS, WIRES, Config, LocalOptions
 from fusedcomm.native import _C
@@ -23,7 +23,7 @@ from fusedcomm.session import NamedParameter, Session
 DEFAULT_WIRES = ("fp32", "bf16")
 """Of these, what the other options allow."""
 
-_MAX_SUMS, _MAX_CHUNKS = 2, 2
+_MAX_SUMS, _MAX_CHUNKS = 3, 2
 """Alternatives that a search tries."""
 
 _OF_OFF = ("hosts", "chunk_nbytes", "chunks_in_flight")
@@ -76,7 +76,12 @@ class Space:
 
     def config(self, candidate: Candidate) -> Config:
         """Raises ValueError if it is not possible."""
-        return Config(**{**self._options, **dataclasses.asdict(candidate)})
+        options = {**self._options, **dataclasses.asdict(candidate)}
+        if options.pop("by_host"):
+            options["hosts"] = hosts.AUTO
+            if candidate.wire == "fp32":  # which is not to be rounded on its way
+                options["local_wire"] = "fp32"
+        return Config(**options)
 
     def is_possible(self, candidate: Candidate) -> bool:
         try:
@@ -95,15 +100,21 @@ class Space:
         return (
             candidate.wire in self.wires
             and all(getattr(candidate, name) == self._options[name] for name in fixed)
+            and not (candidate.by_host and self._options["hosts"])
             and self.is_possible(candidate)
         )
 
-    def sums(self, best: Candidate, used: set[str]) -> list[Candidate]:
+    def sums(self, best: Candidate, used: set[str], can_have_two_levels: bool) -> list[Candidate]:
         """With other sums than those that `best` uses for its buckets now."""
-        if best.sum != "auto":
-            return []
-        others = [dataclasses.replace(best, sum=name) for name in SUMS if name != "auto" and {name} != used]
-        return [candidate for candidate in others if self.is_possible(candidate)][:_MAX_SUMS]
+        others = []
+        if best.sum == "auto":
+            others = [dataclasses.replace(best, sum=name) for name in SUMS if name != "auto" and {name} != used]
+            others = [candidate for candidate in others if self.is_possible(candidate)][: _MAX_SUMS - 1]
+        by_host = dataclasses.replace(best, by_host=True)
+        # Residuals on two levels are other ranks': what is left out until then would be lost.
+        if can_have_two_levels and not self.keeps_residuals and self.allows(by_host):
+            others.append(by_host)
+        return others
 
     def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
         """With smaller, more chunks, and with larger ones than `best` has in `running`, its effective configuration;
@@ -173,6 +184,8 @@ class Tuner:
             watched=False,
             problem=problem,
         )
+        if tuned is not None and tuned.chosen.by_host and not self._off.can_have_two_levels:
+            tuned, misfit = None, "its sums have two levels, for which every host needs as many ranks, and several"
         self.session = self._off
         """Of the candidate that runs; for off, of what it has been handed over to keep."""
         if misfit is not None and self._off.rank == 0:
@@ -345,9 +358,12 @@ class Tuner:
 
     def _make(self, candidate: Candidate) -> Session:
         config = self._space.config(candidate)
-        # On an accelerator the kernels are those of the wire.
-        same_wire = (session for other, session in self._sessions.items() if other.wire == candidate.wire)
-        beside = next(same_wire, self._off)
+
+        def has_in_common(other: Candidate) -> tuple[bool, bool]:
+            # Channels between hosts; on an accelerator the kernels, which are those of the wire.
+            return other.by_host == candidate.by_host, other.wire == candidate.wire
+
+        beside = self._sessions[max(self._sessions, key=has_in_common)]
         session = Session(
             config,
             self._off.process_group,
@@ -363,7 +379,8 @@ class Tuner:
 
     def _sums(self, best: Candidate) -> list[Candidate]:
         records = self._sessions[best].hook.buckets()
-        return self._space.sums(best, {record.plan.sum for record in records if not record.foreign})
+        used = {record.plan.sum for record in records if not record.foreign}
+        return self._space.sums(best, used, self._off.can_have_two_levels)
 
     def _chunks(self, best: Candidate) -> list[Candidate]:
         if self._off.device.type != "cpu":

@@ -20,6 +20,7 @@ from fusedcomm.cost_model import (
     Cost,
     Gradient,
     Network,
+    TwoLevels,
     Workload,
     cut_buckets,
     linear_gradients,
@@ -192,6 +193,19 @@ def test_two_levels_sum_within_hosts_first():
     assert step_s(config, hosts, one_bucket()) == pytest.approx(by_hand)
     sent = predict(one_bucket(), Choice(config, 1 << 40), hosts).sent_nbytes
     assert sent == 4 * plan.sent_between_hosts_nbytes(8, 4)
+
+
+def test_sums_on_two_levels_have_networks_of_their_own():
+    hosts = cluster(8, ranks_per_host=4, local=LOCAL)
+    twice = Network(*[Cost(2 * ALPHA, 2 * BETA)] * 2), Network(*[Cost(4e-4, 4e-9)] * 2)
+    own = dataclasses.replace(hosts, two_levels=TwoLevels(*twice))
+    slower = dataclasses.replace(hosts, network=twice[0], local=twice[1])
+    levels, flat = (Config(wire="int8", hosts=hosts, chunk_nbytes=2 * NUMEL) for hosts in ("auto", None))
+    assert (
+        step_s(levels, own, one_bucket()) == step_s(levels, slower, one_bucket()) > step_s(levels, hosts, one_bucket())
+    )
+    for config in (flat, None):
+        assert step_s(config, own, one_bucket()) == step_s(config, hosts, one_bucket())
 
 
 def test_two_levels_on_one_host_are_one():

@@ -118,7 +118,7 @@ def test_latencies_are_nccls_formulas():
         8, 2, nic_gbps=1e6, efficiency=1.0, local_gbps=1e6, nic_latency_us=10, local_latency_us=1, launch_us=5
     )
     for two_levels, exchange, gather in ((False, (5 + 10, 1), (5 + 30, 4)), (True, (5 + 10, 5 + 1), (5 + 30, 5 + 1))):
-        found = hardware.cluster(two_levels)
+        found = hardware.cluster().two_levels if two_levels else hardware.cluster()
         for name, between, within in (
             ("all_reduce", 5 + 1.9 * 60, 1.9 * 8),
             ("tree", 5 + 2 * 2 * 10, 2 * 1),

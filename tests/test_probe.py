@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from fusedcomm import output
 from fusedcomm.cli import main
-from fusedcomm.cost_model import Cluster, Codec, Cost, Network, Workload, linear_gradients
+from fusedcomm.cost_model import Cluster, Codec, Cost, Network, TwoLevels, Workload, linear_gradients
 from fusedcomm.probe import fit, report
 from fusedcomm.probe.choices import (
     FASTEST_BYTES_S,
@@ -30,7 +31,7 @@ from fusedcomm.probe.choices import (
     options,
     recommend,
 )
-from fusedcomm.probe.network import Sample
+from fusedcomm.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, Sample
 from fusedcomm.probe.network import fit as fit_network
 from fusedcomm.probe.run import Settings, probe
 from fusedcomm.probe.steps import CpuOfSteps, attributed
@@ -179,6 +180,41 @@ def test_at_least_one_of_ours_is_tried():
 def test_both_sums_of_a_16_bit_wire_are_predicted(world_size, other):
     found = options(workload(0.0), cluster(1e8, world_size=world_size), ("bf16", "int8"), (25.0,))
     assert [option.name for option in found] == [OFF, "bf16", other, "int8"]
+
+
+def by_host(bytes_s: float, local_bytes_s: float) -> Cluster:
+    """Four ranks on two hosts."""
+    link = Cost(1e-4, 1 / bytes_s, cpu_s_per_unit=1e-9)
+    network = Network(all_reduce=link, exchange=link, direct=link)
+    free, local = Cost(0.0, 0.0), Cost(1e-5, 1 / local_bytes_s, cpu_s_per_unit=1e-9)
+    two_levels = TwoLevels(network, Network(free, local))
+    shared = {"ranks_per_host": 2, "local": Network(free, free), "two_levels": two_levels}
+    return dataclasses.replace(cluster(bytes_s, world_size=4), network=network, **shared)
+
+
+def test_sums_on_two_levels_are_recommended_where_hosts_share_a_slow_link():
+    for local_bytes_s, wins in ((1e10, True), (1e7, False)):
+        found = options(workload(0.0), by_host(1e8, local_bytes_s), ("fp32", "bf16", "int8"), (25.0,))
+        names = [option.name for option in found]
+        assert names == [OFF, "fp32", "bf16", "bf16 direct", "bf16 by host", "int8", "int8 by host"]
+        sent = {option.name: option.prediction.sent_nbytes / 1e7 for option in found}
+        # By a host: a ring's leave it once, of two-shot sums half of all that its two ranks send stay on it.
+        expected = {OFF: 6, "bf16": 4, "bf16 direct": 3, "bf16 by host": 2}
+        assert {name: sent[name] for name in expected} == pytest.approx(expected, rel=0.01)
+        recommendation = recommend(found, ("bf16", "int8"))
+        assert (recommendation.option.name == "int8 by host") == wins
+        assert recommendation.option.code.endswith('wire="int8", hosts="auto")') == wins
+
+
+def test_another_link_is_another_one_for_sums_on_two_levels_too():
+    here = by_host(1e8, 1e10)
+    there = at_rate(here, 5e8)
+    assert there.two_levels.network.exchange.per_unit_s == pytest.approx(1 / 5e8)
+    assert there.two_levels.local == here.two_levels.local
+    fast, slow = (crossover_bytes_s(workload(0.0), by_host(1e8, rate), "int8", 25.0, "auto") for rate in (1e10, 1e7))
+    assert fast > 1e9 > slow
+    flat = crossover_bytes_s(workload(0.0), here, "int8", 25.0)
+    assert flat == crossover_bytes_s(workload(0.0), by_host(1e8, 1e7), "int8", 25.0) > 1e9
 
 
 def test_the_link_up_to_which_a_wire_pays():
@@ -334,6 +370,43 @@ def test_the_json_has_everything(probed):
     # What decides is the same on every rank.
     for key in ("predictions", "recommendation", "crossover_bytes_s", "workload"):
         assert document[key] == json.loads(json.dumps(others[key])), key
+
+
+def run_probe_on_hosts(rank, world_size, settings, names):
+    real, socket.gethostname = socket.gethostname, lambda: names[rank]
+    try:
+        return run_probe(rank, world_size, settings)
+    finally:
+        socket.gethostname = real
+
+
+def test_hosts_with_several_ranks(ranks):
+    settings = dataclasses.replace(TINY, wires=("int8",), accept=("int8",))
+    (document, text, names), *others = ranks.run(run_probe_on_hosts, settings, ["a", "b", "a", "b"])
+    assert names == [OFF, "int8", "int8 by host"] and all(theirs[2] == names for theirs in others)
+    assert document["environment"]["ranks_per_host"] == 2 and document["environment"]["uneven_hosts"] == ""
+    sent = [row["sent_nbytes"] / settings.params for row in document["predictions"]]
+    assert sent == pytest.approx([6, 2 * 1.03, 1.03], rel=0.02)
+    samples = document["network"]["samples"]
+    largest = {
+        kind: max(s["sent_nbytes"] / s["nbytes"] for s in samples if s["kind"] == kind) for kind in ON_TWO_LEVELS
+    }
+    assert largest == {"exchange": 1, "direct": 1.5, "all_reduce": 1.5, BETWEEN: 1, WITHIN: 0.5}
+    for level in ("network", "local"):
+        cost = document["network"]["two_levels"][level]["exchange"]
+        assert cost["per_unit_s"] > 0 and cost["fixed_s"] >= 0 and cost["cpu_s_per_unit"] > 0
+    assert set(document["local"]["codecs"]) == {"fp32", "int8", "bf16"}  # what travels within a host
+    assert set(document["crossover_bytes_s"]) == {"int8", "int8 by host"}
+    assert {row["hosts"] for row in document["check"]} >= {None}
+    for part in ("all-to-all between hosts", "all-to-all within a host", "MB/s a host", "sent by a host"):
+        assert part in text
+
+
+def test_hosts_with_different_numbers_of_ranks_have_no_sums_on_two_levels(ranks):
+    settings = dataclasses.replace(TINY, wires=("bf16",))
+    (document, text, names), *_ = ranks.run(run_probe_on_hosts, settings, ["a", "a", "b"], world_size=3)
+    assert names == [OFF, "bf16", "bf16 direct"] and document["network"]["two_levels"] is None
+    assert "host a has 2 ranks, host b 1" in text and "MB/s a rank" in text
 
 
 def test_the_text_says_what_to_do(probed):

@@ -47,7 +47,9 @@ def check(
         numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
         task = synthetic(numel, 0.0, team.device)
         workload = measure_workload(team, task, 0.1 * budget_s)
-        chosen = [predict_option(workload, cluster, option.wire, option.sum, option.cap_mb) for option in chosen]
+        chosen = [
+            predict_option(workload, cluster, option.wire, option.sum, option.cap_mb, option.hosts) for option in chosen
+        ]
     seconds: dict[Option, list[float]] = {option: [] for option in chosen}
     for _ in range(PASSES):
         for option, taken in seconds.items():
@@ -58,7 +60,7 @@ def check(
 def measure_steps(team: Team, task: Task, option: Option, budget_s: float) -> list[float]:
     """Seconds of steps of the slowest rank, after some that do not count. A collective call."""
     began = time.perf_counter()
-    with synchronised(team, task[0], option.wire, option.sum, _cap_mb(option)) as ddp:
+    with synchronised(team, task[0], option.wire, option.sum, _cap_mb(option), option.hosts) as ddp:
         *_, last_s = take_steps(team, ddp, task, WARMUP_STEPS)
         left_s = budget_s - (time.perf_counter() - began)
         (num_steps,) = team.slowest([min(max(left_s / last_s, MIN_STEPS), MAX_STEPS)])

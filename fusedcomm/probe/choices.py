@@ -4,7 +4,18 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from fusedcomm.config import ONE_DIMENSIONAL, Config
-from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE, Choice, Cluster, Cost, Prediction, Workload, predict
+from fusedcomm.cost_model import (
+    DEFAULT_CAP_NBYTES,
+    WORTHWHILE,
+    Choice,
+    Cluster,
+    Cost,
+    Network,
+    Prediction,
+    Workload,
+    predict,
+)
+from fusedcomm.hosts import AUTO
 from fusedcomm.native import _C
 
 OFF = "off"
@@ -25,10 +36,13 @@ class Option:
     sum: str
     cap_mb: float
     prediction: Prediction
+    hosts: str | None = None
+    """As for fusedcomm.attach."""
 
     @property
     def name(self) -> str:
-        return self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
+        name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
+        return name if self.hosts is None else f"{name} by host"
 
     @property
     def code(self) -> str:
@@ -38,35 +52,37 @@ class Option:
         if self.wire == OFF:
             return wrap
         arguments = f'wire="{self.wire}"' + ("" if self.sum == "auto" else f', sum="{self.sum}"')
+        if self.hosts is not None:
+            arguments += f', hosts="{self.hosts}"'
         return f"{wrap}; comm = fusedcomm.attach(ddp, {arguments})"
 
 
 StepTime = Callable[[Option], float]
 
 
-def config_of(wire: str, sum: str) -> Config | None:
-    return None if wire == OFF else Config(wire=wire, sum=sum)
-
-
-def predict_option(workload: Workload, cluster: Cluster, wire: str, sum: str, cap_mb: float) -> Option:
-    config = config_of(wire, sum)
+def predict_option(
+    workload: Workload, cluster: Cluster, wire: str, sum: str, cap_mb: float, hosts: str | None = None
+) -> Option:
+    config = None if wire == OFF else Config(wire=wire, sum=sum, hosts=hosts)
     gradients = workload.gradients
     if config is not None and ONE_DIMENSIONAL not in config.exempt:
         gradients = [dataclasses.replace(gradient, exempt=False) for gradient in gradients]
     workload = dataclasses.replace(workload, gradients=gradients)
     prediction = predict(workload, Choice(config, round(cap_mb * MIB)), cluster)
-    return Option(wire, sum, cap_mb, prediction)
+    return Option(wire, sum, cap_mb, prediction, hosts)
 
 
 def options(workload: Workload, cluster: Cluster, wires: Sequence[str], caps_mb: Sequence[float]) -> list[Option]:
     """Of DDP's own all-reduce and each wire, by each way to sum it; buckets of each size."""
-    sums = [(OFF, "auto")]
+    ways: list[tuple[str, str, str | None]] = [(OFF, "auto", None)]
     for wire in wires:
-        sums.append((wire, "auto"))
+        ways.append((wire, "auto", None))
         if wire in ("bf16", "fp16"):
             # "auto" takes the other one.
-            sums.append((wire, "two-shot" if cluster.world_size <= 2 else "direct"))
-    return [predict_option(workload, cluster, wire, sum, cap) for cap in caps_mb for wire, sum in sums]
+            ways.append((wire, "two-shot" if cluster.world_size <= 2 else "direct", None))
+        if wire != "fp32" and cluster.two_levels is not None:
+            ways.append((wire, "auto", AUTO))
+    return [predict_option(workload, cluster, wire, sum, cap, hosts) for cap in caps_mb for wire, sum, hosts in ways]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +184,8 @@ def _best(found: Sequence[Option], step_s: StepTime) -> Option:
 
     def preference(option: Option) -> tuple:
         exactness = 0 if option.wire == OFF else _C.exactness(option.wire)
-        return (-exactness, option.sum != "auto", option.cap_mb * MIB != DEFAULT_CAP_NBYTES, step_s(option))
+        is_plain = option.sum == "auto" and option.hosts is None
+        return (-exactness, not is_plain, option.cap_mb * MIB != DEFAULT_CAP_NBYTES, step_s(option))
 
     return min(good, key=preference)
 
@@ -202,7 +219,7 @@ def link_bytes_s(cluster: Cluster) -> float:
 def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
     """The same ranks on a link that carries so many bytes a second. On a slower link all collectives are as slow as it;
     on a faster one each is faster by as much, whatever else may hold it up then."""
-    network, gain = cluster.network, bytes_s / link_bytes_s(cluster)
+    gain = bytes_s / link_bytes_s(cluster)
 
     def scaled(cost: Cost | None) -> Cost | None:
         if cost is None:
@@ -210,17 +227,26 @@ def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
         per_byte_s = cost.per_unit_s / gain if gain > 1 else max(cost.per_unit_s, 1 / bytes_s)
         return dataclasses.replace(cost, per_unit_s=per_byte_s)
 
-    kinds = {kind: scaled(getattr(network, kind)) for kind in ("all_reduce", "exchange", "direct")}
-    return dataclasses.replace(cluster, network=dataclasses.replace(network, **kinds))
+    def over_it(network: Network) -> Network:
+        kinds = {kind: scaled(getattr(network, kind)) for kind in ("all_reduce", "exchange", "direct")}
+        return dataclasses.replace(network, **kinds)
+
+    two_levels = cluster.two_levels
+    if two_levels is not None:
+        two_levels = dataclasses.replace(two_levels, network=over_it(two_levels.network))
+    return dataclasses.replace(cluster, network=over_it(cluster.network), two_levels=two_levels)
 
 
-def crossover_bytes_s(workload: Workload, cluster: Cluster, wire: str, cap_mb: float) -> float | None:
+def crossover_bytes_s(
+    workload: Workload, cluster: Cluster, wire: str, cap_mb: float, hosts: str | None = None
+) -> float | None:
     """On links up to this fast the wire makes a step shorter by WORTHWHILE at least: FASTEST_BYTES_S means on all, None
     on none from SLOWEST_BYTES_S on."""
 
     def pays(bytes_s: float) -> bool:
         there = at_rate(cluster, bytes_s)
-        off, ours = (predict_option(workload, there, name, "auto", cap_mb) for name in (OFF, wire))
+        off = predict_option(workload, there, OFF, "auto", cap_mb)
+        ours = predict_option(workload, there, wire, "auto", cap_mb, hosts)
         return _predicted_s(ours) < (1 - WORTHWHILE) * _predicted_s(off)
 
     low, high = SLOWEST_BYTES_S, FASTEST_BYTES_S

@@ -1,5 +1,6 @@
 """What the network costs, used as DDP and the engine use it: DDP's all-reduces on its own process group, a few buckets
-under way; the engine's all-to-alls and 16-bit all-reduces on its own channels, as many chunks under way as it has."""
+under way; the engine's all-to-alls and 16-bit all-reduces on its own channels, as many chunks under way as it has.
+Where hosts have several ranks, all-to-alls of sums on two levels, too."""
 
 import dataclasses
 import math
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from fusedcomm import groups
 from fusedcomm.config import Config
-from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost, Network
+from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost, Network, TwoLevels
+from fusedcomm.hosts import AUTO, Hosts
 from fusedcomm.probe.fit import Point, collective, theil_sen
 from fusedcomm.probe.steps import cpu_s
 from fusedcomm.probe.team import Team
@@ -25,6 +27,11 @@ DDP_IN_FLIGHT = 2
 MIN_MESSAGES_OF_A_SLOT, MAX_MESSAGES_OF_A_SLOT = 3, 5
 """So many one after the other: filling and draining a link is a small part of it."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
+ON_ONE_LEVEL = {"exchange": 0.3, "direct": 0.25, "all_reduce": 0.45}
+BETWEEN, WITHIN = "between hosts", "within hosts"
+ON_TWO_LEVELS = {"exchange": 0.2, "direct": 0.15, "all_reduce": 0.35, BETWEEN: 0.2, WITHIN: 0.1}
+"""What is measured, and its share of the time."""
+FREE = Cost(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Sample:
     kind: str
     nbytes: int
     sent_nbytes: float
-    """By one rank, for each message."""
+    """For each message, by one rank; where hosts have several, as cost_model.Network counts."""
     num_messages: int
     in_flight: int
     seconds: list[float]
@@ -55,24 +62,38 @@ class MeasuredNetwork:
     """As attach times the link, on cpu."""
     seconds: float
     """That measuring took."""
+    ranks_per_host: int = 1
+    """More than one: `network` is of bytes that a host sends, with what its ranks send each other included."""
+    two_levels: TwoLevels | None = None
+
+    @property
+    def local(self) -> Network | None:
+        return None if self.two_levels is None else Network(all_reduce=FREE, exchange=FREE)
 
 
-def measure_network(team: Team, budget_s: float) -> MeasuredNetwork:
-    """A collective call. Takes about `budget_s` where the smallest messages fit into that."""
+def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> MeasuredNetwork:
+    """A collective call. Takes about `budget_s` where the smallest messages fit into that.
+
+    Args:
+        hosts: on which sums can have two levels.
+    """
     began = time.perf_counter()
-    bench = _Bench(team)
-    fits = {}
-    samples = []
-    for kind, share in (("exchange", 0.3), ("direct", 0.25), ("all_reduce", 0.45)):
-        found = bench.measure(kind, share * budget_s)
-        samples += found
-        fits[kind] = fit(found)
-    network = Network(**fits)
-    return MeasuredNetwork(network, samples, bench.s_per_byte, time.perf_counter() - began)
+    bench = _Bench(team, hosts)
+    found = {
+        kind: bench.measure(kind, share * budget_s)
+        for kind, share in (ON_TWO_LEVELS if hosts is not None else ON_ONE_LEVEL).items()
+    }
+    per_host, two_levels = 1 if hosts is None else hosts.ranks_per_host, None
+    network = Network(**{kind: fit(found[kind], per_host) for kind in ON_ONE_LEVEL})
+    if hosts is not None:
+        between, within = fit(found[BETWEEN], per_host), fit(found[WITHIN])
+        two_levels = TwoLevels(dataclasses.replace(network, exchange=between), Network(FREE, exchange=within))
+    samples = [sample for of_kind in found.values() for sample in of_kind]
+    return MeasuredNetwork(network, samples, bench.s_per_byte, time.perf_counter() - began, per_host, two_levels)
 
 
-def fit(samples: Sequence[Sample]) -> Cost:
-    """Of samples of one kind.
+def fit(samples: Sequence[Sample], num_senders: int = 1) -> Cost:
+    """Of samples of one kind, whose bytes are those of so many ranks.
 
     Where small messages under way together stall each other (a shaped link's queue, delayed acknowledgements), what one
     of them takes alone says more of what it costs the network.
@@ -83,8 +104,8 @@ def fit(samples: Sequence[Sample]) -> Cost:
     alone_s = dict(alone)
     together[:-1] = [(nbytes, min(seconds, alone_s.get(nbytes, seconds))) for nbytes, seconds in together[:-1]]
     largest = several[-1]
-    cpu_s_per_byte = largest.cpu_s / (len(largest.seconds) * largest.num_messages * largest.sent_nbytes)
-    return dataclasses.replace(collective(alone, together), cpu_s_per_unit=cpu_s_per_byte)
+    of_a_rank = len(largest.seconds) * largest.num_messages * largest.sent_nbytes / num_senders
+    return dataclasses.replace(collective(alone, together), cpu_s_per_unit=largest.cpu_s / of_a_rank)
 
 
 def points_alone(samples: Sequence[Sample]) -> list[Point]:
@@ -92,24 +113,27 @@ def points_alone(samples: Sequence[Sample]) -> list[Point]:
 
 
 class _Bench:
-    def __init__(self, team: Team) -> None:
-        self.team = team
-        self._backend = team.group._get_backend(team.device)
-        self._channels = [self._backend, self._backend]
-        if team.device.type == "cpu":
-            channels = groups.make_channels(team.group, team.device, groups.private_store(team.group))
-            self._channels = [channels.scatter, channels.gather]
-        on_cpu = team.device.type == "cpu"
-        self.s_per_byte = groups.time_link(self._channels[0]) if on_cpu else None
+    def __init__(self, team: Team, hosts: Hosts | None) -> None:
+        self.team, self.hosts = team, hosts
+        backend, on_cpu = team.group._get_backend(team.device), team.device.type == "cpu"
+        # A chunk's two collectives are on a channel each.
+        self._channels = {"all_reduce": [backend], "direct": [backend], "exchange": [backend]}
+        store = groups.private_store(team.group)
+        if on_cpu:
+            own = groups.make_channels(team.group, team.device, store)
+            self._channels |= {"direct": [own.scatter], "exchange": [own.scatter, own.gather]}
+        if hosts is not None:
+            of_hosts = groups.make_host_channels(team.group, team.device, store, hosts)
+            self._channels[BETWEEN] = [of_hosts.cross_scatter, of_hosts.cross_gather]
+            self._channels[WITHIN] = [of_hosts.local_scatter, of_hosts.local_gather]
+        self.s_per_byte = groups.time_link(self._channels["exchange"][0]) if on_cpu else None
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
         if kind == "all_reduce":
             sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, 2 * DDP_IN_FLIGHT
         else:
-            config = Config(sum="two-shot" if kind == "exchange" else kind)
-            config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte)
-            sizes = tuple(config.chunk_nbytes // part for part in (16, 4, 1))
-            in_flight = config.chunks_in_flight
+            nbytes, in_flight = self._chunk(kind)
+            sizes = tuple(nbytes // part for part in (16, 4, 1))
             num_messages = MAX_MESSAGES_OF_A_SLOT * in_flight
         smallest, other = (self._sample(kind, nbytes, 1, 1, MAX_ROUNDS) for nbytes in PAIR_NBYTES)
         estimate = theil_sen([(smallest.nbytes, smallest.median_s), (other.nbytes, other.median_s)])
@@ -128,21 +152,28 @@ class _Bench:
                 estimate = theil_sen(points)
         return samples
 
+    def _chunk(self, kind: str) -> tuple[int, int]:
+        """(bytes of a message of the engine's, how many are under way)"""
+        config = Config(sum="direct") if kind == "direct" else Config(sum="two-shot")
+        if kind in (BETWEEN, WITHIN):
+            config = Config(hosts=AUTO)
+        config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte)
+        num_parts = self.hosts.ranks_per_host if kind == BETWEEN else 1
+        return config.chunk_nbytes // num_parts, config.chunks_in_flight
+
     def _sample(self, kind: str, nbytes: int, num_messages: int, in_flight: int, rounds: int) -> Sample:
-        p, device = self.team.world_size, self.team.device
-        share = (p - 1) / p * (1 if kind == "exchange" else 2)
+        channels, device = self._channels[kind], self.team.device
+        p = channels[0].size()
         dtype = torch.bfloat16 if kind == "direct" else torch.float32
         numel = math.ceil(nbytes / p / 16) * p * 16 // dtype.itemsize
         slots = [(torch.zeros(numel, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device))]
         slots += [(torch.zeros_like(slots[0][0]), torch.zeros_like(slots[0][0])) for _ in range(in_flight - 1)]
 
         def start(index: int, slot: tuple[torch.Tensor, torch.Tensor]) -> dist.Work | None:
-            if kind == "all_reduce":
-                return self._backend.allreduce([slot[0]])
-            if kind == "direct":
-                return self._channels[0].allreduce([slot[0]])
-            # A chunk's two collectives are on a channel each.
-            return self._channels[index % 2].alltoall_base(slot[1].view(torch.uint8), slot[0].view(torch.uint8), [], [])
+            channel = channels[index % len(channels)]
+            if kind in ("all_reduce", "direct"):
+                return channel.allreduce([slot[0]])
+            return channel.alltoall_base(slot[1].view(torch.uint8), slot[0].view(torch.uint8), [], [])
 
         def move() -> None:
             _rotate(start, slots, num_messages)
@@ -151,7 +182,19 @@ class _Bench:
         before = cpu_s()
         seconds = self.team.time(move, rounds, warmup=0)
         (taken_s,) = self.team.mean([cpu_s() - before])
-        return Sample(kind, nbytes, share * nbytes, num_messages, in_flight, seconds, taken_s)
+        return Sample(kind, nbytes, self._sent_share(kind) * nbytes, num_messages, in_flight, seconds, taken_s)
+
+    def _sent_share(self, kind: str) -> float:
+        """Of a message, in the cost model's units: by a host, or by a rank within it."""
+        p, hosts = self.team.world_size, self.hosts
+        if kind in ("all_reduce", "direct"):
+            return 2 * (p - 1) / p  # round a ring, which leaves each host once
+        per_host = 1 if hosts is None else hosts.ranks_per_host
+        if kind == "exchange":
+            return per_host * (p - per_host) / p
+        if kind == WITHIN:
+            return (per_host - 1) / per_host
+        return per_host * (hosts.num_hosts - 1) / hosts.num_hosts
 
 
 def _rotate(start: Callable, slots: list, num_messages: int) -> None:

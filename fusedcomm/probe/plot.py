@@ -1,5 +1,6 @@
 """The probe's picture: the predicted step by the speed of the link, for each wire, with the link that was measured."""
 
+import itertools
 from pathlib import Path
 
 from fusedcomm import output
@@ -20,14 +21,25 @@ def picture(findings: Findings, path: Path) -> None:
     measured = link_bytes_s(cluster)
     rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for index, wire in enumerate((OFF, *findings.settings.wires)):
-        colour = "#000000" if wire == OFF else PALETTE[(index - 1) % len(PALETTE)]
-        steps_ms = [
-            predict_option(findings.workload, at_rate(cluster, rate), wire, "auto", cap).prediction.step_s * 1e3
-            for rate in rates
+    colours = {OFF: "#000000", **dict(zip(findings.settings.wires, itertools.cycle(PALETTE)))}
+    for option in findings.options:
+        if option.cap_mb != cap or option.sum != "auto":
+            continue
+        wire, hosts = option.wire, option.hosts
+        predicted = [
+            predict_option(findings.workload, at_rate(cluster, rate), wire, "auto", cap, hosts) for rate in rates
         ]
-        axes.plot([8 * rate / 1e9 for rate in rates], steps_ms, color=colour, label=wire, linewidth=2)
-        crossover = findings.crossovers.get(wire)
+        steps_ms = [option.prediction.step_s * 1e3 for option in predicted]
+        colour, style = colours[wire], "-" if hosts is None else "-."
+        axes.plot(
+            [8 * rate / 1e9 for rate in rates],
+            steps_ms,
+            color=colour,
+            label=option.name,
+            linewidth=2,
+            linestyle=style,
+        )
+        crossover = findings.crossovers.get(option.name)
         if crossover and rates[0] < crossover < rates[-1]:
             axes.axvline(8 * crossover / 1e9, color=colour, linestyle=":", linewidth=1)
     axes.axvline(8 * measured / 1e9, color="#8a8a8a", linestyle="--", label="measured link")

@@ -4,8 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost
-from fusedcomm.hosts import advice
+from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cluster, Cost
 from fusedcomm.probe.check import WARN_ERROR
 from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.probe.run import Findings
@@ -20,16 +19,14 @@ def text(findings: Findings) -> str:
 
 
 def _measured(findings: Findings) -> list[str]:
-    network, workload, environment = findings.cluster.network, findings.workload, findings.environment
+    workload, environment = findings.workload, findings.environment
     cores = environment["cores_of_a_rank"]
     of_each = "" if cores is None else f", {cores:g} core(s) each"
     lines = [f"{environment['world_size']} ranks on {environment['device']}{of_each}; codec {environment['codec']}"]
-    for name, cost in (
-        ("all-reduce (DDP)", network.all_reduce),
-        ("all-to-all", network.exchange),
-        ("16-bit all-reduce", network.direct),
-    ):
-        lines.append(f"  {name:<18} {_rate(cost):>14} a rank, latency {cost.fixed_s * 1e6:.0f} µs")
+    if environment["uneven_hosts"]:
+        lines.append(f"  {environment['uneven_hosts']}")
+    for name, cost, sender in _collectives(findings.cluster):
+        lines.append(f"  {name:<24} {_rate(cost):>14} a {sender}, latency {cost.fixed_s * 1e6:.0f} µs")
     numel = DEFAULT_CAP_NBYTES // 4
     for wire, codec in findings.cluster.codecs.items():
         whole_s = codec.pack(numel) + codec.reduce(numel) + codec.unpack(numel)
@@ -43,12 +40,33 @@ def _measured(findings: Findings) -> list[str]:
     return lines
 
 
+def _collectives(cluster: Cluster) -> list[tuple[str, Cost, str]]:
+    """(name, cost, of whose bytes)"""
+    sender = _sender(cluster)
+    found = [
+        ("all-reduce (DDP)", cluster.network.all_reduce, sender),
+        ("all-to-all", cluster.network.exchange, sender),
+        ("16-bit all-reduce", cluster.network.direct, sender),
+    ]
+    if cluster.two_levels is not None:
+        found.append(("all-to-all between hosts", cluster.two_levels.network.exchange, sender))
+        found.append(("all-to-all within a host", cluster.two_levels.local.exchange, "rank"))
+    return found
+
+
+def _sender(cluster: Cluster) -> str:
+    return "host" if cluster.ranks_per_host > 1 else "rank"
+
+
 def _table(findings: Findings) -> list[str]:
     caps = sorted({option.cap_mb for option in findings.options})
     names = list(dict.fromkeys(option.name for option in findings.options))
     by_key = {(option.name, option.cap_mb): option for option in findings.options}
     baseline_s = findings.recommendation.baseline.prediction.step_s
-    lines = ["predicted step, ms, by bucket size; at the best one: × DDP's default, sent, mostly bound by, pays up to"]
+    sent = f"sent by a {_sender(findings.cluster)}"
+    lines = [
+        f"predicted step, ms, by bucket size; at the best one: × DDP's default, {sent}, mostly bound by, pays up to"
+    ]
     lines.append(f"{'':<16}" + "".join(f"{cap:>7g} MiB" for cap in caps) + f"{'×':>8}{'MB sent':>10}  {'bound':<9}")
     for name in names:
         row = [by_key[name, cap] for cap in caps]
@@ -75,9 +93,6 @@ def _recommended(findings: Findings) -> list[str]:
             f"Recommended: {found.option.code}",
             f"  {ms(found.step_s)} a step ({how}), {found.gain:.0%} less: {found.reason}",
         ]
-        environment = findings.environment
-        on_host = advice(environment["local_world_size"], environment["world_size"])
-        lines += [f"  {text} (not measured here)" for text in on_host if found.option.sum != "direct"]
     if found.faster is not None:
         lines.append(
             f"  {found.faster.name} is predicted to take {ms(found.faster.prediction.step_s)}: see docs/accuracy.md "
@@ -114,6 +129,7 @@ def as_json(findings: Findings) -> dict:
         "environment": findings.environment,
         "network": {
             **dataclasses.asdict(findings.cluster.network),
+            "two_levels": findings.cluster.two_levels and dataclasses.asdict(findings.cluster.two_levels),
             "samples": [dataclasses.asdict(sample) for sample in findings.network.samples],
         },
         "local": {
@@ -156,6 +172,7 @@ def option_as_json(option: Option) -> dict:
         "name": option.name,
         "wire": None if option.wire == OFF else option.wire,
         "sum": option.sum,
+        "hosts": option.hosts,
         "bucket_cap_mb": option.cap_mb,
         "code": option.code,
         **dataclasses.asdict(option.prediction),

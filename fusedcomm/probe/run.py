@@ -3,17 +3,18 @@
 import dataclasses
 import datetime
 import platform
+import socket
 import time
 
 import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import env
 from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Workload
+from fusedcomm.hosts import Hosts, of_names
 from fusedcomm.probe.check import Check, check
-from fusedcomm.probe.choices import Option, Recommendation, crossover_bytes_s, finalists, options, recommend
+from fusedcomm.probe.choices import OFF, Option, Recommendation, crossover_bytes_s, finalists, options, recommend
 from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.local import MeasuredLocal, measure_local
 from fusedcomm.probe.network import MeasuredNetwork, measure_network
@@ -54,7 +55,7 @@ class Findings:
     options: list[Option]
     recommendation: Recommendation
     crossovers: dict[str, float | None]
-    """Bytes a second up to which each wire pays, by wire."""
+    """Bytes a second up to which a wire pays, by an option's name."""
     checks: list[Check]
     seconds: dict[str, float]
     """That each part took."""
@@ -83,11 +84,22 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
 
     # At three times: what disturbs a machine for seconds makes steps longer, never shorter.
     workloads = [steps_alone()]
-    network = timed("network", measure_network, team, budget_s["network"])
-    local = timed("local", measure_local, team, settings.wires, budget_s["local"], settings.cores, network.s_per_byte)
+    hosts, uneven = hosts_of(team)
+    network = timed("network", measure_network, team, budget_s["network"], hosts)
+    # Sums on two levels have a wire of their own within a host.
+    wires = settings.wires if hosts is None else tuple(dict.fromkeys((*settings.wires, Config().local_wire)))
+    local = timed("local", measure_local, team, wires, budget_s["local"], settings.cores, network.s_per_byte)
     workloads.append(steps_alone())
     cluster = Cluster(
-        team.world_size, network.network, local.codecs, local.copy_s_per_byte, local.cores, network.s_per_byte
+        team.world_size,
+        network.network,
+        local.codecs,
+        local.copy_s_per_byte,
+        local.cores,
+        network.s_per_byte,
+        network.ranks_per_host,
+        network.local,
+        network.two_levels,
     )
     if local.cores is not None:
         cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
@@ -99,7 +111,11 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     found = options(workload, cluster, settings.wires, settings.caps_mb)
     recommendation = recommend(found, settings.accept)
     cap = recommendation.option.cap_mb
-    crossovers = {wire: crossover_bytes_s(workload, cluster, wire, cap) for wire in settings.wires}
+    crossovers = {
+        option.name: crossover_bytes_s(workload, cluster, option.wire, cap, option.hosts)
+        for option in found
+        if option.cap_mb == cap and option.wire != OFF and option.sum == "auto"
+    }
     left_s = max(settings.seconds - (time.perf_counter() - began), 0.5 * budget_s["check"])
     left_s = _of_rank_0(team, left_s)
     chosen = finalists(found, recommendation, settings.accept)
@@ -108,7 +124,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         # Steps of the model itself: what was measured decides, not what was predicted.
         recommendation = recommend(found, settings.accept, {check.option: check.measured_s for check in checks})
     took_s["all"] = time.perf_counter() - began
-    environment = describe(team, local, network.s_per_byte)
+    environment = describe(team, local, network, uneven)
     return Findings(
         settings,
         environment,
@@ -148,9 +164,19 @@ def _of_rank_0(team: Team, value: object) -> object:
     return team.gather(value)[0]
 
 
-def describe(team: Team, local: MeasuredLocal, s_per_byte: float | None) -> dict:
+def hosts_of(team: Team) -> tuple[Hosts | None, str]:
+    """Those on which sums can have two levels, or None; and what is said of hosts that are not alike. A collective
+    call."""
+    try:
+        hosts = of_names(team.gather(socket.gethostname()))
+    except ValueError as error:
+        return None, str(error)
+    return None if hosts.flat_reason else hosts, ""
+
+
+def describe(team: Team, local: MeasuredLocal, network: MeasuredNetwork, uneven: str) -> dict:
     """What the figures depend on."""
-    config = Config(sum="two-shot").resolved(team.world_size, team.device.type, s_per_byte)
+    config = Config(sum="two-shot").resolved(team.world_size, team.device.type, network.s_per_byte)
     return {
         "fusedcomm": fusedcomm.__version__,
         "torch": torch.__version__,
@@ -159,7 +185,8 @@ def describe(team: Team, local: MeasuredLocal, s_per_byte: float | None) -> dict
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": team.device.type,
         "world_size": team.world_size,
-        "local_world_size": env.local_world_size() or team.world_size,
+        "ranks_per_host": network.ranks_per_host,
+        "uneven_hosts": uneven,
         "torch_threads": torch.get_num_threads(),
         "codec": local.codec,
         "cores_of_a_rank": local.cores,

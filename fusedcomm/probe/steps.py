@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.cost_model import Cluster, Cost
+from fusedcomm.cost_model import Cluster, Cost, Network, TwoLevels
 from fusedcomm.handle import attach
 from fusedcomm.probe.choices import OFF, predict_option
 from fusedcomm.probe.fit import theil_sen
@@ -37,10 +37,12 @@ LEAST_USE = 0.85
 
 
 @contextlib.contextmanager
-def synchronised(team: Team, model: nn.Module, wire: str, sum: str, cap_mb: float | None) -> Iterator[nn.Module]:
+def synchronised(
+    team: Team, model: nn.Module, wire: str, sum: str, cap_mb: float | None, hosts: str | None = None
+) -> Iterator[nn.Module]:
     """The model in DDP, its gradients summed by `wire`. cap_mb: None for DDP's own. A collective call."""
     ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=cap_mb)
-    handle = None if wire == OFF else attach(ddp, wire=wire, sum=sum, quiet=True)
+    handle = None if wire == OFF else attach(ddp, wire=wire, sum=sum, hosts=hosts, quiet=True)
     try:
         yield ddp
     finally:
@@ -80,7 +82,8 @@ class CpuOfSteps:
     """Of one choice's steps of a model of which so many elements are synchronised."""
 
     kind: str
-    sent_nbytes: int
+    sent_nbytes: float
+    """By a rank; where hosts have several, its share of what its host sends."""
     extra_s: float
     """Of a core, beyond the same step alone, DDP's copies and the codec."""
 
@@ -115,7 +118,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     for (kind, wire, sum), (cpu, _) in zip(choices, found, strict=True):
         sent_nbytes = predict_option(workload, cluster, wire, sum, 25).prediction.sent_nbytes
         known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, wire, numel)
-        measured.append(CpuOfSteps(kind, sent_nbytes, cpu / use - known_s))
+        measured.append(CpuOfSteps(kind, sent_nbytes / cluster.ranks_per_host, cpu / use - known_s))
     return attributed(cluster, numel, measured)
 
 
@@ -137,8 +140,18 @@ def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> 
         if step.kind != "exchange":
             costs[step.kind] = bounded(step.kind, (step.extra_s - of_elements_s) / step.sent_nbytes)
     copy_s_per_byte = min(cluster.copy_s_per_byte + of_elements_s / (8 * numel), MOST_TIMES * cluster.copy_s_per_byte)
+    two_levels = cluster.two_levels
+    if two_levels is not None:
+        # As much more or less than by themselves as those of all ranks.
+        ratio = of_bytes_s / network.exchange.cpu_s_per_unit
+
+        def exchanging(level: Network) -> Network:
+            exchange = dataclasses.replace(level.exchange, cpu_s_per_unit=ratio * level.exchange.cpu_s_per_unit)
+            return dataclasses.replace(level, exchange=exchange)
+
+        two_levels = TwoLevels(exchanging(two_levels.network), exchanging(two_levels.local))
     network = dataclasses.replace(network, **costs)
-    return dataclasses.replace(cluster, network=network, copy_s_per_byte=copy_s_per_byte)
+    return dataclasses.replace(cluster, network=network, two_levels=two_levels, copy_s_per_byte=copy_s_per_byte)
 
 
 class _Steps:
