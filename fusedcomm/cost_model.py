@@ -46,6 +46,8 @@ class Cost:
     """Of the fixed part of a collective: the network is taken for so long, however few bytes the message has."""
     cpu_s_per_unit: float | None = None
     """Of a core, for a collective; None: the network's `cpu_s_per_byte`."""
+    cpu_fixed_s: float = 0.0
+    """Of a core, for each message of a collective beside its bytes."""
 
     def __call__(self, units: float) -> float:
         return self.fixed_s + units * self.per_unit_s
@@ -306,7 +308,7 @@ class _Simulation:
         if config is not None:
             per_host = cluster.ranks_per_host if self._two_levels else 1
             device = "cuda" if self._on_streams else "cpu"
-            config = config.resolved(cluster.world_size, device, cluster.timed_s_per_byte)
+            config = config.resolved(cluster.world_size, device, cluster.timed_s_per_byte, per_host)
             self._native = config.native(cluster.world_size, device, per_host)
             self._num_slots = config.chunks_in_flight
         networks = cluster.two_levels if self._two_levels and cluster.two_levels is not None else cluster
@@ -412,7 +414,8 @@ class _Simulation:
             busy_s[name] = cost.occupied_s + sent[name] * cost.per_unit_s
             latency_s += cost.fixed_s - cost.occupied_s
             of_rank = sent[name] / self.cluster.ranks_per_host if name == "network" else sent[name]
-            cpu_s += of_rank * (level.cpu_s_per_byte if cost.cpu_s_per_unit is None else cost.cpu_s_per_unit)
+            per_byte_s = level.cpu_s_per_byte if cost.cpu_s_per_unit is None else cost.cpu_s_per_unit
+            cpu_s += cost.cpu_fixed_s + of_rank * per_byte_s
         network_s, sent_nbytes = max(busy_s.values()), sent["network"] if "network" in levels else 0.0
         if self._on_streams:
             busy_s, latency_s = {"wire stream": network_s + latency_s}, 0.0

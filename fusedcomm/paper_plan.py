@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from fusedcomm import cost_model
 from fusedcomm.architectures import Parameter
-from fusedcomm.config import ONE_DIMENSIONAL, Config
+from fusedcomm.config import ONE_DIMENSIONAL, Config, nbytes_per_element
 from fusedcomm.cost_model import (
     WORTHWHILE,
     Choice,
@@ -33,7 +33,6 @@ from fusedcomm.cost_model import (
     Workload,
     predict,
 )
-from fusedcomm.native import _C
 
 TREE_PIECE_NBYTES = 256 << 10
 TREE_RATE = 0.9
@@ -171,8 +170,7 @@ class Hardware:
         """By the bytes that have to be read and written; w of a wire for each element of fp32 gradients:
         pack 4 + w, reduce w read (and its p-th part written), unpack w + 4."""
         rate = 1e9 * self.memory_gbytes_per_s * self.codec_share
-        many = 1 << 20
-        w = _C.bucket_layout(wire, _C.default_block_numel(wire), 1, 0, many, 1 << 30).chunk_nbytes / many
+        w = nbytes_per_element(wire)
         kernel = self.kernel_us * 1e-6
         pack = Cost(kernel, 8 / rate) if wire == "fp32" else Cost(kernel, (4 + w) / rate)
         return Codec(pack=pack, reduce=Cost(kernel, w / rate), unpack=Cost(kernel, (w + 4) / rate))

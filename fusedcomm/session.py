@@ -201,7 +201,7 @@ class Session:
     @property
     def effective_config(self) -> Config:
         """With the size of chunks that suits the link."""
-        return self.config.resolved(self.world_size, self.device.type, self._s_per_byte)
+        return self.config.resolved(self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
 
     def _hosts(self) -> hosts.Hosts | None:
         """The same on every rank, or the same ValueError."""

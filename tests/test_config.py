@@ -1,8 +1,10 @@
 """What a configuration leaves open, and what it becomes."""
 
 import pytest
+import torch
 
 from fusedcomm.config import Config
+from fusedcomm.native import _C
 
 KIB, MIB = 1 << 10, 1 << 20
 MBIT, GBIT = 8e-6, 8e-9
@@ -45,6 +47,29 @@ def test_chunks_are_larger_where_two_ranks_need_one_collective(options, nbytes, 
     resolved = Config(**options).resolved(2, "cpu", GBIT)
     assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
     assert Config(**options).resolved(3, "cpu", GBIT).chunk_nbytes == 256 * KIB
+
+
+@pytest.mark.parametrize(
+    ("options", "s_per_byte", "nbytes", "in_flight"),
+    [
+        ({"wire": "bf16"}, GBIT, 512 * KIB, 16),  # two ranks' of two hosts', as 256 KiB among two ranks
+        ({"wire": "int8"}, GBIT, MIB, 8),
+        ({"wire": "int4"}, GBIT, 2 * MIB, 4),  # in bf16 four times as long
+        ({"wire": "int4", "local_wire": "fp32"}, GBIT, 4 * MIB, 4),
+        ({"wire": "fp32", "local_wire": "fp32"}, GBIT, 512 * KIB, 16),
+        ({"wire": "int4"}, MBIT / 100, 512 * KIB, 16),
+        ({"wire": "int4"}, GBIT / 100, 8 * MIB, 4),
+        ({"wire": "int4", "chunk_nbytes": 4096}, GBIT, 4096, 16),
+    ],
+    ids=str,
+)
+def test_chunks_on_two_levels_are_as_long_between_hosts_as_among_as_many_ranks(options, s_per_byte, nbytes, in_flight):
+    resolved = Config(hosts="auto", **options).resolved(4, "cpu", s_per_byte, ranks_per_host=2)
+    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
+    native = resolved.native(4, "cpu", ranks_per_host=2)
+    plan = _C.plan_bucket(native, 4, torch.empty(0), 0, [16 * MIB])
+    wider = Config(hosts="auto", **options).local_wire != options["wire"]
+    assert plan.host_layouts[0].chunk_nbytes <= nbytes and (plan.layout.chunk_nbytes < nbytes) == wider
 
 
 @pytest.mark.parametrize("options", [{"sum": "direct"}, {"wire": "fp32", "sum": "exact"}, {"wire": "fp32"}])

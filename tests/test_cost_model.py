@@ -195,6 +195,16 @@ def test_two_levels_sum_within_hosts_first():
     assert sent == 4 * plan.sent_between_hosts_nbytes(8, 4)
 
 
+def test_each_message_takes_of_a_core():
+    def on_half_a_core(cpu_fixed_s):
+        busy = Network(*[Cost(0.0, 0.0, cpu_s_per_unit=1e-9, cpu_fixed_s=cpu_fixed_s)] * 2)
+        free = Codec(*[Cost(0.0, 0.0)] * 3)
+        ranks = Cluster(4, busy, {"bf16": free}, 0.0, cores=0.5)
+        return step_s(Config(wire="bf16", chunk_nbytes=2 * NUMEL), ranks, one_bucket())
+
+    assert on_half_a_core(1e-3) - on_half_a_core(0.0) == pytest.approx(2 * 1e-3 / 0.5)  # an exchange and a gather
+
+
 def test_sums_on_two_levels_have_networks_of_their_own():
     hosts = cluster(8, ranks_per_host=4, local=LOCAL)
     twice = Network(*[Cost(2 * ALPHA, 2 * BETA)] * 2), Network(*[Cost(4e-4, 4e-9)] * 2)

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusedcomm import output
+from fusedcomm import groups, output
 from fusedcomm.cli import main
+from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Codec, Cost, Network, TwoLevels, Workload, linear_gradients
 from fusedcomm.probe import fit, report
 from fusedcomm.probe.choices import (
@@ -31,7 +32,7 @@ from fusedcomm.probe.choices import (
     options,
     recommend,
 )
-from fusedcomm.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, Sample
+from fusedcomm.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, Sample, measure_network, with_cpu_of_messages
 from fusedcomm.probe.network import fit as fit_network
 from fusedcomm.probe.run import Settings, probe
 from fusedcomm.probe.steps import CpuOfSteps, attributed
@@ -76,6 +77,17 @@ def test_latency_and_rate_of_a_network(latency_s, occupied_s):
     assert found.fixed_s == pytest.approx(latency_s, rel=0.1)
     assert found.occupied_s == pytest.approx(occupied_s, abs=3e-5)
     assert found.cpu_s_per_unit == pytest.approx(1e-9)
+
+
+def test_cpu_time_of_messages_is_told_from_that_of_bytes():
+    samples = []
+    for nbytes in (32 << 10, 128 << 10, 512 << 10):
+        cpu_s = 3 * 20 * (1e-4 + nbytes / 2 * 1e-9)  # of one of two ranks of a host that sends so much
+        samples.append(Sample(BETWEEN, nbytes, nbytes, 1, 1, [1.0] * 3, 1.0))
+        samples.append(Sample(BETWEEN, nbytes, nbytes, 20, 4, [1.0] * 3, cpu_s))
+    found = with_cpu_of_messages(Cost(1.0, 2.0), samples, 2)
+    assert (found.fixed_s, found.per_unit_s) == (1.0, 2.0)
+    assert (found.cpu_fixed_s, found.cpu_s_per_unit) == pytest.approx((1e-4, 1e-9))
 
 
 def test_small_messages_that_stall_each_other_do_not_change_the_rate():
@@ -370,6 +382,22 @@ def test_the_json_has_everything(probed):
     # What decides is the same on every rank.
     for key in ("predictions", "recommendation", "crossover_bytes_s", "workload"):
         assert document[key] == json.loads(json.dumps(others[key])), key
+
+
+def network_measured(rank, world_size, s_per_byte):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "time_link", lambda backend: s_per_byte)
+        found = measure_network(Team(dist.group.WORLD, torch.device("cpu")), 0.5)
+    return {kind: sorted({s.nbytes for s in found.samples if s.kind == kind}) for kind in ("exchange", "direct")}
+
+
+@pytest.mark.parametrize("s_per_byte", [8e-8, 1e-11])
+def test_messages_are_of_the_sizes_that_suit_the_link(ranks, s_per_byte):
+    """Of two ranks on a slow link the smallest are as long as what is sent before their sizes are known."""
+    of_all, *others = ranks.run(network_measured, s_per_byte, world_size=2)
+    for kind in ("exchange", "direct"):
+        chunk = Config(sum="two-shot" if kind == "exchange" else kind).resolved(2, "cpu", s_per_byte).chunk_nbytes
+        assert of_all[kind] == sorted({4 << 10, chunk // 16, chunk // 4, chunk}) and others[0] == of_all
 
 
 def run_probe_on_hosts(rank, world_size, settings, names):

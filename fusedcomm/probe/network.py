@@ -86,7 +86,9 @@ def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> 
     per_host, two_levels = 1 if hosts is None else hosts.ranks_per_host, None
     network = Network(**{kind: fit(found[kind], per_host) for kind in ON_ONE_LEVEL})
     if hosts is not None:
-        between, within = fit(found[BETWEEN], per_host), fit(found[WITHIN])
+        between, within = (
+            with_cpu_of_messages(fit(found[kind], n), found[kind], n) for kind, n in ((BETWEEN, per_host), (WITHIN, 1))
+        )
         two_levels = TwoLevels(dataclasses.replace(network, exchange=between), Network(FREE, exchange=within))
     samples = [sample for of_kind in found.values() for sample in of_kind]
     return MeasuredNetwork(network, samples, bench.s_per_byte, time.perf_counter() - began, per_host, two_levels)
@@ -106,6 +108,14 @@ def fit(samples: Sequence[Sample], num_senders: int = 1) -> Cost:
     largest = several[-1]
     of_a_rank = len(largest.seconds) * largest.num_messages * largest.sent_nbytes / num_senders
     return dataclasses.replace(collective(alone, together), cpu_s_per_unit=largest.cpu_s / of_a_rank)
+
+
+def with_cpu_of_messages(cost: Cost, samples: Sequence[Sample], num_senders: int) -> Cost:
+    """Told apart from that of bytes: on two levels messages are of many sizes, by the wire."""
+    several = [sample for sample in samples if sample.in_flight > 1]
+    points = [(s.sent_nbytes / num_senders, s.cpu_s / (len(s.seconds) * s.num_messages)) for s in several]
+    line = theil_sen(points)
+    return dataclasses.replace(cost, cpu_fixed_s=line.fixed_s, cpu_s_per_unit=line.per_unit_s)
 
 
 def points_alone(samples: Sequence[Sample]) -> list[Point]:
@@ -148,17 +158,19 @@ class _Bench:
             for count, under_way in ((1, 1), (together, in_flight)):
                 rounds = min(max(int(of_a_size_s / (count * expected_s)), MIN_ROUNDS), MAX_ROUNDS)
                 samples.append(self._sample(kind, nbytes, count, under_way, rounds))
-            if len(points := [(sample.nbytes, sample.median_s) for sample in samples if sample.in_flight == 1]) > 1:
+            points = [(sample.nbytes, sample.median_s) for sample in samples if sample.in_flight == 1]
+            if len({size for size, _ in points}) > 1:
                 estimate = theil_sen(points)
         return samples
 
     def _chunk(self, kind: str) -> tuple[int, int]:
         """(bytes of a message of the engine's, how many are under way)"""
-        config = Config(sum="direct") if kind == "direct" else Config(sum="two-shot")
+        config, per_host = Config(sum="direct") if kind == "direct" else Config(sum="two-shot"), 1
         if kind in (BETWEEN, WITHIN):
-            config = Config(hosts=AUTO)
-        config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte)
-        num_parts = self.hosts.ranks_per_host if kind == BETWEEN else 1
+            # Within a host the messages of the narrowest wire are the longest.
+            config, per_host = Config(wire="bf16" if kind == BETWEEN else "int4", hosts=AUTO), self.hosts.ranks_per_host
+        config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte, per_host)
+        num_parts = per_host if kind == BETWEEN else 1
         return config.chunk_nbytes // num_parts, config.chunks_in_flight
 
     def _sample(self, kind: str, nbytes: int, num_messages: int, in_flight: int, rounds: int) -> Sample:
