@@ -111,6 +111,7 @@ def attach(
             or a list of each host's ranks, [[0, 1], [2, 3]]. Every host must have as many ranks; one host, or one rank
             on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for all but small
             buckets; what is summed exactly goes over all ranks at once. The order of addition is another than without.
+            None: one level; with wire="auto", unless it has error_feedback, two are tried where they can be had.
         local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more.
         wires: with wire="auto": what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32",
             unless another argument is not for it, and "bf16".

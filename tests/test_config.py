@@ -33,18 +33,20 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
 
 
 @pytest.mark.parametrize(
-    ("options", "nbytes", "in_flight"),
+    ("options", "s_per_byte", "nbytes", "in_flight"),
     [
-        ({"wire": "bf16"}, MIB, 4),
-        ({"wire": "fp16", "sum": "direct"}, MIB, 4),
-        ({"wire": "bf16", "sum": "two-shot"}, 256 * KIB, 16),
-        ({"wire": "bf16", "error_feedback": True}, 256 * KIB, 16),
-        ({"wire": "bf16", "rounding": "stochastic", "seed": 1}, 256 * KIB, 16),
+        ({"wire": "bf16"}, GBIT, MIB, 4),
+        ({"wire": "bf16"}, GBIT / 2, 2 * MIB, 4),
+        ({"wire": "bf16"}, MBIT / 100, MIB, 4),
+        ({"wire": "fp16", "sum": "direct"}, GBIT, MIB, 4),
+        ({"wire": "bf16", "sum": "two-shot"}, GBIT, 256 * KIB, 16),
+        ({"wire": "bf16", "error_feedback": True}, GBIT, 256 * KIB, 16),
+        ({"wire": "bf16", "rounding": "stochastic", "seed": 1}, GBIT, 256 * KIB, 16),
     ],
     ids=str,
 )
-def test_chunks_are_larger_where_two_ranks_need_one_collective(options, nbytes, in_flight):
-    resolved = Config(**options).resolved(2, "cpu", GBIT)
+def test_chunks_are_larger_where_two_ranks_need_one_collective(options, s_per_byte, nbytes, in_flight):
+    resolved = Config(**options).resolved(2, "cpu", s_per_byte)
     assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
     assert Config(**options).resolved(3, "cpu", GBIT).chunk_nbytes == 256 * KIB
 
