@@ -1,7 +1,10 @@
 """Small models, one for each thing that DDP can do to a bucket, and gradients with known means. Shared by the tests."""
 
+import contextlib
 import dataclasses
+import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +32,24 @@ def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], ste
         ddp.zero_grad(set_to_none=True)
         ddp(gradients).backward()
     return [weight.grad.clone() for weight in ddp.module.weights]
+
+
+def refused(rank: int, world_size: int, kwargs: dict) -> str:
+    """What attach says to arguments that are not possible."""
+    ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
+    try:
+        fusedcomm.attach(ddp, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@contextlib.contextmanager
+def on_host(name: str) -> Iterator[None]:
+    """This process is on a host of that name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: name)
+        yield
 
 
 def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple[bool, set[float]]:

@@ -8,21 +8,12 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, integers, synchronise
+from models import Gradients, integers, refused, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
 # --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def refused(rank, world_size, kwargs):
-    ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
-    try:
-        fusedcomm.attach(ddp, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
 
 
 @pytest.mark.parametrize(

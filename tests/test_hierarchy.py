@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronise
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, on_host, synchronise
 from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -420,12 +420,8 @@ def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, lost):
 # --- hosts ----------------------------------------------------------------------------------------------------------
 
 
-def attached(rank, world_size, kwargs, names=None):
+def attached(rank, world_size, kwargs):
     """(error's type, its text) or (None, the plan's text, its hosts)."""
-    if names is not None:
-        import socket
-
-        socket.gethostname = lambda: names[rank]
     ddp = DistributedDataParallel(Gradients((5000,)))
     try:
         comm = fusedcomm.attach(ddp, **{"wire": "int8", "exempt": (), **kwargs})
@@ -485,7 +481,8 @@ def test_hosts_are_of_the_ranks_of_ddps_own_group(six_ranks):
 
 
 def named(rank, world_size, names):
-    return attached(rank, world_size, {"hosts": "auto"}, names)
+    with on_host(names[rank]):
+        return attached(rank, world_size, {"hosts": "auto"})
 
 
 def test_hosts_are_found_by_their_names(six_ranks):

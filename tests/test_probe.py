@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from models import on_host
 
 from fusedcomm import groups, output
 from fusedcomm.cli import main
@@ -401,11 +401,8 @@ def test_messages_are_of_the_sizes_that_suit_the_link(ranks, s_per_byte):
 
 
 def run_probe_on_hosts(rank, world_size, settings, names):
-    real, socket.gethostname = socket.gethostname, lambda: names[rank]
-    try:
+    with on_host(names[rank]):
         return run_probe(rank, world_size, settings)
-    finally:
-        socket.gethostname = real
 
 
 def test_hosts_with_several_ranks(ranks):

@@ -7,14 +7,13 @@ import io
 import json
 import os
 import random
-import socket
 import time
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, synchronise
+from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, refused, synchronise
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,15 +111,6 @@ def test_chunks_in_flight_of_the_users_stay():
     assert smaller.chunks_in_flight == larger.chunks_in_flight == 3
     assert space.allows(best) and space.allows(smaller)
     assert not space.allows(BF16) and not space.allows(dataclasses.replace(smaller, chunks_in_flight=4))
-
-
-def refused(rank, world_size, kwargs):
-    ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
-    try:
-        fusedcomm.attach(ddp, **kwargs)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
 
 
 @pytest.mark.parametrize(
@@ -454,13 +444,6 @@ def test_sums_on_two_levels_can_be_searched(ranks):
     for tuning, wires, errors, results, _ in outcome:
         assert tuning.chosen.wire == "int8" and results == outcome[0][3]
         assert all(error < 2 * LIMITS[wire] for wire, error in zip(wires, errors, strict=True))
-
-
-@contextlib.contextmanager
-def on_host(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: name)
-        yield
 
 
 def searched_on_hosts(rank, world_size, names, ms, kwargs):
