@@ -32,7 +32,15 @@ from fusedcomm.probe.choices import (
     options,
     recommend,
 )
-from fusedcomm.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, Sample, measure_network, with_cpu_of_messages
+from fusedcomm.probe.network import (
+    BETWEEN,
+    ON_TWO_LEVELS,
+    WITHIN,
+    MeasuredNetwork,
+    Sample,
+    measure_network,
+    with_cpu_of_messages,
+)
 from fusedcomm.probe.network import fit as fit_network
 from fusedcomm.probe.run import Settings, probe
 from fusedcomm.probe.steps import CpuOfSteps, attributed
@@ -192,6 +200,18 @@ def test_at_least_one_of_ours_is_tried():
 def test_both_sums_of_a_16_bit_wire_are_predicted(world_size, other):
     found = options(workload(0.0), cluster(1e8, world_size=world_size), ("bf16", "int8"), (25.0,))
     assert [option.name for option in found] == [OFF, "bf16", other, "int8"]
+
+
+def test_a_link_is_as_fast_as_it_was_seen_to_be():
+    """Bytes of messages that are mostly other work can cost less than they take."""
+    seen = dataclasses.replace(cluster(2e8), link_bytes_s=1e8)
+    assert (link_bytes_s(cluster(2e8)), link_bytes_s(seen)) == (2e8, 1e8)
+    twice = at_rate(seen, 2e8)
+    assert link_bytes_s(twice) == 2e8 and twice.network.exchange.per_unit_s == pytest.approx(1 / 4e8)
+    assert at_rate(seen, 5e7).network.exchange.per_unit_s == pytest.approx(1 / 5e7)
+    samples = [Sample("direct", 4096, n, 1, 4, [n / rate]) for n, rate in ((1000, 2e6), (9000, 5e6), (3000, 1e6))]
+    found = MeasuredNetwork(seen.network, [*samples, Sample("direct", 4096, 1000, 1, 1, [1e-9])], None, 1.0)
+    assert found.carried_bytes_s("direct") == pytest.approx(5e6)
 
 
 def by_host(bytes_s: float, local_bytes_s: float) -> Cluster:
@@ -359,6 +379,7 @@ def test_the_json_has_everything(probed):
     assert (sent[OFF], sent["bf16"]) == pytest.approx((4, 2), rel=0.01) and sent["int8"] == pytest.approx(
         1.03, rel=0.02
     )
+    assert document["network"]["link_bytes_s"] > 0
     for kind in ("all_reduce", "exchange", "direct"):
         assert document["network"][kind]["per_unit_s"] >= 0 and document["network"][kind]["fixed_s"] >= 0
         of_kind = [sample for sample in document["network"]["samples"] if sample["kind"] == kind]

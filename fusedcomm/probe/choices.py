@@ -211,6 +211,8 @@ SLOWEST_BYTES_S, FASTEST_BYTES_S = 1e6, 1e11
 
 def link_bytes_s(cluster: Cluster) -> float:
     """What the measured link carries, by the collective that makes the most of it."""
+    if cluster.link_bytes_s is not None:
+        return min(cluster.link_bytes_s, FASTEST_BYTES_S)
     network = cluster.network
     least_s = min(cost.per_unit_s for cost in (network.all_reduce, network.exchange, network.direct) if cost)
     return min(1 / max(least_s, 1e-15), FASTEST_BYTES_S)
@@ -234,7 +236,7 @@ def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
     two_levels = cluster.two_levels
     if two_levels is not None:
         two_levels = dataclasses.replace(two_levels, network=over_it(two_levels.network))
-    return dataclasses.replace(cluster, network=over_it(cluster.network), two_levels=two_levels)
+    return dataclasses.replace(cluster, network=over_it(cluster.network), two_levels=two_levels, link_bytes_s=bytes_s)
 
 
 def crossover_bytes_s(

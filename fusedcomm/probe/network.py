@@ -66,6 +66,12 @@ class MeasuredNetwork:
     """More than one: `network` is of bytes that a host sends, with what its ranks send each other included."""
     two_levels: TwoLevels | None = None
 
+    def carried_bytes_s(self, kind: str) -> float:
+        """The most that collectives of this kind got out of the network. A cost's bytes can be cheaper: the rest of it,
+        which each message has, may be work done while others' bytes are on their way."""
+        several = [sample for sample in self.samples if sample.kind == kind and sample.in_flight > 1]
+        return max(sample.num_messages * sample.sent_nbytes / sample.median_s for sample in several)
+
     @property
     def local(self) -> Network | None:
         return None if self.two_levels is None else Network(all_reduce=FREE, exchange=FREE)

@@ -7,6 +7,7 @@ from pathlib import Path
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cluster, Cost
 from fusedcomm.probe.check import WARN_ERROR
 from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
+from fusedcomm.probe.network import BETWEEN, WITHIN
 from fusedcomm.probe.run import Findings
 
 FORMAT_VERSION = 1
@@ -25,8 +26,9 @@ def _measured(findings: Findings) -> list[str]:
     lines = [f"{environment['world_size']} ranks on {environment['device']}{of_each}; codec {environment['codec']}"]
     if environment["uneven_hosts"]:
         lines.append(f"  {environment['uneven_hosts']}")
-    for name, cost, sender in _collectives(findings.cluster):
-        lines.append(f"  {name:<24} {_rate(cost):>14} a {sender}, latency {cost.fixed_s * 1e6:.0f} µs")
+    for kind, name, cost, sender in _collectives(findings.cluster):
+        rate = f"{findings.network.carried_bytes_s(kind) / 1e6:,.0f} MB/s"
+        lines.append(f"  {name:<24} {rate:>14} a {sender}, latency {cost.fixed_s * 1e6:.0f} µs")
     numel = DEFAULT_CAP_NBYTES // 4
     for wire, codec in findings.cluster.codecs.items():
         whole_s = codec.pack(numel) + codec.reduce(numel) + codec.unpack(numel)
@@ -40,17 +42,17 @@ def _measured(findings: Findings) -> list[str]:
     return lines
 
 
-def _collectives(cluster: Cluster) -> list[tuple[str, Cost, str]]:
-    """(name, cost, of whose bytes)"""
+def _collectives(cluster: Cluster) -> list[tuple[str, str, Cost, str]]:
+    """(kind, name, cost, of whose bytes)"""
     sender = _sender(cluster)
     found = [
-        ("all-reduce (DDP)", cluster.network.all_reduce, sender),
-        ("all-to-all", cluster.network.exchange, sender),
-        ("16-bit all-reduce", cluster.network.direct, sender),
+        ("all_reduce", "all-reduce (DDP)", cluster.network.all_reduce, sender),
+        ("exchange", "all-to-all", cluster.network.exchange, sender),
+        ("direct", "16-bit all-reduce", cluster.network.direct, sender),
     ]
     if cluster.two_levels is not None:
-        found.append(("all-to-all between hosts", cluster.two_levels.network.exchange, sender))
-        found.append(("all-to-all within a host", cluster.two_levels.local.exchange, "rank"))
+        found.append((BETWEEN, "all-to-all between hosts", cluster.two_levels.network.exchange, sender))
+        found.append((WITHIN, "all-to-all within a host", cluster.two_levels.local.exchange, "rank"))
     return found
 
 
@@ -129,6 +131,7 @@ def as_json(findings: Findings) -> dict:
         "environment": findings.environment,
         "network": {
             **dataclasses.asdict(findings.cluster.network),
+            "link_bytes_s": findings.cluster.link_bytes_s,
             "two_levels": findings.cluster.two_levels and dataclasses.asdict(findings.cluster.two_levels),
             "samples": [dataclasses.asdict(sample) for sample in findings.network.samples],
         },
@@ -182,10 +185,6 @@ def option_as_json(option: Option) -> dict:
 
 def write_json(findings: Findings, path: Path) -> None:
     path.write_text(json.dumps(as_json(findings), indent=1) + "\n")
-
-
-def _rate(cost: Cost) -> str:
-    return f"{1 / cost.per_unit_s / 1e6:,.0f} MB/s" if cost.per_unit_s else "unmeasurable"
 
 
 def _bits(bytes_s: float | None) -> str:

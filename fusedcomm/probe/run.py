@@ -17,7 +17,7 @@ from fusedcomm.probe.check import Check, check
 from fusedcomm.probe.choices import OFF, Option, Recommendation, crossover_bytes_s, finalists, options, recommend
 from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.local import MeasuredLocal, measure_local
-from fusedcomm.probe.network import MeasuredNetwork, measure_network
+from fusedcomm.probe.network import ON_ONE_LEVEL, MeasuredNetwork, measure_network
 from fusedcomm.probe.steps import with_cpu_of_steps
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.workload import Task, checked, load, measure_workload, synthetic
@@ -100,6 +100,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         network.ranks_per_host,
         network.local,
         network.two_levels,
+        link_bytes_s=max(map(network.carried_bytes_s, ON_ONE_LEVEL)),
     )
     if local.cores is not None:
         cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
