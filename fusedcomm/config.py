@@ -42,10 +42,6 @@ DEFAULT_S_PER_BYTE = 8e-9
 MIN_CHUNK_NBYTES_PER_RANK, MAX_CHUNK_NBYTES_PER_RANK = 32 << 10, 1 << 20
 MAX_DEFAULT_CHUNK_NBYTES = 8 << 20
 
-# On two levels a chunk is as long between hosts as it would be among so many ranks. Within a host its message has all
-# ranks' parts of it, and mostly in a wider wire: 2 hosts × 2 ranks, 1 Gbit/s, int4, 10 M parameters: 214 ms where that
-# message is 128 KiB, 78 where it is 1 MiB.
-
 # Many small ones: ranks do not get on equally fast, and a rank's link is idle while all its chunks wait for others'.
 UNDER_WAY_NBYTES = 4 << 20
 MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 4, 16
@@ -285,6 +281,9 @@ class Config:
             nbytes = 1 << math.floor(math.log2(max(1.0, sent * p / max(1, p - 1))))
             nbytes = min(max(nbytes, least), MAX_CHUNK_NBYTES_PER_RANK * p)
             if ranks_per_host > 1:
+                # A chunk is as long between hosts as it would be among so many ranks. Within a host its message has all
+                # ranks' parts of it, mostly in a wider wire: 2 hosts × 2 ranks, 1 Gbit/s, int4, 10 M parameters: 214 ms
+                # where that message is 128 KiB, 78 where it is 2 MiB.
                 wider = nbytes_per_element(self.local_wire) / nbytes_per_element(self.wire)
                 nbytes *= ranks_per_host * max(1, 1 << round(math.log2(wider)))
             nbytes = min(nbytes, MAX_DEFAULT_CHUNK_NBYTES)

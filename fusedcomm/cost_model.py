@@ -19,6 +19,7 @@ codec stage its own fixed part + γ · elements. What these are for a cluster is
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -113,8 +114,8 @@ class Cluster:
     """None: sums on two levels find what others do."""
     compute_cores: float = 1.0
     """Of `cores`, those that are busy while a rank computes."""
-    link_bytes_s: float | None = None
-    """What `network` has been seen to carry at most; None: as its costs of bytes have it."""
+    link_bytes_s: float = math.inf
+    """What `network` has been seen to carry at most."""
     slowdown: float = 0.0
     """Of an accelerator's computing by what runs beside it: collectives and codec stages that take t during the
     backward pass make that longer by slowdown · t."""

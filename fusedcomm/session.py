@@ -85,7 +85,7 @@ class Session:
             beside._num_beside += 1
             self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
             self._names_store = beside._names_store
-            self.hosts = self._hosts()
+            self.hosts = beside.hosts if cfg.hosts == beside.config.hosts else self._hosts()
             self._stall_after_s = beside._stall_after_s
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)

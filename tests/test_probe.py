@@ -114,7 +114,8 @@ def cluster(bytes_s: float, codec_s: float = 1e-10, world_size: int = 2) -> Clus
     link = Cost(1e-4, 1 / bytes_s)
     codec = Codec(*[Cost(0.0, codec_s)] * 3)
     network = Network(all_reduce=link, exchange=link, direct=link)
-    return Cluster(world_size, network, dict.fromkeys(("fp32", "bf16", "int8", "int4"), codec), 1e-10, cores=8.0)
+    codecs = dict.fromkeys(("fp32", "bf16", "int8", "int4"), codec)
+    return Cluster(world_size, network, codecs, 1e-10, cores=8.0, link_bytes_s=bytes_s)
 
 
 def workload(backward_s: float, numel: int = 10_000_000) -> Workload:

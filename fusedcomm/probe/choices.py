@@ -211,11 +211,7 @@ SLOWEST_BYTES_S, FASTEST_BYTES_S = 1e6, 1e11
 
 def link_bytes_s(cluster: Cluster) -> float:
     """What the measured link carries, by the collective that makes the most of it."""
-    if cluster.link_bytes_s is not None:
-        return min(cluster.link_bytes_s, FASTEST_BYTES_S)
-    network = cluster.network
-    least_s = min(cost.per_unit_s for cost in (network.all_reduce, network.exchange, network.direct) if cost)
-    return min(1 / max(least_s, 1e-15), FASTEST_BYTES_S)
+    return min(cluster.link_bytes_s, FASTEST_BYTES_S)
 
 
 def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
