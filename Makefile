@@ -22,6 +22,9 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
 
+# What pytest exits with if it has selected no test, where that may be; else what it never exits with.
+NONE_LEFT = $(if $(strip $(ARGS)),5,-1)
+
 # What `VENV=` looks for; the targets below add theirs.
 PACKAGES := torch>=2.11 setuptools>=65 ninja numpy
 
@@ -54,9 +57,12 @@ demo: PACKAGES += scikit-learn matplotlib tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
-test: PACKAGES += pytest pytest-timeout hypothesis
+# First the tests that need one process each, on all cores; then, alone, those that start ranks and measure times. With
+# ARGS either may have none left.
+test: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test: build $(KERNELS)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --one-process -n auto --maxprocesses 4 $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	$(PY) -m pytest --several-processes $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
 bench: PACKAGES += scikit-learn matplotlib tqdm
 bench: build

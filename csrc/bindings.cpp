@@ -54,6 +54,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("layouts", &BucketPlan::layouts)
       .def_readonly("host_layouts", &BucketPlan::host_layouts)
       .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
+      .def_readonly("num_messages", &BucketPlan::num_messages)
       .def_readonly("pack_scale", &BucketPlan::pack_scale)
       .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
@@ -70,6 +71,7 @@ void bind_plan(py::module_& m) {
                            numels ? *numels : std::vector<int64_t>{std::get<int64_t>(lossy_numel)});
       },
       py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
+  m.def("is_one_shot", &is_one_shot, py::arg("config"), py::arg("world_size"));
   m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"));
   m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
   m.attr("EXACT_WIRE") = kExactWire;

@@ -85,6 +85,24 @@ void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive,
   on_end(backend(channel).alltoall_base(output, input, equal_splits, equal_splits), std::move(done));
 }
 
+void WorkTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
+  const int rank = backend(channel).getRank(), size = backend(channel).getSize();
+  if (size == 1) {
+    done(nullptr);
+    return;
+  }
+  at::Tensor bytes = as_tensor(all, at::kByte);
+  const int64_t nbytes = all.nbytes / size;
+  at::Tensor own = bytes.narrow(0, rank * nbytes, nbytes);
+  if (size > 2) {
+    all_gather_tensor(channel, bytes, own, std::move(done));
+    return;
+  }
+  at::Tensor peers = bytes.narrow(0, (1 - rank) * nbytes, nbytes);
+  std::vector<int64_t> to = {rank == 0 ? 0 : nbytes, rank == 0 ? nbytes : 0}, from = to;  // both are moved from
+  on_end(backend(channel).alltoall_base(peers, own, from, to), std::move(done));
+}
+
 void WorkTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
   all_reduce_tensor(channel, as_tensor(data, scalar_type(dtype)), std::move(done));
 }
@@ -112,6 +130,12 @@ void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receiv
 void StreamTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   all_gather_tensor(channel, as_tensor(receive, at::kByte, device_), as_tensor(send, at::kByte, device_),
                     std::move(done));
+}
+
+void StreamTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
+  const at::Tensor bytes = as_tensor(all, at::kByte, device_);
+  const int64_t nbytes = all.nbytes / backend(channel).getSize();
+  all_gather_tensor(channel, bytes, bytes.narrow(0, backend(channel).getRank() * nbytes, nbytes), std::move(done));
 }
 
 void StreamTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {

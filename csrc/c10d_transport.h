@@ -62,6 +62,8 @@ class WorkTransport : public C10dTransport {
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     all_to_all(channel, std::move(send), std::move(receive), std::move(done));
   }
+  // Between two ranks an all-to-all without what would stay: for the rest see gather_copies.
+  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
   void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
@@ -81,6 +83,7 @@ class StreamTransport : public C10dTransport {
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   int64_t gather_copies(Channel) const override { return 1; }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
+  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;
   void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) override;
   void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,

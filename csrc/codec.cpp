@@ -63,6 +63,13 @@ void check_reduce(const ReduceArgs& args) {
   check_encoding(args.encoding, args.to, args.to.num_chunks * args.num_parts * to.lossy_numel);
 }
 
+void check_messages(const BucketLayout& layout, int64_t num_messages) {
+  if (num_messages < 1 || (num_messages > 1 && layout.num_parts != 1)) {
+    throw std::invalid_argument("unpack: " + std::to_string(num_messages) + " messages of " +
+                                std::to_string(layout.num_parts) + " parts cannot be summed");
+  }
+}
+
 // ---- one unit of each stage
 
 int64_t pack_elements(const KernelTable& kernels, Format wire, Cursor cursor, int64_t padded_numel, float scale,
@@ -139,13 +146,14 @@ int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float 
   return nonfinite;
 }
 
-// Rounds the block's values into the slices that it straddles, as far as the stream goes.
-void scatter_block(const KernelTable& kernels, Cursor& cursor, int64_t block_numel, const float* tile, Format grad) {
+// Rounds the tile's products into the slices that it straddles, as far as the stream goes.
+void scatter(const KernelTable& kernels, Cursor& cursor, int64_t tile_numel, const float* tile, float scale,
+             Format grad, bool streamed) {
   const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(grad)];
   int64_t taken = 0;
-  while (taken < block_numel && cursor.remaining() > 0) {
-    const int64_t numel = std::min(block_numel - taken, cursor.run_numel());
-    convert(tile + taken, cursor.data(), numel, 1.0f, false);
+  while (taken < tile_numel && cursor.remaining() > 0) {
+    const int64_t numel = std::min(tile_numel - taken, cursor.run_numel());
+    convert(tile + taken, cursor.data(), numel, scale, streamed);
     cursor.advance(numel);
     taken += numel;
   }
@@ -184,7 +192,7 @@ void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, C
       cursor.advance(num_blocks * block_numel);
     } else {
       blocks.decode(tile, Format::kFp32, 1, scale, false);
-      scatter_block(kernels, cursor, block_numel, tile, grad);
+      scatter(kernels, cursor, block_numel, tile, 1.0f, grad, false);
     }
   }
 }
@@ -223,6 +231,48 @@ int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& 
   return pack_elements(kernels, wire, cursor, unit.numel, args.scale, out.codes, grad, streamed);
 }
 
+// acc = the sum, in rank order, of what `unit` has in each of from.num_parts parts.
+void sum_unit(const KernelTable& kernels, const BucketLayout& from, const std::byte* parts, const Unit& unit,
+              float* acc) {
+  const Section<const std::byte> first(from, unit, parts + part_place(from, 0));
+  if (!unit.exact && has_scales(from.wire)) {
+    kernels.blocks[code_index(from.wire)].sum(first.scales, first.codes, from.part_stride, from.num_parts, acc,
+                                              unit.numel / from.block_numel, from.block_numel);
+  } else {
+    const int wire = index_of(unit.exact ? Format::kFp32 : format_of(from.wire));
+    kernels.sum[wire](first.codes, from.part_stride, from.num_parts, acc, unit.numel);
+  }
+}
+
+// The same of values that have been rotated, back as they were.
+void sum_unrotated(const KernelTable& kernels, const BucketLayout& from, const std::byte* parts, const Unit& unit,
+                   float* acc) {
+  const int fp32 = index_of(Format::kFp32);
+  alignas(64) float addend[kMaxTileNumel];
+  for (int64_t part = 0; part < from.num_parts; ++part) {
+    Blocks<const std::byte> blocks(kernels, from, {from, unit, parts + part_place(from, part)});
+    blocks.decode(part == 0 ? acc : addend, Format::kFp32, unit.numel / from.block_numel, 1.0f, false);
+    if (part != 0) kernels.add[fp32](acc, addend, unit.numel);
+  }
+}
+
+// unpack_unit, of several messages.
+void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Format grad,
+                bool streamed) {
+  BucketLayout from = args.layout;
+  from.num_parts = args.num_messages;
+  alignas(64) float acc[kMaxTileNumel];
+  for (int64_t first = 0; cursor.remaining() > 0; first += kMaxTileNumel) {
+    const Unit tile{0, unit.exact, unit.first + first, std::min(kMaxTileNumel, unit.numel - first)};
+    if (from.rotated && !unit.exact) {
+      sum_unrotated(kernels, from, args.parts, tile, acc);
+    } else {
+      sum_unit(kernels, from, args.parts, tile, acc);
+    }
+    scatter(kernels, cursor, tile.numel, acc, args.scale, grad, streamed);
+  }
+}
+
 void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed) {
   const BucketLayout& layout = args.layout;
   const Stream& stream = unit.exact ? args.streams.exact : args.streams.lossy;
@@ -231,6 +281,10 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const Section<const std::byte> in(layout, unit, args.parts + part_place(layout, unit.part));
   const Format grad = format_of(stream.dtype());
   Cursor cursor(stream, covered(range, unit));
+  if (args.num_messages > 1) {
+    unpack_sum(kernels, args, unit, cursor, grad, streamed);
+    return;
+  }
   if (!unit.exact && has_scales(layout.wire)) {
     unpack_blocks(kernels, {kernels, layout, in}, cursor, args.scale, grad, streamed);
     return;
@@ -243,21 +297,6 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
     convert(codes, cursor.data(), numel, args.scale, streamed);
     codes += numel * format_nbytes(wire);
     cursor.advance(numel);
-  }
-}
-
-// acc = the sum, in rank order, of every rank's elements that `tile` of the part of `to` has.
-void sum_tile(const KernelTable& kernels, const ReduceArgs& args, const Unit& tile, float* acc) {
-  const BucketLayout& from = args.from;
-  const int64_t section_numel = tile.exact ? args.to.part.exact_numel : args.to.part.lossy_numel;
-  const Unit source{0, tile.exact, tile.part * section_numel + tile.first, tile.numel};
-  const Section<const std::byte> first(from, source, args.parts + part_place(from, 0));
-  if (!tile.exact && has_scales(from.wire)) {
-    kernels.blocks[code_index(from.wire)].sum(first.scales, first.codes, from.part_stride, from.num_parts, acc,
-                                              tile.numel / from.block_numel, from.block_numel);
-  } else {
-    const int wire = index_of(tile.exact ? Format::kFp32 : format_of(from.wire));
-    kernels.sum[wire](first.codes, from.part_stride, from.num_parts, acc, tile.numel);
   }
 }
 
@@ -274,7 +313,8 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   for (int64_t first = unit.first; first < unit.first + unit.numel;) {
     const Unit tile{unit.part, unit.exact, first, std::min(encoder.tile_numel(), unit.first + unit.numel - first)};
     const Section<std::byte> out(to, tile, part);
-    sum_tile(kernels, args, tile, acc);
+    const int64_t section_numel = tile.exact ? to.part.exact_numel : to.part.lossy_numel;
+    sum_unit(kernels, args.from, args.parts, {0, tile.exact, unit.part * section_numel + first, tile.numel}, acc);
     if (tile.exact) {
       kernels.convert[fp32][fp32](acc, out.codes, tile.numel, args.scale, false);
     } else if (is_special(args.encoding)) {
@@ -421,6 +461,7 @@ void Codec::reduce(const ReduceArgs& args) const {
 
 void Codec::unpack(const UnpackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.streams);
+  check_messages(args.layout, args.num_messages);
   const bool streamed = args.streams.lossy.numel() * grad_nbytes(args.streams.lossy.dtype()) >= kStreamedBucketNbytes;
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool) {
     unpack_unit(impl_->kernels, args, unit, streamed);

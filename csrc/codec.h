@@ -2,7 +2,7 @@
 //
 //   pack    gradient slices → wire bytes      y = x·scale, rounded to the wire dtype
 //   reduce  one part from every rank → the encoded mean of that part: fp32 sum in rank order, ·scale, one rounding
-//   unpack  wire bytes → gradient slices      x = decoded·scale
+//   unpack  wire bytes → gradient slices      x = decoded·scale; of several messages, of their fp32 sum in rank order
 //
 // Every function gives the same bytes as fusedcomm/reference.py, whatever the instruction set and thread count.
 #pragma once
@@ -104,9 +104,10 @@ struct ReduceArgs {
 struct UnpackArgs {
   const BucketLayout& layout;
   int64_t chunk;
-  const std::byte* parts;  // a message of layout.chunk_nbytes()
+  const std::byte* parts;  // a message of layout.chunk_nbytes(); or so many, one after the other, which are summed
   float scale;
   const BucketStreams& streams;  // written
+  int64_t num_messages = 1;      // more than one of layouts with one part only
 };
 
 // Instruction sets this build can dispatch to and this machine can run, slowest first; always has "portable".

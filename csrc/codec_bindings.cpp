@@ -91,11 +91,12 @@ void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& pa
 }
 
 void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
-            const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
+            const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact, int64_t num_messages) {
+  TORCH_CHECK_VALUE(num_messages >= 1, "num_messages=", num_messages, " is not possible: use 1 or more");
   const BucketStreams streams = streams_of(lossy, exact);
-  const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
+  const std::byte* in = wire_bytes(parts, layout.chunk_nbytes() * num_messages, "parts");
   py::gil_scoped_release no_gil;
-  codec.unpack({layout, chunk, in, scale, streams});
+  codec.unpack({layout, chunk, in, scale, streams, num_messages});
 }
 
 int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
@@ -251,7 +252,7 @@ void bind_codec(py::module_& m) {
            py::arg("num_copies") = 1, py::arg("noise") = py::none(), py::arg("residual") = py::none(),
            py::arg("chunk") = 0, py::arg("first_part") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
       .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
-           py::arg("exact"))
+           py::arg("exact"), py::arg("num_messages") = 1)
       .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))
       .def_property_readonly("isa", &Codec::isa)
       .def_property_readonly("num_threads", &Codec::num_threads);

@@ -270,8 +270,10 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch.part = shape(layout);
   launch.first_part = args.chunk * layout.num_parts;
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
+  launch.num_messages = static_cast<int32_t>(args.num_messages);
   launch.scale = args.scale;
   KernelKey key{UnpackLaunch::kName, layout.wire, layout.block_numel, layout.rotated};
+  key.sums = args.num_messages > 1;
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);
   launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);

@@ -44,11 +44,11 @@ class KernelLoader {
     kernels_.tile_numel = tile_numel;
   }
 
-  // The first nine are what tells kernels apart; None where a kernel has no such thing.
+  // The first ten are what tells kernels apart; None where a kernel has no such thing.
   void load(const std::string& kernel, const std::optional<std::string>& wire, int64_t block, bool rotated, bool flat,
-            std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire, bool stochastic,
-            const std::optional<std::string>& feedback, const std::string& cubin, const std::string& symbol,
-            uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
+            std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire, bool sums,
+            bool stochastic, const std::optional<std::string>& feedback, const std::string& cubin,
+            const std::string& symbol, uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
     KernelKey key{kernel};
     if (kernel != ScaleLaunch::kName) {
       TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
@@ -56,6 +56,7 @@ class KernelLoader {
       key.block_numel = block;
       key.rotated = rotated;
       key.flat = flat;
+      key.sums = sums;
       key.stochastic = stochastic;
       if (feedback) key.feedback = residual_format_from_name(*feedback);
       if (kernel == ReduceLaunch::kName) {
@@ -99,9 +100,9 @@ void bind_devices(py::module_& m) {
            }),
            py::arg("driver"), py::arg("tile_numel"))
       .def("load", &KernelLoader::load, py::kw_only(), py::arg("kernel"), py::arg("wire"), py::arg("block"),
-           py::arg("rotated"), py::arg("flat"), py::arg("grad_dtype"), py::arg("in_wire"), py::arg("stochastic"),
-           py::arg("feedback"), py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"), py::arg("shared_nbytes"),
-           py::arg("num_scratch_pointers"));
+           py::arg("rotated"), py::arg("flat"), py::arg("grad_dtype"), py::arg("in_wire"), py::arg("sums"),
+           py::arg("stochastic"), py::arg("feedback"), py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"),
+           py::arg("shared_nbytes"), py::arg("num_scratch_pointers"));
 
   py::class_<Device, std::shared_ptr<Device>>(m, "Device").def_property_readonly("isa", &Device::isa);
   py::class_<CpuDevice, Device, std::shared_ptr<CpuDevice>>(m, "CpuDevice")

@@ -128,10 +128,11 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
   stats_.recent_exposed_ms.reserve(kNumRecentSteps);
   stats_.recent_busy_ms.reserve(kNumRecentSteps);
   slot_nbytes_ = workspace_nbytes(config_, transport_->world_size());
+  incoming_nbytes_ = is_one_shot(config_, world_size()) ? world_size() * slot_nbytes_ : slot_nbytes_;
   slots_.resize(static_cast<size_t>(config_.num_slots));
   for (Slot& slot : slots_) {
     slot.outgoing = device_->allocate(slot_nbytes_);
-    slot.incoming = device_->allocate(slot_nbytes_);
+    slot.incoming = device_->allocate(incoming_nbytes_);
   }
   pack_lane_ = device_->make_lane(LaneRole::kPack);
   scatter_lane_ = device_->make_lane(LaneRole::kScatter);
@@ -300,7 +301,7 @@ void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts)
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketStreams& streams = payload.unpacked ? *payload.unpacked : payload.streams;
-    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams});
+    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, job.plan.num_messages});
   }
 }
 
@@ -309,9 +310,17 @@ Engine::Underway Engine::submit_first_leg(const std::shared_ptr<BucketJob>& job,
   const BucketPlan& plan = job->plan;
   std::byte *const outgoing = slot.outgoing.get(), *const incoming = slot.incoming.get();
   Underway underway{&slot, chunk, nullptr};
+  // In a one-shot a rank's message is packed where all ranks' are to lie.
+  std::byte* const packed = plan.sum == Sum::kOneShot ? incoming + rank() * plan.chunk_nbytes() : outgoing;
   underway.event = pack_lane_->run(
-      slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, outgoing] { pack(*job, chunk, outgoing); }));
-  if (plan.sum != Sum::kTwoShot) {
+      slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, packed] { pack(*job, chunk, packed); }));
+  if (plan.sum == Sum::kOneShot) {
+    const WireSpan all{incoming, plan.chunk_nbytes() * plan.num_messages, slot.incoming};
+    underway.event = scatter_lane_->start(underway.event,
+                                          wire_stage(job, Stage::kAllGather, chunk, [this, all](Lane::Completion done) {
+                                            transport_->all_gather_in_place(Channel::kScatter, all, std::move(done));
+                                          }));
+  } else if (plan.sum != Sum::kTwoShot) {
     const WireSpan span{outgoing, plan.chunk_nbytes(), slot.outgoing};
     underway.event = scatter_lane_->start(
         underway.event, wire_stage(job, Stage::kAllReduce, chunk, [this, job, span](Lane::Completion done) {
@@ -356,6 +365,8 @@ void Engine::submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* un
   } else if (plan.sum == Sum::kTwoShot) {
     underway->event =
         all_gather(*gather_lane_, job, Stage::kAllGather, Channel::kGather, part_nbytes, *underway, /*back=*/false);
+    result = incoming;
+  } else if (plan.sum == Sum::kOneShot) {
     result = incoming;
   }
   underway->event = underway->slot->free = unpack_lane_->run(

@@ -2,6 +2,7 @@
 //
 //   pack lane ──► scatter lane ──► reduce lane ──► gather lane ──► unpack lane        two-shot
 //   pack lane ──► scatter lane ───────────────────────────────────► unpack lane       all-reduce (exact, direct)
+//   pack lane ──► scatter lane (all-gather) ──────────────────────► unpack lane, which sums       one-shot
 //
 // Where hosts have several ranks a two-shot may have two levels: within a host and then between hosts, so that less of
 // it crosses the network. Rank l of a host sums the l-th of its ranks' parts, and then, with the ranks l of the other
@@ -145,7 +146,7 @@ class Engine {
   EngineStats stats();
   void start_trace() { tracer_->start(device_->stamp()); }
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
-  int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * 2 * slot_nbytes_; }
+  int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * (slot_nbytes_ + incoming_nbytes_); }
   const std::shared_ptr<Board>& board() const { return board_; }
   // See FailureLatch.
   void explain_failures_with(FailureLatch::Explain explain) { failure_->explain_with(std::move(explain)); }
@@ -160,14 +161,16 @@ class Engine {
   // there, and writes to the other, where all is dead.
   struct Slot {
     std::shared_ptr<std::byte> outgoing;  // packed parts, encoded sums; on two levels every owner's encoded mean
-    std::shared_ptr<std::byte> incoming;  // parts to sum, every owner's encoded mean
-    EventPtr free;                        // the last use has ended
+    std::shared_ptr<std::byte>
+        incoming;   // parts to sum, every owner's encoded mean; in a one-shot every rank's message
+    EventPtr free;  // the last use has ended
   };
 
   // A chunk on its way, of which so many legs have been ordered. A leg ends with codec work, which the next one's
   // collective waits for; in between, the wire has other chunks' legs to carry:
   //
   //   one level    pack, all-to-all, reduce | all-gather, unpack            all-reduce: pack, all-reduce | unpack
+  //                                                                         one-shot: pack, all-gather | unpack
   //   two levels   pack, local all-to-all, local reduce | all-to-all, reduce | all-gather, local all-gather, unpack
   struct Underway {
     Slot* slot;
@@ -227,7 +230,7 @@ class Engine {
 
   int64_t submitted_steps_ = 0;
 
-  int64_t slot_nbytes_ = 0;
+  int64_t slot_nbytes_ = 0, incoming_nbytes_ = 0;
   std::vector<Slot> slots_;
   size_t next_slot_ = 0;
 

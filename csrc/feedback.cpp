@@ -89,8 +89,9 @@ StreamResidual::StreamResidual(const BucketLayout& layout, ResidualFormat format
       reduce_scale_(reduce_scale),
       place_(place),
       num_first_parts_(place.on_two_levels() ? place.num_hosts : layout.num_parts),
+      has_second_(!of_first_only),
       first_(zeros(format, layout, first_numel(), device)),
-      second_(zeros(format, layout, of_first_only ? 0 : second_numel(), device)) {}
+      second_(zeros(format, layout, has_second_ ? second_numel() : 0, device)) {}
 
 Range StreamResidual::first_range(int64_t chunk) const {
   const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
@@ -113,6 +114,7 @@ at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
       values.narrow(0, first.begin - begin, first.numel())
           .add_(load(first_, format_, layout_.block_numel, first_numel(), at, first.numel()));
     }
+    if (!has_second_) continue;
     const Range of_part = layout_.lossy_range(chunk, place_.part()), second = overlap(of_part);
     if (second.numel() > 0) {
       const int64_t at = chunk * part_numel + second.begin - of_part.begin;

@@ -17,7 +17,7 @@ namespace fusedcomm {
 class StreamResidual {
  public:
   // All zeros. reduce_scale, place: of the two-shot sum, in which this rank encodes the parts of its place.
-  // of_first_only: for a look at the first encoder; there is no residual of the second.
+  // of_first_only: there is no residual of the second, since nothing is encoded twice or only the first is looked at.
   StreamResidual(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
                  const Place& place, c10::Device device, bool of_first_only = false);
 
@@ -50,7 +50,8 @@ class StreamResidual {
   const float pack_scale_, reduce_scale_;
   const Place place_;
   const int64_t num_first_parts_;  // of a chunk, that the first encoder has
-  at::Tensor first_, second_;      // uint8
+  const bool has_second_;
+  at::Tensor first_, second_;  // uint8
 };
 
 }  // namespace fusedcomm

@@ -258,7 +258,7 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
     Payload payload;
     payload.streams.origin = data;
     payload.streams.tables = stream.tables;
-    if (record->plan.sum == Sum::kTwoShot && config.stochastic) {
+    if (record->plan.sums_codes() && config.stochastic) {
       const auto host = static_cast<uint32_t>(transport_->place().host);
       const NoiseKey noise{config.seed, stream.first_parameter, static_cast<uint32_t>(step), 0};
       Encoding& first = first_encoding(*record, &payload);
@@ -434,13 +434,14 @@ void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
   if (!config.feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
   at::NoGradGuard no_grad;
   const BucketPlan& plan = record->plan;
-  const bool keeps = config.feedback && plan.sum == Sum::kTwoShot;
+  const bool keeps = config.feedback && plan.sums_codes();
   for (size_t payload = 0; keeps && payload < record->streams.size(); ++payload) {
     const BucketLayout& layout = plan.layouts[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->streams[payload].residual;
     residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale,
-                                                transport_->place(), device_);
+                                                transport_->place(), device_,
+                                                /*of_first_only=*/plan.sum == Sum::kOneShot);
     for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
   }
   // Nothing is forgotten before all has its new place.

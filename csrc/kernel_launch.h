@@ -37,11 +37,12 @@ struct KernelKey {
   bool flat = true;                            // one run of memory and no exact stream; reduce: no exact section
   GradDtype grad_dtype = GradDtype::kFloat32;  // pack, unpack
   Wire in_wire = Wire::kFp32;                  // reduce: what is decoded
+  bool sums = false;                           // unpack: of several messages
   bool stochastic = false;                     // pack, reduce
   std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format if there is one
 
   auto fields() const {
-    return std::tie(kernel, wire, block_numel, rotated, flat, grad_dtype, in_wire, stochastic, feedback);
+    return std::tie(kernel, wire, block_numel, rotated, flat, grad_dtype, in_wire, sums, stochastic, feedback);
   }
   bool operator<(const KernelKey& other) const { return fields() < other.fields(); }
 };
@@ -66,6 +67,7 @@ inline std::string to_string(const KernelKey& key) {
     text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients, " +
             (key.flat ? "in one run" : "in slices");
   }
+  if (key.sums) text += ", of several messages";
   if (key.stochastic) text += ", stochastic";
   if (key.feedback) text += std::string(", feedback in ") + kResidualFormatNames[static_cast<size_t>(*key.feedback)];
   return text;
@@ -182,6 +184,7 @@ struct UnpackLaunch {
   PartShape part;
   int64_t first_part = 0;
   int32_t num_parts = 0;
+  int32_t num_messages = 0;
   float scale = 1;
   int64_t* nonfinite = nullptr;  // the epilogue's, which the engine does not ask for
   double* sum_sq = nullptr;
@@ -189,7 +192,8 @@ struct UnpackLaunch {
   auto params() {
     return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel, exact.starts,
                     exact.offsets, exact.first, exact.num_slices, exact.numel, in.exact, in.scales, in.codes,
-                    part.stride, part.numel, part.exact_numel, first_part, num_parts, scale, nonfinite, sum_sq);
+                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale, nonfinite,
+                    sum_sq);
   }
 };
 

@@ -10,8 +10,11 @@
 namespace fusedcomm {
 namespace {
 
-constexpr std::pair<const char*, Sum> kSumNames[] = {
-    {"auto", Sum::kAuto}, {"exact", Sum::kExact}, {"direct", Sum::kDirect}, {"two-shot", Sum::kTwoShot}};
+constexpr std::pair<const char*, Sum> kSumNames[] = {{"auto", Sum::kAuto},
+                                                     {"exact", Sum::kExact},
+                                                     {"direct", Sum::kDirect},
+                                                     {"two-shot", Sum::kTwoShot},
+                                                     {"one-shot", Sum::kOneShot}};
 
 bool any_without_scales(const std::vector<StreamWire>& streams) {
   return std::any_of(streams.begin(), streams.end(), [](const StreamWire& s) { return !has_scales(s.wire); });
@@ -36,19 +39,15 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
     if (config.wire != Wire::kFp32) *reason = "every parameter in it is exempt";
     return Sum::kExact;
   }
-  // Half-precision gradients under an fp32 wire: two-shot adds in rank order, so the result is the same everywhere.
-  if (!rounds && dtype != GradDtype::kFloat32) return Sum::kTwoShot;
+  const Sum of_codes = is_one_shot(config, world_size) ? Sum::kOneShot : Sum::kTwoShot;
+  // Half-precision gradients under an fp32 wire: we add in rank order, so the result is the same everywhere.
+  if (!rounds && dtype != GradDtype::kFloat32) return of_codes;
   if (!rounds && config.ranks_per_host == 1) return Sum::kExact;
   if (dtype == GradDtype::kFloat32 && numel * grad_nbytes(dtype) <= kSmallBucketNbytes) {
-    *reason = "small: one exact collective costs no more than two short ones";
+    *reason = "small: an exact sum costs no more";
     return Sum::kExact;
   }
-  // Two ranks add once, so summing in the wire dtype rounds no more often than two-shot, with one collective less.
-  if (streams.size() == 1 && is_16_bit(streams.front().wire) && world_size <= 2 && exact_numel == 0 &&
-      !config.feedback && !config.stochastic) {
-    return Sum::kDirect;
-  }
-  return Sum::kTwoShot;
+  return of_codes;
 }
 
 }  // namespace
@@ -57,7 +56,8 @@ Sum sum_from_name(const std::string& name) {
   for (const auto& [known, sum] : kSumNames) {
     if (name == known) return sum;
   }
-  throw std::invalid_argument("sum='" + name + "' is not known: use 'auto', 'exact', 'direct' or 'two-shot'");
+  throw std::invalid_argument("sum='" + name +
+                              "' is not known: use 'auto', 'exact', 'direct', 'two-shot' or 'one-shot'");
 }
 
 std::string sum_name(Sum sum) {
@@ -65,6 +65,12 @@ std::string sum_name(Sum sum) {
     if (sum == known) return name;
   }
   throw std::invalid_argument("not a sum");
+}
+
+bool is_one_shot(const WireConfig& config, int world_size) {
+  if (config.sum != Sum::kAuto) return config.sum == Sum::kOneShot;
+  // Two ranks send as many bytes by either, but in one shot a value is rounded once and goes through one collective.
+  return world_size <= 2 && config.ranks_per_host == 1;
 }
 
 void check_config(const WireConfig& config) {
@@ -88,10 +94,10 @@ void check_config(const WireConfig& config) {
   for (const StreamWire& stream : config.others) check_stream_wire(stream);
   const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
   if ((config.feedback || config.stochastic) && (!rounds || config.sum == Sum::kDirect)) {
-    throw std::invalid_argument(
-        std::string(config.feedback ? "error_feedback" : "rounding='stochastic'") +
-        (rounds ? " needs the encoder's own sum: use sum='two-shot', where the transport does not round"
-                : " has nothing to do with wire='fp32', which rounds nothing"));
+    throw std::invalid_argument(std::string(config.feedback ? "error_feedback" : "rounding='stochastic'") +
+                                (rounds ? " needs a sum of what our encoders send: use sum='two-shot' or 'one-shot', "
+                                          "where the transport does not round"
+                                        : " has nothing to do with wire='fp32', which rounds nothing"));
   }
   if (config.feedback == ResidualFormat::kInt8 && (!has_scales(config.wire) || any_without_scales(config.others))) {
     throw std::invalid_argument(
@@ -165,9 +171,15 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   plan.sum = choose_sum(config, world_size, dtype, exact_numel, streams, &plan.reason);
   const double p = world_size;
 
-  if (plan.sum == Sum::kTwoShot) {
+  if (plan.sums_codes()) {
     const double predivide = config.predivide != 0 ? config.predivide : 1;
     plan.pack_scale = static_cast<float>(1 / predivide);
+    if (plan.sum == Sum::kOneShot) {
+      plan.num_messages = world_size;
+      plan.unpack_scale = static_cast<float>(predivide / p);
+      plan.layouts = bucket_layouts(streams, 1, exact_numel, config.max_chunk_nbytes);
+      return plan;
+    }
     plan.reduce_scale = static_cast<float>(predivide / p);
     plan.layouts = bucket_layouts(streams, world_size, exact_numel, max_chunk_nbytes(config, streams, exact_numel));
     if (config.ranks_per_host > 1) {
@@ -214,6 +226,7 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size) {
 
 int64_t sent_nbytes(const BucketPlan& plan, int world_size) {
   if (plan.layouts.empty()) return 0;
+  if (plan.sum == Sum::kOneShot) return plan.chunk_nbytes() * plan.num_chunks() * (world_size - 1);
   if (plan.on_two_levels()) {
     const int64_t local = plan.host_layouts.front().num_parts;
     const int64_t within = plan.host_chunk_nbytes() + plan.chunk_nbytes();

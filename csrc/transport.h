@@ -56,6 +56,10 @@ class Transport {
   // Every rank's part arrives on every rank of the channel, in rank order.
   virtual void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
 
+  // The same of messages that lie where they are to be: `all` has every rank's, in rank order, and this rank's is
+  // there.
+  virtual void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) = 0;
+
   // In place, elementwise, in the wire's own dtype (fp32, bf16, fp16).
   virtual void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) = 0;
 };

@@ -4,7 +4,7 @@
 // (exempt parameters, always fp32). Both are cut into the same chunks, and every chunk into one *part* for each owner:
 //
 //   bucket   = chunk 0 | chunk 1 | …          a chunk is what one collective carries; its size is bounded
-//   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; all-reduce: 1
+//   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; else: 1
 //   part     = exact fp32 | scales | codes      each section starts on a 16-byte boundary
 //
 // Cuts fall on multiples of the block, counted from the start of the stream, so neither the block grid nor the sum
@@ -25,7 +25,7 @@
 namespace fusedcomm {
 
 // Bumped whenever the same gradients would give other bytes; ranks compare it at attach.
-inline constexpr int kWireLayoutVersion = 2;
+inline constexpr int kWireLayoutVersion = 3;
 
 // NCCL and vector units both want it; one misaligned pointer has been seen to cut NCCL's rate twelvefold.
 inline constexpr int64_t kAlignNbytes = 16;
@@ -115,7 +115,7 @@ struct BucketLayout {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
   bool rotated = false;   // the lossy stream is rotated before it is quantised
-  int64_t num_parts = 1;  // parts in a chunk: world_size for two-shot, 1 for all-reduce
+  int64_t num_parts = 1;  // parts in a chunk: world_size for two-shot, else 1
   int64_t num_chunks = 0;
   int64_t exact_numel = 0;  // of the whole bucket
   int64_t lossy_numel = 0;

@@ -12,7 +12,7 @@ from fusedcomm import env, hosts
 from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
-SUMS = ("auto", "exact", "direct", "two-shot")
+SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = ("fp32", "bf16", "int8")
 FALLBACK_WIRES = ("fp32", "bf16", "fp16")
@@ -188,10 +188,8 @@ class Config:
             if self.local_wire != "bf16":
                 raise ValueError(f"local_wire={self.local_wire!r} is for sums on two levels: it needs hosts")
             return
-        if self.sum in ("exact", "direct"):
-            raise ValueError(
-                f"sum={self.sum!r} is an all-reduce, on one level: use sum='auto' or 'two-shot' with hosts"
-            )
+        if self.sum not in ("auto", "two-shot"):
+            raise ValueError(f"sum={self.sum!r} has one level: use sum='auto' or 'two-shot' with hosts")
         if self.wire == "fp32" and self.local_wire != "fp32":
             raise ValueError(
                 f"local_wire={self.local_wire!r} would round what wire='fp32' does not: use local_wire='fp32' with it"
@@ -275,11 +273,13 @@ class Config:
             nbytes = DEVICE_CHUNK_NBYTES
         elif nbytes is None:
             p = world_size // ranks_per_host
-            sent, least = CHUNK_S / (s_per_byte or DEFAULT_S_PER_BYTE), MIN_CHUNK_NBYTES_PER_RANK * p
-            if world_size <= 2 and self._sum_of_a_large_bucket(world_size) == "direct":
+            # In a one-shot a chunk is what goes to each of the others, else a part of it is.
+            num_parts = 1 if ranks_per_host == 1 and self.is_one_shot(world_size) else p
+            sent, least = CHUNK_S / (s_per_byte or DEFAULT_S_PER_BYTE), MIN_CHUNK_NBYTES_PER_RANK * num_parts
+            if world_size <= 2 and self.sum == "direct":
                 sent, least = sent * LARGER_IF_DIRECT, MIN_CHUNK_IF_DIRECT_NBYTES
-            nbytes = 1 << math.floor(math.log2(max(1.0, sent * p / max(1, p - 1))))
-            nbytes = min(max(nbytes, least), MAX_CHUNK_NBYTES_PER_RANK * p)
+            nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
+            nbytes = min(max(nbytes, least), MAX_CHUNK_NBYTES_PER_RANK * num_parts)
             if ranks_per_host > 1:
                 # A chunk is as long between hosts as it would be among so many ranks. Within a host its message has all
                 # ranks' parts of it, mostly in a wider wire: 2 hosts × 2 ranks, 1 Gbit/s, int4, 10 M parameters: 214 ms
@@ -295,11 +295,19 @@ class Config:
             in_flight = min(max(under_way_nbytes // nbytes, MIN_CHUNKS_IN_FLIGHT), MAX_CHUNKS_IN_FLIGHT)
         return dataclasses.replace(self, chunk_nbytes=nbytes, chunks_in_flight=in_flight)
 
-    def _sum_of_a_large_bucket(self, world_size: int) -> str:
-        """As it is planned for fp32 gradients in the wire of most parameters; whatever the chunks are."""
-        native = dataclasses.replace(self, chunk_nbytes=MAX_DEFAULT_CHUNK_NBYTES, chunks_in_flight=1).native(world_size)
+    def is_one_shot(self, world_size: int) -> bool:
+        """Whether what the codec encodes is summed in one shot, on one level."""
+        return _C.is_one_shot(self._in_any_chunks().native(world_size), world_size)
+
+    def sum_of_large_buckets(self, world_size: int) -> str:
+        """As it is planned for fp32 gradients in the wire of most parameters, on one level."""
         numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.wires) - 1)
+        native = self._in_any_chunks().native(world_size)
         return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels).sum
+
+    def _in_any_chunks(self) -> "Config":
+        """For questions to which they do not matter; those that are left open are only asked for."""
+        return dataclasses.replace(self, chunk_nbytes=MAX_DEFAULT_CHUNK_NBYTES, chunks_in_flight=1)
 
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
         """ranks_per_host: more than one for sums on two levels. Chunks left open are for a link of 1 Gbit/s."""

@@ -5,8 +5,8 @@ codec stage its own fixed part + γ · elements. What these are for a cluster is
 (``fusedcomm plan``); here they are put together as the engine does (csrc/engine.h):
 
 - Gradients become ready during the backward pass, in order; a bucket is ready with its last gradient.
-- A bucket travels in chunks: pack → collective → reduce → collective → unpack, or pack → all-reduce → unpack. Sizes and
-  numbers come from the wire layout, none are worked out here.
+- A bucket travels in chunks: pack → collective → reduce → collective → unpack, pack → all-reduce → unpack, or pack →
+  all-gather → sum. Sizes and numbers come from the wire layout, none are worked out here.
 - Each resource (the network, the network within a host, each codec lane) does one thing at a time, in the order in
   which things become ready. What a collective sends out of a host and within it travels at once.
 - On CPU a collective's fixed part is latency: it delays its chunk and leaves the network free. On an accelerator the
@@ -90,6 +90,18 @@ class Codec:
     pack: Cost
     reduce: Cost
     unpack: Cost
+    sum: Cost | None = None
+    """Unpack where all ranks' messages are there; None: it takes as long as unpacking each of them."""
+
+    def summed(self, numel: float, world_size: int) -> float:
+        """Seconds of unpacking chunks of so many elements from all ranks, in a one-shot sum."""
+        return self.unpack(world_size * numel) if self.sum is None else self.sum(numel)
+
+    def whole_s(self, sum: str, numel: float, world_size: int) -> float:
+        """Of all stages of a chunk that is summed so."""
+        if sum == "one-shot":
+            return self.pack(numel) + self.summed(numel, world_size)
+        return self.pack(numel) + self.unpack(numel) + (self.reduce(numel) if sum == "two-shot" else 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +346,7 @@ class _Simulation:
             self._chunks.append(_Chunk(index, ready_s, [scale, *self._all_reduce(4 * numel)], takes_slot=False))
             return
         num_chunks = plan.layout.num_chunks
-        stages = self._two_shot if plan.sum == "two-shot" else self._direct
+        stages = {"two-shot": self._two_shot, "one-shot": self._one_shot}.get(plan.sum, self._direct)
         self._chunks += [_Chunk(index, ready_s, stages(plan, numel / num_chunks), takes_slot=True)] * num_chunks
 
     def _codec_stage(self, lane: str, seconds: float) -> _Stage:
@@ -350,6 +362,15 @@ class _Simulation:
             self._codec_stage("pack", codec.pack(numel)),
             *self._all_reduce(plan.layout.chunk_nbytes, "direct"),
             self._codec_stage("unpack", codec.unpack(numel)),
+        ]
+
+    def _one_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
+        codec, world_size = self.cluster.codec(plan.layout.wire), self.cluster.world_size
+        gathered = world_size * plan.layout.chunk_nbytes
+        return [
+            self._codec_stage("pack", codec.pack(numel)),
+            *self._gather(gathered, self.cluster.num_hosts, self.cluster.ranks_per_host),
+            self._codec_stage("unpack", codec.summed(numel, world_size)),
         ]
 
     def _two_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:

@@ -53,7 +53,7 @@ class CudaPath:
         sm_limit = choose_sm_limit(local.sm_limit, num_sms)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context this thread's, which loading needs
-            kernels, version = load_kernels(driver, cfg, grad_dtypes, capability, announce)
+            kernels, version = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
             self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(
                 kernels=kernels,
@@ -107,7 +107,7 @@ def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
     return sm_limit
 
 
-def kernel_variants(cfg: config.Config, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:
+def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:
     """Every kernel that `cfg` can need for gradients of these dtypes."""
     from fusedcomm.kernels import compile
 
@@ -119,17 +119,23 @@ def kernel_variants(cfg: config.Config, grad_dtypes: Sequence[torch.dtype]) -> t
         feedback=cfg.error_feedback,
         measured=cfg.measure_every > 0,
         local_wire=None if cfg.hosts is None else cfg.local_wire,
+        one_shot=world_size > 1 and cfg.is_one_shot(world_size),
     )
 
 
 def load_kernels(
-    driver: "_C.CudaDriver", cfg: config.Config, grad_dtypes: list[torch.dtype], capability: int, announce: bool
+    driver: "_C.CudaDriver",
+    cfg: config.Config,
+    world_size: int,
+    grad_dtypes: list[torch.dtype],
+    capability: int,
+    announce: bool,
 ) -> tuple["_C.KernelLoader", str]:
     """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
     version = check_triton()
     from fusedcomm.kernels import compile, constants, ragged_cuda
 
-    variants = kernel_variants(cfg, grad_dtypes)
+    variants = kernel_variants(cfg, world_size, grad_dtypes)
     if announce:
         print(
             f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
@@ -161,6 +167,7 @@ def load(loader: "_C.KernelLoader", compiled: object) -> None:
         flat=variant.flat,
         grad_dtype=variant.grad_dtype,
         in_wire=variant.in_wire,
+        sums=variant.sums,
         stochastic=variant.stochastic,
         feedback=variant.feedback,
         cubin=compiled.cubin,

@@ -64,8 +64,10 @@ def attach(
             (e4m3), "fp8_e5m2", "int4". Or "auto": the first steps try DDP's own all-reduce, `wires` and, of the best
             of them, other sums and chunks where those are left open; the ranks keep what makes their steps shortest, or
             the more exact if it is within 3% (docs/autotune.md). Whatever else is given here is for all that is tried.
-        sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (fp32 sum of encoded
-            chunks in rank order), or "auto": by world size and bucket size, as the printed plan says.
+        sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (each rank takes the fp32
+            sum of a part of all ranks' encoded chunks, in rank order, and encodes it again), "one-shot" (every rank
+            gets all ranks' encoded chunks and takes the fp32 sum: of two ranks as many bytes, rounded once), or "auto":
+            by world size and bucket size, as the printed plan says.
         exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
             None means ("1d",) for wires with scales, unless wire_for has a wire for "1d", and () for the others.
         block: elements that share a scale of `wire`; a power of two from 32 to 4096. None: 128, for int4 32. Only wires
@@ -81,17 +83,16 @@ def attach(
         error_feedback: True: what encoders leave out of a step is added to the next one, so that rounding delays
             gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and as much again
             divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of that. They
-            stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs the two-shot
-            sum, which "auto" then takes for all but small buckets. With hosts a rank keeps those of the elements it
+            stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs a two-shot or
+            one-shot sum, which "auto" takes for all but small buckets. With hosts a rank keeps those of the elements it
             sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
-            the world size afterwards, in fp32. "auto": 1 for two-shot, a power of two near √world_size for direct.
+            the world size afterwards, in fp32. "auto": a power of two near √world_size for direct, else 1.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
-            on cuda; on cpu what takes 2 ms on the link, which is timed at attach (8 ms where two ranks need one
-            collective): 32 KiB to 1 MiB for each rank, at most 8 MiB in all. A bucket summed exactly in its own memory
-            is not cut.
+            on cuda; on cpu what takes 2 ms on the link, which is timed at attach (8 ms for sum="direct" of two ranks):
+            32 KiB to 1 MiB for each rank, at most 8 MiB in all. A bucket summed exactly in its own memory is not cut.
         chunks_in_flight: chunks under way at once, 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
-            Scratch is about 2 · chunk_nbytes · chunks_in_flight.
+            Scratch is about 2 · chunk_nbytes · chunks_in_flight, by one-shot (1 + world_size) times it.
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
         isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
         sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.

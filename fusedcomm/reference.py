@@ -403,20 +403,29 @@ def _encode_stream(
 
 
 def unpack(
-    layout: "_C.BucketLayout", chunk: int, parts: torch.Tensor, scale: float, dtype: torch.dtype
+    layout: "_C.BucketLayout",
+    chunk: int,
+    parts: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    num_messages: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values that a chunk's `parts`, uint8 [layout.chunk_nbytes], hold for its two streams.
+    """The values that a chunk's `parts`, uint8 [num_messages · layout.chunk_nbytes], hold for its two streams: of
+    several messages their fp32 sum, in their order.
 
     Returns (lossy, exact) in `dtype`: the elements from lossy_range(chunk, 0)'s begin to the end of the last part's
     range, likewise for the exact stream.
     """
-    lossy_values, exact_values = [], []
-    for index, part in enumerate(parts.view(layout.num_parts, layout.part.nbytes)):
-        lossy, exact = _part_values(layout, part)
-        lossy = unrotate(lossy) if layout.rotated else lossy
-        lossy_values.append(lossy[: _numel(layout.lossy_range(chunk, index))])
-        exact_values.append(exact[: _numel(layout.exact_range(chunk, index))])
-    lossy, exact = torch.cat(lossy_values), torch.cat(exact_values)
+    messages = []
+    for message in parts.view(num_messages, layout.num_parts, layout.part.nbytes):
+        lossy_values, exact_values = [], []
+        for index, part in enumerate(message):
+            lossy, exact = _part_values(layout, part)
+            lossy = unrotate(lossy) if layout.rotated else lossy
+            lossy_values.append(lossy[: _numel(layout.lossy_range(chunk, index))])
+            exact_values.append(exact[: _numel(layout.exact_range(chunk, index))])
+        messages.append((torch.cat(lossy_values), torch.cat(exact_values)))
+    lossy, exact = (_in_order(list(values)) for values in zip(*messages, strict=True))
     return round_to(scaled(lossy, scale), dtype), round_to(scaled(exact, scale), dtype)
 
 
@@ -481,15 +490,20 @@ def all_reduce_mean(
     ranks_per_host: int = 1,
     local_wire: str = "bf16",
 ) -> torch.Tensor:
-    """What every rank ends with after the two-shot sum, bit for bit: [numel] in the gradients' dtype.
+    """What every rank ends with after a two-shot or a one-shot sum, bit for bit: [numel] in the gradients' dtype.
 
     `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Elements where `exempt_mask`
     (bool [numel]) is True travel in fp32. Neither the cut into chunks nor into parts appears here: the result does not
     depend on them. With several `ranks_per_host`, each host's consecutive ranks are summed first, in `local_wire`,
-    and then the hosts' sums, in `wire`. Raises ValueError for other sums, whose order of addition is the transport's.
+    and then the hosts' sums, in `wire`. Raises ValueError for other sums, whose order of addition is the transport's,
+    and for a one-shot sum on two levels.
     """
-    if sum != "two-shot":
-        raise ValueError(f"sum='{sum}' has no reference: the transport chooses its order of addition; use 'two-shot'")
+    if sum not in ("two-shot", "one-shot"):
+        raise ValueError(
+            f"sum='{sum}' has no reference: the transport chooses its order of addition; use 'two-shot' or 'one-shot'"
+        )
+    if sum == "one-shot" and ranks_per_host > 1:
+        raise ValueError(f"sum='one-shot' has one level: use sum='two-shot' with ranks_per_host={ranks_per_host}")
     if wire not in WIRE_DTYPES:
         raise ValueError(f"wire='{wire}' is not possible: use one of {', '.join(WIRE_DTYPES)}")
     exempt = torch.zeros_like(grads[0], dtype=torch.bool) if exempt_mask is None else exempt_mask
@@ -508,9 +522,12 @@ def all_reduce_mean(
                 scaled(_in_order(values[first : first + ranks_per_host]), 1.0)
                 for first in range(0, len(values), ranks_per_host)
             ]
-        total = _in_order([_through_wire(rotate(y) if is_rotated else y, wire_of_stream, block) for y in values])
-        mean = _through_wire(scaled(total, predivide / len(grads)), wire_of_stream, block)
-        mean = unrotate(mean) if is_rotated else mean
+        decoded = [_through_wire(rotate(y) if is_rotated else y, wire_of_stream, block) for y in values]
+        if sum == "one-shot":
+            mean = scaled(_in_order([unrotate(y) if is_rotated else y for y in decoded]), predivide / len(grads))
+        else:
+            mean = _through_wire(scaled(_in_order(decoded), predivide / len(grads)), wire_of_stream, block)
+            mean = unrotate(mean) if is_rotated else mean
         result[mask] = round_to(scaled(mean[:numel], 1.0), result.dtype)
     return result
 

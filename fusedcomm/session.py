@@ -418,7 +418,7 @@ class Session:
 def _kernels_of(cfg: Config) -> dict:
     """What of a configuration an accelerator's kernels depend on, at most."""
     fields = dataclasses.asdict(cfg)
-    return {name: value for name, value in fields.items() if name not in ("sum", "chunk_nbytes", "chunks_in_flight")}
+    return {name: value for name, value in fields.items() if name not in ("chunk_nbytes", "chunks_in_flight")}
 
 
 @atexit.register

@@ -44,8 +44,7 @@ def simulate(
             not changed.
         wire, sum, block, predivide, rotate, rounding, seed: as for :func:`fusedcomm.attach`. sum="auto" decides as the
             engine does for a bucket of this size on so many ranks, so fp32 gradients of up to 16 KiB are summed exactly
-            whatever the wire, and a 16-bit wire between two ranks is summed directly: pass sum="two-shot" to see the
-            wire itself.
+            whatever the wire: pass sum="two-shot" or "one-shot" to see the wire itself.
         exempt_mask: bool, in the gradients' shape: True where an element travels in fp32. None: nowhere, whatever its
             place (attach() exempts biases and norms on wires with scales).
         step: for rounding="stochastic"; the draws are those of a bucket that begins with the model's first parameter.
@@ -54,10 +53,10 @@ def simulate(
             then are consecutive.
 
     Returns:
-        A tensor in the gradients' shape and dtype. By two-shot it has the bits that real ranks get. By "exact" and
-        "direct" the order of addition is the transport's own; here x_0 + x_1 + x_2 …, as round a ring that starts at
-        rank 0, in fp32 (exact) or rounded to the wire after each addition (direct): one of the possible orders, and
-        the only one for two ranks.
+        A tensor in the gradients' shape and dtype. By "two-shot" and "one-shot" it has the bits that real ranks get. By
+        "exact" and "direct" the order of addition is the transport's own; here x_0 + x_1 + x_2 …, as round a ring that
+        starts at rank 0, in fp32 (exact) or rounded to the wire after each addition (direct): one of the possible
+        orders, and the only one for two ranks.
 
     Raises:
         ValueError: arguments that do not go together, or that attach() would refuse; says what is possible.
@@ -91,7 +90,7 @@ def simulate(
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
-    if plan.sum == "two-shot":
+    if plan.sum in ("two-shot", "one-shot"):
         layout = plan.layout
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
@@ -170,7 +169,7 @@ def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout
 
 
 class _Encoders:
-    """What ranks do to one chunk of a two-shot sum, all ranks' parts taken together."""
+    """What ranks do to one chunk of a two-shot or one-shot sum, all ranks' parts taken together."""
 
     def __init__(
         self,
@@ -209,12 +208,15 @@ class _Encoders:
     def write_mean(
         self, plan: "_C.BucketPlan", parts: torch.Tensor, places: tuple[_Places, _Places], result: torch.Tensor
     ) -> None:
-        """The mean, as the ranks that own it take it of `parts` and every rank decodes it."""
+        """The mean, as the ranks that own it take it of `parts` and every rank decodes it; in a one-shot as every rank
+        takes it."""
         layout, chunk = self._layout, self._chunk
-        mean = torch.empty(layout.part_stride, dtype=torch.uint8)
-        self._reduce(layout, parts, plan.reduce_scale, mean, *self._encoding(REDUCER, None))
+        if plan.sum == "two-shot":
+            mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
+            self._reduce(layout, parts, plan.reduce_scale, mean, *self._encoding(REDUCER, None))
+            parts = mean
         values = [stream.of(result) for stream in places]
-        self._codec.unpack(layout, chunk, mean, plan.unpack_scale, *values)
+        self._codec.unpack(layout, chunk, parts.view(-1), plan.unpack_scale, *values, len(parts))
         for stream, of_stream, range_of in zip(places, values, (layout.lossy_range, layout.exact_range), strict=True):
             stream.write(result, of_stream, *range_of(chunk, 0))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fusedcomm import agreement, autotune, bucket_cap, hosts
 from fusedcomm.autotune import OFF, Candidate, Search, Tuning
-from fusedcomm.config import SUMS, WIRES, Config, LocalOptions
+from fusedcomm.config import WIRES, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session
@@ -108,7 +108,9 @@ class Space:
         """With other sums than those that `best` uses for its buckets now."""
         others = []
         if best.sum == "auto":
-            others = [dataclasses.replace(best, sum=name) for name in SUMS if name != "auto" and {name} != used]
+            # Where "auto" takes a one-shot, a two-shot sends as much, later; elsewhere a one-shot sends more.
+            names = ("exact", "direct") if used == {"one-shot"} else ("exact", "direct", "two-shot")
+            others = [dataclasses.replace(best, sum=name) for name in names if {name} != used]
             others = [candidate for candidate in others if self.is_possible(candidate)][: _MAX_SUMS - 1]
         by_host = dataclasses.replace(best, by_host=True)
         # Residuals on two levels are other ranks': what is left out until then would be lost.

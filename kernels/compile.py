@@ -36,7 +36,7 @@ _TYPES = {
     **dict.fromkeys(("starts", "offsets", "counts", "exact_starts", "exact_offsets", "exact_counts"), "*i64"),
     **dict.fromkeys(("first", "exact_first"), "*i32"),
     **dict.fromkeys(("exact_in", "exact_out"), "*i32"),
-    **dict.fromkeys(("num_slices", "exact_num_slices", "num_parts", "world_size"), "i32"),
+    **dict.fromkeys(("num_slices", "exact_num_slices", "num_parts", "num_messages", "world_size"), "i32"),
     **dict.fromkeys(("numel", "exact_numel"), "i64"),
     **dict.fromkeys(("in_stride", "part_stride", "part_numel", "part_exact_numel", "first_part"), "i64"),
     **dict.fromkeys(("noise_parameter", "noise_step", "noise_source"), "i32"),
@@ -67,6 +67,7 @@ class Variant:
     in_wire: str | None = None  # reduce: what is summed, if that is another than what is written
     stochastic: bool = False  # pack, reduce
     feedback: str | None = None  # pack, reduce: the residual's format
+    sums: bool = False  # unpack: of several messages
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,15 @@ def engine_variants(
     feedback: str | None = None,
     measured: bool = False,
     local_wire: str | None = None,
+    one_shot: bool = False,
 ) -> tuple[Variant, ...]:
     """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
 
     `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
     first encoder leaves out is asked for, as an fp32 residual. `local_wire`: the wire in which gradients travel within
     a host, packed to nearest, so that their sums are what is encoded in `wires`; whether there are such hosts may turn
-    out later. None: all travel in `wires`. ValueError if a wire has no blocks for an int8 residual.
+    out later. None: all travel in `wires`. `one_shot`: unpack sums, and nothing is reduced. ValueError if a wire has no
+    blocks for an int8 residual.
     """
     variants = []
     for wire, block, rotated in wires:
@@ -114,8 +117,8 @@ def engine_variants(
             )
         if local_wire is not None:
             packs.append(Variant("pack", local_wire, block, None, True))
-        unpack = Variant("unpack", wire, block, None, True, rotated=rotated)
-        sums = [Variant("reduce", wire, block, None, True, **encoder), *sums_of_hosts]
+        unpack = Variant("unpack", wire, block, None, True, rotated=rotated, sums=one_shot)
+        sums = [] if one_shot else [Variant("reduce", wire, block, None, True, **encoder), *sums_of_hosts]
         for flat in (True, False):
             variants += [
                 replace(variant, grad_dtype=dtype, flat=flat) for dtype in grad_dtypes for variant in (*packs, unpack)
@@ -205,6 +208,7 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
         "ROTATED": variant.rotated,
         "STOCHASTIC": variant.stochastic,
         "FEEDBACK": FEEDBACK_IDS[variant.feedback],
+        "SUMS": variant.sums,
     }
     names = KERNELS[variant.kernel].arg_names
     signature = {name: "constexpr" if name in values else types[name] for name in names}

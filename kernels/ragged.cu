@@ -668,8 +668,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                          const i64* __restrict__ exact_offsets, const int* __restrict__ exact_first,
                          int exact_num_slices, i64 exact_numel, const u32* __restrict__ exact_in,
                          const float* __restrict__ scales_in, const Code* __restrict__ codes_in, i64 part_stride,
-                         i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts, float scale,
-                         i64* nonfinite_out, double* sum_sq_out) {
+                         i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts, int /*num_messages*/,
+                         float scale, i64* nonfinite_out, double* sum_sq_out) {
   const Stream lossy = {starts, offsets, first, num_slices, numel, part_numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, exact_num_slices, exact_numel, part_exact_numel};
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -29,7 +29,7 @@ Empty: not measured on a GPU yet.
 
 SOURCE = Path(__file__).with_name("ragged.cu")
 WIRES = ("fp32", "bf16", "fp16", "int8")
-"""Those that ragged.cu has; nor does it rotate, round stochastically or feed back what it leaves out."""
+"""Those that ragged.cu has; nor does it rotate, round stochastically, feed back what it leaves out, or sum."""
 
 GRAD_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LANE_NUMEL = 16
@@ -37,11 +37,12 @@ LANE_NUMEL = 16
 
 _STREAM = ("ptr", "ptr", "ptr", "i32", "i64")  # starts, offsets, first, num_slices, numel
 _COUNTED_STREAM = ("ptr", "ptr", "ptr", "ptr", "i32", "i64")  # with counts
-_PARTS = ("ptr", "ptr", "ptr", "i64", "i64", "i64", "i64", "i32", "f32")
+_PARTS = ("ptr", "ptr", "ptr", "i64", "i64", "i64", "i64", "i32")
 _ENCODING = ("ptr", "ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it, but not used
 PARAMS = {
-    "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS, *_ENCODING),
-    "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "ptr", "ptr"),
+    "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS, "f32", *_ENCODING),
+    # num_messages is taken, too, but not used.
+    "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "i32", "f32", "ptr", "ptr"),
 }
 
 
@@ -76,7 +77,7 @@ def check_cupy() -> str:
 
 def has(variant: "Variant") -> bool:
     """Whether ragged.cu has a kernel for it."""
-    plain = not (variant.flat or variant.rotated or variant.stochastic or variant.feedback)
+    plain = not (variant.flat or variant.rotated or variant.stochastic or variant.feedback or variant.sums)
     return variant.kernel in PARAMS and variant.wire in WIRES and plain
 
 
@@ -156,7 +157,7 @@ def pack(bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_prog
     """One chunk's bytes into `out`, uint8 [layout.chunk_nbytes], on a GPU; adds to the streams' counts."""
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, True), *_stream(bucket.exact, True))
-    arguments = (*arguments, *_parts(layout, chunk, out, scale), *(None,) * len(_ENCODING))
+    arguments = (*arguments, *_parts(layout, chunk, out), scale, *(None,) * len(_ENCODING))
     _launch("pack", bucket, False, num_programs, arguments)
 
 
@@ -174,7 +175,7 @@ def unpack(
     """
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, False), *_stream(bucket.exact, False))
-    arguments = (*arguments, *_parts(layout, chunk, parts, scale), *(epilogue or (None, None)))
+    arguments = (*arguments, *_parts(layout, chunk, parts), 1, scale, *(epilogue or (None, None)))
     _launch("unpack", bucket, epilogue is not None, num_programs, arguments)
 
 
@@ -183,11 +184,11 @@ def _stream(stream: "Stream", counted: bool) -> tuple[object, ...]:
     return stream.starts, stream.offsets, stream.first, *counts, stream.num_slices, stream.numel
 
 
-def _parts(layout: object, chunk: int, parts: torch.Tensor, scale: float) -> tuple[object, ...]:
+def _parts(layout: object, chunk: int, parts: torch.Tensor) -> tuple[object, ...]:
     part, piece = layout.part, parts.data_ptr() + layout.part_offset
     sections = (piece, piece + part.scale_offset, piece + part.code_offset)
     shape = (layout.part_stride, part.lossy_numel, part.exact_numel)
-    return *sections, *shape, chunk * layout.num_parts, layout.num_parts, scale
+    return *sections, *shape, chunk * layout.num_parts, layout.num_parts
 
 
 def _launch(kernel: str, bucket: "Bucket", epilogue: bool, num_programs: int, arguments: tuple[object, ...]) -> None:

@@ -1,6 +1,7 @@
 """Wire bytes → gradients: x = decoded·scale, rounded to the gradient's dtype; one read of the wire, one write.
 
-With ROTATED, what is decoded is rotated back before it is multiplied by the scale.
+With ROTATED, what is decoded is rotated back before it is multiplied by the scale. With SUMS there are several messages
+of one part each, one behind the other: x = (the fp32 sum, in their order, of what each has)·scale.
 
 With the epilogue each program also counts what it stored that is not finite, and sums the squares, so that nobody has
 to read the gradients again to skip a step or clip a norm. Sums are fp32 within a thread's piece of a tile, fp64 beyond.
@@ -38,13 +39,11 @@ RUN = tl.constexpr(RUN_NUMEL)
 
 
 @triton.jit
-def load_gradients(
+def load_message(
     scales_in,
     codes_in,
     begin,
     numel,
-    scale,
-    dtype: tl.constexpr,
     VEC: tl.constexpr,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,7 +51,7 @@ def load_gradients(
     FULL: tl.constexpr,
     ROTATED: tl.constexpr,
 ):
-    """[TILE] in the gradient's dtype, from a part's element `begin` on, of which `numel` exist (FULL: all of them)."""
+    """fp32 [TILE], from a part's element `begin` on, of which `numel` exist (FULL: all of them)."""
     PER_CODE: tl.constexpr = per_code(WIRE)
     lane = code_lane(TILE, VEC, WIRE)
     places = codes_in + begin // PER_CODE + lane
@@ -64,6 +63,33 @@ def load_gradients(
         values = times_scales(values, load_scales(scales_in, begin, numel, 0, VEC, BLOCK, TILE), VEC)
     if ROTATED:
         values = unrotate(values)
+    return values
+
+
+@triton.jit
+def load_gradients(
+    scales_in,
+    codes_in,
+    stride,
+    num_messages,
+    begin,
+    numel,
+    scale,
+    dtype: tl.constexpr,
+    VEC: tl.constexpr,
+    WIRE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    FULL: tl.constexpr,
+    ROTATED: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """The same in the gradient's dtype; SUMS: of so many messages, `stride` bytes apart."""
+    values = load_message(scales_in, codes_in, begin, numel, VEC, WIRE, BLOCK, TILE, FULL, ROTATED)
+    if SUMS:
+        for message in range(1, num_messages):
+            scales, codes = section_of(scales_in, stride, message), section_of(codes_in, stride, message)
+            values += load_message(scales, codes, begin, numel, VEC, WIRE, BLOCK, TILE, FULL, ROTATED)
     return to_gradient(values * scale, dtype)
 
 
@@ -88,6 +114,8 @@ def unpack_tile(
     numel,
     scales_in,
     codes_in,
+    stride,
+    num_messages,
     part_numel,
     part,
     tile,
@@ -98,6 +126,7 @@ def unpack_tile(
     FLAT: tl.constexpr,
     EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Unpacks a tile of the part whose sections are given; returns `nonfinite` and `sum_sq` with the tile's added."""
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_in.dtype.element_ty)
@@ -107,7 +136,23 @@ def unpack_tile(
     inside = tl.cast(tile, tl.int64) * TILE
     if (run >= TILE) & (real == TILE) & (offset % VEC == 0):
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
-        g = load_gradients(scales_in, codes_in, inside, TILE, scale, dtype, VEC, WIRE, BLOCK, TILE, True, ROTATED)
+        g = load_gradients(
+            scales_in,
+            codes_in,
+            stride,
+            num_messages,
+            inside,
+            TILE,
+            scale,
+            dtype,
+            VEC,
+            WIRE,
+            BLOCK,
+            TILE,
+            True,
+            ROTATED,
+            SUMS,
+        )
         tl.store(grads + offset // VEC * VEC + lane, g)
         if EPILOGUE:
             nonfinite, sum_sq = summarise(nonfinite, sum_sq, g, VEC)
@@ -122,6 +167,8 @@ def unpack_tile(
             some = load_gradients(
                 scales_in,
                 codes_in,
+                stride,
+                num_messages,
                 inside + piece,
                 on_wire - piece,
                 scale,
@@ -132,6 +179,7 @@ def unpack_tile(
                 PIECE,
                 False,
                 ROTATED,
+                SUMS,
             )
             places = offsets_of(starts, offsets, begin + piece, low, high, piece_lane, mask, FLAT)
             tl.store(grads + places, some, mask=mask)
@@ -156,6 +204,7 @@ def unpack_stream(
     part_numel,
     first_part,
     num_parts,
+    num_messages,
     begin_unit,
     scale,
     WIRE: tl.constexpr,
@@ -164,6 +213,7 @@ def unpack_stream(
     FLAT: tl.constexpr,
     EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
@@ -179,6 +229,8 @@ def unpack_stream(
             numel,
             section_of(scales_in, part_stride, part),
             section_of(codes_in, part_stride, part),
+            part_stride,
+            num_messages,
             part_numel,
             first_part + part,
             unit % num_tiles,
@@ -189,6 +241,7 @@ def unpack_stream(
             FLAT,
             EPILOGUE,
             ROTATED,
+            SUMS,
         )
     return nonfinite, sum_sq
 
@@ -196,7 +249,7 @@ def unpack_stream(
 @triton.jit(
     do_not_specialize=[
         *("num_slices", "numel", "exact_num_slices", "exact_numel"),
-        *("part_numel", "part_exact_numel", "first_part", "num_parts", "scale"),
+        *("part_numel", "part_exact_numel", "first_part", "num_parts", "num_messages", "scale"),
     ]
 )
 def unpack_kernel(
@@ -219,6 +272,7 @@ def unpack_kernel(
     part_exact_numel: tl.int64,
     first_part: tl.int64,
     num_parts: tl.int32,
+    num_messages: tl.int32,
     scale: tl.float32,
     nonfinite_out,
     sum_sq_out,
@@ -229,6 +283,7 @@ def unpack_kernel(
     HAS_EXACT: tl.constexpr,
     EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     nonfinite = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
     sum_sq = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.float64)
@@ -250,6 +305,7 @@ def unpack_kernel(
             part_exact_numel,
             first_part,
             num_parts,
+            num_messages,
             first_unit(0),
             scale,
             FP32,
@@ -258,6 +314,7 @@ def unpack_kernel(
             False,
             EPILOGUE,
             False,
+            SUMS,
         )
     nonfinite, sum_sq = unpack_stream(
         nonfinite,
@@ -274,6 +331,7 @@ def unpack_kernel(
         part_numel,
         first_part,
         num_parts,
+        num_messages,
         first_unit(num_exact_units),
         scale,
         WIRE,
@@ -282,6 +340,7 @@ def unpack_kernel(
         FLAT,
         EPILOGUE,
         ROTATED,
+        SUMS,
     )
     if EPILOGUE:
         tl.store(nonfinite_out + tl.program_id(0), tl.sum(nonfinite.to(tl.int64), axis=0))
@@ -295,14 +354,18 @@ def unpack(
     scale: float,
     num_programs: int,
     epilogue: tuple[torch.Tensor, torch.Tensor] | None = None,
+    num_messages: int = 1,
 ) -> None:
     """Writes the elements of one chunk to the slices of `bucket`, from `parts`, uint8 [layout.chunk_nbytes].
 
     `epilogue`: (nonfinite int64 [num_programs], sum_sq fp64 [num_programs]), set to what each program stored.
+    `num_messages`: more than one, if the layout has one part: `parts` has so many messages, which are summed.
     ValueError if `parts` or the epilogue has another shape or dtype, or `parts` another alignment than 16 bytes.
     """
     layout = bucket.layout
-    exact_in, scales_in, codes_in = sections(layout, parts, layout.chunk_nbytes)
+    if num_messages > 1 and layout.num_parts != 1:
+        raise ValueError(f"{num_messages} messages of {layout.num_parts} parts cannot be summed: use one part")
+    exact_in, scales_in, codes_in = sections(layout, parts, layout.chunk_nbytes * num_messages)
     nonfinite, sum_sq = epilogue or (bucket.lossy.counts, bucket.lossy.counts)
     if epilogue and not (
         nonfinite.shape == sum_sq.shape == (num_programs,) and (nonfinite.dtype, sum_sq.dtype) == EPILOGUE_DTYPES
@@ -316,7 +379,7 @@ def unpack(
         *(bucket.grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel),
         *(exact.starts, exact.offsets, exact.first, exact.num_slices, exact.numel),
         *(exact_in, scales_in, codes_in, layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel),
-        *(chunk * layout.num_parts, layout.num_parts, scale, nonfinite, sum_sq),
+        *(chunk * layout.num_parts, layout.num_parts, num_messages, scale, nonfinite, sum_sq),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
@@ -324,6 +387,7 @@ def unpack(
         HAS_EXACT=not bucket.flat,
         EPILOGUE=epilogue is not None,
         ROTATED=layout.rotated,
+        SUMS=num_messages > 1,
         **OPTIONS,
     )
 

@@ -11,6 +11,24 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("fusedcomm")
+    group.addoption("--one-process", action="store_true", help="only tests beside which others may run: with -n auto")
+    group.addoption("--several-processes", action="store_true", help="only the other tests")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what the options above do."""
+    wanted = {True: config.getoption("--one-process"), False: config.getoption("--several-processes")}
+    if not any(wanted.values()):
+        return
+    selected = {True: [], False: []}
+    for item in items:
+        selected[wanted[item.get_closest_marker("one_process") is not None]].append(item)
+    items[:] = selected[True]
+    config.hook.pytest_deselected(items=selected[False])
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Four long-lived ranks; pass world_size= to use the first few."""

@@ -68,11 +68,11 @@ class FakeCuda:
     def fail(self, call: str, result: int) -> None:
         self.library.fake_fail(call.encode(), result)
 
-    def loader(self, cfg: Config, grad_dtypes) -> "_C.KernelLoader":
+    def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
         from fusedcomm.kernels import compile, constants
 
         loader = _C.KernelLoader(self.driver, TILE)
-        for index, variant in enumerate(cuda.kernel_variants(cfg, grad_dtypes)):
+        for index, variant in enumerate(cuda.kernel_variants(cfg, world_size, grad_dtypes)):
             image = f"variant {index} of {id(loader)}"
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
@@ -92,7 +92,7 @@ class FakeCuda:
 
     def device(self, backend, cfg: Config, grad_dtypes) -> "_C.CudaDevice":
         return _C.CudaDevice(
-            kernels=self.loader(cfg, grad_dtypes),
+            kernels=self.loader(cfg, backend.size(), grad_dtypes),
             device=torch.device("cpu"),
             isa="fake",
             max_programs=MAX_PROGRAMS,

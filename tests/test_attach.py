@@ -108,9 +108,8 @@ def test_stats_plan_detach_and_attach_again(ranks):
         assert "wire int8" in predicted and "weights.1" in predicted and "expected to cut them" in predicted
         assert stats.steps == stats.buckets == 5
         assert stats.grad_nbytes == 5 * 4 * (128 * 64 + 9)
-        # Per step and part: the half of 8192 codes, 32 scales, and (9 → 2 × 8) exact floats; two collectives, and one
-        # of two parts leaves the rank.
-        assert stats.sent_nbytes == 5 * 2 * (4096 + 4 * 32 + 4 * 8)
+        # Per step: 8192 codes, 64 scales, and (9 → 12) exact floats, once.
+        assert stats.sent_nbytes == 5 * (8192 + 4 * 64 + 4 * 12)
         assert stats.wire_ratio == pytest.approx(0.26, abs=0.01)
         assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 and 0 <= stats.overlap < 1
         assert not plan.predicted and len(plan.buckets) == 1 and plan.exempt == ("weights.1",)

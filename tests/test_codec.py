@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fusedcomm import reference
 from fusedcomm.native import _C
 
+pytestmark = pytest.mark.one_process
+
 BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -133,6 +135,38 @@ def test_pack_reduce_and_unpack_give_the_bytes_of_the_oracle(codec, wire, dtype,
             result[range_of(chunk, 0)[0] : range_of(chunk, num_parts - 1)[1]] = value
     assert num_nonfinite == count_nonfinite(lossy, scale) + count_nonfinite(exact, scale)
     assert all(same_bits(*pair) for pair in zip(unpacked, expected_unpacked, strict=True))
+
+
+def test_unpack_of_several_messages_sums_them_as_the_oracle(codec, wire, dtype):
+    layout = bucket_layout(wire, 64, 1, 333, 9001, 4096)
+    assert layout.num_chunks > 1
+    for num_messages, numels, offset in ((2, ([9001], [333]), 0), (3, ([1, 40, 5000, 3960], [33, 300]), 3)):
+        sent = [
+            (signed(9001, dtype, seed=rank, specials=True), signed(333, dtype, seed=50 + rank, specials=True))
+            for rank in range(num_messages)
+        ]
+        (lossy, lossy_gaps), (exact, exact_gaps) = (
+            sliced(torch.zeros(sum(sizes), dtype=dtype), sizes, dtype, offset) for sizes in numels
+        )
+        expected = [torch.zeros(9001, dtype=dtype), torch.zeros(333, dtype=dtype)]
+        for chunk in range(layout.num_chunks):
+            messages = [pack(codec, layout, chunk, [of_lossy], [of_exact], 0.7)[0] for of_lossy, of_exact in sent]
+            codec.unpack(layout, chunk, torch.cat(messages), 0.5, lossy, exact, num_messages)
+            values = reference.unpack(layout, chunk, torch.cat(messages), 0.5, dtype, num_messages)
+            for result, range_of, value in zip(expected, (layout.lossy_range, layout.exact_range), values, strict=True):
+                result[slice(*range_of(chunk, 0))] = value
+        assert same_bits(torch.cat(lossy), expected[0]) and same_bits(torch.cat(exact), expected[1])
+        assert (lossy_gaps() == 7).all() and (exact_gaps() == 7).all()
+
+
+def test_messages_of_several_parts_are_not_summed(codec):
+    layout = bucket_layout("bf16", 128, 2, 0, 1000, 1 << 20)
+    with pytest.raises(ValueError, match="2 messages of 2 parts cannot be summed"):
+        codec.unpack(
+            layout, 0, torch.zeros(2 * layout.chunk_nbytes, dtype=torch.uint8), 1.0, [torch.zeros(1000)], [], 2
+        )
+    with pytest.raises(ValueError, match="num_messages=0 is not possible"):
+        codec.unpack(layout, 0, torch.zeros(layout.chunk_nbytes, dtype=torch.uint8), 1.0, [torch.zeros(1000)], [], 0)
 
 
 def check_slices(codec, layout, flats, numels, offset, scale):

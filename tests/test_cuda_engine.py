@@ -100,6 +100,16 @@ CONFIGS = {
         **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
         **{"measure_every": 1, "verify_every": 1},
     },
+    "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
+    "int4 one-shot rotated": {
+        **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
+        **{"rounding": "stochastic", "error_feedback": "int8"},
+    },
+    "several wires one-shot": {
+        **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
+        **{"error_feedback": "bf16", "measure_every": 1, "verify_every": 1},
+    },
+    "fp32 one-shot": {"wire": "fp32", "sum": "one-shot"},
     "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
     "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
     "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
@@ -137,6 +147,11 @@ CONFIGS = {
         ("several wires", 2, torch.float32),
         ("two levels", 4, torch.float32),
         ("two levels measured", 4, torch.bfloat16),
+        ("int8 one-shot", 2, torch.float32),
+        ("int8 one-shot", 1, torch.float32),
+        ("int4 one-shot rotated", 3, torch.float32),
+        ("several wires one-shot", 2, torch.bfloat16),
+        ("fp32 one-shot", 3, torch.float16),
         ("all exempt", 2, torch.bfloat16),
         ("measured", 2, torch.float32),
     ],
@@ -189,11 +204,11 @@ def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
 # --- what is launched -----------------------------------------------------------------------------------------------
 
 
-def recorded(rank, world_size, library):
+def recorded(rank, world_size, library, sum):
     fake = fake_cuda.gpu(library)
-    with fake.takes_over(wire="int8", block=64):
+    with fake.takes_over(wire="int8", sum=sum, block=64):
         ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
-        comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", block=64, exempt=("1d",))
+        comm = fusedcomm.attach(ddp, wire="int8", sum=sum, block=64, exempt=("1d",))
         synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
         comm.detach()
     return [
@@ -203,17 +218,23 @@ def recorded(rank, world_size, library):
 
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
-    """Sizes by hand: two parts; 600 lossy elements in blocks of 64, 3000 exact ones."""
+    """Sizes by hand: two parts, or one in a one-shot; 600 lossy elements in blocks of 64, 3000 exact ones."""
     part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
     no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
     of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
-    for rank, launches in enumerate(ranks.run(recorded, library, world_size=2)):
+    for rank, launches in enumerate(ranks.run(recorded, library, "two-shot", world_size=2)):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
         assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
         of_sum = {"in_stride": part["part_stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
         assert reduce_args == {**part, **of_sum, **no_noise}
-        assert unpack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0}
+        assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
+    whole = {"part_stride": 3000 * 4 + 48 + 640, "part_numel": 640, "part_exact_numel": 3000, "num_parts": 1}
+    for launches in ranks.run(recorded, library, "one-shot", world_size=2):
+        (pack, pack_args), (unpack, unpack_args) = launches
+        assert (pack, unpack) == ("pack", "unpack")
+        assert pack_args == {**of_bucket, **whole, "scale": 1.0, **no_noise}
+        assert unpack_args == {**of_bucket, **whole, "num_messages": 2, "scale": 0.5}
 
 
 def test_every_kernel_parameter_has_the_engines_type():
@@ -267,7 +288,7 @@ def test_a_missing_driver_is_named():
 def test_a_cubin_that_does_not_load_is_an_error(fake, call):
     fake.fail(call, 209)
     with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
-        fake.loader(Config(), (torch.float32,))
+        fake.loader(Config(), 3, (torch.float32,))
 
 
 def test_kernels_of_another_version_are_refused(fake):
@@ -293,7 +314,7 @@ def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
 
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
-        cuda.load_kernels(fake.driver, Config(), [torch.float32], 90, announce=False)
+        cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
 
 
 @pytest.mark.parametrize("value", [0, 133, 2.0, True, "all"])
@@ -325,7 +346,7 @@ def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead
     monkeypatch.setattr(compile, "compile", by("triton"))
     monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
     monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
-    cuda.load_kernels(fake.driver, Config(), [torch.float32], 90, announce=False)
+    cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
     expected = {(kernel, flat, None): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
     # Of measured buckets, which only Triton's kernels can do.
     expected |= {("pack", flat, "fp32"): "triton" for flat in (True, False)}

@@ -40,6 +40,7 @@ SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
         ("bf16", {}),
         ("bf16", {"sum": "two-shot"}),
         ("bf16", {"sum": "direct"}),
+        ("bf16", {"sum": "one-shot"}),
         ("bf16", {"exempt": ("1d",)}),
         ("fp16", {}),
         ("fp16", {"sum": "direct", "predivide": 4.0}),
@@ -52,10 +53,10 @@ def test_means_are_exact_where_the_wire_can_carry_them(ranks, world_size, dtype,
         assert all(on_rank)
 
 
-def block_result(rank, world_size, wire, rotate, numel):
+def block_result(rank, world_size, wire, rotate, numel, sum="two-shot"):
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     ddp = DistributedDataParallel(Gradients((numel,)))
-    fusedcomm.attach(ddp, wire=wire, exempt=(), sum="two-shot", rotate=rotate)
+    fusedcomm.attach(ddp, wire=wire, exempt=(), sum=sum, rotate=rotate)
     (seen,) = synchronise(ddp, [gradient])
     return gradient, seen
 
@@ -71,6 +72,21 @@ def test_two_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_siz
     gradients = [gradient for gradient, _ in outcome]
     block = _C.default_block_numel(wire)
     expected = reference.all_reduce_mean(gradients, wire, "two-shot", block=block, predivide=1.0, rotated=rotate)
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("numel", [1, 129, 300007])
+@pytest.mark.parametrize(
+    ("wire", "rotate"),
+    [*[(wire, False) for wire in CODEC_WIRES], ("int8", True), ("int4", True)],
+)
+def test_one_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_size, numel):
+    outcome = ranks.run(block_result, wire, rotate, numel, "one-shot", world_size=world_size)
+    gradients = [gradient for gradient, _ in outcome]
+    block = _C.default_block_numel(wire)
+    expected = reference.all_reduce_mean(gradients, wire, "one-shot", block=block, rotated=rotate)
     for _, seen in outcome:
         assert torch.equal(seen, expected)
 
@@ -103,6 +119,7 @@ def absorbed(rank, world_size, sum):
 def test_sums_are_accumulated_in_fp32(ranks):
     # (256 + 1 + 1) / 3 = 86, which bf16 holds; rounding after each addition would give 256/3 → 85.5.
     assert ranks.run(absorbed, "two-shot", world_size=3) == [[86.0]] * 3
+    assert ranks.run(absorbed, "one-shot", world_size=3) == [[86.0]] * 3
     assert ranks.run(absorbed, "auto", world_size=3) == [[86.0]] * 3
 
 
@@ -358,9 +375,11 @@ NUMEL = 1 << 16
         ("bf16", {"sum": "direct"}, [("gloo:all_reduce", "BFloat16", NUMEL)]),
         ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)]),
         ("bf16", {"sum": "two-shot"}, [("gloo:all_to_all", "Byte", 2 * NUMEL)] * 2),
-        ("int8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
-        ("fp8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
-        ("int4", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL // 2 + 2 * NUMEL // 32)] * 2),
+        ("int8", {"exempt": (), "sum": "two-shot"}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
+        ("int4", {"exempt": (), "sum": "two-shot"}, [("gloo:all_to_all", "Byte", NUMEL // 2 + 2 * NUMEL // 32)] * 2),
+        ("bf16", {}, [("gloo:all_to_all", "Byte", 2 * NUMEL)]),
+        ("fp8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)]),
+        ("int4", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL // 2 + 2 * NUMEL // 32)]),
     ],
 )
 def test_the_process_group_sees_the_wire_that_was_asked_for(recording_ranks, wire, kwargs, expected):

@@ -53,7 +53,7 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts
             assert torch.equal(on_rank[step], expected), step
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "sum"), [(2, "one-shot"), (3, "one-shot"), (2, "two-shot"), (3, "two-shot")])
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
     [
@@ -67,14 +67,14 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts
     ],
     ids=str,
 )
-def test_every_step_gives_the_bits_of_simulate(ranks, world_size, wire, kwargs):
-    outcome = ranks.run(bits, 4, wire, {**kwargs, "chunk_nbytes": 4096}, world_size=world_size)
+def test_every_step_gives_the_bits_of_simulate(ranks, world_size, sum, wire, kwargs):
+    outcome = ranks.run(bits, 4, wire, {**kwargs, "sum": sum, "chunk_nbytes": 4096}, world_size=world_size)
     feedback = residual_name(kwargs.get("error_feedback"))
     residuals = None if feedback is None else fusedcomm.Residuals(feedback)
     settings = {key: value for key, value in kwargs.items() if key in ("rotate", "rounding", "seed")}
     for step in range(4):
         gradients = [gradient(rank, step) for rank in range(world_size)]
-        expected = fusedcomm.simulate(gradients, wire, sum="two-shot", step=step, residuals=residuals, **settings)
+        expected = fusedcomm.simulate(gradients, wire, sum=sum, step=step, residuals=residuals, **settings)
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
 

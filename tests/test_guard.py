@@ -114,13 +114,14 @@ def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fall
     ), message
 
 
-def test_a_fallback_takes_residuals_along(ranks):
+@pytest.mark.parametrize(("world_size", "sum_of_codes"), [(2, "one-shot"), (3, "two-shot")])
+def test_a_fallback_takes_residuals_along(ranks, world_size, sum_of_codes):
     """Into the next wire's, or, where there is none, into the gradients at hand."""
     for fallback_wire in ("bf16", "fp32"):
-        kwargs = {"fallback_error": 0.3, "fallback_wire": fallback_wire, "error_feedback": True}
-        wires, _, _, delivered, residuals = ranks.run(wires_by_step, kwargs, 8, world_size=2)[0]
-        assert wires[-1][0][0] == fallback_wire
-        wanted = sum(spiky(rank, step).double() for rank in range(2) for step in range(8)) / 2
+        kwargs = {"fallback_error": 0.2, "fallback_wire": fallback_wire, "error_feedback": True}
+        wires, _, _, delivered, residuals = ranks.run(wires_by_step, kwargs, 8, world_size=world_size)[0]
+        assert wires[0][0] == ("int4", sum_of_codes) and wires[-1][0][0] == fallback_wire
+        wanted = sum(spiky(rank, step).double() for rank in range(world_size) for step in range(8)) / world_size
         total = delivered[1] + residuals.get("weights.1", torch.zeros(NUMEL))
         assert torch.allclose(total, wanted, rtol=0, atol=1e-4)
 
@@ -229,9 +230,10 @@ def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
     kwargs = {"exempt": ("weights.2",), "wire_for": {"weights.1": "bf16", "weights.3": "int8", "weights.*": "fp8"}}
     outcome = ranks.run(with_wires, kwargs, world_size=world_size)
     for _, results, bucket, exempt, sent_nbytes in outcome:
-        assert (bucket.wire, bucket.sum, exempt) == ("bf16+int8+fp8", "two-shot", ("weights.2",))
+        sum = "one-shot" if world_size == 2 else "two-shot"
+        assert (bucket.wire, bucket.sum, exempt) == ("bf16+int8+fp8", sum, ("weights.2",))
         for index, wire in enumerate(("fp8", "bf16", "fp32", "int8")):
-            means = fusedcomm.simulate([gradients[index] for gradients, *_ in outcome], wire, sum="two-shot")
+            means = fusedcomm.simulate([gradients[index] for gradients, *_ in outcome], wire, sum=sum)
             assert torch.equal(results[index], means), wire
         payload = 2 * 3000 + 4 * 33 + 1.04 * (NUMEL + 7000)
         assert sent_nbytes == pytest.approx(2 * 2 * payload * (world_size - 1) / world_size, rel=0.02)

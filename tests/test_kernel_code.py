@@ -57,11 +57,17 @@ def all_kernels():
     return kernels
 
 
-# Encoders with noise, residuals or another wire than they sum: (kernel, wire, gradient dtype, flat, what else).
+# Kernels that sum messages, and encoders with noise, residuals or another wire than they sum: (kernel, wire, gradient
+# dtype, flat, what else).
 ENCODERS = [
     ("pack", "bf16", "float32", True, {"feedback": "fp32"}),
     ("pack", "int4", "float32", True, {"stochastic": True, "feedback": "bf16", "rotated": True}),
     ("reduce", "int8", None, True, {"feedback": "fp32"}),
+    ("unpack", "int8", "float32", True, {"sums": True}),
+    ("unpack", "bf16", "float32", True, {"sums": True}),
+    ("unpack", "bf16", "bfloat16", False, {"sums": True}),
+    ("unpack", "int4", "float32", True, {"sums": True, "rotated": True}),
+    ("unpack", "fp8", "float32", False, {"sums": True}),
     ("pack", "bf16", "bfloat16", True, {"stochastic": True, "feedback": "bf16"}),
     ("pack", "fp16", "float32", True, {"stochastic": True}),
     ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "int8"}),
@@ -76,12 +82,12 @@ RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 def all_encoders():
-    """(…, capability): all for two generations, the first three for the others, too."""
+    """(…, capability): all for two generations, the first four for the others, too."""
     return [
         (*encoder, capability)
         for index, encoder in enumerate(ENCODERS)
         for capability in CAPABILITIES
-        if capability in (80, 90) or index < 3
+        if capability in (80, 90) or index < 4
     ]
 
 
@@ -267,7 +273,7 @@ ENCODING = POINTER * 2 + I64 + I32 * 3
 PARAMS = {
     "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + ENCODING,
     "reduce": SECTIONS * 2 + I64 * 5 + I32 * 2 + F32 + ENCODING,
-    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + POINTER * 2,
+    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 * 2 + F32 + POINTER * 2,
     "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
 }
 
@@ -344,6 +350,10 @@ assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel 
     ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
     ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
 }, measured
+one_shot = c.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
+assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire} == {
+    (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
+}, one_shot
 refused("bf16 has none", lambda: c.engine_variants([("bf16", 128, False)], (torch.float32,), feedback="int8"))
 assert c.check_triton() == triton.__version__
 

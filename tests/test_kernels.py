@@ -29,7 +29,7 @@ from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
 from fusedcomm.kernels.unpack import unpack  # noqa: E402
 
 # numpy, under the interpreter, remarks on every Inf and NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.one_process]
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 BLOCKS = WIRES[3:]
@@ -392,6 +392,44 @@ def test_every_16_bit_gradient(device, wire, dtype):
     flat = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     layout = _C.bucket_layout(wire, 32, 1, 0, len(flat), CHUNK_NBYTES)
     check_bucket(layout, (flat, flat[:0]), ([len(flat)], []), [0], device, tile=TILE, scale=1.0, unpack_scale=1.0)
+
+
+SUMMED = [
+    *((wire, index % 2 == 0 and _C.has_scales(wire), torch.float32) for index, wire in enumerate(WIRES)),
+    ("int8", False, torch.bfloat16),
+    ("int4", False, torch.float32),
+    ("bf16", False, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("wire", "rotated", "dtype"), SUMMED, ids=str)
+@pytest.mark.parametrize(("num_messages", "gap"), [(2, 0), (3, 1)])
+def test_several_messages_are_summed_as_by_the_oracle(device, wire, rotated, dtype, num_messages, gap):
+    layout = _C.bucket_layouts([(wire, 64, rotated, 1133)], 1, 100, 1 << 20 if gap else 1024)[0]
+    sent = [(signed(1133, dtype, rank), signed(100, dtype, 50 + rank)) for rank in range(num_messages)]
+    lossy_slices, end = lay_out([524, 9, 600], [gap], 0)
+    exact_slices, end = lay_out([100], [gap], end)
+    grads = torch.full((end + 11,), GAP, dtype=dtype, device=device)
+    bucket = make_bucket(layout, grads, lossy_slices, exact_slices, 256)
+    expected = [torch.zeros(1133, dtype=dtype), torch.zeros(100, dtype=dtype)]
+    for chunk in range(layout.num_chunks):
+        messages = torch.cat([reference.pack(layout, chunk, *of_rank, 0.3) for of_rank in sent])
+        unpack(bucket, chunk, messages.to(device), 0.5, 3, num_messages=num_messages)
+        values = reference.unpack(layout, chunk, messages, 0.5, dtype, num_messages)
+        for result, range_of, value in zip(expected, (layout.lossy_range, layout.exact_range), values, strict=True):
+            result[slice(*range_of(chunk, 0))] = value
+    whole = torch.full_like(grads, GAP, device="cpu")
+    for slices, values in ((lossy_slices, expected[0]), (exact_slices, expected[1])):
+        for (offset, numel), piece in zip(slices, values.split([numel for _, numel in slices]), strict=True):
+            whole[offset : offset + numel] = piece
+    assert_same_bits(grads, whole)
+
+
+def test_messages_of_several_parts_are_not_summed(device):
+    layout = _C.bucket_layout("bf16", 64, 2, 0, 256, CHUNK_NBYTES)
+    bucket = make_bucket(layout, torch.zeros(256, device=device), [(0, 256)], [])
+    with pytest.raises(ValueError, match="2 messages of 2 parts cannot be summed"):
+        unpack(bucket, 0, torch.zeros(2 * layout.chunk_nbytes, dtype=torch.uint8, device=device), 1.0, 2, None, 2)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])

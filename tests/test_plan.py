@@ -21,15 +21,17 @@ def plan(world_size: int, like: torch.Tensor, exact_numel: int, lossy_numel: int
     [
         ("fp32", 4, FP32, 0, LARGE, ("exact", True)),
         ("fp32", 4, BF16, 0, LARGE, ("two-shot", False)),
-        ("bf16", 2, FP32, 0, LARGE, ("direct", False)),
+        ("fp32", 2, BF16, 0, LARGE, ("one-shot", False)),
+        ("bf16", 1, FP32, 0, LARGE, ("one-shot", False)),
+        ("bf16", 2, FP32, 0, LARGE, ("one-shot", False)),
         ("bf16", 3, FP32, 0, LARGE, ("two-shot", False)),
-        ("bf16", 2, FP32, 8, LARGE, ("two-shot", False)),
-        ("fp16", 2, BF16, 0, LARGE, ("direct", False)),
-        ("int8", 2, FP32, 0, LARGE, ("two-shot", False)),
-        ("int8", 2, FP32, 8, LARGE, ("two-shot", False)),
+        ("bf16", 2, FP32, 8, LARGE, ("one-shot", False)),
+        ("fp16", 2, BF16, 0, LARGE, ("one-shot", False)),
+        ("int8", 2, FP32, 0, LARGE, ("one-shot", False)),
+        ("int8", 3, FP32, 8, LARGE, ("two-shot", False)),
         ("int8", 2, FP32, LARGE, 0, ("exact", True)),
         ("int8", 2, FP32, 0, _C.SMALL_BUCKET_NBYTES // 4, ("exact", True)),
-        ("int8", 2, FP32, 0, _C.SMALL_BUCKET_NBYTES // 4 + 1, ("two-shot", False)),
+        ("int8", 2, FP32, 0, _C.SMALL_BUCKET_NBYTES // 4 + 1, ("one-shot", False)),
     ],
 )
 def test_the_sum_is_chosen_by_wire_world_size_and_bytes(wire, world_size, like, exact_numel, lossy_numel, expected):
@@ -46,6 +48,8 @@ def test_the_scales_of_every_way_make_a_mean(world_size):
         ({"wire": "fp16", "sum": "direct"}, FP32),
         ({"wire": "fp16", "sum": "direct", "predivide": 3.0}, FP32),
         ({"wire": "fp16", "sum": "two-shot", "predivide": 0.25}, FP32),
+        ({"wire": "fp16", "sum": "one-shot", "predivide": 0.25}, FP32),
+        ({"wire": "int4", "sum": "one-shot"}, FP32),
         ({"wire": "int8"}, BF16),
     ):
         chosen = plan(world_size, like, 0, LARGE, **config)

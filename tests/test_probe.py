@@ -169,7 +169,7 @@ def test_what_was_measured_decides_among_those_that_may_be_fastest():
     predicted = recommend(found, accepted)
     chosen = finalists(found, predicted, accepted)
     assert chosen[:2] == [predicted.baseline, predicted.option] and len(chosen) == len(set(chosen)) <= 5
-    bf16 = next(option for option in chosen if option.name == "bf16 two-shot")
+    bf16 = next(option for option in chosen if option.wire == "bf16")
 
     def settled(**steps_s: float):
         return recommend(found, accepted, {option: steps_s.get(option.wire, 0.5) for option in chosen})
@@ -197,10 +197,10 @@ def test_at_least_one_of_ours_is_tried():
     assert len(finalists(found, recommend(found, ()), ())) == 1
 
 
-@pytest.mark.parametrize("world_size, other", [(2, "bf16 two-shot"), (4, "bf16 direct")])
-def test_both_sums_of_a_16_bit_wire_are_predicted(world_size, other):
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_both_sums_of_a_16_bit_wire_are_predicted(world_size):
     found = options(workload(0.0), cluster(1e8, world_size=world_size), ("bf16", "int8"), (25.0,))
-    assert [option.name for option in found] == [OFF, "bf16", other, "int8"]
+    assert [option.name for option in found] == [OFF, "bf16", "bf16 direct", "int8"]
 
 
 def test_a_link_is_as_fast_as_it_was_seen_to_be():
@@ -373,7 +373,7 @@ def test_the_budget_is_respected(probed):
 def test_the_json_has_everything(probed):
     (document, _, names), (others, _, _) = probed[0]
     document = json.loads(json.dumps(document))
-    assert names == [OFF, "bf16", "bf16 two-shot", "int8"]
+    assert names == [OFF, "bf16", "bf16 direct", "int8"]
     assert [row["name"] for row in document["predictions"]] == names
     assert all(row["step_s"] > 0 and row["num_buckets"] == 1 for row in document["predictions"])
     sent = {row["name"]: row["sent_nbytes"] / TINY.params for row in document["predictions"]}
@@ -392,7 +392,7 @@ def test_the_json_has_everything(probed):
     assert document["workload"]["numel"] == TINY.params and document["workload"]["backward_s"] > 0
     assert set(document["crossover_bytes_s"]) == {"bf16", "int8"}
     baseline, *ours = document["check"]
-    assert baseline["name"] == OFF and ours and {row["name"] for row in ours} <= {"bf16", "bf16 two-shot"}
+    assert baseline["name"] == OFF and ours and {row["name"] for row in ours} <= {"bf16", "bf16 direct"}
     assert all(row["measured_s"] > 0 and row["ratio"] > 0 for row in document["check"])
     recommendation = document["recommendation"]
     assert recommendation["baseline"]["name"] == OFF and recommendation["reason"]
@@ -459,7 +459,7 @@ def test_hosts_with_different_numbers_of_ranks_have_no_sums_on_two_levels(ranks)
 def test_the_text_says_what_to_do(probed):
     (_, text, _), _ = probed[0]
     assert "Recommended: ddp = " in text or "Leave it off: " in text
-    for part in ("predicted step, ms", "checked against real steps:", "all-to-all", "bf16 two-shot"):
+    for part in ("predicted step, ms", "checked against real steps:", "all-to-all", "bf16 direct"):
         assert part in text
 
 
@@ -510,10 +510,13 @@ def traced(rank, world_size):
 
 def test_stages_from_traces(ranks):
     """As on an accelerator, where they cannot be called by themselves."""
-    (int8, fp32), _ = ranks.run(traced, world_size=2)
+    (int8, fp32), *_ = ranks.run(traced, world_size=3)
     assert list(int8) == ["pack", "reduce", "unpack"]
     for points in int8.values():
         assert all(numel > 10_000 and 1e-6 < seconds < 1 for numel, seconds in points)
+    (of_two, _), _ = ranks.run(traced, world_size=2)
+    assert of_two["sum"] == of_two["unpack"] and all(seconds > 1e-6 for _, seconds in of_two["sum"])
+    assert all(seconds == 0 for _, seconds in of_two["reduce"])
     assert fp32["pack"][-1][1] > 0 and fp32["reduce"][-1][1] == 0
 
 

@@ -17,6 +17,8 @@ import torch
 from fusedcomm import reference
 from fusedcomm.native import _C
 
+pytestmark = pytest.mark.one_process
+
 ROOT = Path(__file__).parents[1]
 WIRES = ("fp32", "bf16", "fp16", "int8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -237,14 +239,16 @@ class OnCpu:
         out = aligned(torch.full((nbytes + GUARD_NBYTES,), 0xA5, dtype=torch.uint8))
         arguments = [("ptr", self.grads), *self._stream(False, True), *self._stream(True, True)]
         no_encoding = [("ptr", None), ("ptr", None), ("i64", 0), ("i32", 0), ("i32", 0), ("i32", 0)]
-        self._launch("ragged_pack_kernel", num_programs, [*arguments, *self._parts(chunk, out, scale), *no_encoding])
+        self._launch(
+            "ragged_pack_kernel", num_programs, [*arguments, *self._parts(chunk, out), ("f32", scale), *no_encoding]
+        )
         assert (out[nbytes:] == 0xA5).all(), "wrote past the chunk"
         return out[:nbytes]
 
     def unpack(self, chunk, parts, scale, num_programs, epilogue):
         parts = aligned(parts)
         arguments = [("ptr", self.grads), *self._stream(False, False), *self._stream(True, False)]
-        arguments += self._parts(chunk, parts, scale)
+        arguments += [*self._parts(chunk, parts), ("i32", 1), ("f32", scale)]
         num_nonfinite = torch.full((num_programs + 1,), -5, dtype=torch.int64)
         sum_sq = torch.full((num_programs + 1,), -5, dtype=torch.float64)
         arguments += [("ptr", num_nonfinite), ("ptr", sum_sq)] if epilogue else [("ptr", None), ("ptr", None)]
@@ -258,13 +262,13 @@ class OnCpu:
         tables = [("ptr", starts), ("ptr", offsets), ("ptr", first), *counts]
         return [*tables, ("i32", len(offsets)), ("i64", int(starts[-1]))]
 
-    def _parts(self, chunk, parts, scale):
+    def _parts(self, chunk, parts):
         part, num_parts = self.layout.part, self.layout.num_parts
         piece = parts[self.layout.part_offset :]
         sections = [("ptr", piece[begin:]) for begin in (0, part.scale_offset, part.code_offset)]
         numels = part.lossy_numel, part.exact_numel
         shape = [("i64", n) for n in (self.layout.part_stride, *numels, chunk * num_parts)]
-        return [*sections, *shape, ("i32", num_parts), ("f32", scale)]
+        return [*sections, *shape, ("i32", num_parts)]
 
     def _launch(self, symbol, num_programs, arguments):
         types = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}

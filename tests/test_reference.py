@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fusedcomm import reference
 from fusedcomm.native import _C
 
+pytestmark = pytest.mark.one_process
+
 BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
 # Explicit mantissa bits, the exponent of the least normal number, the greatest finite number.
@@ -475,6 +477,8 @@ def test_predivide_keeps_fp16_from_overflowing():
 
 
 def test_other_sums_have_no_reference():
+    with pytest.raises(ValueError, match="sum='one-shot' has one level"):
+        reference.all_reduce_mean([torch.ones(1)] * 4, "bf16", sum="one-shot", ranks_per_host=2)
     with pytest.raises(ValueError, match="sum='direct' has no reference"):
         reference.all_reduce_mean([torch.ones(1)], "bf16", sum="direct")
     with pytest.raises(ValueError, match="wire='int2' is not possible"):

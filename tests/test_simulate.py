@@ -32,9 +32,9 @@ def gradients(world_size, shape, dtype=torch.float32):
     return result
 
 
-def expected(grads, wire, rotate, exempt_mask=None, block=None):
+def expected(grads, wire, rotate, exempt_mask=None, block=None, sum="two-shot"):
     block = block or _C.default_block_numel(wire)
-    return reference.all_reduce_mean(grads, wire, block=block, rotated=rotate, exempt_mask=exempt_mask)
+    return reference.all_reduce_mean(grads, wire, sum, block=block, rotated=rotate, exempt_mask=exempt_mask)
 
 
 # ---- the bits of the reference
@@ -51,6 +51,16 @@ def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
                 mean = fusedcomm.simulate(grads, wire, sum="two-shot", rotate=rotate, exempt_mask=exempt)
                 assert mean.dtype == dtype
                 assert torch.equal(mean, expected(grads, wire, rotate, exempt)), (world_size, numel, exempt is mask)
+
+
+@pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
+def test_one_shot_gives_the_bits_of_the_reference(wire, rotate):
+    for world_size in (1, 2, 5):
+        grads = gradients(world_size, (5003,))
+        mask = torch.rand(5003, generator=torch.Generator().manual_seed(9)) < 0.3
+        for exempt in (None, mask):
+            mean = fusedcomm.simulate(grads, wire, sum="one-shot", rotate=rotate, exempt_mask=exempt)
+            assert torch.equal(mean, expected(grads, wire, rotate, exempt, sum="one-shot")), world_size
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
@@ -124,8 +134,9 @@ def test_auto_decides_as_the_engine():
     small, large = gradients(3, (1000,)), gradients(3, (5000,))
     assert torch.equal(fusedcomm.simulate(small, "int8"), fusedcomm.simulate(small, "fp32"))
     assert torch.equal(fusedcomm.simulate(large, "int8"), fusedcomm.simulate(large, "int8", sum="two-shot"))
-    direct = fusedcomm.simulate(large[:2], "bf16", sum="direct")
-    assert torch.equal(fusedcomm.simulate(large[:2], "bf16"), direct)
+    of_two = fusedcomm.simulate(large[:2], "bf16", sum="one-shot")
+    assert torch.equal(fusedcomm.simulate(large[:2], "bf16"), of_two)
+    assert not torch.equal(fusedcomm.simulate(large[:2], "bf16", sum="two-shot"), of_two)
     everything = torch.ones(5000, dtype=torch.bool)
     assert torch.equal(fusedcomm.simulate(large, "int8", exempt_mask=everything), fusedcomm.simulate(large, "fp32"))
 

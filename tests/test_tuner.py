@@ -36,7 +36,7 @@ def options(**kwargs):
 
 
 def running(space, candidate):
-    """On two ranks with a link of 2 Gbit/s: chunks of 2 MiB, 4 under way, for an all-reduce in bf16."""
+    """On two ranks with a link of 2 Gbit/s: chunks of 256 KiB, 16 under way."""
     return space.config(candidate).resolved(2, "cpu", 4e-9)
 
 
@@ -76,12 +76,13 @@ def test_wires_are_tried_from_the_most_exact_on():
 def test_only_sums_and_chunks_that_are_left_open_are_tried():
     space = Space(("bf16",), options())
     assert space.sums(BF16, {"two-shot"}, False) == [Candidate("bf16", "direct")]
-    assert space.sums(BF16, {"direct"}, False) == [Candidate("bf16", "two-shot")]
+    assert space.sums(BF16, {"one-shot"}, False) == [Candidate("bf16", "direct")]
+    assert Space(("fp32",), options()).sums(Candidate("fp32"), {"exact"}, False) == [Candidate("fp32", "two-shot")]
     assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}, False) == []
     assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}, False) == []
     smaller, larger = space.chunks(BF16, running(space, BF16), 10)
-    assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (1 << 20, 8)
-    assert (larger.chunk_nbytes, larger.chunks_in_flight) == (8 << 20, 2)
+    assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (128 << 10, 32)
+    assert (larger.chunk_nbytes, larger.chunks_in_flight) == (1 << 20, 8)
     assert space.chunks(BF16, running(space, BF16), 1) == []
     of_size = Candidate("bf16", chunk_nbytes=8192)
     assert space.chunks(of_size, running(space, of_size), 10) == []
@@ -107,7 +108,7 @@ def test_chunks_in_flight_of_the_users_stay():
     space = Space(("bf16",), options(chunks_in_flight=3))
     (best,) = space.first
     smaller, larger = space.chunks(best, running(space, best), 10)
-    assert (smaller.chunk_nbytes, larger.chunk_nbytes) == (1 << 20, 8 << 20)
+    assert (smaller.chunk_nbytes, larger.chunk_nbytes) == (128 << 10, 1 << 20)
     assert smaller.chunks_in_flight == larger.chunks_in_flight == 3
     assert space.allows(best) and space.allows(smaller)
     assert not space.allows(BF16) and not space.allows(dataclasses.replace(smaller, chunks_in_flight=4))

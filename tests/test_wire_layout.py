@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from fusedcomm.native import _C
 
+pytestmark = pytest.mark.one_process
+
 BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
 CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
@@ -30,7 +32,7 @@ def grain_numel(layout):
 
 
 def test_constants():
-    assert _C.WIRE_LAYOUT_VERSION == 2
+    assert _C.WIRE_LAYOUT_VERSION == 3
     assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
     assert _C.ALIGN_NBYTES == 16
     assert _C.ROTATION_NUMEL == 32

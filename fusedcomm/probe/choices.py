@@ -78,8 +78,7 @@ def options(workload: Workload, cluster: Cluster, wires: Sequence[str], caps_mb:
     for wire in wires:
         ways.append((wire, "auto", None))
         if wire in ("bf16", "fp16"):
-            # "auto" takes the other one.
-            ways.append((wire, "two-shot" if cluster.world_size <= 2 else "direct", None))
+            ways.append((wire, "direct", None))
         if wire != "fp32" and cluster.two_levels is not None:
             ways.append((wire, "auto", AUTO))
     return [predict_option(workload, cluster, wire, sum, cap, hosts) for cap in caps_mb for wire, sum, hosts in ways]

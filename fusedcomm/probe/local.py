@@ -68,7 +68,7 @@ def measure_local(
             points[wire] = _stages(team, codec, buckets, wire, s_per_byte, 0.9 * budget_s / (len(wires) + 1))
         else:
             points[wire] = stage_points(team, wire)
-        codecs[wire] = Codec(**{stage: theil_sen(points[wire][stage]) for stage in ("pack", "reduce", "unpack")})
+        codecs[wire] = Codec(**{stage: theil_sen(of_stage) for stage, of_stage in points[wire].items()})
     seconds = time.perf_counter() - began
     what = f"{codec.isa} × {codec.num_threads} thread(s)" if on_cpu else "on the GPU"
     return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what, seconds)
@@ -85,18 +85,19 @@ def _stages(
     """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
     if wire == "fp32":
         return _exact(team, codec, buckets[0], budget_s)
-    points: dict[str, list[Point]] = {"pack": [], "reduce": [], "unpack": []}
-    default = Config(wire=wire, sum="two-shot").resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
+    points: dict[str, list[Point]] = {"pack": [], "unpack": []}
+    default = Config(wire=wire).resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
     for parts in CHUNK_PARTS:
-        config = Config(wire=wire, sum="two-shot", exempt=(), chunk_nbytes=max(default // parts, 4096))
+        config = Config(wire=wire, exempt=(), chunk_nbytes=max(default // parts, 4096))
         plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
-        layout = plan.layout
-        slots = [torch.zeros(layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
+        layout, num_messages = plan.layout, plan.num_messages
+        slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
         sums = torch.zeros(layout.part_stride * team.world_size, dtype=torch.uint8)
         for chunk, slot in enumerate(slots):
-            codec.pack(layout, chunk % layout.num_chunks, [gradient], [], 1.0, slot)
+            for message in slot.chunk(num_messages):
+                codec.pack(layout, chunk % layout.num_chunks, [gradient], [], 1.0, message)
 
         def each(stage: Callable, layout=layout, slots=slots) -> Callable[[], None]:
             def run() -> None:
@@ -107,20 +108,24 @@ def _stages(
             return run
 
         def pack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
-            codec.pack(layout, chunk, [bucket], [], 1.0, slot)
+            codec.pack(layout, chunk, [bucket], [], 1.0, slot[: layout.chunk_nbytes])
 
         def reduce(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, sums=sums) -> None:
             # The copies are what an all-gather over gloo sends.
             codec.reduce(layout, slot, 1 / team.world_size, sums, team.world_size)
 
         def unpack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
-            codec.unpack(layout, chunk, slot, 1.0, [bucket], [])
+            codec.unpack(layout, chunk, slot[: layout.chunk_nbytes], 1.0, [bucket], [])
+
+        def sum(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, number=num_messages) -> None:
+            codec.unpack(layout, chunk, slot, 1.0, [bucket], [], number)
 
         numel = gradient.numel() / layout.num_chunks
-        for name, stage in (("pack", pack), ("reduce", reduce), ("unpack", unpack)):
-            seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(points))
-            points[name].append((numel, seconds / layout.num_chunks))
-    return points
+        stages = {"pack": pack, "unpack": unpack} | ({"reduce": reduce} if plan.sum == "two-shot" else {"sum": sum})
+        for name, stage in stages.items():
+            seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(stages))
+            points.setdefault(name, []).append((numel, seconds / layout.num_chunks))
+    return {"reduce": [(1, 0.0)], **points}
 
 
 def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: float) -> dict[str, list[Point]]:

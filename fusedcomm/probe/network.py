@@ -132,12 +132,14 @@ class _Bench:
     def __init__(self, team: Team, hosts: Hosts | None) -> None:
         self.team, self.hosts = team, hosts
         backend, on_cpu = team.group._get_backend(team.device), team.device.type == "cpu"
-        # A chunk's two collectives are on a channel each.
+        # A chunk's two collectives are on a channel each; in a one-shot it has one.
+        self._one_shot = Config().is_one_shot(team.world_size)
         self._channels = {"all_reduce": [backend], "direct": [backend], "exchange": [backend]}
         store = groups.private_store(team.group)
         if on_cpu:
             own = groups.make_channels(team.group, team.device, store)
-            self._channels |= {"direct": [own.scatter], "exchange": [own.scatter, own.gather]}
+            exchange = [own.scatter] if self._one_shot else [own.scatter, own.gather]
+            self._channels |= {"direct": [own.scatter], "exchange": exchange}
         if hosts is not None:
             of_hosts = groups.make_host_channels(team.group, team.device, store, hosts)
             self._channels[BETWEEN] = [of_hosts.cross_scatter, of_hosts.cross_gather]
@@ -171,13 +173,15 @@ class _Bench:
 
     def _chunk(self, kind: str) -> tuple[int, int]:
         """(bytes of a message of the engine's, how many are under way)"""
-        config, per_host = Config(sum="direct") if kind == "direct" else Config(sum="two-shot"), 1
+        config, per_host = Config(sum="direct") if kind == "direct" else Config(), 1
         if kind in (BETWEEN, WITHIN):
             # Within a host the messages of the narrowest wire are the longest.
             config, per_host = Config(wire="bf16" if kind == BETWEEN else "int4", hosts=AUTO), self.hosts.ranks_per_host
         config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte, per_host)
         num_parts = per_host if kind == BETWEEN else 1
-        return config.chunk_nbytes // num_parts, config.chunks_in_flight
+        # The message of an all-to-all has a part that stays, as long as what a one-shot's chunk sends to another rank.
+        num_messages = self.team.world_size if kind == "exchange" and self._one_shot else 1
+        return num_messages * config.chunk_nbytes // num_parts, config.chunks_in_flight
 
     def _sample(self, kind: str, nbytes: int, num_messages: int, in_flight: int, rounds: int) -> Sample:
         channels, device = self._channels[kind], self.team.device

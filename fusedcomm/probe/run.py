@@ -177,7 +177,7 @@ def hosts_of(team: Team) -> tuple[Hosts | None, str]:
 
 def describe(team: Team, local: MeasuredLocal, network: MeasuredNetwork, uneven: str) -> dict:
     """What the figures depend on."""
-    config = Config(sum="two-shot").resolved(team.world_size, team.device.type, network.s_per_byte)
+    config = Config().resolved(team.world_size, team.device.type, network.s_per_byte)
     return {
         "fusedcomm": fusedcomm.__version__,
         "torch": torch.__version__,

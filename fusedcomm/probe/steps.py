@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Cost, Network, TwoLevels
 from fusedcomm.handle import attach
 from fusedcomm.probe.choices import OFF, predict_option
@@ -25,7 +26,7 @@ CPU_ROUNDS, CPU_STEPS = 4, 2
 CPU_CHOICES = {
     "all_reduce": ((OFF, "auto"),),
     "direct": (("bf16", "direct"),),
-    "exchange": (("bf16", "two-shot"), ("int8", "two-shot"), ("int4", "two-shot")),
+    "exchange": (("bf16", "auto"), ("int8", "auto"), ("int4", "auto")),
 }
 """(wire, sum) that tell the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what
 elements take."""
@@ -117,7 +118,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     measured = []
     for (kind, wire, sum), (cpu, _) in zip(choices, found, strict=True):
         sent_nbytes = predict_option(workload, cluster, wire, sum, 25).prediction.sent_nbytes
-        known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, wire, numel)
+        known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, wire, sum, numel)
         measured.append(CpuOfSteps(kind, sent_nbytes / cluster.ranks_per_host, cpu / use - known_s))
     return attributed(cluster, numel, measured)
 
@@ -174,11 +175,11 @@ class _Steps:
         return statistics.median(self._cpu_s), statistics.median(self._wall_s)
 
 
-def _codec_s(cluster: Cluster, wire: str, numel: int) -> float:
+def _codec_s(cluster: Cluster, wire: str, sum: str, numel: int) -> float:
     if wire == OFF:
         return 0.0
-    codec = cluster.codecs[wire]
-    return codec.pack(numel) + codec.reduce(numel) + codec.unpack(numel)
+    sum = Config(wire=wire, sum=sum).sum_of_large_buckets(cluster.world_size)
+    return cluster.codecs[wire].whole_s(sum, numel, cluster.world_size)
 
 
 def _numel_for(cluster: Cluster, budget_s: float) -> int:

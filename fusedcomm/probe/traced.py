@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedcomm.config import Config
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.handle import attach
 from fusedcomm.probe.fit import Point
@@ -15,6 +16,7 @@ from fusedcomm.probe.workload import synthetic
 
 BUCKET_NUMELS = (DEFAULT_CAP_NBYTES // 32, DEFAULT_CAP_NBYTES // 8, DEFAULT_CAP_NBYTES // 4)
 STAGES = ("pack", "reduce", "unpack")
+"""In a one-shot there is no reduce, and unpack sums."""
 WARMUP_STEPS, STEPS = 3, 5
 ONE_BUCKET_MB = 1 << 20
 
@@ -25,8 +27,7 @@ def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
     for numel in BUCKET_NUMELS:
         model, step, _ = synthetic(numel, 0.0, team.device)
         ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB)
-        sum = {} if wire == "fp32" else {"sum": "two-shot", "exempt": ()}
-        handle = attach(ddp, wire=wire, quiet=True, **sum)
+        handle = attach(ddp, wire=wire, exempt=(), quiet=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace-{rank}.json"
             for _ in range(WARMUP_STEPS):
@@ -43,4 +44,6 @@ def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
             seconds = [event["dur"] / 1e6 for event in found if event["args"]["stage"] == stage]
             (slowest_s,) = team.slowest([statistics.median(seconds) if seconds else 0.0])
             points[stage].append((numel / num_chunks, slowest_s))
+    if Config(wire=wire).sum_of_large_buckets(team.world_size) == "one-shot":
+        points["sum"] = points["unpack"]
     return points

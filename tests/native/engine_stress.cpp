@@ -25,7 +25,9 @@ class Network {
     Lane::Completion done;
   };
 
-  void arrive(Channel channel, const Group& group, int64_t sequence, Arrival arrival, bool sum_floats) {
+  using Move = void (*)(const std::vector<Part>&);
+
+  void arrive(Channel channel, const Group& group, int64_t sequence, Arrival arrival, Move move) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (sequence == fail_at) down_ = true;
     const Key key{static_cast<int>(channel), group.id, sequence};
@@ -49,11 +51,11 @@ class Network {
     }
     if (!std::all_of(meeting.begin(), meeting.end(), [](const Arrival& a) { return bool(a.done); })) return;
     const auto delay = std::chrono::microseconds(random_() % 200);
-    threads_.emplace_back([parts = std::move(meeting), sum_floats, delay] {
+    threads_.emplace_back([parts = std::move(meeting), move, delay] {
       std::this_thread::sleep_for(delay);
       std::vector<Part> bytes;
       for (const Arrival& part : parts) bytes.push_back({part.send.data, part.receive.data, part.send.nbytes});
-      sum_floats ? add_all_reduce(bytes) : move_all_to_all(bytes);
+      move(bytes);
       for (const Arrival& part : parts) part.done(nullptr);
     });
     meetings_.erase(key);
@@ -83,15 +85,21 @@ class ThreadTransport : public Transport {
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     network_->arrive(channel, group(channel), next(channel), {std::move(send), std::move(receive), std::move(done)},
-                     false);
+                     move_all_to_all);
   }
   int64_t gather_copies(Channel channel) const override { return group(channel).size; }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     all_to_all(channel, std::move(send), std::move(receive), std::move(done));
   }
+  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override {
+    const Group& of = group(channel);
+    const int64_t nbytes = all.nbytes / of.size;
+    const WireSpan own{all.data + of.index * nbytes, nbytes, all.owner};
+    network_->arrive(channel, of, next(channel), {own, std::move(all), std::move(done)}, move_all_gather);
+  }
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
     REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
-    network_->arrive(channel, group(channel), next(channel), {std::move(data), {}, std::move(done)}, true);
+    network_->arrive(channel, group(channel), next(channel), {std::move(data), {}, std::move(done)}, add_all_reduce);
   }
 
  private:
@@ -213,11 +221,14 @@ int main() {
       play(Scene::kSteady, Wire::kFp32, Sum::kAuto, world_size, num_threads);
       play(Scene::kSteady, Wire::kFp32, Sum::kTwoShot, world_size, num_threads);
       play(Scene::kSteady, Wire::kInt8, Sum::kAuto, world_size, num_threads);
+      play(Scene::kSteady, Wire::kInt8, Sum::kOneShot, world_size, num_threads);
     }
   }
   for (const Wire wire : {Wire::kFp32, Wire::kInt8}) {
     play(Scene::kTransferFails, wire, Sum::kTwoShot, 3, 1);
     play(Scene::kStopped, wire, Sum::kTwoShot, 3, 2);
+    play(Scene::kTransferFails, wire, Sum::kOneShot, 3, 1);
+    play(Scene::kStopped, wire, Sum::kOneShot, 2, 2);
   }
   for (const int64_t num_slots : {1, 2, 3, 5}) {
     play(Scene::kSteady, Wire::kInt8, Sum::kAuto, 4, 1, 2, num_slots);

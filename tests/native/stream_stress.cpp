@@ -99,11 +99,12 @@ class SimDevice : public StreamDevice {
 
   void unpack(const UnpackArgs& args) override {
     std::vector<sim::Access> accesses = chunk_of_bucket(args.layout, args.chunk, args.streams, true);
-    accesses.push_back({args.parts, 0, 0, args.layout.chunk_nbytes(), false});
+    accesses.push_back({args.parts, 0, 0, args.layout.chunk_nbytes() * args.num_messages, false});
     check_stream(2);
     sim::launch(current_stream(), "unpack", accesses,
                 [codec = codec_, layout = args.layout, chunk = args.chunk, parts = args.parts, scale = args.scale,
-                 streams = args.streams] { codec->unpack({layout, chunk, parts, scale, streams}); });
+                 streams = args.streams,
+                 num = args.num_messages] { codec->unpack({layout, chunk, parts, scale, streams, num}); });
   }
 
  private:
@@ -229,6 +230,10 @@ class SimTransport : public Transport {
   }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     enqueue(channel, Kind::kAllGather, "all-gather", send, receive, done);
+  }
+  void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override {
+    const int64_t nbytes = all.nbytes / world_size_;
+    enqueue(channel, Kind::kAllGather, "all-gather", {all.data + rank_ * nbytes, nbytes, all.owner}, all, done);
   }
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
     REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
@@ -490,7 +495,7 @@ void steady() {
   for (int world_size = 1; world_size <= 4; ++world_size) {
     for (const int64_t num_slots : {1, 2, 3}) {
       for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kFp32, Sum::kTwoShot},
-                                      std::pair{Wire::kInt8, Sum::kAuto}}) {
+                                      std::pair{Wire::kInt8, Sum::kTwoShot}, std::pair{Wire::kInt8, Sum::kOneShot}}) {
         Setup setup;
         setup.config = wire_config(wire, sum, num_slots);
         setup.world_size = world_size;
@@ -553,7 +558,7 @@ void host_never_waits() {
 void traced() {
   for (const auto& [wire, sum, ranks_per_host] :
        {std::tuple{Wire::kFp32, Sum::kAuto, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 1},
-        std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
+        std::tuple{Wire::kInt8, Sum::kOneShot, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
     Setup setup;
     setup.config = wire_config(wire, sum, 2, ranks_per_host);
     setup.world_size = ranks_per_host == 1 ? 3 : 4;
@@ -606,7 +611,8 @@ void traced() {
                                      Stage::kReduce, Stage::kAllGather,     Stage::kLocalAllGather, Stage::kUnpack}
             : two_shot
                 ? std::vector<Stage>{Stage::kPack, Stage::kAllToAll, Stage::kReduce, Stage::kAllGather, Stage::kUnpack}
-                : std::vector<Stage>{Stage::kPack, Stage::kAllReduce};
+            : sum == Sum::kOneShot ? std::vector<Stage>{Stage::kPack, Stage::kAllGather, Stage::kUnpack}
+                                   : std::vector<Stage>{Stage::kPack, Stage::kAllReduce};
         REQUIRE(order == expected, "%s chunk %ld has %zu stages", name.c_str(), static_cast<long>(chunk), order.size());
       }
     });
@@ -627,7 +633,7 @@ void failing() {
                         Case{Fail::kPackFaults, true, "simulated fault"}}) {
     for (const auto& [wire, sum, ranks_per_host] :
          {std::tuple{Wire::kFp32, Sum::kAuto, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 1},
-          std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
+          std::tuple{Wire::kInt8, Sum::kOneShot, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
       for (const int64_t fail_at : {0, 3, 13}) {
         Setup setup;
         setup.config = wire_config(wire, sum, 3, ranks_per_host);
