@@ -1,6 +1,7 @@
 """Real ranks for tests: processes that stay alive between tests, joined anew for each call.
 
-Starting Python and importing torch costs seconds; a fresh process group costs milliseconds.
+Starting Python and importing torch costs seconds; a fresh process group costs milliseconds. Ranks that take the place of
+others, which a test has killed, are forked off a server that has imported torch and never used it.
 """
 
 import contextlib
@@ -24,7 +25,11 @@ class RankError(AssertionError):
 ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
-def _serve(pipe, index: int) -> None:
+PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.testing"]
+
+
+def _serve(pipe, index: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # as it is now: the server has what there was when it was started
     # A rank is one core's worth of work; more threads would only make ranks wait for each other.
     os.environ.update(OMP_NUM_THREADS="1", FUSEDCOMM_QUIET="1", NCCL_HOSTID=f"rank {index}", **ONE_GPU)
     import torch
@@ -68,11 +73,12 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes, self.processes = [], []
         for index in range(self.num_ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, index), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, index, dict(os.environ)), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
