@@ -57,12 +57,12 @@ demo: PACKAGES += scikit-learn matplotlib tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
-# First the tests that need one process each, on all cores; then, alone, those that start ranks and measure times. With
-# ARGS either may have none left.
+# First the tests that may run side by side, as many as there are cores; then the others, one by one. With ARGS either may
+# have none left.
 test: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test: build $(KERNELS)
-	$(PY) -m pytest --one-process -n auto --maxprocesses 4 $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
-	$(PY) -m pytest --several-processes $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	$(PY) -m pytest --side-by-side -n auto --maxprocesses 4 --dist loadgroup $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
 bench: PACKAGES += scikit-learn matplotlib tqdm
 bench: build

@@ -88,6 +88,7 @@ def speed_up_table(results: Sequence[Result]) -> str:
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
     ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
     lines = [_line("", [result.title for result in results]), "|---" * (len(results) + 1) + "|"]
+    lines.append(_line("processor", [result.env["cpu"] for result in results]))
     lines.append(_line("parameters", [f"{_numel(result) / 1e6:.0f} M" for result in results]))
     lines.append(_line("communication, of the default's step", _shares(results)))
     lines.append(_line("compute alone, ms", [f"{result.compute_s * 1e3:.0f}" for result in results]))

@@ -75,6 +75,10 @@ def ways_by_name() -> dict[str, Way]:
     ]
     for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
         ways.append(Way(f"fusedcomm {wire}", _ours(wire), TOLERANCES[wire]))
+    # What sum="auto" takes of more than two ranks, and could of two.
+    ways.append(Way("fusedcomm bf16 direct", _ours("bf16", sum="direct"), TOLERANCES["bf16"]))
+    for wire in ("int8", "int4"):
+        ways.append(Way(f"fusedcomm {wire} two-shot", _ours(wire, sum="two-shot"), TOLERANCES[wire]))
     # What they choose from has exact wires, too.
     ways.append(Way("fusedcomm auto", _ours("auto"), TOLERANCES["bf16"]))
     ways.append(Way("fusedcomm auto int8", _ours("auto", wires=("fp32", "bf16", "int8")), TOLERANCES["int8"]))

@@ -153,11 +153,12 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
         "fusedcomm fp16 two-shot": ours("fp16", "two-shot"),
         "fusedcomm bf16 two-shot": ours("bf16", "two-shot"),
         "fusedcomm int8 two-shot": ours("int8", "two-shot"),
+        "fusedcomm int8": ours("int8"),
         "fusedcomm.comm_hook fp16": state,
     }
     only = {
         "cpu": {"fusedcomm bf16", "fusedcomm fp16", "fusedcomm fp16 two-shot", "fusedcomm.comm_hook fp16"},
-        "cuda": {"python bf16_compress_hook", "fusedcomm bf16 direct", "fusedcomm bf16 two-shot"},
+        "cuda": {"python bf16_compress_hook", "fusedcomm bf16 two-shot"},
     }
     elsewhere = only["cuda" if device == "cpu" else "cpu"]
     scales = {"ddp default": world_size}

@@ -13,18 +13,18 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
-    group.addoption("--one-process", action="store_true", help="only tests beside which others may run: with -n auto")
-    group.addoption("--several-processes", action="store_true", help="only the other tests")
+    group.addoption("--side-by-side", action="store_true", help="only tests beside which others may run (for -n)")
+    group.addoption("--alone", action="store_true", help="only the others, marked alone")
 
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what the options above do."""
-    wanted = {True: config.getoption("--one-process"), False: config.getoption("--several-processes")}
+    wanted = {True: config.getoption("--alone"), False: config.getoption("--side-by-side")}
     if not any(wanted.values()):
         return
     selected = {True: [], False: []}
     for item in items:
-        selected[wanted[item.get_closest_marker("one_process") is not None]].append(item)
+        selected[wanted[item.get_closest_marker("alone") is not None]].append(item)
     items[:] = selected[True]
     config.hook.pytest_deselected(items=selected[False])
 

@@ -1,7 +1,7 @@
 """Real ranks for tests: processes that stay alive between tests, joined anew for each call.
 
-Starting Python and importing torch costs seconds; a fresh process group costs milliseconds. Ranks that take the place of
-others, which a test has killed, are forked off a server that has imported torch and never used it.
+Starting Python and importing torch costs seconds; a fresh process group costs milliseconds. Ranks are forked off a
+server that has imported torch and never used it, so that those a test has killed are soon replaced.
 """
 
 import contextlib

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
+pytestmark = pytest.mark.alone
+
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 

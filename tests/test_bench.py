@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.alone
+
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 

@@ -10,6 +10,8 @@ import pytest
 import fusedcomm
 from fusedcomm.cli import main
 
+pytestmark = pytest.mark.alone
+
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from fusedcomm import reference
 from fusedcomm.native import _C
 
-pytestmark = pytest.mark.one_process
-
 BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -49,6 +49,8 @@ def test_ranks_have_chunks_of_one_size(ranks):
 TIME_LINK = """
 import torch, torch.distributed as dist
 from fusedcomm import groups
+
+pytestmark = pytest.mark.alone
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = groups.make_channels(group, cpu, groups.private_store(group))

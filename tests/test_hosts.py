@@ -24,6 +24,8 @@ import ddp_step  # noqa: E402
 import hosts  # noqa: E402
 from _namespaces import NetworkError  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 PROBLEM = _namespaces.problem()
 makes_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 

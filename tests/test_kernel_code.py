@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# What is compiled for all of them is compiled once.
+pytestmark = pytest.mark.xdist_group("kernel_code")
+
 if __name__ != "__main__":
     pytest.importorskip("triton")
 

@@ -29,7 +29,7 @@ from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
 from fusedcomm.kernels.unpack import unpack  # noqa: E402
 
 # numpy, under the interpreter, remarks on every Inf and NaN.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.one_process]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 BLOCKS = WIRES[3:]

@@ -48,6 +48,8 @@ from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.traced import stage_points
 from fusedcomm.probe.workload import Synthetic, checked, load, work
 
+pytestmark = pytest.mark.alone
+
 TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
 
 # ---- fits

@@ -17,7 +17,8 @@ import torch
 from fusedcomm import reference
 from fusedcomm.native import _C
 
-pytestmark = pytest.mark.one_process
+# What is compiled for all of them is compiled once.
+pytestmark = pytest.mark.xdist_group("ragged_cuda")
 
 ROOT = Path(__file__).parents[1]
 WIRES = ("fp32", "bf16", "fp16", "int8")

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# What is compiled for all of them is compiled once.
+pytestmark = pytest.mark.xdist_group("streams")
+
 ROOT = Path(__file__).parent.parent
 SOURCES = [
     "tests/native/stream_stress.cpp",

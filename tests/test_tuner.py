@@ -23,6 +23,8 @@ from fusedcomm.autotune import OFF, Candidate, Search, Trial, Tuning
 from fusedcomm.native import _C
 from fusedcomm.tuner import Space
 
+pytestmark = pytest.mark.alone
+
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
 NUMEL = 20000
 """So few that a wire is used with sum="two-shot" only: small buckets are summed exactly otherwise."""

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from fusedcomm.native import _C
 
-pytestmark = pytest.mark.one_process
-
 BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
 CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
