@@ -10,6 +10,9 @@ if not torch.cuda.is_available():
     # Triton asks when a kernel is defined: without a GPU it is interpreted, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # there is a worker for each core; threads of several would wait for each other
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")

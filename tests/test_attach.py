@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
-pytestmark = pytest.mark.alone
-
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 

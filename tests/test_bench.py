@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.alone
-
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 

@@ -10,8 +10,6 @@ import pytest
 import fusedcomm
 from fusedcomm.cli import main
 
-pytestmark = pytest.mark.alone
-
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(

@@ -76,8 +76,7 @@ def test_two_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_siz
         assert torch.equal(seen, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("numel", [1, 129, 300007])
+@pytest.mark.parametrize(("world_size", "numel"), [(1, 5003), (2, 129), (2, 300007), (3, 5003)])
 @pytest.mark.parametrize(
     ("wire", "rotate"),
     [*[(wire, False) for wire in CODEC_WIRES], ("int8", True), ("int4", True)],

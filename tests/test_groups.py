@@ -15,6 +15,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))  # for go
 import _namespaces  # noqa: E402
 import hosts  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 PROBLEM = _namespaces.problem()
 
 
@@ -49,8 +51,6 @@ def test_ranks_have_chunks_of_one_size(ranks):
 TIME_LINK = """
 import torch, torch.distributed as dist
 from fusedcomm import groups
-
-pytestmark = pytest.mark.alone
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = groups.make_channels(group, cpu, groups.private_store(group))

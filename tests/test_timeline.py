@@ -13,8 +13,6 @@ import fusedcomm
 from fusedcomm import timeline, trace
 from fusedcomm.cli import main
 
-pytestmark = pytest.mark.alone
-
 SHAPES = ((300, 50), (20, 30), (4000,))
 
 

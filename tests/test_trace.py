@@ -2,15 +2,12 @@
 
 import json
 
-import pytest
 import torch
 from models import Gradients, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import trace
-
-pytestmark = pytest.mark.alone
 
 SHAPES = ((300, 50), (20, 30), (4000,))
 
