@@ -306,7 +306,7 @@ class Config:
         return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels).sum
 
     def _in_any_chunks(self) -> "Config":
-        """For questions to which they do not matter; those that are left open are only asked for."""
+        """With sizes of chunks, whatever they are: for questions that choosing them asks, too."""
         return dataclasses.replace(self, chunk_nbytes=MAX_DEFAULT_CHUNK_NBYTES, chunks_in_flight=1)
 
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
