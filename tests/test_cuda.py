@@ -61,7 +61,7 @@ CASES += [(name, 2, dtype) for name in WIDELY for dtype in (torch.bfloat16, torc
 
 @pytest.mark.parametrize(("name", "world_size", "dtype"), CASES, ids=str)
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, name, world_size, dtype):
-    in_wire_order = CONFIGS[name].get("sum") == "two-shot" or (name == "int8" and world_size > 1)
+    in_wire_order = CONFIGS[name].get("sum") in ("two-shot", "one-shot") or (name == "int8" and world_size > 1)
     exact_sum = not in_wire_order and world_size > 2
     for cpu, gpu in ranks.run(both_devices, CONFIGS[name], dtype, exact_sum, world_size=world_size, backend=BACKEND):
         assert torch.equal(cpu[0], gpu[0])
@@ -261,6 +261,7 @@ def delayed(rank, world_size, wire, attach, num_steps):
         ("fp32", {}),
         ("bf16", {"sum": "direct"}),
         ("bf16", {"sum": "two-shot", "chunk_nbytes": 65536, "chunks_in_flight": 2}),
+        ("bf16", {"sum": "one-shot", "chunk_nbytes": 65536, "chunks_in_flight": 2}),
     ],
     ids=str,
 )
