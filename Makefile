@@ -61,7 +61,7 @@ demo: build
 # have none left.
 test: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test: build $(KERNELS)
-	$(PY) -m pytest --side-by-side -n auto --maxprocesses 4 --dist loadgroup $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	$(PY) -m pytest --side-by-side -n auto --maxprocesses 4 --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
 bench: PACKAGES += scikit-learn matplotlib tqdm

@@ -157,7 +157,7 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
         "fusedcomm.comm_hook fp16": state,
     }
     only = {
-        "cpu": {"fusedcomm bf16", "fusedcomm fp16", "fusedcomm fp16 two-shot", "fusedcomm.comm_hook fp16"},
+        "cpu": {"fusedcomm fp16", "fusedcomm fp16 two-shot", "fusedcomm.comm_hook fp16"},
         "cuda": {"python bf16_compress_hook", "fusedcomm bf16 two-shot"},
     }
     elsewhere = only["cuda" if device == "cpu" else "cpu"]

@@ -2,6 +2,7 @@
 
     pack       fp32 gradients → wire bytes: one flat bucket, and ragged ones, whose exempt tensors travel as fp32
     unpack     wire bytes → fp32 gradients
+    sum        two ranks' wire bytes → fp32 gradients
     reduce     4 ranks' encodings of a quarter of the bucket → the encoded mean
     scale      fp32 gradients in place, as the exact wire has it
     programs   flat bf16 by the number of programs (one saturates an SM): what a limit on the SMs costs
@@ -232,6 +233,34 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
     return case
 
 
+def sum_case(context: Context, wire: str, numel: int) -> Case:
+    """Unpack in a one-shot sum of two ranks."""
+    from fusedcomm.kernels import bucket, unpack
+
+    shape, scale, num_messages = flat_shape(numel), 0.5, 2
+    layout = shape.layout(wire)
+    traffic_bytes = numel * 4 + layout.chunk_nbytes * num_messages
+    num_sets = context.device.num_sets(traffic_bytes)
+    encoded = [pack_on_cpu(context, shape, wire, context.gradients(numel, r), 1.0) for r in range(num_messages)]
+    # The ranks in another order in every other set.
+    messages = [torch.cat(encoded[:: 1 - 2 * (i % 2)]).to(context.device.name) for i in range(num_sets)]
+    grads = [context.poisoned(numel) for _ in messages]
+    buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
+    case = Case(f"sum/{wire}/2 ranks", numel, traffic_bytes, num_sets, {}, {})
+
+    def expected() -> torch.Tensor:
+        out = torch.full((numel,), torch.nan)
+        context.codec.unpack(layout, 0, torch.cat(encoded), scale, [out], [], num_messages)
+        return out
+
+    case.impls["fusedcomm"] = lambda i: unpack.unpack(
+        buckets[i], 0, messages[i], scale, context.device.num_sms, num_messages=num_messages
+    )
+    case.checks["fusedcomm"] = anew(case, "fusedcomm", grads[0], lambda: same_bits(grads[0], expected()))
+    add_copy(context, case)
+    return case
+
+
 def add_foreach(
     case: Case, shape: Shape, wire: str, grads: list[torch.Tensor], packed: list[torch.Tensor], to_wire: bool
 ) -> None:
@@ -394,8 +423,10 @@ def plan(arguments: argparse.Namespace, context: Context, unit: int) -> list[tup
         for mib, wire, op in itertools.product(arguments.mib, arguments.wires, codecs)
     ]
     reduce = [
-        (f"reduce/{wire} {mib} MiB", partial(reduce_case, context, wire, mib * unit))
-        for mib, wire in itertools.product(arguments.mib, arguments.wires)
+        (f"{op}/{wire} {mib} MiB", partial(case, context, wire, mib * unit))
+        for mib, wire, (op, case) in itertools.product(
+            arguments.mib, arguments.wires, (("reduce", reduce_case), ("sum", sum_case))
+        )
     ]
     scale = [(f"scale {mib} MiB", partial(scale_case, context, mib * unit)) for mib in arguments.mib]
     programs = [(f"{op}/bf16/programs", partial(programs_case, context, op, big)) for op in codecs]

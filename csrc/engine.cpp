@@ -128,11 +128,11 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
   stats_.recent_exposed_ms.reserve(kNumRecentSteps);
   stats_.recent_busy_ms.reserve(kNumRecentSteps);
   slot_nbytes_ = workspace_nbytes(config_, transport_->world_size());
-  incoming_nbytes_ = is_one_shot(config_, world_size()) ? world_size() * slot_nbytes_ : slot_nbytes_;
+  one_shot_ = is_one_shot(config_, world_size());
   slots_.resize(static_cast<size_t>(config_.num_slots));
   for (Slot& slot : slots_) {
-    slot.outgoing = device_->allocate(slot_nbytes_);
-    slot.incoming = device_->allocate(incoming_nbytes_);
+    if (!one_shot_) slot.outgoing = device_->allocate(slot_nbytes_);
+    slot.incoming = device_->allocate(one_shot_ ? world_size() * slot_nbytes_ : slot_nbytes_);
   }
   pack_lane_ = device_->make_lane(LaneRole::kPack);
   scatter_lane_ = device_->make_lane(LaneRole::kScatter);
@@ -170,17 +170,30 @@ std::vector<Lane*> Engine::lanes() const {
   return lanes;
 }
 
+void Engine::check_fits_workspaces(const BucketPlan& plan) const {
+  if (plan.in_place || plan.layouts.empty()) return;  // in none of them
+  const int64_t chunk_nbytes = std::max(plan.chunk_nbytes(), plan.host_chunk_nbytes());
+  if (chunk_nbytes > slot_nbytes_) {
+    throw std::length_error("a chunk of " + std::to_string(chunk_nbytes) + " bytes does not fit a workspace of " +
+                            std::to_string(slot_nbytes_));
+  }
+  if ((plan.sum == Sum::kOneShot) != one_shot_) {
+    throw std::length_error("sum='" + sum_name(plan.sum) + "' has other workspaces than this engine, whose sums are " +
+                            (one_shot_ ? "" : "not ") + "one-shot");
+  }
+}
+
 bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
   job->number = board_->hand_over(job->label, job->step, job->is_last, num_chunks_of(job->plan));
   std::exception_ptr error = failure_->get();
-  const int64_t chunk_nbytes = std::max(job->plan.chunk_nbytes(), job->plan.host_chunk_nbytes());
-  if (!error && !job->plan.in_place && chunk_nbytes > slot_nbytes_) {
-    error = failure_->fail(*job, "planning", 0,
-                           std::make_exception_ptr(std::length_error("a chunk of " + std::to_string(chunk_nbytes) +
-                                                                     " bytes does not fit a workspace of " +
-                                                                     std::to_string(slot_nbytes_))));
+  if (!error) {
+    try {
+      check_fits_workspaces(job->plan);
+    } catch (...) {
+      error = failure_->fail(*job, "planning", 0, std::current_exception());
+    }
   }
   if (!error) {
     try {

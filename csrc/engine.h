@@ -146,7 +146,9 @@ class Engine {
   EngineStats stats();
   void start_trace() { tracer_->start(device_->stamp()); }
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
-  int64_t scratch_nbytes() const { return static_cast<int64_t>(slots_.size()) * (slot_nbytes_ + incoming_nbytes_); }
+  int64_t scratch_nbytes() const {
+    return static_cast<int64_t>(slots_.size()) * (one_shot_ ? world_size() : 2) * slot_nbytes_;
+  }
   const std::shared_ptr<Board>& board() const { return board_; }
   // See FailureLatch.
   void explain_failures_with(FailureLatch::Explain explain) { failure_->explain_with(std::move(explain)); }
@@ -160,10 +162,10 @@ class Engine {
   // The workspace of one chunk. Two buffers serve all stages, since each reads from one what the stage before wrote
   // there, and writes to the other, where all is dead.
   struct Slot {
-    std::shared_ptr<std::byte> outgoing;  // packed parts, encoded sums; on two levels every owner's encoded mean
-    std::shared_ptr<std::byte>
-        incoming;   // parts to sum, every owner's encoded mean; in a one-shot every rank's message
-    EventPtr free;  // the last use has ended
+    // Packed parts, encoded sums; on two levels every owner's encoded mean. None where all sums are one-shot.
+    std::shared_ptr<std::byte> outgoing;
+    std::shared_ptr<std::byte> incoming;  // parts to sum, every owner's encoded mean; in a one-shot all messages
+    EventPtr free;                        // the last use has ended
   };
 
   // A chunk on its way, of which so many legs have been ordered. A leg ends with codec work, which the next one's
@@ -179,6 +181,8 @@ class Engine {
     int num_legs = 1;
   };
 
+  // Throws std::length_error.
+  void check_fits_workspaces(const BucketPlan& plan) const;
   // What the calling thread has enqueued comes before; false if the job has been ended with an error.
   bool begin(const std::shared_ptr<BucketJob>& job);
   EventPtr submit_in_place(const std::shared_ptr<BucketJob>& job);
@@ -230,7 +234,8 @@ class Engine {
 
   int64_t submitted_steps_ = 0;
 
-  int64_t slot_nbytes_ = 0, incoming_nbytes_ = 0;
+  int64_t slot_nbytes_ = 0;  // of a chunk
+  bool one_shot_ = false;    // sums of what is packed
   std::vector<Slot> slots_;
   size_t next_slot_ = 0;
 

@@ -44,7 +44,7 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
   if (!rounds && dtype != GradDtype::kFloat32) return of_codes;
   if (!rounds && config.ranks_per_host == 1) return Sum::kExact;
   if (dtype == GradDtype::kFloat32 && numel * grad_nbytes(dtype) <= kSmallBucketNbytes) {
-    *reason = "small: an exact sum costs no more";
+    *reason = "small: an exact sum takes little longer, if at all";
     return Sum::kExact;
   }
   return of_codes;

@@ -76,7 +76,7 @@ struct BucketPlan {
 
 // Buckets of at most this many gradient bytes are summed exactly when the sum is left to us: on them an exact
 // all-reduce takes as long as the two collectives of a two-shot, and 1.3 times as long as the one of a one-shot
-// (bench/hook_overhead.py --ranks 2, buckets of 4 KiB).
+// (bench/hook_overhead.py --ranks 2, buckets of 4 KiB): so little time that what is exact is worth it.
 inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 
 // Throws std::invalid_argument naming the field, its value and what is possible.

@@ -31,10 +31,10 @@ struct Place {
   int64_t part() const { return local_rank * num_hosts + host; }
 };
 
-// The first and the second collective of a two-shot: among all ranks, among those of one host ("local"), and among
-// those that have the same place on their hosts, one on each ("cross"). On each channel its ranks start the same
-// collectives in the same order, from one lane; whether the channels are independent of each other is the transport's
-// matter.
+// The first and the second collective of a sum, of which only a two-shot has a second: among all ranks, among those of
+// one host ("local"), and among those that have the same place on their hosts, one on each ("cross"). On each channel
+// its ranks start the same collectives in the same order, from one lane; whether the channels are independent of each
+// other is the transport's matter.
 enum class Channel : uint8_t { kScatter, kGather, kLocalScatter, kLocalGather, kCrossScatter, kCrossGather };
 inline constexpr int kNumChannels = 6;
 

@@ -46,8 +46,8 @@ MAX_DEFAULT_CHUNK_NBYTES = 8 << 20
 UNDER_WAY_NBYTES = 4 << 20
 MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 4, 16
 
-# On an accelerator a chunk costs three launches and two collectives, so DDP's buckets (25 MiB of gradients) are not
-# cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
+# On an accelerator a chunk costs up to three launches and two collectives, so DDP's buckets (25 MiB of gradients) are
+# not cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
 DEVICE_CHUNK_NBYTES = 16 << 20
 
 
@@ -177,8 +177,8 @@ class Config:
             )
         if self.sum in ("exact", "direct"):
             raise ValueError(
-                f"fallback_error={threshold!r} needs a bucket's wire to be free to change: use sum='auto' or "
-                f"'two-shot' instead of sum='{self.sum}'"
+                f"fallback_error={threshold!r} needs a bucket's wire to be free to change: use sum='auto', "
+                f"'two-shot' or 'one-shot' instead of sum='{self.sum}'"
             )
         self._check_fallback_wire()
 

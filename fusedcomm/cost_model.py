@@ -82,26 +82,36 @@ class TwoLevels:
     """Among the ranks of a host."""
 
 
+# An exact sum is of gradients where they are, which are scaled once.
+STAGES_OF_SUMS = {
+    "exact": ("pack",),
+    "direct": ("pack", "unpack"),
+    "two-shot": ("pack", "reduce", "unpack"),
+    "one-shot": ("pack", "sum"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """The stages of one wire. Units are gradient elements: of the chunk for pack and unpack, and for reduce, which
-    decodes one part of each rank, of all its parts together."""
+    """The stages of one wire; None: not known. Units are gradient elements: of the chunk for pack, unpack and sum, and
+    for reduce, which decodes one part of each rank, of all its parts together."""
 
     pack: Cost
-    reduce: Cost
-    unpack: Cost
+    reduce: Cost | None = None
+    unpack: Cost | None = None
     sum: Cost | None = None
-    """Unpack where all ranks' messages are there; None: it takes as long as unpacking each of them."""
+    """Unpack in a one-shot, where all ranks' messages are there."""
 
-    def summed(self, numel: float, world_size: int) -> float:
-        """Seconds of unpacking chunks of so many elements from all ranks, in a one-shot sum."""
-        return self.unpack(world_size * numel) if self.sum is None else self.sum(numel)
+    def seconds(self, stage: str, numel: float) -> float:
+        """Of one stage. ValueError if it is not known: what was measured are the stages that "auto" has there."""
+        cost: Cost | None = getattr(self, stage)
+        if cost is None:
+            raise ValueError(f"how long the codec's {stage!r} takes is not known: predict a sum that does without it")
+        return cost(numel)
 
-    def whole_s(self, sum: str, numel: float, world_size: int) -> float:
+    def whole_s(self, sum: str, numel: float) -> float:
         """Of all stages of a chunk that is summed so."""
-        if sum == "one-shot":
-            return self.pack(numel) + self.summed(numel, world_size)
-        return self.pack(numel) + self.unpack(numel) + (self.reduce(numel) if sum == "two-shot" else 0.0)
+        return math.fsum(self.seconds(stage, numel) for stage in STAGES_OF_SUMS[sum])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +371,7 @@ class _Simulation:
         return [
             self._codec_stage("pack", codec.pack(numel)),
             *self._all_reduce(plan.layout.chunk_nbytes, "direct"),
-            self._codec_stage("unpack", codec.unpack(numel)),
+            self._codec_stage("unpack", codec.seconds("unpack", numel)),
         ]
 
     def _one_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
@@ -370,7 +380,7 @@ class _Simulation:
         return [
             self._codec_stage("pack", codec.pack(numel)),
             *self._gather(gathered, self.cluster.num_hosts, self.cluster.ranks_per_host),
-            self._codec_stage("unpack", codec.summed(numel, world_size)),
+            self._codec_stage("unpack", codec.seconds("sum", numel)),
         ]
 
     def _two_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
@@ -380,21 +390,21 @@ class _Simulation:
             return [
                 self._codec_stage("pack", codec.pack(numel)),
                 *self._exchange(nbytes, num_hosts, per_host),
-                self._codec_stage("reduce", codec.reduce(numel)),
+                self._codec_stage("reduce", codec.seconds("reduce", numel)),
                 *self._gather(nbytes, num_hosts, per_host),
-                self._codec_stage("unpack", codec.unpack(numel)),
+                self._codec_stage("unpack", codec.seconds("unpack", numel)),
             ]
         host_layout = plan.host_layouts[0]
         local, between = self.cluster.codec(host_layout.wire), nbytes / per_host
         return [
             self._codec_stage("pack", local.pack(numel)),
             *self._exchange(host_layout.chunk_nbytes, 1, per_host),
-            self._codec_stage("local reduce", local.reduce(numel)),
+            self._codec_stage("local reduce", local.seconds("reduce", numel)),
             *self._exchange(between, num_hosts, 1),
-            self._codec_stage("reduce", codec.reduce(numel / per_host)),
+            self._codec_stage("reduce", codec.seconds("reduce", numel / per_host)),
             *self._gather(between, num_hosts, 1),
             *self._gather(nbytes, 1, per_host),
-            self._codec_stage("unpack", codec.unpack(numel)),
+            self._codec_stage("unpack", codec.seconds("unpack", numel)),
         ]
 
     def _levels(self, num_hosts: int, per_host: int) -> dict[str, Network]:

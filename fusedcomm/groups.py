@@ -28,7 +28,8 @@ MIN_S_PER_BYTE = 1e-11
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Backends of our own, one for each collective of a two-shot, and a store that only this attachment uses."""
+    """Backends of our own, for a sum's first collective and a two-shot's second, and a store that only this attachment
+    uses."""
 
     scatter: dist.Backend
     gather: dist.Backend

@@ -81,18 +81,18 @@ def attach(
             Nearest has half the worst error; stochastic does not lose what is small in the same direction every time.
         seed: of the chance: the same seed, step and buckets give the same bits, on any device.
         error_feedback: True: what encoders leave out of a step is added to the next one, so that rounding delays
-            gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and as much again
-            divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of that. They
-            stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs a two-shot or
-            one-shot sum, which "auto" takes for all but small buckets. With hosts a rank keeps those of the elements it
-            sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
+            gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and by two-shot as
+            much again divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of
+            that. They stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs a
+            two-shot or one-shot sum, which "auto" takes for all but small buckets. With hosts a rank keeps those of
+            what it sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": a power of two near √world_size for direct, else 1.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
             on cuda; on cpu what takes 2 ms on the link, which is timed at attach (8 ms for sum="direct" of two ranks):
             32 KiB to 1 MiB for each rank, at most 8 MiB in all. A bucket summed exactly in its own memory is not cut.
         chunks_in_flight: chunks under way at once, 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
-            Scratch is about 2 · chunk_nbytes · chunks_in_flight, by one-shot (1 + world_size) times it.
+            Scratch is about 2 · chunk_nbytes · chunks_in_flight, by one-shot world_size times it.
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
         isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
         sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.

@@ -168,12 +168,13 @@ class Hardware:
 
     def _codec(self, wire: str) -> Codec:
         """By the bytes that have to be read and written; w of a wire for each element of fp32 gradients:
-        pack 4 + w, reduce w read (and its p-th part written), unpack w + 4."""
+        pack 4 + w, reduce w read (and its p-th part written), unpack w + 4, or p·w + 4 where it sums."""
         rate = 1e9 * self.memory_gbytes_per_s * self.codec_share
         w = nbytes_per_element(wire)
         kernel = self.kernel_us * 1e-6
         pack = Cost(kernel, 8 / rate) if wire == "fp32" else Cost(kernel, (4 + w) / rate)
-        return Codec(pack=pack, reduce=Cost(kernel, w / rate), unpack=Cost(kernel, (w + 4) / rate))
+        reduce, unpack = Cost(kernel, w / rate), Cost(kernel, (w + 4) / rate)
+        return Codec(pack, reduce, unpack, sum=Cost(kernel, (self.ranks * w + 4) / rate))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,7 +153,7 @@ class Session:
         return self._connect_hosts()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
-        if self.device.type == "cpu" or _kernels_of(self.config) == _kernels_of(beside.config):
+        if self.device.type == "cpu" or self._kernels_of(self.config) == self._kernels_of(beside.config):
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
             path = self._path(announce and self.rank == 0)
@@ -409,16 +409,17 @@ class Session:
         """A collective call, between backward passes."""
         return self.hook.max_over_ranks(value)
 
+    def _kernels_of(self, config: Config) -> dict:
+        """What of a configuration an accelerator's kernels depend on, at most."""
+        fields = dataclasses.asdict(config)
+        for name in ("sum", "chunk_nbytes", "chunks_in_flight"):
+            del fields[name]
+        return {**fields, "one_shot": config.is_one_shot(self.world_size)}
+
     def stop(self, reason: str) -> None:
         """Ends the engine; buckets under way fail with `reason`. Idempotent."""
         self.hook.stop(reason)
         _running.discard(self)
-
-
-def _kernels_of(cfg: Config) -> dict:
-    """What of a configuration an accelerator's kernels depend on, at most."""
-    fields = dataclasses.asdict(cfg)
-    return {name: value for name, value in fields.items() if name not in ("chunk_nbytes", "chunks_in_flight")}
 
 
 @atexit.register

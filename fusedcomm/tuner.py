@@ -104,13 +104,14 @@ class Space:
             and self.is_possible(candidate)
         )
 
-    def sums(self, best: Candidate, used: set[str], can_have_two_levels: bool) -> list[Candidate]:
+    def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
         """With other sums than those that `best` uses for its buckets now."""
         others = []
         if best.sum == "auto":
-            # Where "auto" takes a one-shot, a two-shot sends as much, later; elsewhere a one-shot sends more.
-            names = ("exact", "direct") if used == {"one-shot"} else ("exact", "direct", "two-shot")
-            others = [dataclasses.replace(best, sum=name) for name in names if {name} != used]
+            # Of two ranks a two-shot sends what a one-shot does, later; of more a one-shot sends more.
+            of_codes = "one-shot" if self.config(best).is_one_shot(world_size) else "two-shot"
+            names = ("exact", "direct", of_codes)
+            others = [dataclasses.replace(best, sum=name) for name in names if name not in used]
             others = [candidate for candidate in others if self.is_possible(candidate)][: _MAX_SUMS - 1]
         by_host = dataclasses.replace(best, by_host=True)
         # Residuals on two levels are other ranks': what is left out until then would be lost.
@@ -362,7 +363,7 @@ class Tuner:
         config = self._space.config(candidate)
 
         def has_in_common(other: Candidate) -> tuple[bool, bool]:
-            # Channels between hosts; on an accelerator the kernels, which are those of the wire.
+            # Channels between hosts; on an accelerator the kernels, of which there are some for each wire.
             return other.by_host == candidate.by_host, other.wire == candidate.wire
 
         beside = self._sessions[max(self._sessions, key=has_in_common)]
@@ -382,7 +383,7 @@ class Tuner:
     def _sums(self, best: Candidate) -> list[Candidate]:
         records = self._sessions[best].hook.buckets()
         used = {record.plan.sum for record in records if not record.foreign}
-        return self._space.sums(best, used, self._off.can_have_two_levels)
+        return self._space.sums(best, used, self._off.world_size, self._off.can_have_two_levels)
 
     def _chunks(self, best: Candidate) -> list[Candidate]:
         if self._off.device.type != "cpu":

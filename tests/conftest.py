@@ -1,9 +1,12 @@
 """Fixtures shared by all tests."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -30,6 +33,26 @@ def pytest_collection_modifyitems(config, items):
         selected[wanted[item.get_closest_marker("alone") is not None]].append(item)
     items[:] = selected[True]
     config.hook.pytest_deselected(items=selected[False])
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """made_once(name, make): a folder of that name after make(folder), which one process calls for all that run tests
+    side by side; the others wait for it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def made_once(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                done.touch()
+        return folder
+
+    return made_once
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,8 @@ def test_dry_run_of_everything(tmp_path):
     for op in ("pack", "unpack"):
         for wire in ("bf16", "int8"):
             assert {f"{op}/{wire}/flat", f"{op}/{wire}/10 tensors"} <= ours
-    assert {"reduce/bf16/4 ranks", "reduce/int8/4 ranks", "scale/fp32/flat", "call/256", "result/256"} <= ours
+    assert {"reduce/bf16/4 ranks", "reduce/int8/4 ranks", "sum/bf16/2 ranks", "sum/int8/2 ranks"} <= ours
+    assert {"scale/fp32/flat", "call/256", "result/256"} <= ours
     assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks", "overlap"}
     assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
 

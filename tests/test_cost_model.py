@@ -32,8 +32,8 @@ RESULTS = Path(__file__).parents[1] / "bench" / "results"
 
 ALPHA, BETA = 1e-3, 1e-8
 NETWORK = Network(Cost(ALPHA, BETA), Cost(ALPHA, BETA))
-PACK, REDUCE, UNPACK = Cost(1e-5, 1e-9), Cost(2e-5, 2e-9), Cost(3e-5, 3e-9)
-CODEC = Codec(PACK, REDUCE, UNPACK)
+PACK, REDUCE, UNPACK, SUM = Cost(1e-5, 1e-9), Cost(2e-5, 2e-9), Cost(3e-5, 3e-9), Cost(4e-5, 4e-9)
+CODEC = Codec(PACK, REDUCE, UNPACK, SUM)
 CODECS = {wire: CODEC for wire in ("fp32", "bf16", "fp16", "int8", "fp8", "int4")}
 COPY = 1e-10
 
@@ -89,6 +89,28 @@ def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
     assert step_s(config, cluster(), one_bucket()) == pytest.approx(by_hand)
 
 
+def test_two_shot_on_two_ranks_where_it_is_asked_for():
+    exchange = ALPHA + 1 / 2 * 2 * NUMEL * BETA
+    by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
+    config = Config(wire="bf16", sum="two-shot", chunk_nbytes=2 * NUMEL)
+    assert step_s(config, cluster(2), one_bucket()) == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(("world_size", "sum"), [(2, "auto"), (2, "one-shot"), (4, "one-shot")])
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
+    """What is sent is what the engine's plan says: the whole chunk, to every other rank."""
+    config = Config(wire=wire, sum=sum, chunk_nbytes=2 * NUMEL)
+    plan = _C.plan_bucket(config.native(world_size), world_size, torch.empty(0), 0, [NUMEL])
+    sent = (world_size - 1) * plan.layout.chunk_nbytes
+    assert (plan.sum, plan.layout.num_chunks) == ("one-shot", 1)
+    assert step_s(config, cluster(world_size), one_bucket()) == pytest.approx(
+        PACK(NUMEL) + ALPHA + sent * BETA + SUM(NUMEL)
+    )
+    found = predict(one_bucket(), Choice(config, 1 << 40), cluster(world_size))
+    assert found.sent_nbytes == sent == plan.sent_nbytes(world_size)
+
+
 def test_exact_scales_and_reduces_in_place():
     by_hand = PACK(NUMEL) + ALPHA + 2 * 3 / 4 * 4 * NUMEL * BETA
     assert step_s(Config(wire="fp32"), cluster(), one_bucket()) == pytest.approx(by_hand)
@@ -129,7 +151,7 @@ def test_on_an_accelerator_latency_keeps_the_wire_stream():
 
 
 def test_on_few_cores_codec_lanes_take_turns():
-    slow = {wire: Codec(Cost(0, 1e-6), Cost(0, 1e-6), Cost(0, 1e-6)) for wire in CODECS}
+    slow = {wire: Codec(*[Cost(0, 1e-6)] * 4) for wire in CODECS}
     config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
     free = Network(Cost(0, 0), Cost(0, 0))
     numel = NUMEL / 8
@@ -141,7 +163,7 @@ def test_on_few_cores_codec_lanes_take_turns():
 
 def test_lanes_that_run_side_by_side_are_not_added_up():
     # Pack and unpack take 0.2 s each, beside one another, in a step of 0.6 s.
-    slow = {wire: Codec(*[Cost(0, 0.2 / NUMEL)] * 3) for wire in CODECS}
+    slow = {wire: Codec(*[Cost(0, 0.2 / NUMEL)] * 4) for wire in CODECS}
     config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
     ranks = cluster(codecs=slow, network=Network(Cost(0, 0), Cost(0, 0)), copy_s_per_byte=0.0)
     found = predict(one_bucket(), Choice(config), ranks)
@@ -198,7 +220,7 @@ def test_two_levels_sum_within_hosts_first():
 def test_each_message_takes_of_a_core():
     def on_half_a_core(cpu_fixed_s):
         busy = Network(*[Cost(0.0, 0.0, cpu_s_per_unit=1e-9, cpu_fixed_s=cpu_fixed_s)] * 2)
-        free = Codec(*[Cost(0.0, 0.0)] * 3)
+        free = Codec(*[Cost(0.0, 0.0)] * 4)
         ranks = Cluster(4, busy, {"bf16": free}, 0.0, cores=0.5)
         return step_s(Config(wire="bf16", chunk_nbytes=2 * NUMEL), ranks, one_bucket())
 
@@ -390,7 +412,7 @@ def test_agrees_with_measured_steps_on_one_gbit_s(impl, wire):
     rows = {row["impl"]: row for row in json.loads((RESULTS / "ddp-step-2-hosts-1gbit.json").read_text())["rows"]}
     compute_s, measured = rows["compute alone"]["median_s"], rows[impl]
     line = Cost(1e-3, 8 / (0.949 * 1e9))
-    codec = Codec(Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9), Cost(1e-5, 0.2e-9))
+    codec = Codec(Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9), Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9))
     ranks = Cluster(2, Network(line, line), {"fp32": codec, "bf16": codec, "int8": codec}, 0.1e-9, cores=1.0)
     gradients = linear_gradients([measured["numel"] // 50] * 50, compute_s / 2)
     workload = Workload(compute_s / 4, compute_s / 2, compute_s / 4, gradients)
@@ -415,6 +437,19 @@ def test_agrees_with_measured_steps_on_one_gbit_s(impl, wire):
 def test_refuses_clusters(changes, said):
     with pytest.raises(ValueError, match=said):
         cluster(**{"world_size": 4, **changes})
+
+
+@pytest.mark.parametrize(
+    "codec, sum, said",
+    [
+        (Codec(PACK, REDUCE, UNPACK), "one-shot", "'sum' takes is not known"),
+        (Codec(PACK, None, UNPACK, SUM), "two-shot", "'reduce' takes is not known"),
+        (Codec(PACK, None, None, SUM), "direct", "'unpack' takes is not known"),
+    ],
+)
+def test_names_a_stage_without_a_cost(codec, sum, said):
+    with pytest.raises(ValueError, match=said):
+        predict(one_bucket(), Choice(Config(wire="bf16", sum=sum)), cluster(codecs={"fp32": CODEC, "bf16": codec}))
 
 
 def test_names_a_wire_without_costs():

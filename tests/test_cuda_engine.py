@@ -111,6 +111,7 @@ CONFIGS = {
     },
     "fp32 one-shot": {"wire": "fp32", "sum": "one-shot"},
     "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
+    "all exempt one-shot": {"wire": "int8", "sum": "one-shot", "exempt": ("*",), "error_feedback": True},
     "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
     "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
 }
@@ -153,6 +154,7 @@ CONFIGS = {
         ("several wires one-shot", 2, torch.bfloat16),
         ("fp32 one-shot", 3, torch.float16),
         ("all exempt", 2, torch.bfloat16),
+        ("all exempt one-shot", 2, torch.bfloat16),
         ("measured", 2, torch.float32),
     ],
 )

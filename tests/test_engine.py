@@ -122,6 +122,25 @@ def test_sums_are_accumulated_in_fp32(ranks):
     assert ranks.run(absorbed, "auto", world_size=3) == [[86.0]] * 3
 
 
+def scratch(rank, world_size, sums):
+    taken = []
+    for sum in sums:
+        comm = fusedcomm.attach(
+            DistributedDataParallel(Gradients((20000,))), wire="int8", sum=sum, chunk_nbytes=8192, chunks_in_flight=3
+        )
+        taken.append(comm.plan().scratch_nbytes)
+        comm.detach()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sums"), [(2, {"auto": 2, "one-shot": 2, "two-shot": 2}), (3, {"one-shot": 3, "auto": 2})]
+)
+def test_a_workspace_holds_two_chunks_or_every_ranks_in_one_shot(ranks, world_size, sums):
+    for taken in ranks.run(scratch, list(sums), world_size=world_size):
+        assert taken == [pytest.approx(3 * 8192 * chunks, rel=0.05) for chunks in sums.values()]
+
+
 def half_gradients_fp32_wire(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5000,), dtype=torch.bfloat16))
     fusedcomm.attach(ddp, wire="fp32")

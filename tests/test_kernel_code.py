@@ -15,9 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-# What is compiled for all of them is compiled once.
-pytestmark = pytest.mark.xdist_group("kernel_code")
-
 if __name__ != "__main__":
     pytest.importorskip("triton")
 
@@ -149,18 +146,22 @@ def without_interpreter():
 
 
 @pytest.fixture(scope="session")
-def compiled():
+def compiled(made_once):
     """{kernel_key-capability: what compile_all says of it}"""
-    command = [sys.executable, __file__]
-    workers = [
-        subprocess.Popen([*command, str(index)], env=without_interpreter(), stdout=subprocess.PIPE, text=True)
-        for index in range(NUM_WORKERS)
-    ]
+
+    def compile_in(folder):
+        outputs = [(folder / f"{index}.json").open("w") for index in range(NUM_WORKERS)]
+        workers = [
+            subprocess.Popen([sys.executable, __file__, str(index)], env=without_interpreter(), stdout=output)
+            for index, output in enumerate(outputs)
+        ]
+        for worker, output in zip(workers, outputs, strict=True):
+            assert worker.wait() == 0, f"worker {worker.args} failed: see its traceback above"
+            output.close()
+
     results = {}
-    for worker in workers:
-        output, _ = worker.communicate()
-        assert worker.returncode == 0, f"worker {worker.args} failed: see its traceback above"
-        results.update(json.loads(output))
+    for path in made_once("kernel_code", compile_in).glob("*.json"):
+        results.update(json.loads(path.read_text()))
     return results
 
 
@@ -194,6 +195,12 @@ def access(verb, nbytes):
     return rf"{verb}\.global\.({types})\s"
 
 
+def accesses(ptx, verb, nbytes, predicated=False):
+    """The lines that have one; `predicated`: also those that may be skipped."""
+    lines = (line for line in ptx.splitlines() if re.search(access(verb, nbytes), line))
+    return [line for line in lines if predicated or "@" not in line.split(verb)[0]]
+
+
 @pytest.mark.parametrize(VARIANT, every_kernel())
 def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
     """The wider side, gradient or code, in 128 bits; the other in as much as holds the same elements."""
@@ -208,13 +215,9 @@ def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, 
     # A thread has 16 elements of a tile, and sums of int4 touch nothing wider than codes.
     assert max(loaded, stored) * numel == (8 if (kernel, wire) == ("reduce", "int4") else 16)
     for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
-        accesses = [
-            line
-            for line in code["ptx"].splitlines()
-            if re.search(access(verb, nbytes), line) and (kernel == "reduce" or "@" not in line.split(verb)[0])
-        ]
+        found = accesses(code["ptx"], verb, nbytes, predicated=kernel == "reduce")
         wanted = TILE // (NUM_THREADS * numel) * (4 if kernel == "reduce" and verb == "ld" else 1)
-        assert len(accesses) >= wanted, f"{len(accesses)} instead of {wanted} {verb}.global of {nbytes} bytes"
+        assert len(found) >= wanted, f"{len(found)} instead of {wanted} {verb}.global of {nbytes} bytes"
 
 
 # A tile's loads, arithmetic and stores, from the first wide access to the last: what every element goes through.
@@ -301,11 +304,16 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
     check_arithmetic_and_resources(code)
     assert code["params"] == PARAMS[kernel]
     feedback, in_wire = encoding.get("feedback"), encoding.get("in_wire", wire)
-    if encoding.get("sums") and encoding.get("rotated"):
-        return  # a rotation within a piece of a tile has barriers, and here there is one more, of the later messages
-    # The loop's, and no more than they are without: noise and residuals stay with their threads.
-    plain = compiled[f"{kernel_key(kernel, wire, dtype, flat)}-90"]["ptx"] if dtype != "bfloat16" else code["ptx"]
-    assert code["ptx"].count("bar.sync") <= plain.count("bar.sync")
+    sums, rotated = (encoding.get(name, False) for name in ("sums", "rotated"))
+    plain = compiled[f"{kernel_key(kernel, wire, dtype, flat, rotated=rotated and sums)}-90"]["ptx"]
+    # The loop's, and no more than they are without: noise and residuals stay with their threads. But a rotation within
+    # a piece of a tile goes through shared memory, with two, and sums rotate in one more place.
+    assert code["ptx"].count("bar.sync") <= plain.count("bar.sync") + 2 * (sums and rotated)
+    if sums:
+        # Later messages' codes come in accesses as wide as the first's.
+        numel = wide_side_numel(kernel, wire, dtype)
+        loads, of_plain = (len(accesses(ptx, "ld", numel * CODE_NBYTES[wire])) for ptx in (code["ptx"], plain))
+        assert loads - of_plain >= TILE // (NUM_THREADS * numel)
     if feedback is None:
         return
     # An integer of a codes section; int4 has two codes in one.

@@ -135,6 +135,19 @@ def test_on_one_host_the_launch_is_within_it():
     assert found.local.gather.fixed_s == pytest.approx((5 + 3) * 1e-6)
 
 
+# ---- the codec
+
+
+def test_stages_take_the_bytes_that_they_read_and_write():
+    """At 1 GB/s and no time for a kernel, ns an element: fp32 gradients have 4 bytes, bf16 2."""
+    for ranks in (2, 8):
+        hardware = Hardware(ranks, 1, memory_gbytes_per_s=1.0, codec_share=1.0, kernel_us=0.0)
+        codec = hardware.cluster().codec("bf16")
+        for stage, nbytes in (("pack", 4 + 2), ("reduce", 2), ("unpack", 2 + 4), ("sum", ranks * 2 + 4)):
+            assert codec.seconds(stage, 1000) == pytest.approx(1e-6 * nbytes), stage
+        assert codec.whole_s("one-shot", 1000) == pytest.approx(1e-6 * (6 + ranks * 2 + 4))
+
+
 # ---- plans
 
 

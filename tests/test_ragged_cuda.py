@@ -17,9 +17,6 @@ import torch
 from fusedcomm import reference
 from fusedcomm.native import _C
 
-# What is compiled for all of them is compiled once.
-pytestmark = pytest.mark.xdist_group("ragged_cuda")
-
 ROOT = Path(__file__).parents[1]
 WIRES = ("fp32", "bf16", "fp16", "int8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -179,17 +176,25 @@ BUILDS = (
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
+def libraries(made_once):
     """The kernels' builds for the CPU, by their entry in BUILDS."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("ragged")
+    folder = made_once("ragged", lambda folder: build_all(compiler, folder))
+    return {key: ctypes.CDLL(str(folder / f"{name_of(key)}.so")) for key in BUILDS}
+
+
+def name_of(build):
+    return "_".join(str(word) for word in build)
+
+
+def build_all(compiler, folder):
     (folder / "driver.cpp").write_text(DRIVER)
 
     def build(key):
         wire, dtype, block, tile, epilogue = key
-        path = folder / "_".join(str(word) for word in key)
+        path = folder / name_of(key)
         macros = {"WIRE": WIRES.index(wire), "GRAD": DTYPES.index(dtype), "BLOCK": block, "TILE": tile}
         macros["EPILOGUE"] = epilogue
         command = [compiler, "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
@@ -203,10 +208,9 @@ def libraries(tmp_path_factory):
         ):
             done = subprocess.run(step, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-        return ctypes.CDLL(f"{path}.so")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(BUILDS, pool.map(build, BUILDS), strict=True))
+        list(pool.map(build, BUILDS))
 
 
 def aligned(tensor):

@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-# What is compiled for all of them is compiled once.
-pytestmark = pytest.mark.xdist_group("streams")
-
 ROOT = Path(__file__).parent.parent
 SOURCES = [
     "tests/native/stream_stress.cpp",
@@ -32,11 +29,14 @@ def run(*command, timeout_s: int = 200) -> str:
 
 
 @pytest.fixture(scope="module")
-def stream_stress(tmp_path_factory) -> Path:
+def stream_stress(made_once) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
-    folder = tmp_path_factory.mktemp("streams")
+    return made_once("streams", lambda folder: build(compiler, folder)) / "stream_stress"
+
+
+def build(compiler: str, folder: Path) -> None:
     installed = Path(torch.__file__).parent
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-isystem", installed / "include"]
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
@@ -48,10 +48,8 @@ def stream_stress(tmp_path_factory) -> Path:
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, SOURCES))
-    binary = folder / "stream_stress"
     lib = installed / "lib"
-    run(compiler, *objects, "-o", binary, "-pthread", f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}")
-    return binary
+    run(compiler, *objects, "-o", folder / "stream_stress", "-pthread", f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}")
 
 
 @pytest.mark.parametrize("scene", SCENES)

@@ -47,7 +47,7 @@ def by_chance(seed):
     chance = random.Random(seed)
     found = Search(
         space.first,
-        lambda best: space.sums(best, {"two-shot"}, True),
+        lambda best: space.sums(best, {"two-shot"}, 4, True),
         lambda best: space.chunks(best, running(space, best), 10),
     )
     num_steps = 0
@@ -77,11 +77,17 @@ def test_wires_are_tried_from_the_most_exact_on():
 
 def test_only_sums_and_chunks_that_are_left_open_are_tried():
     space = Space(("bf16",), options())
-    assert space.sums(BF16, {"two-shot"}, False) == [Candidate("bf16", "direct")]
-    assert space.sums(BF16, {"one-shot"}, False) == [Candidate("bf16", "direct")]
-    assert Space(("fp32",), options()).sums(Candidate("fp32"), {"exact"}, False) == [Candidate("fp32", "two-shot")]
-    assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}, False) == []
-    assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}, False) == []
+    assert space.sums(BF16, {"two-shot"}, 4, False) == [Candidate("bf16", "direct")]
+    fp32, exact = Space(("fp32",), options()), Candidate("fp32")
+    assert fp32.sums(exact, {"exact"}, 4, False) == [Candidate("fp32", "two-shot")]
+    # Of two ranks a two-shot is never better than a one-shot, whatever the buckets have now.
+    assert fp32.sums(exact, {"exact"}, 2, False) == [Candidate("fp32", "one-shot")]
+    for used in ({"one-shot"}, {"one-shot", "exact"}):
+        assert space.sums(BF16, used, 2, False) == [Candidate("bf16", "direct")]
+        assert Space(("int8",), options()).sums(Candidate("int8"), used, 2, False) == []
+    assert space.sums(BF16, {"exact"}, 2, False) == [Candidate("bf16", "direct"), Candidate("bf16", "one-shot")]
+    assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}, 4, False) == []
+    assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}, 4, False) == []
     smaller, larger = space.chunks(BF16, running(space, BF16), 10)
     assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (128 << 10, 32)
     assert (larger.chunk_nbytes, larger.chunks_in_flight) == (1 << 20, 8)
@@ -92,18 +98,18 @@ def test_only_sums_and_chunks_that_are_left_open_are_tried():
 
 def test_two_levels_are_tried_where_they_can_be_had_and_are_left_open():
     space, by_host = Space(("fp32", "bf16"), options()), Candidate("bf16", by_host=True)
-    assert space.sums(BF16, {"two-shot"}, True) == [Candidate("bf16", "direct"), by_host]
+    assert space.sums(BF16, {"two-shot"}, 4, True) == [Candidate("bf16", "direct"), by_host]
     assert str(by_host) == "bf16 by host" and space.allows(by_host)
     config = space.config(by_host)
     assert (config.hosts, config.local_wire) == ("auto", "bf16") and space.config(BF16).hosts is None
     exact = space.config(Candidate("fp32", by_host=True))
     assert (exact.hosts, exact.local_wire) == ("auto", "fp32")  # not rounded within a host either
     two_shot = Candidate("bf16", "two-shot")
-    of_users_sum = Space(("bf16",), options(sum="two-shot")).sums(two_shot, {"two-shot"}, True)
+    of_users_sum = Space(("bf16",), options(sum="two-shot")).sums(two_shot, {"two-shot"}, 4, True)
     assert of_users_sum == [dataclasses.replace(two_shot, by_host=True)]
     for others in ({"hosts": "auto"}, {"error_feedback": True}, {"sum": "direct"}):
         fixed = Space(("bf16",), options(**others))
-        assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, True))
+        assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, 4, True))
 
 
 def test_chunks_in_flight_of_the_users_stay():

@@ -31,7 +31,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 40
 class MeasuredLocal:
     codecs: dict[str, Codec]
     points: dict[str, dict[str, list[Point]]]
-    """By wire and stage: (elements, seconds)."""
+    """By wire and stage, those that sums of so many ranks have: (elements, seconds)."""
     copy_s_per_byte: float
     cores: float | None
     """Of a rank; None: what computes does not move bytes."""
@@ -125,7 +125,7 @@ def _stages(
         for name, stage in stages.items():
             seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(stages))
             points.setdefault(name, []).append((numel, seconds / layout.num_chunks))
-    return {"reduce": [(1, 0.0)], **points}
+    return points
 
 
 def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: float) -> dict[str, list[Point]]:
@@ -134,7 +134,7 @@ def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: floa
     for parts in (8, 1):
         part = gradient[: gradient.numel() // parts]
         points.append((part.numel(), _timed(team, lambda part=part: codec.scale_in_place([part], 1.0), budget_s / 2)))
-    return {"pack": points, "reduce": [(1, 0.0)], "unpack": [(1, 0.0)]}
+    return {"pack": points}
 
 
 def _copy_s_per_byte(team: Team, budget_s: float) -> float:

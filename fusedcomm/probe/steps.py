@@ -179,7 +179,7 @@ def _codec_s(cluster: Cluster, wire: str, sum: str, numel: int) -> float:
     if wire == OFF:
         return 0.0
     sum = Config(wire=wire, sum=sum).sum_of_large_buckets(cluster.world_size)
-    return cluster.codecs[wire].whole_s(sum, numel, cluster.world_size)
+    return cluster.codecs[wire].whole_s(sum, numel)
 
 
 def _numel_for(cluster: Cluster, budget_s: float) -> int:
