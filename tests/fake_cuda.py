@@ -9,6 +9,7 @@ import functools
 import subprocess
 from pathlib import Path
 
+import interpreter
 import torch
 
 from fusedcomm import cuda, session
@@ -143,9 +144,11 @@ class FakeCuda:
         return 0
 
     def _interpret(self, kernel, num_programs: int, args: list) -> None:
-        from triton.runtime import interpreter
+        from triton.runtime.interpreter import GridExecutor
 
-        class InPlace(interpreter.GridExecutor):
+        interpreter.patch_once_a_launch()
+
+        class InPlace(GridExecutor):
             """Leaves out the copies to the host and back: the arguments are there, and their sizes are not known."""
 
             def _init_args_hst(self, args, kwargs):

@@ -138,7 +138,7 @@ def scratch(rank, world_size, sums):
 )
 def test_a_workspace_holds_two_chunks_or_every_ranks_in_one_shot(ranks, world_size, sums):
     for taken in ranks.run(scratch, list(sums), world_size=world_size):
-        assert taken == [pytest.approx(3 * 8192 * chunks, rel=0.05) for chunks in sums.values()]
+        assert taken == [pytest.approx(3 * 8192 * chunks, rel=0.1) for chunks in sums.values()]
 
 
 def half_gradients_fp32_wire(rank, world_size):

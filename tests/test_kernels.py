@@ -7,6 +7,7 @@ with small tiles.
 import dataclasses
 import math
 
+import interpreter
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +28,8 @@ from fusedcomm.kernels.pack import pack  # noqa: E402
 from fusedcomm.kernels.reduce import reduce  # noqa: E402
 from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
 from fusedcomm.kernels.unpack import unpack  # noqa: E402
+
+interpreter.patch_once_a_launch()
 
 # numpy, under the interpreter, remarks on every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1,5 +1,6 @@
 """Predictions beside real steps through DDP, by its own all-reduce and by what may be recommended."""
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -11,9 +12,11 @@ from fusedcomm.probe.steps import WARMUP_STEPS, synchronised, take_steps
 from fusedcomm.probe.team import Team
 from fusedcomm.probe.workload import Task, measure_workload, synthetic
 
-PASSES = 2
-MIN_STEPS, MAX_STEPS = 3, 30
-"""Of one choice in one pass."""
+STEPS_OF_A_TURN = 2
+"""After one that does not count: the choice before has left other things in the caches."""
+MIN_TURNS, MAX_TURNS = 2, 30
+MAX_BUCKETS_NBYTES = 2 << 30
+"""Of the buckets that DDP makes for choices which take turns: each has its own."""
 MIN_NUMEL = 1 << 20
 WARN_ERROR = 0.15
 """A prediction that is further off is not to be relied on."""
@@ -40,31 +43,48 @@ def check(
     """Real steps of each, in turns; a collective call. Where steps are too long for the budget they are those of the
     first two and of a smaller, synthetic model: there bytes take most of the time, which a model can tell."""
     longest_s = max(option.prediction.step_s for option in chosen)
-    fits = budget_s / len(chosen) / PASSES / (WARMUP_STEPS + MIN_STEPS + 1)
+    fits = budget_s / len(chosen) / (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN))
     if longest_s > fits:
+        fits *= len(chosen) / 2
         chosen = chosen[:2]
-        fits *= PASSES
         numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
         task = synthetic(numel, 0.0, team.device)
         workload = measure_workload(team, task, 0.1 * budget_s)
         chosen = [
             predict_option(workload, cluster, option.wire, option.sum, option.cap_mb, option.hosts) for option in chosen
         ]
-    seconds: dict[Option, list[float]] = {option: [] for option in chosen}
-    for _ in range(PASSES):
-        for option, taken in seconds.items():
-            taken += measure_steps(team, task, option, budget_s / len(chosen) / PASSES)
+    together = max(1, MAX_BUCKETS_NBYTES // (4 * workload.numel))
+    seconds: dict[Option, list[float]] = {}
+    for first in range(0, len(chosen), together):
+        group = chosen[first : first + together]
+        seconds.update(zip(group, in_turns(team, task, group, budget_s * len(group) / len(chosen)), strict=True))
     return [Check(option, workload.numel, statistics.median(taken), taken) for option, taken in seconds.items()]
 
 
-def measure_steps(team: Team, task: Task, option: Option, budget_s: float) -> list[float]:
-    """Seconds of steps of the slowest rank, after some that do not count. A collective call."""
+def in_turns(team: Team, task: Task, chosen: Sequence[Option], budget_s: float) -> list[list[float]]:
+    """Seconds of steps of the slowest rank, by choice. A collective call.
+
+    Every choice has a DDP of its own around the same module: what a machine does for seconds meets all of them alike.
+    DDP's hooks on parameters do nothing unless it was its own forward pass that came before.
+    """
     began = time.perf_counter()
-    with synchronised(team, task[0], option.wire, option.sum, _cap_mb(option), option.hosts) as ddp:
-        *_, last_s = take_steps(team, ddp, task, WARMUP_STEPS)
+    taken: list[list[float]] = [[] for _ in chosen]
+    with contextlib.ExitStack() as stack:
+        ways = [
+            stack.enter_context(synchronised(team, task[0], way.wire, way.sum, _cap_mb(way), way.hosts))
+            for way in chosen
+        ]
+        of_a_round_s = 0.0
+        for ddp in ways:
+            *_, last_s = take_steps(team, ddp, task, WARMUP_STEPS)
+            of_a_round_s += (1 + STEPS_OF_A_TURN) * last_s
         left_s = budget_s - (time.perf_counter() - began)
-        (num_steps,) = team.slowest([min(max(left_s / last_s, MIN_STEPS), MAX_STEPS)])
-        return take_steps(team, ddp, task, round(num_steps))
+        (num_turns,) = team.slowest([min(max(left_s / of_a_round_s, MIN_TURNS), MAX_TURNS)])
+        for turn in range(round(num_turns)):
+            for index in range(len(ways)):
+                index = (index + turn) % len(ways)
+                taken[index] += take_steps(team, ways[index], task, 1 + STEPS_OF_A_TURN)[1:]
+    return taken
 
 
 def _cap_mb(option: Option) -> float | None:
