@@ -94,6 +94,8 @@ class Runner:
         self.step_s: list[float] = []
         self.sync_s: list[float] = []
         self.sent_nbytes: list[float] = []
+        self.busy_ticks = self.all_ticks = 0
+        """Of the cores of this rank's machine, during steps that were timed."""
         self.error = 0.0
 
     def step(self, batch: tuple[Tensor, Tensor]) -> float:
@@ -119,6 +121,11 @@ class Runner:
         begin = time.perf_counter()
         self.module(None, gradients).backward()
         return time.perf_counter() - begin
+
+    def count_ticks(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
+        if before is not None and after is not None:
+            self.busy_ticks += after[0] - before[0]
+            self.all_ticks += after[1] - before[1]
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters()]
@@ -177,6 +184,21 @@ class WireCounter:
             return float("nan")
         nbytes = tcp_nbytes_sent() if self._file is None else int(self._file.read_text())
         return float("nan") if nbytes is None else nbytes
+
+
+class Cores:
+    """What this machine's cores have done so far, of whatever processes and of the kernel: in ticks, by /proc/stat."""
+
+    FILE = Path("/proc/stat")
+
+    @classmethod
+    def read(cls) -> tuple[int, int] | None:
+        """(busy, all); None where there is no such file."""
+        if not cls.FILE.exists():
+            return None
+        user, nice, system, idle, iowait, irq, softirq, *_ = map(int, cls.FILE.read_text().split("\n")[0].split()[1:])
+        busy = user + nice + system + irq + softirq
+        return busy, busy + idle + iowait
 
 
 class Bench:
@@ -291,8 +313,9 @@ class Bench:
             dist.barrier()
             runner.step(self.batch)
             dist.barrier()
-            before = self.counter.read()
+            before, cores_before = self.counter.read(), Cores.read()
             steps_s = [runner.step(self.batch) for _ in range(num_steps)]
+            runner.count_ticks(cores_before, Cores.read())
             dist.barrier()  # what the others still send counts too
             sent = (self.counter.read() - before) / num_steps
             if also_sync and runner.way is not None:
@@ -379,9 +402,11 @@ class Bench:
     def row(self, name: str, runner: Runner, compute_s: float) -> Row:
         seconds = sorted(runner.step_s)
         figures = {}
+        if runner.all_ticks:
+            figures["cores_busy"] = runner.busy_ticks / runner.all_ticks
         if runner.way is not None:
             exposed_s, sync_s = statistics.median(seconds) - compute_s, statistics.median(runner.sync_s)
-            figures = {"sync_s": sync_s, "exposed_s": exposed_s, "overlap": 1 - exposed_s / sync_s}
+            figures.update(sync_s=sync_s, exposed_s=exposed_s, overlap=1 - exposed_s / sync_s)
             figures.update(error=runner.error, tolerance=runner.way.tolerance)
             if runner.sent_nbytes:
                 figures["wire_nbytes"] = statistics.median(runner.sent_nbytes)

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _common import REPOSITORY
+from _namespaces import line_s
 from _ways import COMPUTE, DEFAULT, TUNED
+from hosts import parse_link
 
 RESULTS = REPOSITORY / "bench" / "results"
 DOCUMENT, README = REPOSITORY / "docs" / "benchmarks.md", REPOSITORY / "README.md"
@@ -70,6 +72,20 @@ class Result:
         """The best one that was found; empty: DDP's own, 25 after a first one of 1, or not searched."""
         cap = self.found.get("bucket_cap_mb", {}).get(way)
         return "" if cap is None else f"{cap:g}"
+
+    def sync_speed_up(self, way: str) -> str:
+        """As `speed_up`, of a backward pass that computes nothing."""
+        sync_s = {name: row["figures"]["sync_s"] for name, row in self.rows.items() if "sync_s" in row["figures"]}
+        baselines_s = [sync_s[name] for name in (DEFAULT, TUNED) if name in sync_s]
+        return f"{min(baselines_s) / sync_s[way]:.2f}" if baselines_s and way in sync_s else ""
+
+    def of_ideal(self, way: str) -> str:
+        """As bench/ddp_step.py has it now: older results have forgotten headers."""
+        bits_s = parse_link(self.case.split("/")[1]) if self.settings["hosts"] else None
+        nbytes = self.rows[way]["figures"].get("wire_nbytes")
+        if not bits_s or not nbytes:
+            return ""
+        return f"{max(self.compute_s, line_s(nbytes, bits_s)) / self.rows[way]['median_s']:.2f}"
 
     def speed_up(self, way: str) -> float | None:
         return self.baseline_s / self.rows[way]["median_s"] if way in self.rows else None
@@ -128,9 +144,9 @@ def case_table(result: Result) -> str:
     lines = [
         f"{result.title}; {_numel(result):,} parameters, batch {result.found['batch']}",
         "",
-        "| way | bucket MiB | p50 ms | p75 | p90 | p95 | × DDP | × bytes | of ideal | exposed ms | overlap | MB/host "
-        "| error |",
-        "|---" * 13 + "|",
+        "| way | bucket MiB | p50 ms | p75 | p90 | p95 | × DDP | × sync alone | × bytes | of ideal | cores busy "
+        "| exposed ms | overlap | MB/host | error |",
+        "|---" * 15 + "|",
     ]
     for way, row in result.rows.items():
         figures = row["figures"]
@@ -138,8 +154,10 @@ def case_table(result: Result) -> str:
         cells += [f"{row['percentiles_s'][name] * 1e3:.1f}" for name in ("p50", "p75", "p90", "p95")]
         cells += [
             f"{result.speed_up(way):.2f}",
+            result.sync_speed_up(way),
             _cell(figures, "bytes_ratio", ".2f"),
-            _cell(figures, "of_ideal", ".2f"),
+            result.of_ideal(way),
+            _cell(figures, "cores_busy", ".0%"),
         ]
         cells += [_cell(figures, "exposed_s", ".1f", 1e3), _cell(figures, "overlap", ".0%")]
         cells += [_cell(figures, "wire_nbytes", ".2f", 1e-6), _cell(figures, "error", ".0e")]

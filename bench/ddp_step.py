@@ -22,6 +22,7 @@ Columns, besides percentiles of the step and speed relative to DDP's default:
     overlap    part of "sync ms" that a step hides behind its compute
     x bytes    bytes that DDP's default sends for each byte of this way: what a step that is all communication may gain
     of ideal   the longer of compute alone and of the bytes' time on the line, headers included, as a part of the step
+    busy       part of all cores' time that is not idle during steps, on rank 0's machine (with --hosts: on this one)
     error      ‖mean − exact mean‖ / ‖exact mean‖ of known gradients: normal ones, of rank 1 or 2 for PowerSGD
 
 Not measured: DDP over MPI or UCC, for torch's wheels have neither backend (mpi4py does not bring them); Horovod, whose
@@ -40,7 +41,7 @@ from pathlib import Path
 import hosts
 from _common import Report, Row, print_table, with_ratios
 from _models import MODELS
-from _namespaces import CONGESTION, NetworkError, problem
+from _namespaces import CONGESTION, NetworkError, line_s, problem
 from _ways import COMPUTE, DEFAULT, TUNED, ways_by_name
 
 NOT_MEASURED = {
@@ -124,7 +125,7 @@ def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:
         if nbytes and default_nbytes:
             figures["bytes_ratio"] = default_nbytes / nbytes
         if nbytes and bits_s:
-            figures["of_ideal"] = max(by_impl[COMPUTE].median_s, nbytes * 8 / bits_s) / row.median_s
+            figures["of_ideal"] = max(by_impl[COMPUTE].median_s, line_s(nbytes, bits_s)) / row.median_s
         result.append(dataclasses.replace(row, figures=figures))
     return result
 
@@ -135,7 +136,8 @@ def print_steps(rows: list[Row]) -> None:
     names = ("p50", "p75", "p90", "p95")
     print(
         f"\n{'way':<{width}} " + " ".join(f"{name + ' ms':>9}" for name in names) + f" {'x default':>9} {'x tuned':>9} "
-        f"{'x bytes':>8} {'of ideal':>8} {'MB/host':>9} {'sync ms':>9} {'exposed':>9} {'overlap':>8} {'error':>8}"
+        f"{'x bytes':>8} {'of ideal':>8} {'busy':>5} {'MB/host':>9} {'sync ms':>9} {'exposed':>9} {'overlap':>8} "
+        f"{'error':>8}"
     )
     case = None
     for row in rows:
@@ -146,7 +148,7 @@ def print_steps(rows: list[Row]) -> None:
         cells = [f"{row.percentiles_s[name] * 1e3:9.1f}" for name in names]
         cells += [_cell(row.ratios.get(name), "9.2f") for name in (DEFAULT, TUNED)]
         cells += [_cell(figures.get("bytes_ratio"), "8.2f"), _cell(figures.get("of_ideal"), "8.2f")]
-        cells.append(_cell(figures.get("wire_nbytes"), "9.2f", 1e-6))
+        cells += [_cell(figures.get("cores_busy"), "5.0%"), _cell(figures.get("wire_nbytes"), "9.2f", 1e-6)]
         cells += [_cell(figures.get(name), "9.1f", 1e3) for name in ("sync_s", "exposed_s")]
         cells += [_cell(figures.get("overlap"), "8.0%"), _cell(figures.get("error"), "8.1e")]
         print(f"{row.impl:<{width}} {' '.join(cells)}{'' if row.checked else '  WRONG'}")

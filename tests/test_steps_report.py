@@ -30,9 +30,9 @@ def results(tmp_path) -> list:
         "not_measured": [{"case": "resnet/1gbit", "impl": "some hook", "reason": "it hangs", "failed": False}],
         "rows": [
             row("compute alone", 10),
-            row("ddp default", 250, wire_nbytes=8e6, exposed_s=0.24, overlap=0.1, error=0.0),
-            row("ddp tuned", 200, wire_nbytes=8e6),
-            row("fusedcomm int8", 50, wire_nbytes=2e6, bytes_ratio=4.0, of_ideal=0.9),
+            row("ddp default", 250, wire_nbytes=8e6, sync_s=0.21, exposed_s=0.24, overlap=0.1, error=0.0),
+            row("ddp tuned", 200, wire_nbytes=8e6, sync_s=0.18),
+            row("fusedcomm int8", 50, wire_nbytes=2e6, bytes_ratio=4.0, of_ideal=0.9, cores_busy=0.914, sync_s=0.04),
             row("c++ fp16 hook", 125, bytes_ratio=2.0),
         ],
     }
@@ -58,10 +58,24 @@ def test_speed_ups_are_over_ddp_tuned(results):
 
 def test_a_case_has_every_way_and_what_is_missing(results):
     table = _steps_report.case_table(results[0])
-    assert "| fusedcomm int8 |  | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.00 | 0.90 |  |  | 2.00 |  |" in table
-    assert "| ddp default |  | 250.0 | 275.0 | 300.0 | 325.0 | 0.80 |  |  | 240.0 | 10% | 8.00 | 0e+00 |" in table
+    # 1,448 bytes of each packet of 1,514 are payload, of which the interface has counted 2 MB: 16.7 ms; computing, 10.
+    assert (
+        "| fusedcomm int8 |  | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.50 | 4.00 | 0.33 | 91% |  |  | 2.00 |  |" in table
+    )
+    assert (
+        "| ddp default |  | 250.0 | 275.0 | 300.0 | 325.0 | 0.80 | 0.86 |  | 0.27 |  | 240.0 | 10% | 8.00 | 0e+00 |"
+        in table
+    )
     assert "| ddp tuned | 5 | 200.0 |" in table
     assert table.endswith("\n\nsome hook: not measured: it hangs")
+
+
+def test_a_step_that_computes_for_longer_than_its_bytes_take_has_that_for_its_ideal(results):
+    results[0].rows["compute alone"]["median_s"] = 0.045
+    assert results[0].of_ideal("fusedcomm int8") == "0.90"
+    assert results[0].of_ideal("c++ fp16 hook") == ""  # whose bytes nobody has counted
+    results[0].settings["hosts"] = 0
+    assert results[0].of_ideal("fusedcomm int8") == ""
 
 
 def test_tables_are_written_between_their_marks(results, tmp_path):
