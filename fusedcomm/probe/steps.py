@@ -22,7 +22,7 @@ from fusedcomm.probe.workload import Task, measure_workload, synthetic
 WARMUP_STEPS = 2
 """DDP cuts its buckets anew after the first step."""
 MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 1_000_000
-CPU_ROUNDS, CPU_STEPS = 4, 2
+MIN_CPU_ROUNDS, MAX_CPU_ROUNDS, CPU_STEPS = 4, 16, 2
 CPU_CHOICES = {
     "all_reduce": ((OFF, "auto"),),
     "direct": (("bf16", "direct"),),
@@ -101,6 +101,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
         return cluster
     choices = [(kind, *way) for kind, ways in CPU_CHOICES.items() for way in ways if way[0] in (OFF, *wires)]
     numel = _numel_for(cluster, budget_s / len(choices))
+    began = time.perf_counter()
     task = synthetic(numel, 0.0, team.device)
     workload = measure_workload(team, task, 0.0)
     steps = [_Steps() for _ in choices]
@@ -110,9 +111,15 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
         modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), *way, None)) for _, *way in choices]
         for module in modules:
             take_steps(team, module, task, WARMUP_STEPS)
-        for _ in range(CPU_ROUNDS):
+        of_a_round_s, num_rounds, done = 0.0, MIN_CPU_ROUNDS, 0
+        while done < num_rounds:
+            before = time.perf_counter()
             for module, taken in zip([task[0], *modules], [alone, *steps], strict=True):
                 taken.take(team, module, task)
+            done, of_a_round_s = done + 1, max(of_a_round_s, time.perf_counter() - before)
+            if done == MIN_CPU_ROUNDS:  # the rest of the time is for more of them
+                left_s = budget_s - (time.perf_counter() - began)
+                (num_rounds,) = map(int, team.slowest([min(max(done + left_s / of_a_round_s, done), MAX_CPU_ROUNDS)]))
     (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
     use = min(max(LEAST_USE, *(cpu / (wall * cluster.cores) for cpu, wall in found)), 1.0)
     measured = []
@@ -185,5 +192,5 @@ def _codec_s(cluster: Cluster, wire: str, sum: str, numel: int) -> float:
 def _numel_for(cluster: Cluster, budget_s: float) -> int:
     """Such that the steps fit the budget."""
     slowest_s = cluster.network.all_reduce.per_unit_s
-    fits = budget_s / (WARMUP_STEPS + CPU_ROUNDS * (1 + CPU_STEPS)) / (8 * slowest_s)
+    fits = budget_s / (WARMUP_STEPS + MIN_CPU_ROUNDS * (1 + CPU_STEPS)) / (8 * slowest_s)
     return int(min(max(fits, MIN_CPU_NUMEL), MAX_CPU_NUMEL))
