@@ -2,9 +2,11 @@
 
 import argparse
 import copy
+import dataclasses
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from _ways import COMPUTE, TOLERANCES, Way
 import fusedcomm
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.probe import choices, report
-from fusedcomm.probe.choices import OFF, Option
+from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.run import Findings, Settings, probe
 
 
@@ -43,16 +45,46 @@ def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
     return probe(settings, dist.group.WORLD, torch.device("cpu"), (task, lambda module: module(bench.batch), optimizer))
 
 
-def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option]) -> list[Row]:
+OF_A_CORE = {"forward_s", "backward_s", "optimizer_s", "ready_s", "copy_s_per_byte"}
+OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
+"""Fields of the cost model's inputs, besides all that the codec takes."""
+
+
+def slowed(value: object, factor: float, everything: bool = False) -> object:
+    """A workload or a cluster of which all that a core does takes `factor` times as long, and what the network does as
+    long as before."""
+    if isinstance(value, Mapping):
+        return {key: slowed(inner, factor, everything) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [slowed(inner, factor, everything) for inner in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    changed = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if isinstance(inner, float) and (everything or field.name in OF_A_CORE):
+            changed[field.name] = factor * inner
+        elif not isinstance(inner, float):
+            changed[field.name] = slowed(inner, factor, everything or field.name == "codecs")
+    return dataclasses.replace(value, **changed)
+
+
+def rows_of(
+    bench: Bench, runners: dict[str, Runner], options: dict[str, Option], findings: Findings, slowdown: float
+) -> list[Row]:
+    """`slowdown`: compute alone beside these steps, over what it was in the probe."""
+    workload, cluster = slowed(findings.workload, slowdown), slowed(findings.cluster, slowdown)
     rows = []
     for name, runner in runners.items():
         if runner.way is None:
             continue
         seconds, prediction = sorted(runner.step_s), options[name].prediction
-        median_s = statistics.median(seconds)
+        median_s, option = statistics.median(seconds), options[name]
+        then = predict_option(workload, cluster, option.wire, option.sum, option.cap_mb, option.hosts).prediction
         figures = {
             "predicted_s": prediction.step_s,
             "ratio": prediction.step_s / median_s,
+            "ratio_at_speed": then.step_s / median_s,
             "predicted_network_s": prediction.network_s,
             "predicted_sent_nbytes": prediction.sent_nbytes,
             "error": runner.error,
@@ -99,8 +131,10 @@ def main() -> None:
         for name in names[first:] + names[:first]:
             bench.turn(runners[name], arguments.steps, also_sync=False)
         bench.say(f"{bench.case}: round {index + 1} of {arguments.rounds}")
-        bench.report.rows = rows_of(bench, runners, options)
-        bench.report.extra["case"]["compute_alone_s"] = statistics.median(bench.compute.step_s)
+        compute_s = statistics.median(bench.compute.step_s)
+        slowdown = compute_s / findings.workload.compute_s
+        bench.report.rows = rows_of(bench, runners, options, findings, slowdown)
+        bench.report.extra["case"]["compute_alone_s"] = compute_s
         bench.report.write()
     for runner in runners.values():
         runner.close()

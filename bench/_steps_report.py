@@ -60,6 +60,10 @@ class Result:
         return f"{where}, {link.replace('bit', 'bit/s')}, {model}"
 
     @property
+    def processor(self) -> str:
+        return self.env["cpu"].replace("(R)", "").removesuffix(" Processor")
+
+    @property
     def baseline_s(self) -> float:
         """Of DDP without a hook, as it is and tuned: the shorter."""
         return min(self.rows[name]["median_s"] for name in (DEFAULT, TUNED) if name in self.rows)
@@ -104,7 +108,7 @@ def speed_up_table(results: Sequence[Result]) -> str:
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
     ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
     lines = [_line("", [result.title for result in results]), "|---" * (len(results) + 1) + "|"]
-    lines.append(_line("processor", [result.env["cpu"] for result in results]))
+    lines.append(_line("processor", [result.processor for result in results]))
     lines.append(_line("parameters", [f"{_numel(result) / 1e6:.0f} M" for result in results]))
     lines.append(_line("communication, of the default's step", _shares(results)))
     lines.append(_line("compute alone, ms", [f"{result.compute_s * 1e3:.0f}" for result in results]))
@@ -121,6 +125,7 @@ def headline_table(results: Sequence[Result]) -> str:
     lines = [_line("step, times as fast as DDP", list(chosen)), "|---" * (len(chosen) + 1) + "|"]
     lines += [_line(label, _speed_ups(shown, way)) for way, label in HEADLINE_WAYS.items()]
     lines += [_line("communication, of DDP's step", _shares(shown)), _line("DDP, ms", _baselines_ms(shown))]
+    lines.append(_line("processor", [result.processor for result in shown]))
     return "\n".join(lines)
 
 

@@ -30,6 +30,7 @@ from fusedcomm.probe.choices import (
     finalists,
     link_bytes_s,
     options,
+    predict_option,
     recommend,
 )
 from fusedcomm.probe.network import (
@@ -600,14 +601,34 @@ def test_errors_and_regret(monkeypatch):
     from _common import Row
 
     def row(impl: str, measured_s: float, predicted_s: float) -> Row:
-        figures = {"ratio": predicted_s / measured_s}
+        figures = {"ratio": predicted_s / measured_s, "ratio_at_speed": 1 + 0.4 * (predicted_s / measured_s - 1)}
         return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
 
     rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
     found = probe_check.verdict(rows, "bf16 25")
     assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
+    assert found["max_error_at_speed"] == pytest.approx(0.1)
     assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
     assert probe_check.verdict([], "bf16 25") == {}
     arguments = argparse.Namespace(hosts=2, params=None)
     assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
     assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
+
+
+def test_slower_cores_leave_the_network_as_it_is(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
+    from _probe_check_rank import slowed
+
+    step, ranks = workload(0.2), cluster(1e8)
+    slow_step, slow_ranks = slowed(step, 2.0), slowed(ranks, 2.0)
+    assert slow_step.compute_s == pytest.approx(2 * step.compute_s) and slow_step.numel == step.numel
+    assert [2 * gradient.ready_s for gradient in step.gradients] == [g.ready_s for g in slow_step.gradients]
+    assert slow_ranks.network == ranks.network and slow_ranks.cores == ranks.cores
+    assert slow_ranks.copy_s_per_byte == 2 * ranks.copy_s_per_byte
+    assert slow_ranks.codec("int8").seconds("pack", 100) == 2 * ranks.codec("int8").seconds("pack", 100)
+    assert slowed(ranks, 1.0) == ranks
+    # All but the bytes' time: that of the first ones is hidden by the backward pass, which is longer now.
+    as_before, slower = (
+        predict_option(*pair, "int8", "auto", 25).prediction for pair in ((step, ranks), (slow_step, slow_ranks))
+    )
+    assert as_before.network_s == pytest.approx(slower.network_s) and slower.step_s > as_before.step_s + 0.15

@@ -24,7 +24,7 @@ def row(impl: str, milliseconds: float, **figures: float) -> dict:
 @pytest.fixture
 def results(tmp_path) -> list:
     document = {
-        "env": {"cpu": "A processor"},
+        "env": {"cpu": "A(R) Xeon(R) Processor"},
         "settings": {"hosts": 2, "ranks_per_host": 3},
         "cases": {"resnet/1gbit": {"batch": 4, "communication_share": 0.961, "bucket_cap_mb": BEST}},
         "not_measured": [{"case": "resnet/1gbit", "impl": "some hook", "reason": "it hangs", "failed": False}],
@@ -45,7 +45,7 @@ def test_speed_ups_are_over_ddp_tuned(results):
     lines = _steps_report.speed_up_table(results).splitlines()
     assert lines[0] == "| | 2 hosts × 3 ranks, 1gbit/s, resnet |"
     assert lines[2:] == [
-        "| processor | A processor |",
+        "| processor | A Xeon |",
         "| parameters | 2 M |",
         "| communication, of the default's step | 96% |",
         "| compute alone, ms | 10 |",
