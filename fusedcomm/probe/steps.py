@@ -111,15 +111,18 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
         modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), *way, None)) for _, *way in choices]
         for module in modules:
             take_steps(team, module, task, WARMUP_STEPS)
-        of_a_round_s, num_rounds, done = 0.0, MIN_CPU_ROUNDS, 0
-        while done < num_rounds:
+
+        def round_s() -> float:
             before = time.perf_counter()
             for module, taken in zip([task[0], *modules], [alone, *steps], strict=True):
                 taken.take(team, module, task)
-            done, of_a_round_s = done + 1, max(of_a_round_s, time.perf_counter() - before)
-            if done == MIN_CPU_ROUNDS:  # the rest of the time is for more of them
-                left_s = budget_s - (time.perf_counter() - began)
-                (num_rounds,) = map(int, team.slowest([min(max(done + left_s / of_a_round_s, done), MAX_CPU_ROUNDS)]))
+            return time.perf_counter() - before
+
+        of_a_round_s = max(round_s() for _ in range(MIN_CPU_ROUNDS))
+        left_s = budget_s - (time.perf_counter() - began)
+        (more,) = team.slowest([min(max(left_s / of_a_round_s, 0.0), MAX_CPU_ROUNDS - MIN_CPU_ROUNDS)])
+        for _ in range(int(more)):
+            round_s()
     (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
     use = min(max(LEAST_USE, *(cpu / (wall * cluster.cores) for cpu, wall in found)), 1.0)
     measured = []

@@ -23,12 +23,11 @@ ONE_BUCKET_MB = 1 << 20
 
 def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
     """(elements of a chunk, seconds) by the codec's stages that sums of so many ranks have. A collective call."""
-    if Config(wire=wire).sum_of_large_buckets(team.world_size) != "one-shot":
-        return _points(team, wire, "auto")
     points = _points(team, wire, "auto")
-    points["sum"] = points.pop("unpack")
-    if wire in ("bf16", "fp16"):
-        points["unpack"] = _points(team, wire, "direct")["unpack"]
+    if Config(wire=wire).sum_of_large_buckets(team.world_size) == "one-shot":
+        points["sum"] = points.pop("unpack")
+        if wire in ("bf16", "fp16"):
+            points["unpack"] = _points(team, wire, "direct")["unpack"]
     return points
 
 
