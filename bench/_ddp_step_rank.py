@@ -186,19 +186,14 @@ class WireCounter:
         return float("nan") if nbytes is None else nbytes
 
 
-class Cores:
-    """What this machine's cores have done so far, of whatever processes and of the kernel: in ticks, by /proc/stat."""
-
-    FILE = Path("/proc/stat")
-
-    @classmethod
-    def read(cls) -> tuple[int, int] | None:
-        """(busy, all); None where there is no such file."""
-        if not cls.FILE.exists():
-            return None
-        user, nice, system, idle, iowait, irq, softirq, *_ = map(int, cls.FILE.read_text().split("\n")[0].split()[1:])
-        busy = user + nice + system + irq + softirq
-        return busy, busy + idle + iowait
+def core_ticks() -> tuple[int, int] | None:
+    """(busy, all) of this machine's cores so far, the kernel and all processes, by /proc/stat if there is one."""
+    file = Path("/proc/stat")
+    if not file.exists():
+        return None
+    user, nice, system, idle, iowait, irq, softirq, *_ = map(int, file.read_text().split("\n")[0].split()[1:])
+    busy = user + nice + system + irq + softirq
+    return busy, busy + idle + iowait
 
 
 class Bench:
@@ -313,9 +308,9 @@ class Bench:
             dist.barrier()
             runner.step(self.batch)
             dist.barrier()
-            before, cores_before = self.counter.read(), Cores.read()
+            before, cores_before = self.counter.read(), core_ticks()
             steps_s = [runner.step(self.batch) for _ in range(num_steps)]
-            runner.count_ticks(cores_before, Cores.read())
+            runner.count_ticks(cores_before, core_ticks())
             dist.barrier()  # what the others still send counts too
             sent = (self.counter.read() - before) / num_steps
             if also_sync and runner.way is not None:

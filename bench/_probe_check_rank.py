@@ -14,9 +14,7 @@ from _common import Row, percentiles
 from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
 from _ways import COMPUTE, TOLERANCES, Way
 
-import fusedcomm
-from fusedcomm.cost_model import DEFAULT_CAP_NBYTES
-from fusedcomm.probe import choices, report
+from fusedcomm.probe import report
 from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.run import Findings, Settings, probe
 
@@ -27,14 +25,10 @@ def name_of(option: Option) -> str:
 
 def way_of(option: Option) -> Way:
     """As the probe writes it, whose DDP has its own gradient_as_bucket_view."""
-    cap_mb = None if option.cap_mb * choices.MIB == DEFAULT_CAP_NBYTES else option.cap_mb
-    if option.wire == OFF:
-        return Way(name_of(option), lambda ddp, group: None, TOLERANCES["fp32"], cap_mb, bucket_views=False)
-
-    def register(ddp, group):
-        return fusedcomm.attach(ddp, wire=option.wire, sum=option.sum, hosts=option.hosts, quiet=True)
-
-    return Way(name_of(option), register, TOLERANCES[option.wire], cap_mb, bucket_views=False)
+    tolerance = TOLERANCES["fp32" if option.wire == OFF else option.wire]
+    return Way(
+        *(name_of(option), lambda ddp, group: option.way.attach(ddp), tolerance, option.own_cap_mb), bucket_views=False
+    )
 
 
 def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
@@ -78,9 +72,9 @@ def rows_of(
     for name, runner in runners.items():
         if runner.way is None:
             continue
-        seconds, prediction = sorted(runner.step_s), options[name].prediction
-        median_s, option = statistics.median(seconds), options[name]
-        then = predict_option(workload, cluster, option.wire, option.sum, option.cap_mb, option.hosts).prediction
+        option, seconds = options[name], sorted(runner.step_s)
+        prediction, median_s = option.prediction, statistics.median(seconds)
+        then = predict_option(workload, cluster, option.way, option.cap_mb).prediction
         figures = {
             "predicted_s": prediction.step_s,
             "ratio": prediction.step_s / median_s,

@@ -3,8 +3,8 @@
 1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
    faster by more than MARGIN. If none comes NEAR to off, off it is.
 2. The best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
-3. What is best by now and the fastest exact one in turn, in case the machine was busy with something else during
-   step 1, and once more unless one is FAR behind. What is kept has won here.
+3. In turn, in case the machine was busy with something else during step 1: the fastest exact one, what is best by now,
+   and the fastest other wire that came NEAR to it. Once more, what is not FAR behind. What is kept has won here.
 
 "fp32" is as exact as off, and can be faster: it divides on a thread of its own. While the search goes on, off divides
 in a pass of its own, too, on the backward pass's thread; once it is kept, DDP does it in its copies, without a hook.
@@ -35,11 +35,12 @@ TIMED = 5
 MARGIN = 0.03
 """Of a step: by so much something less exact has to be faster."""
 NEAR = 0.1
-"""A wire that is slower than off by more than this is not going to be made faster by its chunks."""
+"""A wire that is slower than off by more than this is not going to be made faster by its chunks. One that is slower
+than another by less may have been unlucky."""
 FAR = 0.3
 """A difference that one look is enough for."""
-MAX_ROUNDS = 2
-"""Of the last step: exact, best, exact, best."""
+MAX_ROUNDS, MAX_FINALISTS = 2, 3
+"""Of the last step."""
 
 _FILE_VERSION = 1
 
@@ -215,6 +216,9 @@ class Search:
         best = preferred(tried)
         if tried[best] > (1 + NEAR) * off_ms:
             return OFF
+        near = (1 + NEAR) * min(tried.values())
+        others = [candidate for candidate, ms in tried.items() if candidate != best and ms <= near]
+        runner_up = min((candidate for candidate in others if not candidate.is_exact), key=tried.get, default=best)
         tried_exact = {OFF: off_ms, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
         for alternatives in refinements:
             tried = {best: tried[best]}
@@ -222,11 +226,14 @@ class Search:
                 tried[candidate] = yield candidate
             best = preferred(tried)
         exact = OFF if best.is_exact else preferred(tried_exact)
-        again = {exact: 0.0, best: 0.0}
+        names = [candidate.wire for candidate in wires]
+        ours = {best} if runner_up.wire == best.wire else {best, runner_up}
+        again = dict.fromkeys([exact, *sorted(ours, key=lambda candidate: names.index(candidate.wire))], 0.0)
         for _ in range(MAX_ROUNDS):
             for candidate in again:
                 again[candidate] += yield candidate
-            if again[best] < (1 - FAR) * again[exact]:
+            again = {candidate: ms for candidate, ms in again.items() if (1 - FAR) * ms <= min(again.values())}
+            if len(again) == 1:
                 break
         return preferred(again)
 
@@ -241,4 +248,5 @@ def preferred(step_ms: dict[Candidate, float]) -> Candidate:
 def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:
     """Of a search, with so many wires and alternatives."""
     num_candidates = 1 + num_wires + num_sums + num_chunks
-    return num_candidates * (WARM_UP + TIMED) + 2 * MAX_ROUNDS * (WARM_UP_AGAIN + TIMED)
+    num_finalists = min(1 + num_wires, MAX_FINALISTS)
+    return num_candidates * (WARM_UP + TIMED) + num_finalists * MAX_ROUNDS * (WARM_UP_AGAIN + TIMED)

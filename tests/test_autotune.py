@@ -65,6 +65,25 @@ def test_a_lucky_or_an_unlucky_first_look_is_not_trusted():
     assert search(lambda candidate, trial: bf16_was_lucky.get(trial, 100.0), wires=(BF16,)).candidate == OFF
 
 
+def test_a_wire_that_was_unlucky_at_first_is_looked_at_again():
+    def with_luck(times, **first):
+        return lambda candidate, trial: first.pop(candidate.wire, times[candidate.wire])
+
+    times = {"off": 100, "bf16": 90, "int8": 70, "int4": 95}
+    found = search(with_luck(times, int8=90))
+    assert [trial.candidate for trial in found.trials[4:]] == [OFF, BF16, INT8] * 2
+    assert found.candidate == INT8
+    # Only one, that was near: the others had no such bad luck.
+    assert search(with_luck(times, int8=100)).candidate == BF16
+    # As fast as a more exact one by a lucky look: it was no faster.
+    found = search(with_luck({"off": 100, "bf16": 80, "int8": 81, "int4": 95}, int8=76))
+    assert found.candidate == BF16 and [trial.candidate for trial in found.trials[4:]] == [OFF, BF16, INT8] * 2
+    # What has fallen far behind is not looked at a third time.
+    found = search(with_luck({"off": 300, "bf16": 90, "int8": 86, "int4": 200}))
+    assert [trial.candidate for trial in found.trials[4:]] == [OFF, BF16, INT8, BF16, INT8]
+    assert found.candidate == INT8
+
+
 def test_sums_and_chunks_of_the_best_wire_are_tried_one_after_the_other():
     direct = dataclasses.replace(BF16, sum="direct")
 

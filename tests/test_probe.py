@@ -25,6 +25,7 @@ from fusedcomm.probe import fit, report
 from fusedcomm.probe.choices import (
     FASTEST_BYTES_S,
     OFF,
+    Way,
     at_rate,
     crossover_bytes_s,
     finalists,
@@ -247,23 +248,25 @@ def test_another_link_is_another_one_for_sums_on_two_levels_too():
     there = at_rate(here, 5e8)
     assert there.two_levels.network.exchange.per_unit_s == pytest.approx(1 / 5e8)
     assert there.two_levels.local == here.two_levels.local
-    fast, slow = (crossover_bytes_s(workload(0.0), by_host(1e8, rate), "int8", 25.0, "auto") for rate in (1e10, 1e7))
+    fast, slow = (
+        crossover_bytes_s(workload(0.0), by_host(1e8, rate), Way("int8", hosts="auto"), 25.0) for rate in (1e10, 1e7)
+    )
     assert fast > 1e9 > slow
-    flat = crossover_bytes_s(workload(0.0), here, "int8", 25.0)
-    assert flat == crossover_bytes_s(workload(0.0), by_host(1e8, 1e7), "int8", 25.0) > 1e9
+    flat = crossover_bytes_s(workload(0.0), here, Way("int8"), 25.0)
+    assert flat == crossover_bytes_s(workload(0.0), by_host(1e8, 1e7), Way("int8"), 25.0) > 1e9
 
 
 def test_the_link_up_to_which_a_wire_pays():
     slow = cluster(1e8, codec_s=2e-9)
-    until = crossover_bytes_s(workload(0.0), slow, "int8", 25.0)
+    until = crossover_bytes_s(workload(0.0), slow, Way("int8"), 25.0)
     assert 1e8 < until < FASTEST_BYTES_S
     for factor, pays in ((0.9, True), (1.1, False)):
         there = at_rate(slow, factor * until)
         assert link_bytes_s(there) == pytest.approx(factor * until)
         off, _, _, int8 = options(workload(0.0), there, ("bf16", "int8"), (25.0,))
         assert (int8.prediction.step_s < 0.97 * off.prediction.step_s) == pays
-    assert crossover_bytes_s(workload(100.0), slow, "int8", 25.0) < 1e8
-    assert crossover_bytes_s(workload(0.0), cluster(1e8, codec_s=1e-4), "int8", 25.0) is None
+    assert crossover_bytes_s(workload(100.0), slow, Way("int8"), 25.0) < 1e8
+    assert crossover_bytes_s(workload(0.0), cluster(1e8, codec_s=1e-4), Way("int8"), 25.0) is None
 
 
 # ---- what moving bytes takes of a core
@@ -629,6 +632,6 @@ def test_slower_cores_leave_the_network_as_it_is(monkeypatch):
     assert slowed(ranks, 1.0) == ranks
     # All but the bytes' time: that of the first ones is hidden by the backward pass, which is longer now.
     as_before, slower = (
-        predict_option(*pair, "int8", "auto", 25).prediction for pair in ((step, ranks), (slow_step, slow_ranks))
+        predict_option(*pair, Way("int8"), 25).prediction for pair in ((step, ranks), (slow_step, slow_ranks))
     )
     assert as_before.network_s == pytest.approx(slower.network_s) and slower.step_s > as_before.step_s + 0.15

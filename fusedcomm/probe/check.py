@@ -50,9 +50,7 @@ def check(
         numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
         task = synthetic(numel, 0.0, team.device)
         workload = measure_workload(team, task, 0.1 * budget_s)
-        chosen = [
-            predict_option(workload, cluster, option.wire, option.sum, option.cap_mb, option.hosts) for option in chosen
-        ]
+        chosen = [predict_option(workload, cluster, option.way, option.cap_mb) for option in chosen]
     together = max(1, MAX_BUCKETS_NBYTES // (4 * workload.numel))
     seconds: dict[Option, list[float]] = {}
     for first in range(0, len(chosen), together):
@@ -70,23 +68,15 @@ def in_turns(team: Team, task: Task, chosen: Sequence[Option], budget_s: float) 
     began = time.perf_counter()
     taken: list[list[float]] = [[] for _ in chosen]
     with contextlib.ExitStack() as stack:
-        ways = [
-            stack.enter_context(synchronised(team, task[0], way.wire, way.sum, _cap_mb(way), way.hosts))
-            for way in chosen
-        ]
+        modules = [stack.enter_context(synchronised(team, task[0], option.way, option.own_cap_mb)) for option in chosen]
         of_a_round_s = 0.0
-        for ddp in ways:
+        for ddp in modules:
             *_, last_s = take_steps(team, ddp, task, WARMUP_STEPS)
             of_a_round_s += (1 + STEPS_OF_A_TURN) * last_s
         left_s = budget_s - (time.perf_counter() - began)
         (num_turns,) = team.slowest([min(max(left_s / of_a_round_s, MIN_TURNS), MAX_TURNS)])
         for turn in range(round(num_turns)):
-            for index in range(len(ways)):
-                index = (index + turn) % len(ways)
-                taken[index] += take_steps(team, ways[index], task, 1 + STEPS_OF_A_TURN)[1:]
+            for index in range(len(modules)):
+                index = (index + turn) % len(modules)
+                taken[index] += take_steps(team, modules[index], task, 1 + STEPS_OF_A_TURN)[1:]
     return taken
-
-
-def _cap_mb(option: Option) -> float | None:
-    """None where it is DDP's own: only then its first bucket is a small one."""
-    return None if option.cap_mb == 25 else option.cap_mb

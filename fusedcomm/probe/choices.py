@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from torch.nn.parallel import DistributedDataParallel
+
 from fusedcomm.config import ONE_DIMENSIONAL, Config
 from fusedcomm.cost_model import (
     DEFAULT_CAP_NBYTES,
@@ -15,6 +17,7 @@ from fusedcomm.cost_model import (
     Workload,
     predict,
 )
+from fusedcomm.handle import Handle, attach
 from fusedcomm.hosts import AUTO
 from fusedcomm.native import _C
 
@@ -28,16 +31,12 @@ MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
-    """One choice and what is predicted of it."""
+class Way:
+    """A way to synchronise gradients: `wire` is OFF, or with the others as for fusedcomm.attach."""
 
     wire: str
-    """OFF, or a wire of ours."""
-    sum: str
-    cap_mb: float
-    prediction: Prediction
+    sum: str = "auto"
     hosts: str | None = None
-    """As for fusedcomm.attach."""
 
     @property
     def name(self) -> str:
@@ -45,43 +44,69 @@ class Option:
         return name if self.hosts is None else f"{name} by host"
 
     @property
+    def config(self) -> Config | None:
+        return None if self.wire == OFF else Config(wire=self.wire, sum=self.sum, hosts=self.hosts)
+
+    def attach(self, ddp: DistributedDataParallel) -> Handle | None:
+        return None if self.wire == OFF else attach(ddp, wire=self.wire, sum=self.sum, hosts=self.hosts, quiet=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One choice and what is predicted of it."""
+
+    way: Way
+    cap_mb: float
+    prediction: Prediction
+
+    @property
+    def name(self) -> str:
+        return self.way.name
+
+    @property
+    def wire(self) -> str:
+        return self.way.wire
+
+    @property
+    def own_cap_mb(self) -> float | None:
+        """None where it is DDP's own: only then its first bucket is a small one."""
+        return None if self.cap_mb * MIB == DEFAULT_CAP_NBYTES else self.cap_mb
+
+    @property
     def code(self) -> str:
         """What to write; "model" is the user's module."""
-        cap = "" if self.cap_mb * MIB == DEFAULT_CAP_NBYTES else f", bucket_cap_mb={self.cap_mb:g}"
+        cap = "" if self.own_cap_mb is None else f", bucket_cap_mb={self.cap_mb:g}"
         wrap = f"ddp = DistributedDataParallel(model{cap})"
         if self.wire == OFF:
             return wrap
-        arguments = f'wire="{self.wire}"' + ("" if self.sum == "auto" else f', sum="{self.sum}"')
-        if self.hosts is not None:
-            arguments += f', hosts="{self.hosts}"'
+        arguments = f'wire="{self.wire}"' + ("" if self.way.sum == "auto" else f', sum="{self.way.sum}"')
+        if self.way.hosts is not None:
+            arguments += f', hosts="{self.way.hosts}"'
         return f"{wrap}; comm = fusedcomm.attach(ddp, {arguments})"
 
 
 StepTime = Callable[[Option], float]
 
 
-def predict_option(
-    workload: Workload, cluster: Cluster, wire: str, sum: str, cap_mb: float, hosts: str | None = None
-) -> Option:
-    config = None if wire == OFF else Config(wire=wire, sum=sum, hosts=hosts)
-    gradients = workload.gradients
+def predict_option(workload: Workload, cluster: Cluster, way: Way, cap_mb: float) -> Option:
+    config, gradients = way.config, workload.gradients
     if config is not None and ONE_DIMENSIONAL not in config.exempt:
         gradients = [dataclasses.replace(gradient, exempt=False) for gradient in gradients]
     workload = dataclasses.replace(workload, gradients=gradients)
     prediction = predict(workload, Choice(config, round(cap_mb * MIB)), cluster)
-    return Option(wire, sum, cap_mb, prediction, hosts)
+    return Option(way, cap_mb, prediction)
 
 
 def options(workload: Workload, cluster: Cluster, wires: Sequence[str], caps_mb: Sequence[float]) -> list[Option]:
     """Of DDP's own all-reduce and each wire, by each way to sum it; buckets of each size."""
-    ways: list[tuple[str, str, str | None]] = [(OFF, "auto", None)]
+    ways = [Way(OFF)]
     for wire in wires:
-        ways.append((wire, "auto", None))
+        ways.append(Way(wire))
         if wire in ("bf16", "fp16"):
-            ways.append((wire, "direct", None))
+            ways.append(Way(wire, sum="direct"))
         if wire != "fp32" and cluster.two_levels is not None:
-            ways.append((wire, "auto", AUTO))
-    return [predict_option(workload, cluster, wire, sum, cap, hosts) for cap in caps_mb for wire, sum, hosts in ways]
+            ways.append(Way(wire, hosts=AUTO))
+    return [predict_option(workload, cluster, way, cap) for cap in caps_mb for way in ways]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,8 +208,8 @@ def _best(found: Sequence[Option], step_s: StepTime) -> Option:
 
     def preference(option: Option) -> tuple:
         exactness = 0 if option.wire == OFF else _C.exactness(option.wire)
-        is_plain = option.sum == "auto" and option.hosts is None
-        return (-exactness, not is_plain, option.cap_mb * MIB != DEFAULT_CAP_NBYTES, step_s(option))
+        is_plain = option.way == Way(option.wire)
+        return (-exactness, not is_plain, option.own_cap_mb is not None, step_s(option))
 
     return min(good, key=preference)
 
@@ -234,16 +259,13 @@ def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
     return dataclasses.replace(cluster, network=over_it(cluster.network), two_levels=two_levels, link_bytes_s=bytes_s)
 
 
-def crossover_bytes_s(
-    workload: Workload, cluster: Cluster, wire: str, cap_mb: float, hosts: str | None = None
-) -> float | None:
-    """On links up to this fast the wire makes a step shorter by WORTHWHILE at least: FASTEST_BYTES_S means on all, None
+def crossover_bytes_s(workload: Workload, cluster: Cluster, way: Way, cap_mb: float) -> float | None:
+    """On links up to this fast it makes a step shorter by WORTHWHILE at least: FASTEST_BYTES_S means on all, None
     on none from SLOWEST_BYTES_S on."""
 
     def pays(bytes_s: float) -> bool:
         there = at_rate(cluster, bytes_s)
-        off = predict_option(workload, there, OFF, "auto", cap_mb)
-        ours = predict_option(workload, there, wire, "auto", cap_mb, hosts)
+        off, ours = (predict_option(workload, there, which, cap_mb) for which in (Way(OFF), way))
         return _predicted_s(ours) < (1 - WORTHWHILE) * _predicted_s(off)
 
     low, high = SLOWEST_BYTES_S, FASTEST_BYTES_S

@@ -23,14 +23,12 @@ def picture(findings: Findings, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     colours = {OFF: "#000000", **dict(zip(findings.settings.wires, itertools.cycle(PALETTE)))}
     for option in findings.options:
-        if option.cap_mb != cap or option.sum != "auto":
+        way = option.way
+        if option.cap_mb != cap or way.sum != "auto":
             continue
-        wire, hosts = option.wire, option.hosts
-        predicted = [
-            predict_option(findings.workload, at_rate(cluster, rate), wire, "auto", cap, hosts) for rate in rates
-        ]
+        predicted = [predict_option(findings.workload, at_rate(cluster, rate), way, cap) for rate in rates]
         steps_ms = [option.prediction.step_s * 1e3 for option in predicted]
-        colour, style = colours[wire], "-" if hosts is None else "-."
+        colour, style = colours[way.wire], "-" if way.hosts is None else "-."
         axes.plot(
             [8 * rate / 1e9 for rate in rates],
             steps_ms,

@@ -175,8 +175,8 @@ def option_as_json(option: Option) -> dict:
     return {
         "name": option.name,
         "wire": None if option.wire == OFF else option.wire,
-        "sum": option.sum,
-        "hosts": option.hosts,
+        "sum": option.way.sum,
+        "hosts": option.way.hosts,
         "bucket_cap_mb": option.cap_mb,
         "code": option.code,
         **dataclasses.asdict(option.prediction),

@@ -113,9 +113,9 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     recommendation = recommend(found, settings.accept)
     cap = recommendation.option.cap_mb
     crossovers = {
-        option.name: crossover_bytes_s(workload, cluster, option.wire, cap, option.hosts)
+        option.name: crossover_bytes_s(workload, cluster, option.way, cap)
         for option in found
-        if option.cap_mb == cap and option.wire != OFF and option.sum == "auto"
+        if option.cap_mb == cap and option.wire != OFF and option.way.sum == "auto"
     }
     left_s = max(settings.seconds - (time.perf_counter() - began), 0.5 * budget_s["check"])
     left_s = _of_rank_0(team, left_s)

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Cost, Network, TwoLevels
-from fusedcomm.handle import attach
-from fusedcomm.probe.choices import OFF, predict_option
+from fusedcomm.probe.choices import OFF, Way, predict_option
 from fusedcomm.probe.fit import theil_sen
 from fusedcomm.probe.team import Team
 from fusedcomm.probe.workload import Task, measure_workload, synthetic
@@ -24,11 +22,11 @@ WARMUP_STEPS = 2
 MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 1_000_000
 MIN_CPU_ROUNDS, MAX_CPU_ROUNDS, CPU_STEPS = 4, 16, 2
 CPU_CHOICES = {
-    "all_reduce": ((OFF, "auto"),),
-    "direct": (("bf16", "direct"),),
-    "exchange": (("bf16", "auto"), ("int8", "auto"), ("int4", "auto")),
+    "all_reduce": (Way(OFF),),
+    "direct": (Way("bf16", sum="direct"),),
+    "exchange": (Way("bf16"), Way("int8"), Way("int4")),
 }
-"""(wire, sum) that tell the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what
+"""What tells the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what
 elements take."""
 MOST_TIMES = 3.0
 """What a collective takes in a step is at most so many times what it takes by itself, and at least so small a part of
@@ -38,12 +36,10 @@ LEAST_USE = 0.85
 
 
 @contextlib.contextmanager
-def synchronised(
-    team: Team, model: nn.Module, wire: str, sum: str, cap_mb: float | None, hosts: str | None = None
-) -> Iterator[nn.Module]:
-    """The model in DDP, its gradients summed by `wire`. cap_mb: None for DDP's own. A collective call."""
+def synchronised(team: Team, model: nn.Module, way: Way, cap_mb: float | None) -> Iterator[nn.Module]:
+    """The model in DDP, its gradients synchronised that way. cap_mb: None for DDP's own. A collective call."""
     ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=cap_mb)
-    handle = None if wire == OFF else attach(ddp, wire=wire, sum=sum, hosts=hosts, quiet=True)
+    handle = way.attach(ddp)
     try:
         yield ddp
     finally:
@@ -99,7 +95,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     """
     if not {"int8", "bf16"} <= set(wires):
         return cluster
-    choices = [(kind, *way) for kind, ways in CPU_CHOICES.items() for way in ways if way[0] in (OFF, *wires)]
+    choices = [(kind, way) for kind, ways in CPU_CHOICES.items() for way in ways if way.wire in (OFF, *wires)]
     numel = _numel_for(cluster, budget_s / len(choices))
     began = time.perf_counter()
     task = synthetic(numel, 0.0, team.device)
@@ -108,7 +104,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     alone = _Steps()
     with contextlib.ExitStack() as stack:
         # All at hand, to take turns: a machine's moods change more than what is looked for.
-        modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), *way, None)) for _, *way in choices]
+        modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), way, None)) for _, way in choices]
         for module in modules:
             take_steps(team, module, task, WARMUP_STEPS)
 
@@ -126,9 +122,9 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
     use = min(max(LEAST_USE, *(cpu / (wall * cluster.cores) for cpu, wall in found)), 1.0)
     measured = []
-    for (kind, wire, sum), (cpu, _) in zip(choices, found, strict=True):
-        sent_nbytes = predict_option(workload, cluster, wire, sum, 25).prediction.sent_nbytes
-        known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, wire, sum, numel)
+    for (kind, way), (cpu, _) in zip(choices, found, strict=True):
+        sent_nbytes = predict_option(workload, cluster, way, 25).prediction.sent_nbytes
+        known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, way, numel)
         measured.append(CpuOfSteps(kind, sent_nbytes / cluster.ranks_per_host, cpu / use - known_s))
     return attributed(cluster, numel, measured)
 
@@ -185,11 +181,10 @@ class _Steps:
         return statistics.median(self._cpu_s), statistics.median(self._wall_s)
 
 
-def _codec_s(cluster: Cluster, wire: str, sum: str, numel: int) -> float:
-    if wire == OFF:
+def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
+    if way.config is None:
         return 0.0
-    sum = Config(wire=wire, sum=sum).sum_of_large_buckets(cluster.world_size)
-    return cluster.codecs[wire].whole_s(sum, numel)
+    return cluster.codecs[way.wire].whole_s(way.config.sum_of_large_buckets(cluster.world_size), numel)
 
 
 def _numel_for(cluster: Cluster, budget_s: float) -> int:
