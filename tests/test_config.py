@@ -35,16 +35,16 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
 @pytest.mark.parametrize(
     ("world_size", "s_per_byte", "nbytes", "in_flight"),
     [
-        (1, None, 128 * KIB, 16),
-        (2, GBIT, 128 * KIB, 16),
+        (1, None, 256 * KIB, 16),
+        (2, GBIT, 256 * KIB, 16),
         (2, MBIT / 100, 32 * KIB, 16),
         (2, GBIT / 10, MIB, 4),
         (2, GBIT / 100, MIB, 4),
-        (5, GBIT, 32 * KIB, 16),
+        (5, GBIT, 64 * KIB, 16),
     ],
 )
 def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte, nbytes, in_flight):
-    """As much at a time as of a two-shot on the same link, whose chunks leave a part behind."""
+    """Twice as much at a time as of a two-shot on the same link, whose chunks leave a part behind."""
     resolved = Config(wire="int8", sum="one-shot").resolved(world_size, "cpu", s_per_byte)
     assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
     if world_size <= 2:
@@ -60,7 +60,7 @@ def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte
         ({"wire": "bf16", "sum": "direct"}, MBIT / 100, MIB, 4),
         ({"wire": "fp16", "sum": "direct"}, GBIT, MIB, 4),
         ({"wire": "bf16", "sum": "two-shot"}, GBIT, 256 * KIB, 16),
-        ({"wire": "bf16"}, GBIT, 128 * KIB, 16),
+        ({"wire": "bf16"}, GBIT, 256 * KIB, 16),
     ],
     ids=str,
 )

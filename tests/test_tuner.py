@@ -38,8 +38,8 @@ def options(**kwargs):
 
 
 def running(space, candidate):
-    """On two ranks with a link of 2 Gbit/s: chunks of 256 KiB, 16 under way."""
-    return space.config(candidate).resolved(2, "cpu", 4e-9)
+    """On two ranks with a link of 1 Gbit/s: chunks of 256 KiB, 16 under way."""
+    return space.config(candidate).resolved(2, "cpu", 8e-9)
 
 
 def by_chance(seed):
@@ -65,8 +65,9 @@ def test_the_same_times_give_the_same_search_and_it_ends():
         assert num_steps <= most
         # What is kept has won in the last two looks, at what is exact, at it, and maybe at another wire.
         tried = [trial.candidate for trial in one.trials]
-        if len(tried) > 1 + len(space.first) or one.candidate != OFF:
-            size = 3 if tried[-6] == tried[-3] else 2
+        if len(tried) > 6 or one.candidate != OFF:  # one trial of off and each wire was enough
+            assert len(tried) > 6
+            size = 2 if tried[-4:-2] == tried[-2:] else 3
             assert tried[-size:] == tried[-2 * size : -size] and tried[-size].is_exact
             looks = one.trials[-2 * size :]
             total_ms = {
@@ -705,8 +706,9 @@ def without(rank, world_size, impossible, numel, kwargs):
             comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), exempt=(), quiet=True, **kwargs)
         except (RuntimeError, MemoryError) as error:
             return str(error)
-        slow, worst, wires = Slow(comm, rank, **TIMES), 0.0, []
-        steps_left = 3
+        # By more than other tests on the same cores can add.
+        slow = Slow(comm, rank, **{wire: 3 * ms for wire, ms in TIMES.items()})
+        worst, wires, steps_left = 0.0, [], 3
         while steps_left:
             slow()
             seen = synchronise(ddp, [torch.full((numel,), float(rank + 1))])[0]
