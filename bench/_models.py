@@ -1,7 +1,9 @@
 """Models whose numel is chosen, and whose compute for each sample is another matter: a residual network and a
-transformer, both without buffers, so that gradients are all that ranks have to say to each other."""
+transformer, both without buffers, so that gradients are all that ranks have to say to each other; and one that waits
+instead of computing."""
 
 import math
+import time
 from collections.abc import Callable
 
 import torch
@@ -12,6 +14,8 @@ NUM_CLASSES = 256
 BLOCKS_PER_STAGE = 2
 NUM_LAYERS = 4
 CHANNELS_PER_GROUP = 8
+WAIT_S = 1e-10
+"""Of a forward pass, for each sample and element of a weight."""
 
 
 class Block(nn.Module):
@@ -69,9 +73,47 @@ class Transformer(nn.Module):
         return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
 
+class Wait(torch.autograd.Function):
+    """Passes on what it gets, later: forward after `seconds`, backward after twice as many, with a gradient at hand."""
+
+    @staticmethod
+    def forward(context, value: Tensor, weight: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        context.gradient, context.seconds = gradient, seconds
+        time.sleep(seconds)
+        return value.clone()
+
+    @staticmethod
+    def backward(context, output: Tensor) -> tuple:
+        time.sleep(2 * context.seconds)
+        return output, context.gradient.clone(), None, None
+
+
+class Waiting(nn.Module):
+    """The matrices of a transformer's layers, whose computation takes no core, as if an accelerator did it: what a step
+    takes beyond it is not what communication takes from computing. What is left for cores to do is to write gradients,
+    DDP's copies, and the optimizer."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * NUM_LAYERS
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        self.gradients = [torch.randn(shape) for shape in shapes]
+
+    def forward(self, samples: Tensor) -> Tensor:
+        value = torch.zeros(1, NUM_CLASSES, requires_grad=True)
+        for weight, gradient in zip(self.weights, self.gradients, strict=True):
+            value = Wait.apply(value, weight, gradient, WAIT_S * len(samples) * self.size * weight.numel())
+        return value.expand(len(samples), -1)
+
+    def batch(self, samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.zeros(samples), torch.randint(NUM_CLASSES, (samples,), generator=generator)
+
+
 MODELS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
     "resnet": (ResNet, 8),
     "transformer": (Transformer, 32),
+    "waiting": (Waiting, 16),
 }
 """By name, with the step of their width."""
 

@@ -4,7 +4,8 @@
 
 Whole steps (forward, backward with its synchronisation, optimizer) of a residual network or a transformer, on hosts of
 bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets what has to be sent,
---batch, --size or --compute-ms what there is to compute: with --size 1 communication is nearly all of a step.
+--batch, --size or --compute-ms what there is to compute: with --size 1 communication is nearly all of a step. --model
+waiting computes on no core, as with an accelerator: its layers sleep.
 
 Every way has a DDP module, gradients, buckets, an optimizer and a process group of its own; the weights are shared. All
 take turns in every round, in another order each time, a turn being one step that is not timed and --steps that are; the

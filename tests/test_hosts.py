@@ -343,6 +343,28 @@ def test_percentiles_and_models():
             assert outputs.isfinite().all()
 
 
+@pytest.fixture
+def one_thread():
+    """As ranks have: others would spin between operations."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_a_model_that_waits_takes_its_time_and_no_core(one_thread):
+    model = _models.make_model("waiting", 300_000, 4)
+    samples, _ = model.batch(500, torch.Generator())
+    forward_s = _models.WAIT_S * 500 * 4 * _models.numel_of(model)
+    began, cpu_s = time.perf_counter(), time.process_time()
+    loss = model(samples).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    assert middle - began > forward_s and time.perf_counter() - middle > 2 * forward_s > 0.1
+    assert time.process_time() - cpu_s < forward_s
+    assert all(w.grad.equal(gradient) for w, gradient in zip(model.weights, model.gradients, strict=True))
+
+
 def test_known_gradients_and_their_error(ranks):
     for error, zero in ranks.run(known_error, world_size=2):
         assert zero == 0
