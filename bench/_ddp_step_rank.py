@@ -35,6 +35,8 @@ CHECK_SCALE = 0.1
 LEARNING_RATE = 1e-4
 MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
 """Of glibc's malloc.h."""
+SEARCH_ROUNDS = 4
+"""Turns of each bucket size."""
 WORTHWHILE = 0.98
 """Another bucket size has to be better than DDP's own by more than chance."""
 
@@ -333,8 +335,8 @@ class Bench:
         candidates: list[float | None] = [None, *self.arguments.caps]
         runners = {cap: self.make(with_cap(way, cap, f"{way.name}, {cap or 'own'} MiB")) for cap in candidates}
         runners = {cap: runner for cap, runner in runners.items() if runner is not None}
-        for index in range(2):
-            for cap in list(runners)[:: 1 if index == 0 else -1]:
+        for index in range(SEARCH_ROUNDS):
+            for cap in list(runners)[:: -1 if index % 2 else 1]:
                 self.turn(runners[cap], 2, also_sync=False)
         medians = {cap: statistics.median(runner.step_s) for cap, runner in runners.items()}
         found = {str(cap or "own"): round(seconds, 6) for cap, seconds in medians.items()}
