@@ -2,11 +2,9 @@
 
 import argparse
 import copy
-import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from _ways import COMPUTE, TOLERANCES, Way
 from fusedcomm.probe import report
 from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.run import Findings, Settings, probe
+from fusedcomm.probe.speed import slowed
 
 
 def name_of(option: Option) -> str:
@@ -37,30 +36,6 @@ def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
     wires = tuple(arguments.wires)
     settings = Settings(seconds=arguments.seconds, wires=wires, accept=wires, caps_mb=tuple(arguments.caps))
     return probe(settings, dist.group.WORLD, torch.device("cpu"), (task, lambda module: module(bench.batch), optimizer))
-
-
-OF_A_CORE = {"forward_s", "backward_s", "optimizer_s", "ready_s", "copy_s_per_byte"}
-OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
-"""Fields of the cost model's inputs, besides all that the codec takes."""
-
-
-def slowed(value: object, factor: float, everything: bool = False) -> object:
-    """A workload or a cluster of which all that a core does takes `factor` times as long, and what the network does as
-    long as before."""
-    if isinstance(value, Mapping):
-        return {key: slowed(inner, factor, everything) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [slowed(inner, factor, everything) for inner in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    changed = {}
-    for field in dataclasses.fields(value):
-        inner = getattr(value, field.name)
-        if isinstance(inner, float) and (everything or field.name in OF_A_CORE):
-            changed[field.name] = factor * inner
-        elif not isinstance(inner, float):
-            changed[field.name] = slowed(inner, factor, everything or field.name == "codecs")
-    return dataclasses.replace(value, **changed)
 
 
 def rows_of(

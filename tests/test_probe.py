@@ -22,6 +22,7 @@ from fusedcomm.cli import main
 from fusedcomm.config import Config
 from fusedcomm.cost_model import Cluster, Codec, Cost, Network, TwoLevels, Workload, linear_gradients
 from fusedcomm.probe import fit, report
+from fusedcomm.probe.check import Check
 from fusedcomm.probe.choices import (
     FASTEST_BYTES_S,
     OFF,
@@ -45,6 +46,7 @@ from fusedcomm.probe.network import (
 )
 from fusedcomm.probe.network import fit as fit_network
 from fusedcomm.probe.run import Settings, probe
+from fusedcomm.probe.speed import slowdown, slowed
 from fusedcomm.probe.steps import CpuOfSteps, attributed
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.traced import stage_points
@@ -618,10 +620,29 @@ def test_errors_and_regret(monkeypatch):
     assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
 
 
-def test_slower_cores_leave_the_network_as_it_is(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
-    from _probe_check_rank import slowed
+def steps_on_slower_cores(factor, step, ranks, names=(OFF, "bf16", "int8")):
+    """Checks whose steps took as long as on cores that are so much slower."""
+    checks = []
+    for way in map(Way, names):
+        taken = predict_option(slowed(step, factor), slowed(ranks, factor), way, 25).prediction.step_s
+        checks.append(Check(predict_option(step, ranks, way, 25), step.numel, taken, [taken]))
+    return checks
 
+
+def test_real_steps_tell_how_fast_the_cores_are():
+    step = workload(0.2)
+    busy = cluster(1e11, codec_s=1e-8)
+    for factor in (0.85, 1.0, 1.2):
+        found = slowdown(step, busy, steps_on_slower_cores(factor, step, busy))
+        assert 1 + 0.6 * (factor - 1) <= found <= factor or factor < 1 and factor <= found <= 1 + 0.6 * (factor - 1)
+    # Steps that wait for the network do not tell.
+    waiting, idle = cluster(1e7), workload(1e-3)
+    checks = steps_on_slower_cores(1.0, idle, waiting)
+    longer = [dataclasses.replace(check, measured_s=1.1 * check.measured_s) for check in checks]
+    assert slowdown(idle, waiting, longer) == pytest.approx(1.0, abs=0.03)
+
+
+def test_slower_cores_leave_the_network_as_it_is():
     step, ranks = workload(0.2), cluster(1e8)
     slow_step, slow_ranks = slowed(step, 2.0), slowed(ranks, 2.0)
     assert slow_step.compute_s == pytest.approx(2 * step.compute_s) and slow_step.numel == step.numel

@@ -6,6 +6,7 @@ from pathlib import Path
 from fusedcomm import output
 from fusedcomm.probe.choices import OFF, at_rate, link_bytes_s, predict_option
 from fusedcomm.probe.run import Findings
+from fusedcomm.probe.speed import slowed
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
@@ -17,7 +18,8 @@ DECADES = 2.0
 def picture(findings: Findings, path: Path) -> None:
     """Raises ImportError where there is no matplotlib."""
     plt = output.pyplot()
-    cluster, cap = findings.cluster, findings.recommendation.option.cap_mb
+    workload, cluster = (slowed(value, findings.slowdown) for value in (findings.workload, findings.cluster))
+    cap = findings.recommendation.option.cap_mb
     measured = link_bytes_s(cluster)
     rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
@@ -26,7 +28,7 @@ def picture(findings: Findings, path: Path) -> None:
         way = option.way
         if option.cap_mb != cap or way.sum != "auto":
             continue
-        predicted = [predict_option(findings.workload, at_rate(cluster, rate), way, cap) for rate in rates]
+        predicted = [predict_option(workload, at_rate(cluster, rate), way, cap) for rate in rates]
         steps_ms = [option.prediction.step_s * 1e3 for option in predicted]
         colour, style = colours[way.wire], "-" if way.hosts is None else "-."
         axes.plot(

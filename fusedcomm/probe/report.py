@@ -113,6 +113,11 @@ def _checked(findings: Findings) -> list[str]:
             f"  {check.option.name:<16} bucket {check.option.cap_mb:g} MiB: predicted {ms(predicted)}, measured "
             f"{ms(check.measured_s)}: {check.ratio - 1:+.0%}{smaller}"
         )
+    if findings.slowdown != 1:
+        lines.append(
+            f"  By these steps all that cores do takes {findings.slowdown:.2f} times as long as it did by itself: "
+            "the table has that."
+        )
     worst = max(abs(check.ratio - 1) for check in findings.checks)
     if worst > WARN_ERROR:
         lines.append(
@@ -144,6 +149,7 @@ def as_json(findings: Findings) -> dict:
         },
         "workload": {**dataclasses.asdict(findings.workload), "numel": findings.workload.numel},
         "compute_cores": findings.cluster.compute_cores,
+        "slowdown": findings.slowdown,
         "predictions": [option_as_json(option) for option in findings.options],
         "crossover_bytes_s": findings.crossovers,
         "recommendation": {

@@ -18,6 +18,7 @@ from fusedcomm.probe.choices import OFF, Option, Recommendation, crossover_bytes
 from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.local import MeasuredLocal, measure_local
 from fusedcomm.probe.network import ON_ONE_LEVEL, MeasuredNetwork, measure_network
+from fusedcomm.probe.speed import slowdown, slowed
 from fusedcomm.probe.steps import with_cpu_of_steps
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.workload import Task, checked, load, measure_workload, synthetic
@@ -57,6 +58,9 @@ class Findings:
     crossovers: dict[str, float | None]
     """Bytes a second up to which a wire pays, by an option's name."""
     checks: list[Check]
+    """As was predicted before these steps."""
+    slowdown: float
+    """Of the cores by these steps: what is predicted is of the workload and the cluster slowed by it."""
     seconds: dict[str, float]
     """That each part took."""
 
@@ -111,19 +115,24 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     cluster, workload = _of_rank_0(team, (cluster, workload))
     found = options(workload, cluster, settings.wires, settings.caps_mb)
     recommendation = recommend(found, settings.accept)
-    cap = recommendation.option.cap_mb
-    crossovers = {
-        option.name: crossover_bytes_s(workload, cluster, option.way, cap)
-        for option in found
-        if option.cap_mb == cap and option.wire != OFF and option.way.sum == "auto"
-    }
     left_s = max(settings.seconds - (time.perf_counter() - began), 0.5 * budget_s["check"])
     left_s = _of_rank_0(team, left_s)
     chosen = finalists(found, recommendation, settings.accept)
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
+    factor = 1.0
     if [check.option for check in checks] == chosen:
-        # Steps of the model itself: what was measured decides, not what was predicted.
-        recommendation = recommend(found, settings.accept, {check.option: check.measured_s for check in checks})
+        # Steps of the model itself: what was measured decides, not what was predicted, and says how fast the cores are.
+        factor = slowdown(workload, cluster, checks)
+        found = options(slowed(workload, factor), slowed(cluster, factor), settings.wires, settings.caps_mb)
+        measured_s = {(check.option.way, check.option.cap_mb): check.measured_s for check in checks}
+        by_key = {(option.way, option.cap_mb): option for option in found}
+        recommendation = recommend(found, settings.accept, {by_key[key]: taken for key, taken in measured_s.items()})
+    cap = recommendation.option.cap_mb
+    crossovers = {
+        option.name: crossover_bytes_s(slowed(workload, factor), slowed(cluster, factor), option.way, cap)
+        for option in found
+        if option.cap_mb == cap and option.wire != OFF and option.way.sum == "auto"
+    }
     took_s["all"] = time.perf_counter() - began
     environment = describe(team, local, network, uneven)
     return Findings(
@@ -137,6 +146,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         recommendation,
         crossovers,
         checks,
+        factor,
         took_s,
     )
 
