@@ -438,7 +438,7 @@ def run_probe_on_hosts(rank, world_size, settings, names):
 
 
 def test_hosts_with_several_ranks(ranks):
-    settings = dataclasses.replace(TINY, wires=("int8",), accept=("int8",))
+    settings = dataclasses.replace(TINY, wires=("int8",), accept=("int8",), cores=0.5)
     (document, text, names), *others = ranks.run(run_probe_on_hosts, settings, ["a", "b", "a", "b"])
     assert names == [OFF, "int8", "int8 by host"] and all(theirs[2] == names for theirs in others)
     assert document["environment"]["ranks_per_host"] == 2 and document["environment"]["uneven_hosts"] == ""
@@ -457,13 +457,14 @@ def test_hosts_with_several_ranks(ranks):
     assert {row["hosts"] for row in document["check"]} >= {None}
     for part in ("all-to-all between hosts", "all-to-all within a host", "MB/s a host", "sent by a host"):
         assert part in text
+    assert "fewer cores than ranks" in text
 
 
 def test_hosts_with_different_numbers_of_ranks_have_no_sums_on_two_levels(ranks):
-    settings = dataclasses.replace(TINY, wires=("bf16",))
+    settings = dataclasses.replace(TINY, wires=("bf16",), cores=1.0)
     (document, text, names), *_ = ranks.run(run_probe_on_hosts, settings, ["a", "a", "b"], world_size=3)
     assert names == [OFF, "bf16", "bf16 direct"] and document["network"]["two_levels"] is None
-    assert "host a has 2 ranks, host b 1" in text and "MB/s a rank" in text
+    assert "host a has 2 ranks, host b 1" in text and "MB/s a rank" in text and "fewer cores" not in text
 
 
 def test_the_text_says_what_to_do(probed):

@@ -25,6 +25,11 @@ def _measured(findings: Findings) -> list[str]:
     cores = environment["cores_of_a_rank"]
     of_each = "" if cores is None else f", {cores:g} core(s) each"
     lines = [f"{environment['world_size']} ranks on {environment['device']}{of_each}; codec {environment['codec']}"]
+    if cores is not None and cores < 1:
+        lines.append(
+            "  fewer cores than ranks: threads wait for each other, which is not predicted; steps have been seen to "
+            "take up to 1.7 times as long: trust those that are measured"
+        )
     if environment["uneven_hosts"]:
         lines.append(f"  {environment['uneven_hosts']}")
     for kind, name, cost, sender in _collectives(findings.cluster):
