@@ -2,6 +2,7 @@
 transformer, both without buffers, so that gradients are all that ranks have to say to each other; and one that waits
 instead of computing."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -10,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedcomm.probe.workload import Layer
+
 NUM_CLASSES = 256
 BLOCKS_PER_STAGE = 2
 NUM_LAYERS = 4
 CHANNELS_PER_GROUP = 8
 WAIT_S = 1e-10
-"""Of a forward pass, for each sample and element of a weight."""
+"""Of a forward pass, for each sample and element of a weight; a backward pass takes twice as long."""
 
 
 class Block(nn.Module):
@@ -73,21 +76,6 @@ class Transformer(nn.Module):
         return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
 
-class Wait(torch.autograd.Function):
-    """Passes on what it gets, later: forward after `seconds`, backward after twice as many, with a gradient at hand."""
-
-    @staticmethod
-    def forward(context, value: Tensor, weight: Tensor, gradient: Tensor, seconds: float) -> Tensor:
-        context.gradient, context.seconds = gradient, seconds
-        time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(context, output: Tensor) -> tuple:
-        time.sleep(2 * context.seconds)
-        return output, context.gradient.clone(), None, None
-
-
 class Waiting(nn.Module):
     """The matrices of a transformer's layers, whose computation takes no core, as if an accelerator did it: what a step
     takes beyond it is not what communication takes from computing. What is left for cores to do is to write gradients,
@@ -103,7 +91,9 @@ class Waiting(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         value = torch.zeros(1, NUM_CLASSES, requires_grad=True)
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
-            value = Wait.apply(value, weight, gradient, WAIT_S * len(samples) * self.size * weight.numel())
+            seconds = WAIT_S * len(samples) * self.size * weight.numel()
+            time.sleep(seconds)
+            value = Layer.apply(value, weight, gradient, functools.partial(time.sleep, 2 * seconds))
         return value.expand(len(samples), -1)
 
     def batch(self, samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ def way_of(option: Option) -> Way:
     """As the probe writes it, whose DDP has its own gradient_as_bucket_view."""
     tolerance = TOLERANCES["fp32" if option.wire == OFF else option.wire]
     return Way(
-        *(name_of(option), lambda ddp, group: option.way.attach(ddp), tolerance, option.own_cap_mb), bucket_views=False
+        name_of(option), lambda ddp, group: option.way.attach(ddp), tolerance, option.own_cap_mb, bucket_views=False
     )
 
 
@@ -42,7 +42,7 @@ def rows_of(
     bench: Bench, runners: dict[str, Runner], options: dict[str, Option], findings: Findings, slowdown: float
 ) -> list[Row]:
     """`slowdown`: compute alone beside these steps, over what it was in the probe."""
-    workload, cluster = slowed(findings.workload, slowdown), slowed(findings.cluster, slowdown)
+    workload, cluster = slowed((findings.workload, findings.cluster), slowdown)
     rows = []
     for name, runner in runners.items():
         if runner.way is None:

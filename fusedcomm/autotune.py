@@ -217,8 +217,8 @@ class Search:
         if tried[best] > (1 + NEAR) * off_ms:
             return OFF
         near = (1 + NEAR) * min(tried.values())
-        others = [candidate for candidate, ms in tried.items() if candidate != best and ms <= near]
-        runner_up = min((candidate for candidate in others if not candidate.is_exact), key=tried.get, default=best)
+        others = [c for c, ms in tried.items() if c != best and not c.is_exact and ms <= near]
+        runner_up = sorted(others, key=tried.get)[:1]
         tried_exact = {OFF: off_ms, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
         for alternatives in refinements:
             tried = {best: tried[best]}
@@ -227,8 +227,8 @@ class Search:
             best = preferred(tried)
         exact = OFF if best.is_exact else preferred(tried_exact)
         names = [candidate.wire for candidate in wires]
-        ours = {best} if runner_up.wire == best.wire else {best, runner_up}
-        again = dict.fromkeys([exact, *sorted(ours, key=lambda candidate: names.index(candidate.wire))], 0.0)
+        ours = sorted([best, *runner_up], key=lambda candidate: names.index(candidate.wire))
+        again = dict.fromkeys([exact, *ours], 0.0)
         for _ in range(MAX_ROUNDS):
             for candidate in again:
                 again[candidate] += yield candidate

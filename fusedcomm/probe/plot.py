@@ -18,7 +18,7 @@ DECADES = 2.0
 def picture(findings: Findings, path: Path) -> None:
     """Raises ImportError where there is no matplotlib."""
     plt = output.pyplot()
-    workload, cluster = (slowed(value, findings.slowdown) for value in (findings.workload, findings.cluster))
+    workload, cluster = slowed((findings.workload, findings.cluster), findings.slowdown)
     cap = findings.recommendation.option.cap_mb
     measured = link_bytes_s(cluster)
     rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]

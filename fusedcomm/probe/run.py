@@ -119,17 +119,18 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     left_s = _of_rank_0(team, left_s)
     chosen = finalists(found, recommendation, settings.accept)
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
-    factor = 1.0
+    factor, in_steps = 1.0, (workload, cluster)
     if [check.option for check in checks] == chosen:
         # Steps of the model itself: what was measured decides, not what was predicted, and says how fast the cores are.
         factor = slowdown(workload, cluster, checks)
-        found = options(slowed(workload, factor), slowed(cluster, factor), settings.wires, settings.caps_mb)
+        in_steps = slowed(in_steps, factor)
+        found = options(*in_steps, settings.wires, settings.caps_mb)
         measured_s = {(check.option.way, check.option.cap_mb): check.measured_s for check in checks}
         by_key = {(option.way, option.cap_mb): option for option in found}
         recommendation = recommend(found, settings.accept, {by_key[key]: taken for key, taken in measured_s.items()})
     cap = recommendation.option.cap_mb
     crossovers = {
-        option.name: crossover_bytes_s(slowed(workload, factor), slowed(cluster, factor), option.way, cap)
+        option.name: crossover_bytes_s(*in_steps, option.way, cap)
         for option in found
         if option.cap_mb == cap and option.wire != OFF and option.way.sum == "auto"
     }

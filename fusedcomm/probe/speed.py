@@ -17,8 +17,8 @@ OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
 
 
 def slowed(value: object, factor: float, everything: bool = False) -> object:
-    """A workload or a cluster of which all that a core does takes `factor` times as long, and what the network does as
-    long as before."""
+    """A workload, a cluster, or both of them, in which all that a core does takes `factor` times as long, and what the
+    network does as long as before."""
     if isinstance(value, Mapping):
         return {key: slowed(inner, factor, everything) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -43,7 +43,7 @@ def slowdown(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> f
     """
 
     def badness(factor: float) -> float:
-        slow = slowed(workload, factor), slowed(cluster, factor)
+        slow = slowed((workload, cluster), factor)
         predicted = [predict_option(*slow, check.option.way, check.option.cap_mb).prediction.step_s for check in checks]
         errors = [math.log(step_s / check.measured_s) for step_s, check in zip(predicted, checks, strict=True)]
         return math.fsum(error**2 for error in errors) + math.log(factor) ** 2

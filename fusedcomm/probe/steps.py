@@ -26,8 +26,8 @@ CPU_CHOICES = {
     "direct": (Way("bf16", sum="direct"),),
     "exchange": (Way("bf16"), Way("int8"), Way("int4")),
 }
-"""What tells the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what
-elements take."""
+"""What tells the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what elements
+take."""
 MOST_TIMES = 3.0
 """What a collective takes in a step is at most so many times what it takes by itself, and at least so small a part of
 it: more or less would be something else."""
@@ -182,9 +182,10 @@ class _Steps:
 
 
 def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
-    if way.config is None:
+    config = way.config
+    if config is None:
         return 0.0
-    return cluster.codecs[way.wire].whole_s(way.config.sum_of_large_buckets(cluster.world_size), numel)
+    return cluster.codecs[way.wire].whole_s(config.sum_of_large_buckets(cluster.world_size), numel)
 
 
 def _numel_for(cluster: Cluster, budget_s: float) -> int:

@@ -1,5 +1,6 @@
 """The step that is to be synchronised: a user's, from a script, or one of so many parameters and so much to compute."""
 
+import functools
 import importlib.util
 import statistics
 import sys
@@ -94,17 +95,17 @@ def _described(value: object) -> str:
 # ---- one of so many parameters and so much to compute
 
 
-class _Layer(torch.autograd.Function):
-    """Passes on what it gets; its backward works for so long and has a gradient at hand."""
+class Layer(torch.autograd.Function):
+    """Passes on what it gets; its backward calls `compute` and has a gradient at hand."""
 
     @staticmethod
-    def forward(context, value: Tensor, parameter: Tensor, gradient: Tensor, num_repeats: int) -> Tensor:
-        context.gradient, context.num_repeats = gradient, num_repeats
+    def forward(context, value: Tensor, parameter: Tensor, gradient: Tensor, compute: Callable[[], object]) -> Tensor:
+        context.gradient, context.compute = gradient, compute
         return value.clone()
 
     @staticmethod
     def backward(context, output: Tensor) -> tuple:
-        work(context.num_repeats, output.device)
+        context.compute()
         # Fresh memory, as a backward pass writes it.
         return output, context.gradient.clone(), None, None
 
@@ -132,12 +133,12 @@ class Synthetic(nn.Module):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         of_one_s = (time.perf_counter() - begin) / 2000
-        self._num_repeats = round(backward_s / len(numels) / of_one_s)
+        self._compute = functools.partial(work, round(backward_s / len(numels) / of_one_s), device)
 
     def forward(self) -> Tensor:
         value = torch.zeros((), requires_grad=True, device=self.weights[0].device)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
-            value = _Layer.apply(value, weight, gradient, self._num_repeats)
+            value = Layer.apply(value, weight, gradient, self._compute)
         return value
 
 
