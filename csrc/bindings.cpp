@@ -208,9 +208,12 @@ void bind_hook(py::module_& m) {
           NoGil())
       .def("unwatch", &GradHook::unwatch, NoGil())
       .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
+      .def("leave", &GradHook::leave, py::arg("reason"), NoGil())
       .def(
           "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())
-      .def("max_over_ranks", &GradHook::max_over_ranks, py::arg("value"), NoGil())
+      .def("max_over_ranks", &GradHook::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      .def("name_like", &GradHook::name_like, py::arg("other"), NoGil())
+      .def("take_notices", &GradHook::take_notices, NoGil())
       .def_property_readonly("transport", &GradHook::transport)
       .def("stats", &GradHook::stats, NoGil())
       .def("start_trace", [](const GradHook& hook) { hook.engine().start_trace(); })

@@ -1,5 +1,8 @@
 #include "c10d_transport.h"
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
 #include <utility>
 
 namespace fusedcomm {
@@ -70,12 +73,12 @@ std::shared_ptr<C10dTransport> C10dTransport::with_hosts(const Place& place,
   return connected;
 }
 
-void C10dTransport::max_over_ranks(const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors = {tensor};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  const auto work = backend(Channel::kScatter).allreduce(tensors, options);
-  if (work) work->wait();
+std::vector<BackendPtr> C10dTransport::own_backends() const {
+  std::vector<BackendPtr> own;
+  for (auto i = static_cast<size_t>(Channel::kLocalScatter); i < backends_.size(); ++i) {
+    if (backends_[i] && std::find(own.begin(), own.end(), backends_[i]) == own.end()) own.push_back(backends_[i]);
+  }
+  return own;
 }
 
 void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
@@ -116,6 +119,18 @@ void WorkTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
                                       Lane::Completion done) {
   at::Tensor to = output, from = input;
   on_end(backend(channel)._allgather_base(to, from), std::move(done));
+}
+
+// Else NCCL's destructor would abort collectives that the device has still before it, and leave garbage for the unpack
+// kernels behind them, or a peer without its bytes.
+StreamTransport::~StreamTransport() {
+  const std::vector<BackendPtr> own = own_backends();
+  if (own.empty() || given_up()) return;
+  try {
+    if (!device_.is_cpu()) c10::impl::getDeviceGuardImpl(device_.type())->synchronizeDevice(device_.index());
+    for (const BackendPtr& backend : own) backend->shutdown();
+  } catch (...) {  // then they are aborted
+  }
 }
 
 void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {

@@ -4,7 +4,10 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <atomic>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
 
 #include "transport.h"
 
@@ -30,22 +33,26 @@ class C10dTransport : public Transport {
   // The sum, in place, of a dense tensor of any dtype that the backend can reduce.
   virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;
 
-  // The largest on any rank, in place, of a dense tensor: waits for it, so no collective of ours may be under way.
-  void max_over_ranks(const at::Tensor& tensor);
-
   // Every rank's `input` (1-D, as long everywhere), one after the other in `output` (1-D).
   virtual void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                  Lane::Completion done) = 0;
 
+  // A collective has failed, or the process is exiting: its channels end without waiting for a peer.
+  void give_up() { *given_up_ = true; }
+
  protected:
   virtual std::shared_ptr<C10dTransport> copy() const = 0;
   c10d::Backend& backend(Channel channel) const { return *backends_[static_cast<size_t>(channel)]; }
+  bool given_up() const { return *given_up_; }
+  // Of sums on two levels, which nobody else uses; each once.
+  std::vector<BackendPtr> own_backends() const;
 
  private:
   // By channel. Every rank lets go of them in the same order: a backend's end waits for its collectives under way, and
   // these for a peer that may be gone.
   std::array<BackendPtr, kNumChannels> backends_;
   Place place_;
+  std::shared_ptr<std::atomic<bool>> given_up_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 // For backends that answer with a Work which completes by itself (gloo), over backends of our own, one for each
@@ -79,6 +86,8 @@ class WorkTransport : public C10dTransport {
 class StreamTransport : public C10dTransport {
  public:
   StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}
+  StreamTransport(const StreamTransport&) = default;
+  ~StreamTransport() override;
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   int64_t gather_copies(Channel) const override { return 1; }

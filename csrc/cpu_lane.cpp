@@ -85,6 +85,12 @@ void CpuLane::push(EventPtr after, Work work) {
     work(stopped);
   } else if (!event || !event->subscribe(this)) {
     wake_if_head_is_ready();
+  } else {
+    // stop() may have given up what is in the queue since it was put there; then nobody else takes this lane off.
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool is_stopped = stop_reason_ != nullptr;
+    lock.unlock();
+    if (is_stopped) event->unsubscribe(this);
   }
 }
 

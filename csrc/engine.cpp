@@ -79,6 +79,11 @@ void FailureLatch::set(std::exception_ptr error) {
   if (!first_ && !explaining_) first_ = std::move(error);
 }
 
+bool FailureLatch::has_failed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failed_;
+}
+
 std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& stage, int64_t chunk,
                                       std::exception_ptr cause) {
   std::string what = "unknown error";
@@ -96,6 +101,7 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& s
       "job from a checkpoint.";
   std::unique_lock<std::mutex> lock(mutex_);
   if (first_ || explaining_) return std::make_exception_ptr(std::runtime_error(text));
+  failed_ = true;
   std::string explanation;
   if (explain_) {
     explaining_ = true;

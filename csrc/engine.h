@@ -97,6 +97,8 @@ class FailureLatch {
   std::exception_ptr get() const;
   // Keeps `error` if it is the first.
   void set(std::exception_ptr error);
+  // Whether the first is a failure, and not what set() was given.
+  bool has_failed() const;
   // `cause` with the rank, the stage, the chunk and the bucket in its text; also kept if it is the first.
   std::exception_ptr fail(const BucketJob& job, const std::string& stage, int64_t chunk, std::exception_ptr cause);
 
@@ -105,7 +107,7 @@ class FailureLatch {
   mutable std::mutex mutex_;
   mutable std::condition_variable explained_;
   Explain explain_;
-  bool explaining_ = false;
+  bool explaining_ = false, failed_ = false;
   std::exception_ptr first_;
 };
 
@@ -140,6 +142,7 @@ class Engine {
 
   // Fails what is under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
+  bool has_failed() const { return failure_->has_failed(); }
   // After stop(), for an engine that is kept for what it has counted.
   void free_workspaces();
 

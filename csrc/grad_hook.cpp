@@ -2,11 +2,14 @@
 
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <new>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 #include "foreign.h"
@@ -100,6 +103,7 @@ GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport
       transport_(std::move(transport)),
       options_(options),
       device_(device),
+      process_(getpid()),
       knows_parameters_(!parameters.empty()),
       guard_(options.guard, engine_.get(), transport_.get()) {
   for (const Parameter& parameter : parameters) {
@@ -115,7 +119,13 @@ GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport
 GradHook::~GradHook() {
   // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
   const auto end = [this] {
+    if (getpid() != process_) {
+      // A child of fork() has none of the threads that would be waited for.
+      new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
+      return;
+    }
     watch_.reset();
+    if (engine_->has_failed()) transport_->give_up();
     engine_.reset();
     transport_.reset();
   };
@@ -158,19 +168,47 @@ void GradHook::stop(const std::string& reason) {
   engine_->stop(reason);
 }
 
+void GradHook::leave(const std::string& reason) {
+  transport_->give_up();
+  stop(reason);
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
   engine_->device().check_caller();
+  if (device_.is_cpu()) return hand_over(bucket);
+  // What prepares a bucket waits for the device now and then, and so meets what failed there before.
+  try {
+    return hand_over(bucket);
+  } catch (const std::exception& error) {
+    const std::string cause = error.what();
+    TORCH_CHECK(cause.rfind("fusedcomm: ", 0) != 0, cause);
+    TORCH_CHECK(false, "fusedcomm: rank ", engine_->rank(), " of ", engine_->world_size(), ": the hand-over of ",
+                text_of(bucket), " in step ", step(), " failed: ", cause);
+  }
+}
+
+std::string GradHook::text_of(const c10d::GradBucket& bucket) {
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  std::lock_guard<std::mutex> lock(mutex_);
+  BucketRecord record;
+  for (const at::Tensor& parameter : parameters) record.members.push_back({state_of(parameter)});
+  return make_label(bucket.getIndex(), record, static_cast<double>(bucket.getBuffer().nbytes()))->text;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bucket) {
   const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
   const size_t index = bucket.getIndex();
   if (index == 0) begin_pass();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto record = record_of(bucket);
+  check_order(bucket, *record);
   const int64_t step = step_, pass = num_passes_;
   const size_t num_buckets = num_buckets_;
   if (bucket.isLast()) {
     ++step_;
     ++num_passes_;
     num_buckets_ = index + 1;
+    notice_what_still_waits();
   }
   lock.unlock();
 
@@ -234,9 +272,10 @@ void GradHook::fall_back(const Guard::Failing& failing) {
     const auto label = record->label;
     record = nullptr;
     if (transport_->rank() != 0) continue;
-    TORCH_WARN("fusedcomm: the mean of ", label->text, " was off by ", failing.relative_error,
-               " of the exact one in step ", failing.pass, ", more than fallback_error=", options_.guard.fallback_error,
-               ": its parameters travel in ", wire_name(wire), " from now on, on every rank");
+    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " was off by ", failing.relative_error,
+                                " of the exact one in step ", failing.pass,
+                                ", more than fallback_error=", options_.guard.fallback_error,
+                                ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
   }
 }
 
@@ -304,8 +343,10 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
         residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
                                                     plan.reduce_scale, transport_->place(), device_,
                                                     /*of_first_only=*/true);
-      } catch (const c10::OutOfMemoryError&) {
-        return;  // a figure for the statistics is not worth a step
+      } catch (const c10::Error&) {
+        return;  // no memory: a figure for the statistics is not worth a step
+      } catch (const std::bad_alloc&) {
+        return;
       }
       residual->fill_first(-0.0F);
       for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
@@ -337,18 +378,55 @@ std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& 
   const size_t index = bucket.getIndex();
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
+  if (must_remake_.size() < records_.size()) must_remake_.resize(records_.size(), false);
   const auto same = [&] {
-    if (!record || record->dtype != buffer.scalar_type() || record->parameters.size() != parameters.size())
-      return false;
+    if (!record || must_remake_[index] || record->dtype != buffer.scalar_type()) return false;
+    if (record->parameters.size() != parameters.size()) return false;
+    if (!buffer.is_sparse() && record->numel != buffer.numel()) return false;
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (record->parameters[i] != parameters[i].unsafeGetTensorImpl()) return false;
     }
     return record->foreign == !carried_by_codec(buffer);
   };
-  if (!same()) record = make_record(buffer, parameters, index);
+  if (!same()) {
+    if (carried_by_codec(buffer)) check_gradients(bucket);
+    record = make_record(buffer, parameters, index);
+    must_remake_[index] = false;
+  }
   // An index past the last bucket is left over from before a rebuild.
   if (bucket.isLast()) records_.resize(index + 1);
   return records_[index];
+}
+
+void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& record) {
+  const size_t index = bucket.getIndex();
+  // The passes of a reducer that skips buckets cannot be told apart here, and their number numbers the noise.
+  const char* const why =
+      ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
+      "all of them: make the DDP module without that option";
+  TORCH_CHECK(index <= next_index_, "fusedcomm: bucket ", index, " was handed over where bucket ", next_index_,
+              " should have been", why);
+  // All buckets of static_graph's first pass have the index 0, and none is the last: so once may be that.
+  const bool is_again = index == 0 && next_index_ != 0 && first_of_pass_ == &record;
+  num_unfinished_ = is_again ? num_unfinished_ + 1 : index == 0 ? 0 : num_unfinished_;
+  TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over again and again, without bucket ", next_index_,
+              " and those after it", why);
+  if (index == 0) first_of_pass_ = &record;
+  next_index_ = bucket.isLast() ? 0 : index + 1;
+}
+
+void GradHook::check_gradients(const c10d::GradBucket& bucket) {
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  // Of complex ones a bucket has the shapes of what it does not hold.
+  if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
+  const std::vector<at::Tensor> gradients = bucket.getGradients();
+  for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
+    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
+                " has a gradient of shape ", gradients[i].sizes(), " and says that it is of a parameter of shape ",
+                parameters[i].sizes(),
+                ": torch has kept the list of parameters of buckets that it has cut anew since, as "
+                "after _update_process_group with gradients in another order. Make a new DDP module instead");
+  }
 }
 
 std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buffer,
@@ -491,11 +569,32 @@ void GradHook::take_device_counts() const {
                  counted_.end());
 }
 
-double GradHook::max_over_ranks(double value) const {
+double GradHook::max_over_ranks(double value, const std::string& what) const {
   at::NoGradGuard no_grad;
-  const at::Tensor largest = at::full({1}, value, at::TensorOptions().dtype(at::kDouble).device(device_));
-  transport_->max_over_ranks(largest);
-  return largest.item<double>();
+  // A sum, in which every rank has a place of its own.
+  auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
+  values[engine_->rank()].fill_(value);
+  engine_->device().will_use(values);
+  std::vector<c10::Device> devices;
+  if (!device_.is_cpu()) devices.push_back(device_);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+  auto job = std::make_shared<BucketJob>();
+  job->counted = false;
+  job->label = std::make_shared<const BucketLabel>(what, what);
+  job->on_done = [future, values](std::exception_ptr error) {
+    if (error) {
+      future->setError(std::move(error));
+    } else {
+      future->markCompleted(values);
+    }
+  };
+  ForeignStages stages;
+  stages.scatter = [transport = transport_, values](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
+  };
+  engine_->submit_foreign(std::move(job), std::move(stages));
+  future->waitAndThrow();
+  return values.max().item<double>();
 }
 
 EngineStats GradHook::stats() const {
@@ -555,30 +654,65 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
     at::Tensor& loaded = found == by_name.end() ? waiting_residuals_[residual.name] : found->second->loaded;
     loaded = residual.values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
   }
-  records_.clear();  // the next backward pass makes residuals of what has been loaded
+  // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
+  // other ranks are about to follow, which have loaded nothing, is on one of them.
+  must_remake_.assign(records_.size(), true);
+}
+
+void GradHook::name_like(const GradHook& other) {
+  std::vector<std::shared_ptr<ParameterState>> theirs;
+  {
+    std::lock_guard<std::mutex> lock(other.mutex_);
+    for (const auto& [impl, state] : other.states_) theirs.push_back(state);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& state : theirs) {
+    if (states_.count(state->parameter.unsafeGetTensorImpl()) == 0)
+      add_state(state->parameter, state->name, state->number);
+  }
+}
+
+std::vector<std::string> GradHook::take_notices() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(notices_, {});
+}
+
+void GradHook::notice_what_still_waits() {
+  // By the end of a pass all parameters have turned up, and DDP's second pass may have them in other buckets at most.
+  if (waiting_residuals_.empty()) return;
+  notices_.push_back(c10::str("fusedcomm: the state that was loaded has residuals of ", waiting_residuals_.size(),
+                              " parameters that this model does not have, of '", waiting_residuals_.begin()->first,
+                              "' for example: they are forgotten. A CommState without module=model knows parameters "
+                              "by their order and shapes only: give it the model to load what fusedcomm.attach, or a "
+                              "CommState with the model, has saved"));
+  waiting_residuals_.clear();
 }
 
 std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) {
-  auto& state = states_[parameter.unsafeGetTensorImpl()];
-  if (!state) {
-    std::ostringstream name;
-    name << "parameter " << states_.size() - 1 << " of shape " << parameter.sizes();
-    state = std::make_shared<ParameterState>();
-    state->parameter = parameter;
-    state->name = name.str();
-    state->number = static_cast<uint32_t>(states_.size() - 1);
-    state->wire = parameter.dim() <= 1 ? options_.wire_1d : 0;
-    const auto waiting = waiting_residuals_.find(state->name);
-    if (waiting != waiting_residuals_.end() && waiting->second.numel() == numel_in_bucket(parameter)) {
-      state->loaded = waiting->second;
-      waiting_residuals_.erase(waiting);
-    }
-    const auto count = waiting_counts_.find(state->name);
-    if (count != waiting_counts_.end()) {
-      state->num_nonfinite = count->second;
-      waiting_counts_.erase(count);
-    }
+  const auto known = states_.find(parameter.unsafeGetTensorImpl());
+  if (known != states_.end()) return known->second;
+  const auto number = static_cast<uint32_t>(states_.size());
+  const auto state = add_state(parameter, c10::str("parameter ", number, " of shape ", parameter.sizes()), number);
+  const auto waiting = waiting_residuals_.find(state->name);
+  if (waiting != waiting_residuals_.end() && waiting->second.numel() == numel_in_bucket(parameter)) {
+    state->loaded = waiting->second;
+    waiting_residuals_.erase(waiting);
   }
+  const auto count = waiting_counts_.find(state->name);
+  if (count != waiting_counts_.end()) {
+    state->num_nonfinite = count->second;
+    waiting_counts_.erase(count);
+  }
+  return state;
+}
+
+std::shared_ptr<ParameterState> GradHook::add_state(const at::Tensor& parameter, std::string name, uint32_t number) {
+  auto state = std::make_shared<ParameterState>();
+  state->parameter = parameter;
+  state->name = std::move(name);
+  state->number = number;
+  state->wire = parameter.dim() <= 1 ? options_.wire_1d : 0;
+  states_.emplace(parameter.unsafeGetTensorImpl(), state);
   return state;
 }
 

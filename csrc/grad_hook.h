@@ -88,10 +88,13 @@ class GradHook {
   // No longer: its threads and its connection to the store end. Nothing if there is no watch.
   void unwatch();
   void stop(const std::string& reason);
+  // stop(), as the process is exiting: it does not wait for other ranks.
+  void leave(const std::string& reason);
   Engine& engine() const { return *engine_; }
   const std::shared_ptr<C10dTransport>& transport() const { return transport_; }
-  // The largest of the ranks' values. A collective call, between backward passes; waits.
-  double max_over_ranks(double value) const;
+  // The largest of the ranks' values. A collective call, between backward passes; waits. `what` it is, for reports of
+  // stalls and failures.
+  double max_over_ranks(double value, const std::string& what) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
 
@@ -111,6 +114,12 @@ class GradHook {
   std::vector<ParameterResidual> residuals() const;
   // Between backward passes. Parameters that are not named have left out nothing.
   void restore_residuals(const std::vector<ParameterResidual>& residuals);
+  // Before the first backward pass: parameters that have turned up there have the same names and numbers here.
+  void name_like(const GradHook& other);
+
+  // What is to be said to the user since the last call. Not by a warning of torch's, which would raise on this rank
+  // alone where warnings are errors.
+  std::vector<std::string> take_notices();
 
   // Backward passes so far, which number the noise.
   int64_t step() const;
@@ -123,6 +132,8 @@ class GradHook {
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
+  c10::intrusive_ptr<c10::ivalue::Future> hand_over(c10d::GradBucket& bucket);
+  std::string text_of(const c10d::GradBucket& bucket);
   // Before the first bucket of a backward pass.
   void begin_pass();
   void fall_back(const Guard::Failing& failing);
@@ -134,10 +145,16 @@ class GradHook {
 
   // All that follow, under mutex_.
   std::shared_ptr<const BucketRecord> record_of(const c10d::GradBucket& bucket);
+  // Raises an error if DDP has left out buckets.
+  void check_order(const c10d::GradBucket& bucket, const BucketRecord& record);
+  // Raises an error if these are not the gradients of the bucket's parameters.
+  static void check_gradients(const c10d::GradBucket& bucket);
   std::shared_ptr<const BucketRecord> make_record(const at::Tensor& buffer, const std::vector<at::Tensor>& parameters,
                                                   size_t index);
   void plan(BucketRecord* record);
   std::shared_ptr<ParameterState> state_of(const at::Tensor& parameter);
+  std::shared_ptr<ParameterState> add_state(const at::Tensor& parameter, std::string name, uint32_t number);
+  void notice_what_still_waits();
   // The device's tables of the record's bucket.
   void prepare(BucketRecord* record);
   // Makes the record's residuals, of what its parameters have left out so far; what cannot be kept any more goes into
@@ -150,10 +167,16 @@ class GradHook {
   std::shared_ptr<C10dTransport> transport_;
   const Options options_;
   const c10::Device device_;
+  const pid_t process_;
   const bool knows_parameters_;  // else they turn up
   mutable std::mutex mutex_;     // what follows, but for guard_
   std::unordered_map<c10::TensorImpl*, std::shared_ptr<ParameterState>> states_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
+  std::vector<bool> must_remake_;                             // of the records
+  size_t next_index_ = 0;                                     // that a bucket should have
+  const BucketRecord* first_of_pass_ = nullptr;               // to compare with
+  int num_unfinished_ = 0;                                    // passes in a row, with the same first bucket
+  std::vector<std::string> notices_;
   // By name: restored for parameters that have not turned up yet.
   std::unordered_map<std::string, at::Tensor> waiting_residuals_;
   std::unordered_map<std::string, int64_t> waiting_counts_;

@@ -7,6 +7,7 @@ alike, with the same text.
 import contextlib
 import datetime
 import json
+import time
 import warnings
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ def agree(store: dist.Store, rank: int, world_size: int, record: dict, timeout: 
             ranks that did not attach within `timeout`.
     """
     store.set(f"record/{rank}", json.dumps(record))
+    began = time.monotonic()
     if rank == 0:
         verdict = _compare(store, world_size, record, timeout)
         store.set("verdict", verdict)
@@ -34,6 +36,7 @@ def agree(store: dist.Store, rank: int, world_size: int, record: dict, timeout: 
         try:
             store.wait(["verdict"], timeout + _MARGIN)
         except (RuntimeError, dist.DistStoreError) as error:
+            _raise_if_the_store_failed(error, began, timeout)
             raise RuntimeError(
                 f"fusedcomm: rank {rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
                 "attaching: attach must be called on every rank of the process group"
@@ -47,14 +50,17 @@ def gather(store: dist.Store, rank: int, world_size: int, record: object, timeou
     """Every rank's `record` (JSON-serialisable), in rank order. On every rank, each time with a store of its own.
 
     Raises:
-        RuntimeError: naming the ranks that did not call within `timeout`.
+        RuntimeError: naming the ranks that did not call within `timeout`. The call then counts as not made.
     """
     keys = [f"record/{other}" for other in range(world_size)]
+    began = time.monotonic()
     store.set(keys[rank], json.dumps(record))
     try:
         store.wait(keys, timeout)
     except (RuntimeError, dist.DistStoreError) as error:
+        _raise_if_the_store_failed(error, began, timeout)
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        forget(store, rank)
         raise RuntimeError(
             f"fusedcomm: rank(s) {missing} did not take part within {timeout.total_seconds():.0f} s: this is a "
             "collective call, which every rank of the process group has to make"
@@ -62,11 +68,30 @@ def gather(store: dist.Store, rank: int, world_size: int, record: object, timeou
     return [json.loads(store.get(key)) for key in keys]
 
 
+def forget(store: dist.Store, rank: int) -> None:
+    """Removes what this rank has published in a :func:`gather`, where the store can."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        store.delete_key(f"record/{rank}")
+
+
+def _raise_if_the_store_failed(error: Exception, began: float, timeout: datetime.timedelta) -> None:
+    waited_s = time.monotonic() - began
+    if waited_s < 0.9 * timeout.total_seconds():
+        raise RuntimeError(
+            f"fusedcomm: the process group's store failed after {waited_s:.1f} s: {error}. The process that hosts it "
+            "may be gone: look at its log, and restart the job"
+        ) from error
+
+
 def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.timedelta) -> str:
+    if PROBLEM in own:  # nothing that others say could change that
+        return f"fusedcomm: rank 0 cannot attach: {own[PROBLEM]}"
     keys = [f"record/{rank}" for rank in range(world_size)]
+    began = time.monotonic()
     try:
         store.wait(keys, timeout)
-    except (RuntimeError, dist.DistStoreError):
+    except (RuntimeError, dist.DistStoreError) as error:
+        _raise_if_the_store_failed(error, began, timeout)
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return (
             f"fusedcomm: rank(s) {missing} did not attach within {timeout.total_seconds():.0f} s: attach must be "

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.session import NamedParameter, Session
+from fusedcomm.session import NamedParameter, Session, named_parameters
 from fusedcomm.stats import Stats
 
 
@@ -111,13 +111,19 @@ class CommState:
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         old = self._session
         if old is None or old.process_group is not group:
-            self._session = Session(self.config, group, self._parameters(), self._local, device)
+            parameters, problem = None, None
+            try:
+                parameters = self._parameters()
+            except ValueError as error:  # of this rank, maybe: the others have to know
+                problem = error
+            self._session = Session(self.config, group, parameters, self._local, device, problem=problem)
             if old is not None:
                 self._session.take_over(old)
                 old.stop("its CommState moved to another process group")
             elif self._loaded is not None:
                 self._session.load_state_dict(self._loaded)
             self._loaded = None
+        self._session.say_notices()
         return self._session
 
     def state_dict(self, consolidated: bool = False) -> dict:
@@ -140,9 +146,7 @@ class CommState:
     def _parameters(self) -> list[NamedParameter] | None:
         if self._module is None:
             return None
-        named = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
-        self.config.check_patterns([name for name, _ in named])
-        return [NamedParameter(name, p, self.config.wire_number(name, p)) for name, p in named]
+        return named_parameters(self._module.named_parameters(), [self.config])
 
     def __getstate__(self) -> dict:
         # A copy is a configuration; the engine, the group and the model stay with the original.

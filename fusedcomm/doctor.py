@@ -155,4 +155,5 @@ def _cuda_verdict(dist: types.ModuleType) -> str:
     except RuntimeError as error:
         return f"not supported: {error}"
     names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
-    return f"supported over NCCL; Triton {version} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
+    has = f"Triton {version} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
+    return f"over NCCL, tested without a GPU only (`make gpu` tests it on this one); {has}"

@@ -17,7 +17,7 @@ from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
-from fusedcomm.session import NamedParameter, Session
+from fusedcomm.session import NamedParameter, Session, named_parameters
 from fusedcomm.stats import NonFinite, Stats
 from fusedcomm.tuner import Space, Tuner
 
@@ -173,12 +173,19 @@ def attach(
                 )
         configs = [Config(wire=wire, **options)]
     _check_module(ddp)
-    parameters = _synchronised_parameters(ddp, configs)
-    device = parameters[0].tensor.device if parameters else torch.device("cpu")
+    device = next((p.device for p in ddp.module.parameters() if p.requires_grad), torch.device("cpu"))
+    parameters, problem = [], None
+    try:
+        _refuse_options(ddp)
+        parameters = _synchronised_parameters(ddp, configs)
+        if space is not None:
+            _refuse_sparse(ddp, device)
+    except (RuntimeError, ValueError) as error:  # of this rank, maybe: the others have to know
+        problem = error
     if space is None:
-        runs = Session(configs[0], ddp.process_group, parameters, local, device, announce=not quiet)
+        runs = Session(configs[0], ddp.process_group, parameters, local, device, announce=not quiet, problem=problem)
     else:
-        runs = _tuner(ddp, space, parameters, local, device, tuned, announce=not quiet)
+        runs = _tuner(ddp, space, parameters, local, device, tuned, announce=not quiet, problem=problem)
     target = _targets.get(ddp)
     if target is None:
         target = _C.HookTarget(ddp.process_group)
@@ -195,7 +202,9 @@ def attach(
     handle = Handle(ddp, runs, target)
     _handles[ddp] = handle
     if ddp.process_group.rank() == 0 and not quiet:
-        print(handle.plan(), flush=True)
+        # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
+        with contextlib.suppress(Exception):
+            print(handle.plan(), flush=True)
     return handle
 
 
@@ -268,7 +277,7 @@ class Handle:
         """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.
 
         Idempotent. ``attach`` may be called on the module again. Sparse gradients then go through the backend's own
-        sparse all-reduce, as under DDP's default.
+        sparse all-reduce, as under DDP's default; NCCL has none.
         """
         if not self._attached:
             return
@@ -318,6 +327,7 @@ class Handle:
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._session.process_group is not ddp.process_group:
             self._follow_process_group(ddp)
+        self._session.say_notices()
         if self._is_hooked and self._tuner is not None and self._tuner.is_off_for_good:
             self._is_hooked = not _C.take_ddp_hook(ddp.reducer)
 
@@ -399,19 +409,10 @@ def _check_module(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(
             "fusedcomm: this module already has fusedcomm attached; call .detach() on the handle before attaching again"
         )
-    _refuse_options(ddp)
-    # A copy brings the mark along, but not the hook.
-    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not _native_hook]
-    if ddp._comm_hooks:
-        name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
-        raise RuntimeError(
-            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
-            "so wrap the model in a new DistributedDataParallel"
-        )
 
 
 def _refuse_options(ddp: DistributedDataParallel) -> None:
-    """Raises RuntimeError for DDP options that bring a hook or a reducer of their own, naming the option."""
+    """Raises RuntimeError for a hook, or a DDP option that brings a hook or a reducer of its own, naming it."""
     if ddp.mixed_precision is not None:
         raise RuntimeError(
             "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
@@ -427,27 +428,50 @@ def _refuse_options(ddp: DistributedDataParallel) -> None:
             "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a "
             "hook returns; set it to something else before wrapping the model"
         )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise RuntimeError(
+            "fusedcomm: skip_all_reduce_unused_params=True leaves out buckets, and fusedcomm counts steps by the last "
+            "one: make the DDP module without that option (find_unused_parameters=True is supported)"
+        )
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         raise RuntimeError(
             "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
         )
+    # A copy brings the mark along, but not the hook.
+    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not _native_hook]
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
+        raise RuntimeError(
+            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
+            "so wrap the model in a new DistributedDataParallel"
+        )
+
+
+def _refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
+    """Raises ValueError where DDP's own all-reduce, which wire="auto" tries, is none."""
+    if device.type == "cpu":
+        return
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
+                "a wire, wire='bf16' for example, by which they travel exactly"
+            )
 
 
 def _synchronised_parameters(ddp: DistributedDataParallel, configs: Sequence[Config]) -> list[NamedParameter]:
-    """What the reducer has: trainable, not ignored, not delayed. Order of named_parameters(), wires of the first."""
+    """What the reducer has, not ignored, not delayed; see :func:`fusedcomm.session.named_parameters`."""
     delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
     ignored = ddp.parameters_to_ignore
-    parameters = [
-        NamedParameter(name, tensor, configs[0].wire_number(name, tensor))
+    named = [
+        (name, tensor)
         for name, tensor in ddp.module.named_parameters()
-        if tensor.requires_grad and name not in ignored and id(tensor) not in delayed
+        if name not in ignored and id(tensor) not in delayed
     ]
-    devices = sorted({str(p.tensor.device) for p in parameters})
+    devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
-    for config in configs:
-        config.check_patterns([p.name for p in parameters])
-    return parameters
+    return named_parameters(named, configs)
 
 
 def _tuner(
@@ -458,13 +482,13 @@ def _tuner(
     device: torch.device,
     tuned: Tuning | str | os.PathLike | None,
     announce: bool,
+    problem: Exception | None,
 ) -> Tuner:
-    problem = None
     try:
         if tuned is not None and not isinstance(tuned, Tuning):
             tuned = Tuning.load(tuned)
     except ValueError as error:
-        tuned, problem = None, error  # of this rank, maybe: the others have to know
+        tuned, problem = None, problem or error
     if tuned is not None:
         tuned = dataclasses.replace(tuned, loaded=True)
     module = weakref.ref(ddp)

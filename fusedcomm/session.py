@@ -8,6 +8,7 @@ import sys
 import uuid
 import warnings
 import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,26 @@ class NamedParameter:
     """Its number, see csrc/plan.h."""
 
 
+def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequence[Config]) -> list[NamedParameter]:
+    """Those that require gradients first, then the others, which DDP may have had from before they were frozen. Wires
+    by the first of `configs`.
+
+    Raises:
+        ValueError: one of `configs` has a pattern that matches no parameter which requires gradients.
+    """
+    named = sorted(named, key=lambda pair: not pair[1].requires_grad)
+    for each in configs:
+        each.check_patterns([name for name, tensor in named if tensor.requires_grad])
+    return [NamedParameter(name, tensor, configs[0].wire_number(name, tensor)) for name, tensor in named]
+
+
 class Session:
     """A running engine on one process group.
 
     Args:
         process_group: the group that DDP uses; every rank of it makes a Session at the same time.
-        parameters: what DDP synchronises, or None if it is not known; then parameters are recognised by their shapes.
+        parameters: the module's, first those that require gradients, then those that may have done so when DDP was
+            made; or None if they are not known; then parameters are recognised by their shapes.
         device: where the gradients are.
         announce: whether rank 0 may print what takes a while.
         beside: another session on the same group, whose channels, hosts and store serve this one, too; its ranks have
@@ -70,15 +85,16 @@ class Session:
         watched: bool = True,
         problem: Exception | None = None,
     ) -> None:
-        groups.check_backend(process_group, device)
         self.config = cfg
         self.keeps_residuals = cfg.error_feedback is not None
+        self.is_off = False  # gradients go through DDP's own all-reduce, for good
         self.local = local
         self.device = device
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
         self._num_gathered = self._num_beside = 0
+        self._gathered: dist.Store | None = None
         if beside is None:
             path = self._agree_on_plan(announce, also_agree, problem)
         else:
@@ -104,11 +120,10 @@ class Session:
                 fallback_error=cfg.fallback_error or 0.0,
                 fallback_wire=cfg.number_of(cfg.fallback_wire),
             )
-            if self.world_size > 1:
-                self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
             problem = error
-        found = {"hosts": self.hosts.groups if self.hosts else None}
+        chunks = (self.effective_config.chunk_nbytes, self.effective_config.chunks_in_flight) if hook else None
+        found = {"hosts": self.hosts.groups if self.hosts else None, "chunks": chunks}
         try:
             self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
         except Exception:
@@ -132,12 +147,15 @@ class Session:
         # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
         record, path = {}, None
         try:
+            if problem is not None:
+                raise problem
+            groups.check_backend(self.process_group, self.device)
             path = self._path(announce and self.rank == 0)
             timeout_s = groups.group_timeout(self.process_group, self.device).total_seconds()
             self._stall_after_s = choose_stall_after(self.local.stall_after, timeout_s)
             record = {**self._record(), **path.must_agree, **(also_agree or {})}
         except Exception as error:
-            problem = problem or error
+            problem = error
         self._store = store = groups.private_store(self.process_group)
         hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
@@ -181,6 +199,7 @@ class Session:
                 f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6
             )
             return
+        self._store.set(f"watch/who/{self.rank}", groups.describe_process(self.process_group))
         self._is_watched = True
 
     def unwatch(self) -> None:
@@ -241,7 +260,10 @@ class Session:
         """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
         if problem is not None:
             record = {agreement.PROBLEM: str(problem)}
-        timeout = groups.group_timeout(self.process_group, self.device)
+        try:
+            timeout = groups.group_timeout(self.process_group, self.device)
+        except RuntimeError:  # the group has no backend for the device, which is the problem
+            timeout = dist.default_pg_timeout
         try:
             agreement.agree(dist.PrefixStore(what, store), self.rank, self.world_size, record, timeout)
         except RuntimeError:
@@ -252,7 +274,7 @@ class Session:
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":
             return CpuPath(self.local, self.world_size)
-        dtypes = sorted({p.tensor.dtype.to_real() for p in self.parameters or []} & set(GRAD_DTYPES), key=str)
+        dtypes = sorted({p.tensor.dtype.to_real() for p in self._trainable()} & set(GRAD_DTYPES), key=str)
         return CudaPath(self.config, self.local, self.process_group, self.device, dtypes or list(GRAD_DTYPES), announce)
 
     def _record(self) -> dict:
@@ -275,6 +297,9 @@ class Session:
                 "list": [[p.name, list(p.tensor.shape), str(p.tensor.dtype), p.wire] for p in self.parameters],
             }
         return record
+
+    def _trainable(self) -> list[NamedParameter]:
+        return [p for p in self.parameters or [] if p.tensor.requires_grad]
 
     def stats(self) -> Stats:
         return collect(self.hook, self.world_size)
@@ -335,9 +360,12 @@ class Session:
             if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
                 raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
         if state["residuals"] and not self.keeps_residuals:
+            why = "error_feedback=None): attach with error_feedback, or"
+            if self.is_off:
+                why = "wire='auto' has chosen DDP's own all-reduce, which leaves nothing out):"
             raise ValueError(
                 f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
-                "(error_feedback=None): attach with error_feedback, or empty state['residuals']"
+                f"({why} empty state['residuals']"
             )
 
     def take_over(self, old: "Session") -> None:
@@ -347,6 +375,8 @@ class Session:
         def is_known(name: str) -> bool:
             return self.parameters is None or name in known
 
+        if self.parameters is None:
+            self.hook.name_like(old.hook)
         counts = old.hook.nonfinite_by_parameter()
         self.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
         self.hook.step = old.hook.step
@@ -362,18 +392,24 @@ class Session:
         means = {}
         for name in sorted(sizes):
             values = residuals.get(name)
-            mean = torch.zeros(sizes[name], device=self.device) if values is None else values.clone()
+            mean = (
+                torch.zeros(sizes[name], dtype=torch.float32, device=self.device) if values is None else values.clone()
+            )
             dist.all_reduce(mean, group=self.process_group)
             means[name] = mean / self.world_size
         return means
 
     def _gather(self, what: str, record: object) -> list:
         """Every rank's `record` (JSON-serialisable), in rank order. A collective call."""
+        store = dist.PrefixStore(f"{what}/{self._num_gathered + 1}", self._store)
+        timeout = groups.group_timeout(self.process_group, self.device)
+        everybodys = agreement.gather(store, self.rank, self.world_size, record, timeout)
         self._num_gathered += 1
-        store = dist.PrefixStore(f"{what}/{self._num_gathered}", self._store)
-        return agreement.gather(
-            store, self.rank, self.world_size, record, groups.group_timeout(self.process_group, self.device)
-        )
+        # All ranks have made this call, so each has read what the one before it needed.
+        if self._gathered is not None:
+            agreement.forget(self._gathered, self.rank)
+        self._gathered = store
+        return everybodys
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
         """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them.
@@ -384,7 +420,7 @@ class Session:
         rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
-            named = [(p.name, p.tensor) for p in self.parameters]
+            named = [(p.name, p.tensor) for p in self._trainable()]
             native = None if off else self.native_config
             rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, named, bucket_nbytes_caps)
         return plan.Plan(
@@ -393,7 +429,7 @@ class Session:
             device_type=self.device.type,
             codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
-            exempt=tuple(p.name for p in self.parameters or [] if p.wire == _C.EXACT_WIRE),
+            exempt=tuple(p.name for p in self._trainable() if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,
@@ -405,9 +441,14 @@ class Session:
         """See :meth:`fusedcomm.handle.Handle.trace`."""
         return self._recorder.record(path, all_ranks)
 
-    def max_over_ranks(self, value: float) -> float:
-        """A collective call, between backward passes."""
-        return self.hook.max_over_ranks(value)
+    def max_over_ranks(self, value: float, what: str) -> float:
+        """A collective call, between backward passes. `what` it is, for the report if a rank does not come."""
+        return self.hook.max_over_ranks(value, what)
+
+    def say_notices(self) -> None:
+        """Warns of what the engine has to say since the last time."""
+        for text in self.hook.take_notices():
+            agreement.warn_alone(text, stacklevel=4)
 
     def _kernels_of(self, config: Config) -> dict:
         """What of a configuration an accelerator's kernels depend on, at most."""
@@ -423,7 +464,12 @@ class Session:
 
 
 @atexit.register
-def _stop_all() -> None:
+def _leave_all() -> None:
     # Worker threads must not outlive the interpreter.
     for session in list(_running):
-        session.stop("the process is exiting")
+        session.hook.leave("the process is exiting")
+
+
+# A child has none of the threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)

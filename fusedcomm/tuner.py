@@ -298,7 +298,10 @@ class Tuner:
         passes = _passes(self._target.take_seen())
         ends = [buckets[-1].handed_ms for buckets in passes]
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-autotune.TIMED :]
-        step_ms = self._off.max_over_ranks(statistics.median(steps) if steps else float("inf"))
+        # DDP's own all-reduce is not watched, but here a rank can be waited for.
+        self.session.watch()
+        own_ms = statistics.median(steps) if steps else math.inf
+        step_ms = self.session.max_over_ranks(own_ms, f"the times of wire='auto' trying {self._running}")
         self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
         self._search.record(step_ms)
         while not self._search.finished and not self._can_be_had(self._search.candidate):
@@ -353,6 +356,7 @@ class Tuner:
                 session.stop("wire='auto' has chosen something else")
         if self.is_off:
             self.session.keeps_residuals = False
+            self.session.is_off = True
             self.session.hook.free_workspaces()
         self._sessions = {self._running: self.session}
         self._off = self.session
@@ -449,7 +453,7 @@ def _numbered(parameters: Sequence[NamedParameter], config: Config) -> list[Name
 
 def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
     """Bytes of the buckets that DDP makes with such a bucket_cap_mb."""
-    backwards = [p.tensor for p in parameters][::-1]
+    backwards = [p.tensor for p in parameters if p.tensor.requires_grad][::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(backwards, [cap_nbytes])
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
 

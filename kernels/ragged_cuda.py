@@ -69,8 +69,8 @@ def check_cupy() -> str:
         nvrtc.getVersion()
     except (ImportError, RuntimeError, OSError) as error:
         raise RuntimeError(
-            f"CuPy with NVRTC cannot be loaded ({error}). Install the extra that fits the driver: fusedcomm[cuda13] or "
-            "fusedcomm[cuda12]"
+            f"CuPy with NVRTC cannot be loaded ({error}). Install what fits the driver: pip install "
+            "cupy-cuda13x 'nvidia-cuda-nvrtc>=13,<14', or cupy-cuda12x nvidia-cuda-nvrtc-cu12"
         ) from error
     return cupy.__version__
 

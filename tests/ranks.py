@@ -13,6 +13,8 @@ import traceback
 import warnings
 
 GROUP_TIMEOUT_S = 30
+NCCL_TIMEOUT_S = 80
+"""Ranks that compile kernels at attach do not get on equally fast."""
 CALL_TIMEOUT_S = 100
 
 
@@ -47,7 +49,7 @@ def _run(function, rank, world_size, store_path, backend, args):
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=NCCL_TIMEOUT_S if "nccl" in backend else GROUP_TIMEOUT_S)
     store = dist.FileStore(store_path, world_size)
     device = torch.device("cuda", 0) if "nccl" in backend else None
     if device is not None:

@@ -1,6 +1,8 @@
 """``fusedcomm.attach`` and its handle."""
 
+import contextlib
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -146,9 +148,6 @@ def test_state_is_by_parameter_and_survives_a_checkpoint(ranks):
 
 
 def printed(rank, world_size, quiet):
-    import contextlib
-    import io
-
     os.environ.pop("FUSEDCOMM_QUIET", None)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -162,6 +161,27 @@ def test_rank_0_prints_the_plan_once(ranks):
     first, second = ranks.run(printed, False, world_size=2)
     assert first.count("fusedcomm: wire bf16") == 1 and "each rank sends" in first and second == ""
     assert ranks.run(printed, True, world_size=2) == ["", ""]
+
+
+class Unencodable(io.StringIO):
+    def write(self, text):
+        raise UnicodeEncodeError("ascii", text, 0, 1, "ordinal not in range(128)")
+
+
+def printed_nowhere(rank, world_size):
+    os.environ.pop("FUSEDCOMM_QUIET", None)
+    try:
+        ddp = DistributedDataParallel(Gradients((4000,)))
+        with contextlib.redirect_stdout(Unencodable()):
+            comm = fusedcomm.attach(ddp, wire="bf16")
+    finally:
+        os.environ["FUSEDCOMM_QUIET"] = "1"
+    synchronise(ddp, [torch.ones(4000)])
+    return comm.stats().steps
+
+
+def test_a_plan_that_cannot_be_printed_does_not_part_rank_0_from_the_others(ranks):
+    assert ranks.run(printed_nowhere, world_size=2) == [1, 1]
 
 
 # --- no allocation in a steady state --------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Error feedback and stochastic rounding from end to end: real ranks over gloo, through everything that DDP does to
 buckets, checkpoints, and other numbers of ranks."""
 
+import warnings
+
 import pytest
 import torch
 from models import Gradients, synchronise
@@ -354,6 +356,61 @@ def test_a_comm_state_saves_loads_and_moves(ranks):
     assert torch.allclose(first_again + again["residuals"][name], wanted, rtol=0, atol=1e-4)
 
 
+def moves_with_several_parameters(rank, world_size):
+    """In the first pass one bucket has all parameters in the order of the model; later ones in that of gradients."""
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    ddp = DistributedDataParallel(Gradients(*[(6000,)] * 4), bucket_cap_mb=0.02)
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    delivered = [torch.zeros(6000, dtype=torch.float64) for _ in range(4)]
+    for step in range(3):
+        gradients = [gradient(rank, 10 * step + index, (6000,)) for index in range(4)]
+        delivered = [total + seen for total, seen in zip(delivered, synchronise(ddp, gradients), strict=True)]
+    before = state.state_dict()["residuals"]
+    if rank == 2:
+        return delivered, None, before, None
+    ddp._update_process_group(pairs[0])
+    state.process_group = pairs[0]
+    second = synchronise(ddp, [gradient(rank, 100 + index, (6000,)) for index in range(4)])
+    return delivered, second, before, state.state_dict(consolidated=True)["residuals"]
+
+
+def test_a_comm_states_residuals_stay_with_their_parameters_in_another_group(ranks):
+    """What is delivered there and left out there is the mean there, and of each parameter what it had left out."""
+    outcome = ranks.run(moves_with_several_parameters, world_size=3)
+    names = sorted(outcome[0][2])
+    assert len(names) == 4 and sorted(outcome[0][3]) == names
+    # What has been left out so far tells whose name is whose.
+    for index in range(4):
+        sent = sum(gradient(rank, 10 * step + index, (6000,)).double() for rank in range(3) for step in range(3)) / 3
+        left_out = sent - outcome[0][0][index]
+        (name,) = [n for n in names if torch.allclose(sum(o[2][n] for o in outcome) / 3, left_out.float(), atol=1e-4)]
+        wanted = sum(gradient(rank, 100 + index, (6000,)) + 2 / 3 * outcome[rank][2][name] for rank in range(2)) / 2
+        assert torch.allclose(outcome[0][1][index] + outcome[0][3][name], wanted, rtol=0, atol=1e-4)
+
+
+def attached_and_loaded_by_a_comm_state(rank, world_size):
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [gradient(rank, 0)])
+    saved = comm.state_dict()
+    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    state.load_state_dict(saved)
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            synchronise(ddp, [gradient(rank, step)])
+    return [str(warning.message) for warning in caught if "fusedcomm" in str(warning.message)]
+
+
+def test_residuals_that_no_parameter_takes_are_said_to_be_lost_once(ranks):
+    for messages in ranks.run(attached_and_loaded_by_a_comm_state, world_size=2):
+        assert len(messages) == 1 and "'weights.0'" in messages[0] and "module=model" in messages[0]
+
+
 # ---- what users do around it
 
 
@@ -385,11 +442,34 @@ def under_another_default_dtype(rank, world_size):
     try:
         ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, error_feedback=True, rotate=True)
         synchronise(ddp, [gradient(rank, 0, shape).float() for shape in SHAPES], steps=3)
-        return {values.dtype for values in comm.state_dict()["residuals"].values()}
+        state = comm.state_dict()
+        if rank == 1:  # one that has none takes part with zeros
+            comm.load_state_dict({**state, "residuals": {}})
+        consolidated = comm.state_dict(consolidated=True)["residuals"]
+        dtypes = {values.dtype for residuals in (state["residuals"], consolidated) for values in residuals.values()}
+        return dtypes, state["residuals"], consolidated
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_residuals_are_fp32_whatever_the_default_dtype(ranks):
-    for dtypes in ranks.run(under_another_default_dtype, world_size=2):
+    outcome = ranks.run(under_another_default_dtype, world_size=2)
+    for dtypes, _, consolidated in outcome:
         assert dtypes == {torch.float32}
+        assert consolidated.keys() == outcome[0][1].keys()
+        assert all(torch.equal(values, outcome[0][1][name] / 2) for name, values in consolidated.items())
+
+
+def saved_often(rank, world_size):
+    """What the store keeps of three consolidated states."""
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [gradient(rank, 0)])
+    for _ in range(3):
+        comm.state_dict(consolidated=True)
+    store = comm._session._store
+    torch.distributed.barrier()
+    return [store.check([f"residuals/{call}/record/{rank}"]) for call in (1, 2, 3)]
+
+
+def test_the_store_does_not_fill_up_with_every_checkpoint(ranks):
+    assert ranks.run(saved_often, world_size=2) == [[False, False, True]] * 2

@@ -147,6 +147,21 @@ def test_a_fallback_is_said_once_and_never_to_what_is_less_exact(ranks):
     assert len(outcome[0][0]) == 1 and "weights.1" in outcome[0][0][0]
 
 
+def told_where_warnings_are_errors(rank, world_size):
+    ddp = two_buckets()
+    fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, verify_every=1, fallback_error=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+    return results
+
+
+def test_a_fallback_does_not_end_rank_0_alone_where_warnings_are_errors(ranks):
+    first, second = ranks.run(told_where_warnings_are_errors, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def zero_gradients(rank, world_size):
     ddp = two_buckets()
     kwargs = {"verify_every": 1, "fallback_error": 0.5, "error_feedback": True}
@@ -166,7 +181,7 @@ def loaded_by_one_rank(rank, world_size):
     kwargs = {"verify_every": 2, "fallback_error": 0.2, "error_feedback": True}
     comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
     for step in range(9):
-        if rank == 0 and step in (3, 5):
+        if rank == 0 and step in (3, 5, 6):
             comm.load_state_dict({**comm.state_dict(), "step": 100 + step})
         results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
     return results, [bucket.wire for bucket in comm.plan().buckets]

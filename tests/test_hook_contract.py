@@ -3,17 +3,20 @@
 import copy
 import inspect
 import io
+import time
+import types
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, constant, synchronise
-from ranks import Ranks
+from ranks import GROUP_TIMEOUT_S, Ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import handle
 
 # --- registration ---------------------------------------------------------------------------------------------------
 
@@ -96,6 +99,81 @@ def test_options_and_devices_that_cannot_combine_are_refused_by_name(ranks):
                 strict=True,
             )
         ] == [True] * 4
+
+
+SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+needs_skipping = pytest.mark.skipif(
+    "skip_all_reduce_unused_params" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch has no skip_all_reduce_unused_params",
+)
+
+
+class FirstOrLast(torch.nn.Module):
+    """Uses one of two parameters, each of which has a bucket of its own."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(5000) for _ in range(2))
+        self.used = used
+
+    def forward(self) -> torch.Tensor:
+        return self.weights[self.used].sum()
+
+
+def skipping(rank, world_size, used, registered):
+    ddp = DistributedDataParallel(FirstOrLast(used), bucket_cap_mb=0.01, **SKIPS)
+    try:
+        if registered:
+            ddp.register_comm_hook(fusedcomm.CommState(wire="int8", exempt=()), fusedcomm.comm_hook)
+        else:
+            fusedcomm.attach(ddp)
+        for _ in range(4):
+            ddp().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@needs_skipping
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("registered", [False, True])
+def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered):
+    """Without the last bucket no step would end, and without the first none would begin."""
+    for said in ranks.run(skipping, used, registered, world_size=2):
+        assert "skip_all_reduce_unused_params=True" in said and "without that option" in said
+
+
+def refused_on_one_rank(rank, world_size, registered):
+    names = {"exempt": ("weights.7",)} if rank == 1 else {"exempt": ()}
+    model = Gradients((50,))
+    ddp = DistributedDataParallel(model)
+    try:
+        if registered:
+            ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model, **names), fusedcomm.comm_hook)
+            synchronise(ddp, [torch.ones(50)])
+        else:
+            fusedcomm.attach(ddp, wire="int8", **names)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_what_one_rank_refuses_all_hear_at_once(ranks, registered):
+    began = time.monotonic()
+    for said in ranks.run(refused_on_one_rank, registered, world_size=3):
+        assert "'weights.7' matches none" in said
+    assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
+
+
+def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
+    ddp = types.SimpleNamespace(module=model)
+    handle._refuse_sparse(ddp, torch.device("cpu"))
+    with pytest.raises(ValueError, match="'1' has: name a wire, wire='bf16'"):
+        handle._refuse_sparse(ddp, torch.device("cuda"))
+    model[1].sparse = False
+    handle._refuse_sparse(ddp, torch.device("cuda"))
 
 
 def copies(rank, world_size):
@@ -380,6 +458,59 @@ def frozen_after_wrapping(rank, world_size):
 def test_a_parameter_frozen_after_wrapping_still_travels(ranks):
     for seen in ranks.run(frozen_after_wrapping, world_size=2):
         assert seen == pytest.approx([0.5], abs=0.01)
+
+
+def frozen_and_back(rank, world_size, frozen):
+    """Frozen before attaching, trained again later: gradual unfreezing."""
+    ddp = DistributedDataParallel(Gradients((600, 70), (64,)), find_unused_parameters=True)
+    ddp.module.weights[frozen].requires_grad_(False)
+    comm = fusedcomm.attach(ddp, wire="int4", wire_for={"weights.0": "bf16"} if frozen else {}, error_feedback=True)
+    ddp.module.weights[frozen].requires_grad_(True)
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((600, 70), (64,))]
+    synchronise(ddp, gradients, steps=2)
+    names = [bucket.parameters for bucket in comm.plan().buckets]
+    state = comm.state_dict()
+    comm.load_state_dict(state)
+    return names, sorted(state["residuals"]), comm.plan().exempt
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_parameter_frozen_before_attaching_keeps_its_name_and_its_wire(ranks, frozen):
+    for names, residuals, exempt in ranks.run(frozen_and_back, frozen, world_size=2):
+        assert sorted(name for bucket in names for name in bucket) == ["weights.0", "weights.1"]
+        assert residuals == ["weights.0"]  # the other is "1d"
+        assert exempt == ("weights.1",)
+
+
+def rebuilt_twice(rank, world_size):
+    """torch keeps the lists of parameters of buckets that it has cut before."""
+    shapes = ((2000,), (3000,))
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.008)
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=())
+    gradients = [torch.full(shape, float(rank + index)) for index, shape in enumerate(shapes)]
+    synchronise(ddp, gradients, steps=3)
+    ddp._update_process_group(subgroup)
+    order = ddp.module.weights
+    seen = []
+    for _ in range(3):
+        ddp.zero_grad(set_to_none=True)
+        # The other way round: its sums are made in the order of their names' gradients.
+        try:
+            ((order[1] * gradients[1]).sum() + ddp([gradients[0], 0 * gradients[1]])).backward()
+        except RuntimeError as error:
+            return str(error)
+        seen = [weight.grad.unique().tolist() for weight in order]
+    return seen, [bucket.parameters for bucket in comm.plan().buckets]
+
+
+def test_buckets_cut_anew_for_another_group_have_their_own_parameters_or_are_refused(ranks):
+    for outcome in ranks.run(rebuilt_twice, world_size=2):
+        if isinstance(outcome, str):
+            assert "torch has kept the list of parameters" in outcome
+            continue
+        seen, buckets = outcome
+        assert seen == [[0.5], [1.5]] and sorted(sum(buckets, ())) == ["weights.0", "weights.1"]
 
 
 def moved_while_detached(rank, world_size):

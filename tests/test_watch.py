@@ -88,6 +88,27 @@ def train(rank, world_size, victim, fate, store_kind, wire):
         return error, warned, waited, time.monotonic() - started
 
 
+def late_for_the_end_of_a_trial(rank, world_size):
+    """What rank 0 writes to stderr while rank 1 does not come to compare times."""
+    ddp = DistributedDataParallel(Gradients((4000,)))
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), stall_after=1.0)
+    gradients = [torch.ones(4000)]
+    trial_steps = comm._runs._search.trial_steps
+    synchronise(ddp, gradients, steps=trial_steps)
+    with tempfile.NamedTemporaryFile() as log:
+        with stderr_to(log.name):
+            if rank == 1:
+                time.sleep(3)
+            synchronise(ddp, gradients)
+        return Path(log.name).read_text()
+
+
+def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks):
+    warned, _ = ranks.run(late_for_the_end_of_a_trial, world_size=2)
+    assert "rank 1 (process" in warned and "is slow" in warned, warned
+    assert "the times of wire='auto' trying off" in warned
+
+
 @pytest.mark.parametrize("fate", ["killed", "stopped"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("store_kind", ["file", "tcp"])

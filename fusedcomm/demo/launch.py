@@ -81,7 +81,7 @@ def _check_packages() -> None:
     missing = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ImportError(
-            f"the demo needs {', '.join(missing)}, which this Python lacks: pip install 'fusedcomm[bench]'"
+            f"the demo needs {', '.join(missing)}, which this Python lacks: pip install {' '.join(missing)}"
         )
 
 

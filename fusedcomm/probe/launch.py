@@ -51,7 +51,8 @@ def launch(options: Options) -> int:
         raise UsageError(str(error)) from None
     print(
         f"fusedcomm probe: {LOCAL_RANKS} ranks on this machine's loopback, where bytes are nearly free. For a cluster, "
-        "on every host:\n  torchrun --nnodes … --nproc-per-node … --rdzv-endpoint … -m fusedcomm probe",
+        "on every host the same line:\n  torchrun --nnodes … --nproc-per-node … --rdzv-backend c10d --rdzv-id probe "
+        "--rdzv-endpoint … -m fusedcomm probe",
         flush=True,
     )
     # The server lives here, and takes a port that is free: nobody can take it between choosing and using.
