@@ -62,7 +62,7 @@ def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     files = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     built = [
         Part("build", [shlex.split(arguments.build)], 170),
-        Part("tests", [[*tests, str(path), *shlex.split(arguments.pytest)] for path in files], 190),
+        Part("tests", [[*tests, *spread(path), str(path), *shlex.split(arguments.pytest)] for path in files], 190),
     ]
     measured = [
         kernels("kernels", 130, "flat", "reduce", "programs", "scale"),
@@ -72,6 +72,13 @@ def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
         bench("hooks-2-ranks", "hook_overhead.py", 45, *cuda, "--ranks", "2", "--check-only", "--numel", "1024"),
     ]
     return measured if arguments.dry_run else built + measured
+
+
+def spread(path: Path) -> list[str]:
+    """Options by which a file's tests share the cores: of those hundreds that compile a kernel or two each."""
+    if path.name != "test_kernels.py" or not importlib.util.find_spec("xdist"):
+        return []
+    return ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "worksteal"]
 
 
 def json_of(folder: Path, name: str) -> Path:

@@ -13,7 +13,8 @@ from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
 from _ways import COMPUTE, TOLERANCES, Way
 
 from fusedcomm.probe import report
-from fusedcomm.probe.choices import OFF, Option, predict_option
+from fusedcomm.probe.choices import OFF, Option, predict_option, recommend
+from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.run import Findings, Settings, probe
 from fusedcomm.probe.speed import slowed
 
@@ -81,6 +82,10 @@ def main() -> None:
     options = {name_of(option): option for option in findings.options}
     recommendation = findings.recommendation
     bench.report.extra["recommended"] = name_of(recommendation.option)
+    bench.report.extra["by_default"] = {
+        "recommended": name_of(recommend(findings.options, ACCEPT).option),
+        "among": [name for name, option in options.items() if option.wire in (OFF, *ACCEPT)],
+    }
     document = report.as_json(findings)
     for sample in document["network"]["samples"]:
         sample["seconds"] = [round(value, 6) for value in sample["seconds"]]

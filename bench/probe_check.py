@@ -12,7 +12,8 @@ A row is one choice; its figures: predicted_s, and ratio, the predicted step to 
 quite one's own changes its speed within minutes: ratio_at_speed is what the same model predicts if all that a core does
 takes as much longer as compute alone does beside the steps. `cases` in the JSON has for each link and mix the greatest
 and the median error, by either, the recommended and the best choice, and regret: the recommended one's measured step
-over the best one's, less 1.
+over the best one's, less 1. The probe may recommend every wire of --wires here; "by_default" says the same of what it
+would have recommended of those that it accepts by default, by its predictions alone.
 """
 
 import argparse
@@ -99,28 +100,34 @@ def measure(arguments: argparse.Namespace, link: str, mix: float, report: Report
     rows = [Row(**{**row, "case": case}) for row in found["rows"]]
     report.not_measured += [{**entry, "case": case} for entry in found["not_measured"]]
     rows = with_ratios(rows, [f"{OFF} 25"])
-    report.extra.setdefault("cases", {})[case] = {**found.get("case", {}), **verdict(rows, found.get("recommended"))}
+    report.extra.setdefault("cases", {})[case] = {**found.get("case", {}), **verdict(rows, found)}
     report.add(rows)
     if status:
         report.missing(case, "all" if not rows else "the rest", f"the ranks ended with exit status {status}")
 
 
-def verdict(rows: list[Row], recommended: str | None) -> dict:
+def verdict(rows: list[Row], found: dict) -> dict:
     """How good the predictions of one case are; empty without rows."""
     measured = {row.impl: row.median_s for row in rows}
-    if recommended not in measured:
+    if found.get("recommended") not in measured:
         return {}
     errors, at_speed = ([abs(row.figures[name] - 1) for row in rows] for name in ("ratio", "ratio_at_speed"))
-    best = min(measured, key=measured.get)
+    by_default = found["by_default"]
     return {
         "max_error": max(errors),
         "median_error": statistics.median(errors),
         "max_error_at_speed": max(at_speed),
         "median_error_at_speed": statistics.median(at_speed),
-        "recommended": recommended,
-        "best": best,
-        "regret": measured[recommended] / measured[best] - 1,
+        **recommendation(measured, found["recommended"]),
+        "by_default": recommendation(
+            {name: measured[name] for name in by_default["among"] if name in measured}, by_default["recommended"]
+        ),
     }
+
+
+def recommendation(measured: dict[str, float], recommended: str) -> dict:
+    best = min(measured, key=measured.get)
+    return {"recommended": recommended, "best": best, "regret": measured[recommended] / measured[best] - 1}
 
 
 def print_verdicts(report: Report) -> None:
@@ -145,7 +152,9 @@ def print_verdicts(report: Report) -> None:
             print(
                 f"{case}: error at most {found['max_error']:.1%}, median {found['median_error']:.1%}; at the speed "
                 f"that the machine had then {found['max_error_at_speed']:.1%}, {found['median_error_at_speed']:.1%}; "
-                f"recommended {found['recommended']}, best {found['best']}, regret {found['regret']:.1%}"
+                f"recommended {found['recommended']}, best {found['best']}, regret {found['regret']:.1%}; of the wires "
+                f"accepted by default {found['by_default']['recommended']}, best {found['by_default']['best']}, regret "
+                f"{found['by_default']['regret']:.1%}"
             )
 
 

@@ -219,15 +219,6 @@ class Prediction:
         return self.step_s - self.compute_s
 
 
-def linear_gradients(numels: Sequence[int], backward_s: float, exempt: Sequence[bool] | None = None) -> list[Gradient]:
-    """Gradients that take time in proportion to their numel, in the order of the backward pass."""
-    total, done, gradients = sum(numels), 0, []
-    for index, numel in enumerate(numels):
-        done += numel
-        gradients.append(Gradient(numel, backward_s * done / total, bool(exempt and exempt[index])))
-    return gradients
-
-
 def cut_buckets(gradients: Sequence[Gradient], cap_nbytes: int) -> list[list[Gradient]]:
     """As DDP cuts them: a bucket is full with the gradient that takes it to its cap; the first one's is 1 MiB where the
     cap is DDP's own."""

@@ -21,14 +21,14 @@ DESCRIPTION = """What a training step would take on a cluster that nobody has at
 is printed, and which line of code would make it shorter. --preset compares the same model with published figures."""
 _HARDWARE = {
     "--ranks": (int, "GPUs"),
-    "--ranks-per-host": (int, "GPUs on each host"),
-    "--nic-gbps": (float, "Gbit/s of a host, all its NICs together, each way"),
-    "--efficiency": (float, "part of that which gradients can have"),
-    "--nic-latency-us": (float, "of a hop between hosts"),
-    "--local-gbps": (float, "Gbit/s of a GPU to the others on its host: PCIe 4.0 about 200, NVLink 4 about 3000"),
-    "--local-latency-us": (float, "of a hop within a host"),
-    "--memory-gbytes-per-s": (float, "of a GPU"),
-    "--slowdown": (float, "of the backward pass, by the time that collectives run beside it"),
+    "--ranks-per-host": (int, "GPUs on each host (1)"),
+    "--nic-gbps": (float, "Gbit/s of a host, all its NICs together, each way (25)"),
+    "--efficiency": (float, "part of that which gradients can have (0.926)"),
+    "--nic-latency-us": (float, "of a hop between hosts (9.6)"),
+    "--local-gbps": (float, "Gbit/s of a GPU to the others on its host: PCIe 4.0 about 200, NVLink 4 about 3000 (200)"),
+    "--local-latency-us": (float, "of a hop within a host (5.7)"),
+    "--memory-gbytes-per-s": (float, "of a GPU (1500)"),
+    "--slowdown": (float, "of the backward pass, by the time that collectives run beside it (0.4)"),
 }
 _OF_A_PRESET = ("preset", "json", "plot", "command", "run")
 """Arguments that go together with --preset, which has what all others give."""

@@ -23,7 +23,6 @@ from fusedcomm.cost_model import (
     TwoLevels,
     Workload,
     cut_buckets,
-    linear_gradients,
     predict,
 )
 from fusedcomm.native import _C
@@ -38,6 +37,15 @@ CODECS = {wire: CODEC for wire in ("fp32", "bf16", "fp16", "int8", "fp8", "int4"
 COPY = 1e-10
 
 NUMEL = 1 << 18
+
+
+def linear_gradients(numels: list[int], backward_s: float) -> list[Gradient]:
+    """Gradients that take time in proportion to their numel, in the order of the backward pass."""
+    total, done, gradients = sum(numels), 0, []
+    for numel in numels:
+        done += numel
+        gradients.append(Gradient(numel, backward_s * done / total))
+    return gradients
 
 
 def cluster(world_size: int = 4, **changes) -> Cluster:
@@ -315,12 +323,6 @@ def test_buckets_are_cut_as_ddp_cuts_them(numels, cap):
     indices, _ = dist._compute_bucket_assignment_by_size(tensors, caps)
     gradients = linear_gradients(numels, 1.0)
     assert cut_buckets(gradients, cap) == [[gradients[index] for index in bucket] for bucket in indices]
-
-
-def test_gradients_take_time_in_proportion():
-    found = linear_gradients([1, 3, 4], 0.8, exempt=[True, False, False])
-    assert [gradient.ready_s for gradient in found] == pytest.approx([0.1, 0.4, 0.8])
-    assert [gradient.exempt for gradient in found] == [True, False, False]
 
 
 def test_buckets_may_be_given():

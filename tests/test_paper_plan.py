@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fusedcomm import published
+from fusedcomm import plan_command, published
 from fusedcomm.architectures import architecture
 from fusedcomm.cli import main
 from fusedcomm.config import Config
@@ -60,6 +60,13 @@ def test_the_shape_of_the_bucket_size_curve():
             assert [steps[size] for size in rising] == sorted(steps[size] for size in rising)
     no_buckets = [curves["resnet50", ranks].step_s_by_mib[0] for ranks in (16, 32)]
     assert no_buckets[1] > no_buckets[0]  # more hops for each of as many collectives
+
+
+def test_defaults_of_hardware_are_told():
+    defaults = {field.name: field.default for field in dataclasses.fields(Hardware)}
+    for option, (_, text) in plan_command._HARDWARE.items():
+        if option != "--ranks":
+            assert text.endswith(f"({defaults[option[2:].replace('-', '_')]:g})"), option
 
 
 def test_the_default_slowdown_is_the_one_that_fits():

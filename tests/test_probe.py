@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import on_host
+from test_cost_model import linear_gradients
 
 from fusedcomm import groups, output
 from fusedcomm.cli import main
 from fusedcomm.config import Config
-from fusedcomm.cost_model import Cluster, Codec, Cost, Network, TwoLevels, Workload, linear_gradients
+from fusedcomm.cost_model import Cluster, Codec, Cost, Network, TwoLevels, Workload
 from fusedcomm.probe import fit, report
 from fusedcomm.probe.check import Check
 from fusedcomm.probe.choices import (
@@ -217,7 +218,7 @@ def test_a_link_is_as_fast_as_it_was_seen_to_be():
     assert link_bytes_s(twice) == 2e8 and twice.network.exchange.per_unit_s == pytest.approx(1 / 4e8)
     assert at_rate(seen, 5e7).network.exchange.per_unit_s == pytest.approx(1 / 5e7)
     samples = [Sample("direct", 4096, n, 1, 4, [n / rate]) for n, rate in ((1000, 2e6), (9000, 5e6), (3000, 1e6))]
-    found = MeasuredNetwork(seen.network, [*samples, Sample("direct", 4096, 1000, 1, 1, [1e-9])], None, 1.0)
+    found = MeasuredNetwork(seen.network, [*samples, Sample("direct", 4096, 1000, 1, 1, [1e-9])], None)
     assert found.carried_bytes_s("direct") == pytest.approx(5e6)
 
 
@@ -611,11 +612,13 @@ def test_errors_and_regret(monkeypatch):
         return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
 
     rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
-    found = probe_check.verdict(rows, "bf16 25")
+    by_default = {"recommended": "bf16 25", "among": ["off 25", "bf16 25", "not measured 25"]}
+    found = probe_check.verdict(rows, {"recommended": "bf16 25", "by_default": by_default})
     assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
     assert found["max_error_at_speed"] == pytest.approx(0.1)
     assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
-    assert probe_check.verdict([], "bf16 25") == {}
+    assert (found["by_default"]["best"], found["by_default"]["regret"]) == ("bf16 25", 0)
+    assert probe_check.verdict([], {"recommended": "bf16 25", "by_default": by_default}) == {}
     arguments = argparse.Namespace(hosts=2, params=None)
     assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
     assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS

@@ -6,7 +6,6 @@ import itertools
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,8 +36,6 @@ class MeasuredLocal:
     """Of a rank; None: what computes does not move bytes."""
     codec: str
     """What its stages run on."""
-    seconds: float
-    """That measuring took."""
 
 
 def measure_local(
@@ -52,7 +49,6 @@ def measure_local(
 
     On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
     """
-    began = time.perf_counter()
     on_cpu = team.device.type == "cpu"
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
     copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
@@ -69,9 +65,8 @@ def measure_local(
         else:
             points[wire] = stage_points(team, wire)
         codecs[wire] = Codec(**{stage: theil_sen(of_stage) for stage, of_stage in points[wire].items()})
-    seconds = time.perf_counter() - began
     what = f"{codec.isa} × {codec.num_threads} thread(s)" if on_cpu else "on the GPU"
-    return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what, seconds)
+    return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what)
 
 
 def _stages(

@@ -5,7 +5,6 @@ Where hosts have several ranks, all-to-alls of sums on two levels, too."""
 import dataclasses
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,8 +59,6 @@ class MeasuredNetwork:
     samples: list[Sample]
     s_per_byte: float | None
     """As attach times the link, on cpu."""
-    seconds: float
-    """That measuring took."""
     ranks_per_host: int = 1
     """More than one: `network` is of bytes that a host sends, with what its ranks send each other included."""
     two_levels: TwoLevels | None = None
@@ -83,7 +80,6 @@ def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> 
     Args:
         hosts: on which sums can have two levels.
     """
-    began = time.perf_counter()
     bench = _Bench(team, hosts)
     found = {
         kind: bench.measure(kind, share * budget_s)
@@ -97,7 +93,7 @@ def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> 
         )
         two_levels = TwoLevels(dataclasses.replace(network, exchange=between), Network(FREE, exchange=within))
     samples = [sample for of_kind in found.values() for sample in of_kind]
-    return MeasuredNetwork(network, samples, bench.s_per_byte, time.perf_counter() - began, per_host, two_levels)
+    return MeasuredNetwork(network, samples, bench.s_per_byte, per_host, two_levels)
 
 
 def fit(samples: Sequence[Sample], num_senders: int = 1) -> Cost:
