@@ -18,6 +18,7 @@ would have recommended of those that it accepts by default, by its predictions a
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -127,7 +128,8 @@ def verdict(rows: list[Row], found: dict) -> dict:
 
 def recommendation(measured: dict[str, float], recommended: str) -> dict:
     best = min(measured, key=measured.get)
-    return {"recommended": recommended, "best": best, "regret": measured[recommended] / measured[best] - 1}
+    regret = measured[recommended] / measured[best] - 1 if recommended in measured else math.nan
+    return {"recommended": recommended, "best": best, "regret": regret}
 
 
 def print_verdicts(report: Report) -> None:

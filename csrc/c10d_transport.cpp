@@ -3,6 +3,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <chrono>
+#include <future>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 namespace fusedcomm {
@@ -122,14 +126,25 @@ void WorkTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 }
 
 // Else NCCL's destructor would abort collectives that the device has still before it, and leave garbage for the unpack
-// kernels behind them, or a peer without its bytes.
+// kernels behind them, or a peer without its bytes. But a communicator's end may wait for ranks on the same host, which
+// may have gone: after a while that is left to a thread, which then keeps what it waits for.
 StreamTransport::~StreamTransport() {
   const std::vector<BackendPtr> own = own_backends();
   if (own.empty() || given_up()) return;
+  constexpr std::chrono::seconds kPatience{10};
   try {
-    if (!device_.is_cpu()) c10::impl::getDeviceGuardImpl(device_.type())->synchronizeDevice(device_.index());
-    for (const BackendPtr& backend : own) backend->shutdown();
-  } catch (...) {  // then they are aborted
+    auto ended = std::make_shared<std::promise<void>>();
+    const std::future<void> end = ended->get_future();
+    std::thread([own, device = device_, ended] {
+      try {
+        if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
+        for (const BackendPtr& backend : own) backend->shutdown();
+      } catch (...) {  // then they are aborted
+      }
+      ended->set_value();
+    }).detach();
+    end.wait_for(kPatience);
+  } catch (const std::system_error&) {  // no thread to be had
   }
 }
 

@@ -179,9 +179,12 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   // What prepares a bucket waits for the device now and then, and so meets what failed there before.
   try {
     return hand_over(bucket);
+  } catch (const c10::OutOfMemoryError&) {
+    throw;  // which callers may know by its type
   } catch (const std::exception& error) {
-    const std::string cause = error.what();
-    TORCH_CHECK(cause.rfind("fusedcomm: ", 0) != 0, cause);
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    const std::string cause = known ? known->what_without_backtrace() : error.what();
+    if (cause.rfind("fusedcomm: ", 0) == 0) throw;
     TORCH_CHECK(false, "fusedcomm: rank ", engine_->rank(), " of ", engine_->world_size(), ": the hand-over of ",
                 text_of(bucket), " in step ", step(), " failed: ", cause);
   }
@@ -403,7 +406,9 @@ void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& r
   // The passes of a reducer that skips buckets cannot be told apart here, and their number numbers the noise.
   const char* const why =
       ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
-      "all of them: make the DDP module without that option";
+      "all of them: make the DDP module without that option. (Or backward passes were given up in their middle: make "
+      "it "
+      "anew.)";
   TORCH_CHECK(index <= next_index_, "fusedcomm: bucket ", index, " was handed over where bucket ", next_index_,
               " should have been", why);
   // All buckets of static_graph's first pass have the index 0, and none is the last: so once may be that.
@@ -657,6 +662,12 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
   // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
   // other ranks are about to follow, which have loaded nothing, is on one of them.
   must_remake_.assign(records_.size(), true);
+  for (auto& record : records_) {
+    if (!record) continue;
+    const auto emptied = std::make_shared<BucketRecord>(*record);
+    for (BucketRecord::Stream& stream : emptied->streams) stream.residual = nullptr;
+    record = emptied;
+  }
 }
 
 void GradHook::name_like(const GradHook& other) {

@@ -146,7 +146,9 @@ class CommState:
     def _parameters(self) -> list[NamedParameter] | None:
         if self._module is None:
             return None
-        return named_parameters(self._module.named_parameters(), [self.config])
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        named = [(name, tensor) for name, tensor in self._module.named_parameters() if name not in ignored]
+        return named_parameters(named, [self.config])
 
     def __getstate__(self) -> dict:
         # A copy is a configuration; the engine, the group and the model stay with the original.

@@ -173,7 +173,7 @@ def attach(
                 )
         configs = [Config(wire=wire, **options)]
     _check_module(ddp)
-    device = next((p.device for p in ddp.module.parameters() if p.requires_grad), torch.device("cpu"))
+    device = next((p.device for _, p in _named(ddp) if p.requires_grad), torch.device("cpu"))
     parameters, problem = [], None
     try:
         _refuse_options(ddp)
@@ -452,22 +452,27 @@ def _refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
     if device.type == "cpu":
         return
     for name, module in ddp.module.named_modules():
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+        is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and f"{name}.weight" not in ddp.parameters_to_ignore:
             raise ValueError(
                 f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
                 "a wire, wire='bf16' for example, by which they travel exactly"
             )
 
 
-def _synchronised_parameters(ddp: DistributedDataParallel, configs: Sequence[Config]) -> list[NamedParameter]:
-    """What the reducer has, not ignored, not delayed; see :func:`fusedcomm.session.named_parameters`."""
+def _named(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """The module's parameters that are neither ignored nor delayed, in the order of named_parameters()."""
     delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
-    ignored = ddp.parameters_to_ignore
-    named = [
+    return [
         (name, tensor)
         for name, tensor in ddp.module.named_parameters()
-        if name not in ignored and id(tensor) not in delayed
+        if name not in ddp.parameters_to_ignore and id(tensor) not in delayed
     ]
+
+
+def _synchronised_parameters(ddp: DistributedDataParallel, configs: Sequence[Config]) -> list[NamedParameter]:
+    """What the reducer has; see :func:`fusedcomm.session.named_parameters`."""
+    named = _named(ddp)
     devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")

@@ -27,7 +27,7 @@ STATE_VERSION = 2
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that have a wire format."""
 
-_running: "weakref.WeakSet[Session]" = weakref.WeakSet()
+_made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,8 @@ class Session:
                 fallback_error=cfg.fallback_error or 0.0,
                 fallback_wire=cfg.number_of(cfg.fallback_wire),
             )
+            if self.world_size > 1:
+                self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
             problem = error
         chunks = (self.effective_config.chunk_nbytes, self.effective_config.chunks_in_flight) if hook else None
@@ -136,7 +138,7 @@ class Session:
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
         timeout = groups.group_timeout(process_group, device)
         self._recorder = Recorder(hook, self._store, self.rank, self.world_size, place, timeout)
-        _running.add(self)
+        _made.add(self)
         if watched:
             self.watch()
 
@@ -199,7 +201,6 @@ class Session:
                 f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6
             )
             return
-        self._store.set(f"watch/who/{self.rank}", groups.describe_process(self.process_group))
         self._is_watched = True
 
     def unwatch(self) -> None:
@@ -262,7 +263,7 @@ class Session:
             record = {agreement.PROBLEM: str(problem)}
         try:
             timeout = groups.group_timeout(self.process_group, self.device)
-        except RuntimeError:  # the group has no backend for the device, which is the problem
+        except Exception:  # the group has no backend for the device, which is the problem
             timeout = dist.default_pg_timeout
         try:
             agreement.agree(dist.PrefixStore(what, store), self.rank, self.world_size, record, timeout)
@@ -460,16 +461,15 @@ class Session:
     def stop(self, reason: str) -> None:
         """Ends the engine; buckets under way fail with `reason`. Idempotent."""
         self.hook.stop(reason)
-        _running.discard(self)
 
 
 @atexit.register
 def _leave_all() -> None:
     # Worker threads must not outlive the interpreter.
-    for session in list(_running):
+    for session in list(_made):  # also those that have been stopped: they have channels yet
         session.hook.leave("the process is exiting")
 
 
 # A child has none of the threads.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)
+    os.register_at_fork(after_in_child=_made.clear)

@@ -298,8 +298,6 @@ class Tuner:
         passes = _passes(self._target.take_seen())
         ends = [buckets[-1].handed_ms for buckets in passes]
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-autotune.TIMED :]
-        # DDP's own all-reduce is not watched, but here a rank can be waited for.
-        self.session.watch()
         own_ms = statistics.median(steps) if steps else math.inf
         step_ms = self.session.max_over_ranks(own_ms, f"the times of wire='auto' trying {self._running}")
         self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
@@ -340,10 +338,12 @@ class Tuner:
 
     def _set_hook(self) -> None:
         uses_engine = not self.is_off or self._delivering
+        # DDP's own all-reduce goes unwatched, but at the end of its trial a rank can be waited for.
+        is_watched = uses_engine or (self._search is not None and not self._search.finished)
         for session in {*self._sessions.values(), self.session}:
-            if session is not self.session or not uses_engine:
+            if session is not self.session or not is_watched:
                 session.unwatch()
-        if uses_engine:
+        if is_watched:
             self.session.watch()
         self._target.set(self.session.hook if uses_engine else None, self.session.process_group)
 
@@ -443,7 +443,8 @@ class Tuner:
 
 
 def model_digest(parameters: Sequence[NamedParameter]) -> str:
-    described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in parameters]
+    trained = [p for p in parameters if p.tensor.requires_grad]
+    described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trained]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 

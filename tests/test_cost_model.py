@@ -407,7 +407,9 @@ def test_a_much_faster_network_is_faster(wire):
 # ---- beside a measurement
 
 
-@pytest.mark.parametrize("impl, wire", [("ddp default", None), *((f"fusedcomm {w}", w) for w in ("bf16", "int8"))])
+@pytest.mark.parametrize(
+    "impl, wire", [("ddp default", None), *((f"fusedcomm {w}", w) for w in ("bf16", "int8", "int4"))]
+)
 def test_agrees_with_measured_steps_on_one_gbit_s(impl, wire):
     """bench/ddp_step.py's two hosts: 1 Gbit/s of Ethernet, 0.949 of it payload of TCP; two ranks, two cores; the codec
     as bench/codec.py has measured it. α is assumed, and hardly matters: chunks overlap it."""
@@ -415,12 +417,12 @@ def test_agrees_with_measured_steps_on_one_gbit_s(impl, wire):
     compute_s, measured = rows["compute alone"]["median_s"], rows[impl]
     line = Cost(1e-3, 8 / (0.949 * 1e9))
     codec = Codec(Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9), Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9))
-    ranks = Cluster(2, Network(line, line), {"fp32": codec, "bf16": codec, "int8": codec}, 0.1e-9, cores=1.0)
+    ranks = Cluster(2, Network(line, line), dict.fromkeys(("fp32", "bf16", "int8", "int4"), codec), 0.1e-9, cores=1.0)
     gradients = linear_gradients([measured["numel"] // 50] * 50, compute_s / 2)
     workload = Workload(compute_s / 4, compute_s / 2, compute_s / 4, gradients)
     found = predict(workload, Choice(Config(wire=wire) if wire else None), ranks)
     assert found.sent_nbytes == pytest.approx(measured["figures"]["wire_nbytes"], rel=0.02)
-    assert found.step_s == pytest.approx(measured["median_s"], rel=0.08)
+    assert found.step_s == pytest.approx(measured["median_s"], rel=0.05)
     assert found.bound == "network"
 
 

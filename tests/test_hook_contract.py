@@ -168,11 +168,11 @@ def test_what_one_rank_refuses_all_hear_at_once(ranks, registered):
 
 def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
-    ddp = types.SimpleNamespace(module=model)
+    ddp = types.SimpleNamespace(module=model, parameters_to_ignore=set())
     handle._refuse_sparse(ddp, torch.device("cpu"))
     with pytest.raises(ValueError, match="'1' has: name a wire, wire='bf16'"):
         handle._refuse_sparse(ddp, torch.device("cuda"))
-    model[1].sparse = False
+    ddp.parameters_to_ignore.add("1.weight")
     handle._refuse_sparse(ddp, torch.device("cuda"))
 
 
@@ -511,6 +511,26 @@ def test_buckets_cut_anew_for_another_group_have_their_own_parameters_or_are_ref
             continue
         seen, buckets = outcome
         assert seen == [[0.5], [1.5]] and sorted(sum(buckets, ())) == ["weights.0", "weights.1"]
+
+
+def with_ignored_parameters(rank, world_size, registered):
+    """What DDP leaves alone may be on another device, and differ between ranks."""
+    model = Gradients((600, 70))
+    model.teacher = torch.nn.Linear(3 + rank, 1, bias=False, device="meta")
+    model._modules = {"teacher": model._modules.pop("teacher"), **model._modules}  # its parameter is the first
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["teacher.weight"])
+    ddp = DistributedDataParallel(model)
+    if registered:
+        ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model), fusedcomm.comm_hook)
+    else:
+        fusedcomm.attach(ddp, wire="int8")
+    return synchronise(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_parameters_that_ddp_ignores_are_left_alone(ranks, registered):
+    for seen in ranks.run(with_ignored_parameters, registered, world_size=2):
+        assert seen == pytest.approx([0.5], abs=0.01)
 
 
 def moved_while_detached(rank, world_size):
