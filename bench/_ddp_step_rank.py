@@ -390,9 +390,6 @@ class Bench:
         rows = [self.row(name, runner, compute_s) for name, runner in runners.items()]
         case = self.report.extra.setdefault("case", {})
         case.update(batch=self.arguments.batch, wire_nbytes_from=self.counter.what)
-        default = next((row for row in rows if row.impl == DEFAULT), None)
-        if default is not None:
-            case["communication_share"] = default.figures["exposed_s"] / default.median_s
         self.report.rows = rows
         self.report.write()
 

@@ -36,6 +36,26 @@ std::shared_ptr<const BucketLabel> make_label(size_t index, const BucketRecord& 
   return std::make_shared<const BucketLabel>(name, label.str());
 }
 
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// With its device, so that completing it records an event there and waiting for it waits for that.
+FuturePtr make_future(c10::Device device) {
+  std::vector<c10::Device> devices;
+  if (!device.is_cpu()) devices.push_back(device);
+  return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+}
+
+// `result` is read when the job is done: a sparse bucket's is another tensor then.
+std::function<void(std::exception_ptr)> completing(FuturePtr future, std::shared_ptr<at::Tensor> result) {
+  return [future = std::move(future), result = std::move(result)](std::exception_ptr error) {
+    if (error) {
+      future->setError(std::move(error));
+    } else {
+      future->markCompleted(*result);
+    }
+  };
+}
+
 std::vector<at::Tensor> storages_of(const at::Tensor& buffer) {
   if (buffer.is_sparse()) return {buffer._indices(), buffer._values()};
   return {buffer};
@@ -215,23 +235,13 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bu
   }
   lock.unlock();
 
-  // With its device, so that completing it records an event there and waiting for it waits for that.
-  std::vector<c10::Device> devices;
-  if (!buffer.is_cpu()) devices.push_back(buffer.device());
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
-
+  auto future = make_future(device_);
   for (const at::Tensor& part : storages_of(buffer)) engine_->device().will_use(part);
   auto job = make_job(record, buffer, step);
   auto result = std::make_shared<at::Tensor>(buffer);
   job->owner = result;
   job->is_last = bucket.isLast();
-  job->on_done = [future, result](std::exception_ptr error) {
-    if (error) {
-      future->setError(std::move(error));
-    } else {
-      future->markCompleted(*result);
-    }
-  };
+  job->on_done = completing(future, result);
 
   if (record->foreign) {
     if (buffer.is_sparse()) {
@@ -381,9 +391,8 @@ std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& 
   const size_t index = bucket.getIndex();
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
-  if (must_remake_.size() < records_.size()) must_remake_.resize(records_.size(), false);
   const auto same = [&] {
-    if (!record || must_remake_[index] || record->dtype != buffer.scalar_type()) return false;
+    if (!record || record->is_stale || record->dtype != buffer.scalar_type()) return false;
     if (record->parameters.size() != parameters.size()) return false;
     if (!buffer.is_sparse() && record->numel != buffer.numel()) return false;
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -394,7 +403,6 @@ std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& 
   if (!same()) {
     if (carried_by_codec(buffer)) check_gradients(bucket);
     record = make_record(buffer, parameters, index);
-    must_remake_[index] = false;
   }
   // An index past the last bucket is left over from before a rebuild.
   if (bucket.isLast()) records_.resize(index + 1);
@@ -407,16 +415,17 @@ void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& r
   const char* const why =
       ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
       "all of them: make the DDP module without that option. (Or backward passes were given up in their middle: make "
-      "it "
-      "anew.)";
+      "it anew.)";
   TORCH_CHECK(index <= next_index_, "fusedcomm: bucket ", index, " was handed over where bucket ", next_index_,
               " should have been", why);
   // All buckets of static_graph's first pass have the index 0, and none is the last: so once may be that.
-  const bool is_again = index == 0 && next_index_ != 0 && first_of_pass_ == &record;
-  num_unfinished_ = is_again ? num_unfinished_ + 1 : index == 0 ? 0 : num_unfinished_;
-  TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over again and again, without bucket ", next_index_,
-              " and those after it", why);
-  if (index == 0) first_of_pass_ = &record;
+  if (index == 0) {
+    const bool is_again = next_index_ != 0 && first_of_pass_ == &record;
+    num_unfinished_ = is_again ? num_unfinished_ + 1 : 0;
+    TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over again and again, without bucket ",
+                next_index_, " and those after it", why);
+    first_of_pass_ = &record;
+  }
   next_index_ = bucket.isLast() ? 0 : index + 1;
 }
 
@@ -580,19 +589,11 @@ double GradHook::max_over_ranks(double value, const std::string& what) const {
   auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
   values[engine_->rank()].fill_(value);
   engine_->device().will_use(values);
-  std::vector<c10::Device> devices;
-  if (!device_.is_cpu()) devices.push_back(device_);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+  const FuturePtr future = make_future(device_);
   auto job = std::make_shared<BucketJob>();
   job->counted = false;
   job->label = std::make_shared<const BucketLabel>(what, what);
-  job->on_done = [future, values](std::exception_ptr error) {
-    if (error) {
-      future->setError(std::move(error));
-    } else {
-      future->markCompleted(values);
-    }
-  };
+  job->on_done = completing(future, std::make_shared<at::Tensor>(values));
   ForeignStages stages;
   stages.scatter = [transport = transport_, values](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
@@ -661,12 +662,12 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
   }
   // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
   // other ranks are about to follow, which have loaded nothing, is on one of them.
-  must_remake_.assign(records_.size(), true);
   for (auto& record : records_) {
     if (!record) continue;
-    const auto emptied = std::make_shared<BucketRecord>(*record);
-    for (BucketRecord::Stream& stream : emptied->streams) stream.residual = nullptr;
-    record = emptied;
+    const auto stale = std::make_shared<BucketRecord>(*record);
+    stale->is_stale = true;
+    for (BucketRecord::Stream& stream : stale->streams) stream.residual = nullptr;
+    record = stale;
   }
 }
 

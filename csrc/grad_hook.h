@@ -52,7 +52,8 @@ struct BucketRecord {
   at::ScalarType dtype = at::kFloat;
   std::vector<Member> members;
   int64_t numel = 0;
-  bool foreign = false;  // sparse, or of a dtype the codec does not carry: summed as it is
+  bool is_stale = false;  // its residuals have been replaced: to be made anew
+  bool foreign = false;   // sparse, or of a dtype the codec does not carry: summed as it is
   BucketPlan plan;
   std::vector<Stream> streams;  // by payload
   std::shared_ptr<const BucketLabel> label;
@@ -172,7 +173,6 @@ class GradHook {
   mutable std::mutex mutex_;     // what follows, but for guard_
   std::unordered_map<c10::TensorImpl*, std::shared_ptr<ParameterState>> states_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
-  std::vector<bool> must_remake_;                             // of the records
   size_t next_index_ = 0;                                     // that a bucket should have
   const BucketRecord* first_of_pass_ = nullptr;               // to compare with
   int num_unfinished_ = 0;                                    // passes in a row, with the same first bucket

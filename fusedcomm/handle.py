@@ -173,11 +173,12 @@ def attach(
                 )
         configs = [Config(wire=wire, **options)]
     _check_module(ddp)
-    device = next((p.device for _, p in _named(ddp) if p.requires_grad), torch.device("cpu"))
+    named = _named(ddp)
+    device = next((tensor.device for _, tensor in named if tensor.requires_grad), torch.device("cpu"))
     parameters, problem = [], None
     try:
         _refuse_options(ddp)
-        parameters = _synchronised_parameters(ddp, configs)
+        parameters = _synchronised_parameters(named, configs)
         if space is not None:
             _refuse_sparse(ddp, device)
     except (RuntimeError, ValueError) as error:  # of this rank, maybe: the others have to know
@@ -470,9 +471,10 @@ def _named(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _synchronised_parameters(ddp: DistributedDataParallel, configs: Sequence[Config]) -> list[NamedParameter]:
-    """What the reducer has; see :func:`fusedcomm.session.named_parameters`."""
-    named = _named(ddp)
+def _synchronised_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
+) -> list[NamedParameter]:
+    """What the reducer has; see :func:`fusedcomm.session.named_parameters`. RuntimeError: on several devices."""
     devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")

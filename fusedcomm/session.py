@@ -51,6 +51,11 @@ def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequenc
     return [NamedParameter(name, tensor, configs[0].wire_number(name, tensor)) for name, tensor in named]
 
 
+def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParameter]:
+    """Those that require gradients now."""
+    return [p for p in parameters or [] if p.tensor.requires_grad]
+
+
 class Session:
     """A running engine on one process group.
 
@@ -275,7 +280,7 @@ class Session:
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":
             return CpuPath(self.local, self.world_size)
-        dtypes = sorted({p.tensor.dtype.to_real() for p in self._trainable()} & set(GRAD_DTYPES), key=str)
+        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(GRAD_DTYPES), key=str)
         return CudaPath(self.config, self.local, self.process_group, self.device, dtypes or list(GRAD_DTYPES), announce)
 
     def _record(self) -> dict:
@@ -298,9 +303,6 @@ class Session:
                 "list": [[p.name, list(p.tensor.shape), str(p.tensor.dtype), p.wire] for p in self.parameters],
             }
         return record
-
-    def _trainable(self) -> list[NamedParameter]:
-        return [p for p in self.parameters or [] if p.tensor.requires_grad]
 
     def stats(self) -> Stats:
         return collect(self.hook, self.world_size)
@@ -421,7 +423,7 @@ class Session:
         rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
-            named = [(p.name, p.tensor) for p in self._trainable()]
+            named = [(p.name, p.tensor) for p in trainable(self.parameters)]
             native = None if off else self.native_config
             rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, named, bucket_nbytes_caps)
         return plan.Plan(
@@ -430,7 +432,7 @@ class Session:
             device_type=self.device.type,
             codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
-            exempt=tuple(p.name for p in self._trainable() if p.wire == _C.EXACT_WIRE),
+            exempt=tuple(p.name for p in trainable(self.parameters) if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,

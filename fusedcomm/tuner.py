@@ -18,7 +18,7 @@ from fusedcomm.autotune import OFF, Candidate, Search, Tuning
 from fusedcomm.config import WIRES, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
-from fusedcomm.session import NamedParameter, Session
+from fusedcomm.session import NamedParameter, Session, trainable
 
 DEFAULT_WIRES = ("fp32", "bf16")
 """Of these, what the other options allow."""
@@ -443,8 +443,7 @@ class Tuner:
 
 
 def model_digest(parameters: Sequence[NamedParameter]) -> str:
-    trained = [p for p in parameters if p.tensor.requires_grad]
-    described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trained]
+    described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trainable(parameters)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
@@ -454,7 +453,7 @@ def _numbered(parameters: Sequence[NamedParameter], config: Config) -> list[Name
 
 def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
     """Bytes of the buckets that DDP makes with such a bucket_cap_mb."""
-    backwards = [p.tensor for p in parameters if p.tensor.requires_grad][::-1]
+    backwards = [p.tensor for p in trainable(parameters)][::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(backwards, [cap_nbytes])
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
 
