@@ -148,7 +148,7 @@ void bind_hook(py::module_& m) {
                        at::Device grad_device, int64_t verify_every, int64_t measure_every, double fallback_error,
                        int fallback_wire) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
-             std::vector<GradHook::Parameter> table;
+             std::vector<Parameters::Known> table;
              for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
              const GradHook::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
              return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, grad_device, options);
@@ -170,22 +170,8 @@ void bind_hook(py::module_& m) {
             return hook.guard().measurements();
           },
           NoGil())
-      .def(
-          "residuals",
-          [](const GradHook& hook) {
-            std::map<std::string, at::Tensor> residuals;
-            for (const auto& residual : hook.residuals()) residuals[residual.name] = residual.values;
-            return residuals;
-          },
-          NoGil())
-      .def(
-          "restore_residuals",
-          [](GradHook& hook, const std::map<std::string, at::Tensor>& residuals) {
-            std::vector<GradHook::ParameterResidual> list;
-            for (const auto& [name, values] : residuals) list.push_back({name, values});
-            hook.restore_residuals(list);
-          },
-          NoGil())
+      .def("residuals", &GradHook::residuals, NoGil())
+      .def("restore_residuals", &GradHook::restore_residuals, NoGil())
       .def_property("step", py::cpp_function(&GradHook::step, NoGil()),
                     py::cpp_function(&GradHook::restore_step, NoGil()))
       .def("run",
@@ -221,22 +207,8 @@ void bind_hook(py::module_& m) {
           "stop_trace", [](const GradHook& hook) { return hook.engine().stop_trace(); }, NoGil())
       .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })
       .def_property_readonly("scratch_nbytes", [](const GradHook& hook) { return hook.engine().scratch_nbytes(); })
-      .def(
-          "nonfinite_by_parameter",
-          [](const GradHook& hook) {
-            std::map<std::string, int64_t> counts;
-            for (const auto& count : hook.nonfinite_by_parameter()) counts[count.name] = count.num_nonfinite;
-            return counts;
-          },
-          NoGil())
-      .def(
-          "restore_nonfinite",
-          [](GradHook& hook, const std::map<std::string, int64_t>& counts) {
-            std::vector<GradHook::ParameterCount> list;
-            for (const auto& [name, num_nonfinite] : counts) list.push_back({name, num_nonfinite});
-            hook.restore_nonfinite(list);
-          },
-          NoGil())
+      .def("nonfinite_by_parameter", &GradHook::nonfinite_by_parameter, NoGil())
+      .def("restore_nonfinite", &GradHook::restore_nonfinite, NoGil())
       .def(
           "buckets",
           [](const GradHook& hook) {

@@ -5,10 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <new>
-#include <sstream>
 #include <tuple>
 #include <utility>
 
@@ -18,23 +15,6 @@
 
 namespace fusedcomm {
 namespace {
-
-bool carried_by_codec(const at::Tensor& buffer) {
-  return buffer.layout() == at::kStrided && has_wire_format(buffer.scalar_type());
-}
-
-// Elements the parameter has in its bucket's buffer: complex buckets arrive as floats of twice the numel.
-int64_t numel_in_bucket(const at::Tensor& parameter) { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
-
-std::shared_ptr<const BucketLabel> make_label(size_t index, const BucketRecord& record, double nbytes) {
-  const std::string name = "bucket " + std::to_string(index);
-  std::ostringstream label;
-  label << name << " (";
-  if (!record.members.empty()) label << record.members.front().state->name;
-  if (record.members.size() > 1) label << " … " << record.members.back().state->name;
-  label << "; " << record.members.size() << " parameters, " << nbytes / (1 << 20) << " MiB)";
-  return std::make_shared<const BucketLabel>(name, label.str());
-}
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
@@ -61,80 +41,22 @@ std::vector<at::Tensor> storages_of(const at::Tensor& buffer) {
   return {buffer};
 }
 
-template <typename T>
-int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < numel; ++i) count += !std::isfinite(static_cast<float>(values[i]) * scale);
-  return count;
-}
-
-int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel, float scale) {
-  switch (flat.scalar_type()) {
-    case at::kFloat:
-      return count_nonfinite(flat.const_data_ptr<float>() + begin, numel, scale);
-    case at::kBFloat16:
-      return count_nonfinite(flat.const_data_ptr<at::BFloat16>() + begin, numel, scale);
-    default:
-      return count_nonfinite(flat.const_data_ptr<at::Half>() + begin, numel, scale);
-  }
-}
-
-// The elements of a chunk that one of its streams has.
-Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
-  const int64_t last = layout.num_parts - 1;
-  if (exact) return {layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end};
-  return {layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end};
-}
-
-// Which parameters the chunk's non-finite elements belong to. Rare, so it reads the chunk a second time.
-void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, const BucketJob& job, int64_t chunk) {
-  // In place they have been scaled already.
-  const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
-  std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});  // by payload, lossy and exact
-  for (const BucketRecord::Member& member : record.members) {
-    int64_t& before = seen[member.payload][member.exact];
-    const Range range =
-        job.plan.in_place ? Range{0, flat.numel()} : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
-    const int64_t begin = std::max(range.begin, before);
-    const int64_t end = std::min(range.end, before + member.numel);
-    if (begin < end) {
-      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - before, end - begin, scale);
-    }
-    before += member.numel;
-  }
-}
-
 // The encoder that error feedback and noise begin with: what is packed for ranks of the same host is neither.
 Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
   return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
 }
 
-// What a parameter has left out so far, fp32 [numel]; undefined if it is nothing.
-at::Tensor left_out_of(const ParameterState& state, int64_t numel) {
-  if (state.loaded.defined() || !state.residual) return state.loaded;
-  return state.residual->values(state.residual_begin, numel);
-}
-
 }  // namespace
 
 GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-                   const std::vector<Parameter>& parameters, c10::Device device, const Options& options)
+                   const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
     : engine_(std::move(engine)),
       transport_(std::move(transport)),
       options_(options),
       device_(device),
       process_(getpid()),
-      knows_parameters_(!parameters.empty()),
-      guard_(options.guard, engine_.get(), transport_.get()) {
-  for (const Parameter& parameter : parameters) {
-    auto state = std::make_shared<ParameterState>();
-    state->parameter = parameter.tensor;
-    state->name = parameter.name;
-    state->number = static_cast<uint32_t>(states_.size());
-    state->wire = parameter.wire;
-    states_.emplace(parameter.tensor.unsafeGetTensorImpl(), std::move(state));
-  }
-}
+      parameters_(parameters, options.wire_1d, device),
+      guard_(options.guard, engine_.get(), transport_.get()) {}
 
 GradHook::~GradHook() {
   // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
@@ -213,9 +135,9 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
 std::string GradHook::text_of(const c10d::GradBucket& bucket) {
   const std::vector<at::Tensor> parameters = bucket.getParameters();
   std::lock_guard<std::mutex> lock(mutex_);
-  BucketRecord record;
-  for (const at::Tensor& parameter : parameters) record.members.push_back({state_of(parameter)});
-  return make_label(bucket.getIndex(), record, static_cast<double>(bucket.getBuffer().nbytes()))->text;
+  std::vector<BucketRecord::Member> members;
+  for (const at::Tensor& parameter : parameters) members.push_back({parameters_.state_of(parameter)});
+  return make_label(bucket.getIndex(), members, static_cast<double>(bucket.getBuffer().nbytes()))->text;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bucket) {
@@ -231,7 +153,8 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bu
     ++step_;
     ++num_passes_;
     num_buckets_ = index + 1;
-    notice_what_still_waits();
+    // By the end of a pass all parameters have turned up, and DDP's second has them in other buckets at most.
+    if (std::string notice = parameters_.end_of_waiting(); !notice.empty()) notices_.push_back(std::move(notice));
   }
   lock.unlock();
 
@@ -386,23 +309,12 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
 }
 
 std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {
-  const at::Tensor& buffer = bucket.getBuffer();
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
   const size_t index = bucket.getIndex();
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
-  const auto same = [&] {
-    if (!record || record->is_stale || record->dtype != buffer.scalar_type()) return false;
-    if (record->parameters.size() != parameters.size()) return false;
-    if (!buffer.is_sparse() && record->numel != buffer.numel()) return false;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (record->parameters[i] != parameters[i].unsafeGetTensorImpl()) return false;
-    }
-    return record->foreign == !carried_by_codec(buffer);
-  };
-  if (!same()) {
-    if (carried_by_codec(buffer)) check_gradients(bucket);
-    record = make_record(buffer, parameters, index);
+  if (!record || !record->is_of(bucket)) {
+    record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_);
+    guard_.forget(record->label->name);
   }
   // An index past the last bucket is left over from before a rebuild.
   if (bucket.isLast()) records_.resize(index + 1);
@@ -429,160 +341,6 @@ void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& r
   next_index_ = bucket.isLast() ? 0 : index + 1;
 }
 
-void GradHook::check_gradients(const c10d::GradBucket& bucket) {
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
-  // Of complex ones a bucket has the shapes of what it does not hold.
-  if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
-  const std::vector<at::Tensor> gradients = bucket.getGradients();
-  for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
-    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
-                " has a gradient of shape ", gradients[i].sizes(), " and says that it is of a parameter of shape ",
-                parameters[i].sizes(),
-                ": torch has kept the list of parameters of buckets that it has cut anew since, as "
-                "after _update_process_group with gradients in another order. Make a new DDP module instead");
-  }
-}
-
-std::shared_ptr<const BucketRecord> GradHook::make_record(const at::Tensor& buffer,
-                                                          const std::vector<at::Tensor>& parameters, size_t index) {
-  TORCH_CHECK(buffer.device() == device_, "fusedcomm: bucket ", index, " is on ", buffer.device(),
-              ", and fusedcomm was attached for gradients on ", device_, "; gradients on one device are supported");
-  auto record = std::make_shared<BucketRecord>();
-  record->dtype = buffer.scalar_type();
-  record->foreign = !carried_by_codec(buffer);
-  int64_t offset = 0;
-  for (const at::Tensor& parameter : parameters) {
-    BucketRecord::Member member{state_of(parameter), offset, numel_in_bucket(parameter)};
-    offset += member.numel;
-    record->parameters.push_back(parameter.unsafeGetTensorImpl());
-    record->members.push_back(std::move(member));
-  }
-  record->numel = offset;
-  record->label = make_label(index, *record, static_cast<double>(offset) * c10::elementSize(record->dtype));
-  guard_.forget(record->label->name);
-  if (!record->foreign) {
-    TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == offset, "fusedcomm: ", record->label->text, " holds ",
-                buffer.numel(), " elements where its parameters have ", offset,
-                ": this layout of buckets is not known. Please report it with your DDP options.");
-    plan(record.get());
-    prepare(record.get());
-    move_residuals(record.get(), buffer);
-  }
-  return record;
-}
-
-void GradHook::plan(BucketRecord* record) {
-  const WireConfig& config = engine_->config();
-  int64_t exact_numel = 0;
-  std::vector<int64_t> lossy_numels(config.others.size() + 1, 0);
-  for (const BucketRecord::Member& member : record->members) {
-    const int wire = member.state->wire;
-    (wire == kExactWire ? exact_numel : lossy_numels[static_cast<size_t>(wire)]) += member.numel;
-  }
-  record->plan = plan_bucket(config, engine_->world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels);
-  record->streams.resize(record->plan.layouts.size());
-  std::vector<bool> begun(record->streams.size(), false);
-  for (BucketRecord::Member& member : record->members) {
-    const std::vector<int>& wires = record->plan.wires;
-    member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
-    if (member.exact) continue;
-    if (member.numel == 0) continue;  // its wire need not be in the bucket; any stream will do
-    if (!wires.empty()) {
-      const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
-      member.payload = static_cast<size_t>(found - wires.begin());
-    }
-    if (!begun[member.payload]) record->streams[member.payload].first_parameter = member.state->number;
-    begun[member.payload] = true;
-  }
-}
-
-void GradHook::prepare(BucketRecord* record) {
-  for (size_t payload = 0; payload < record->streams.size(); ++payload) {
-    std::vector<SlicePlace> lossy, exact;
-    Counted counted;
-    std::vector<std::shared_ptr<ParameterState>> exact_states;
-    for (const BucketRecord::Member& member : record->members) {
-      if (member.payload != payload) continue;
-      (member.exact ? exact : lossy).push_back({member.offset, member.numel});
-      (member.exact ? exact_states : counted.states).push_back(member.state);
-    }
-    auto& tables = record->streams[payload].tables;
-    tables = engine_->device().prepare(record->plan.packed_layouts()[payload], lossy, exact);
-    if (!tables) continue;
-    if (record->plan.on_two_levels()) {
-      record->streams[payload].unpack_tables = engine_->device().prepare(record->plan.layouts[payload], lossy, exact);
-    }
-    counted.tables = tables;
-    counted.states.insert(counted.states.end(), exact_states.begin(), exact_states.end());
-    counted.taken.resize(counted.states.size());
-    counted_.push_back(std::move(counted));
-  }
-}
-
-void GradHook::move_residuals(BucketRecord* record, const at::Tensor& buffer) {
-  const WireConfig& config = engine_->config();
-  // Without error feedback there can still be what another wire has left out.
-  const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
-  if (!config.feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
-  at::NoGradGuard no_grad;
-  const BucketPlan& plan = record->plan;
-  const bool keeps = config.feedback && plan.sums_codes();
-  for (size_t payload = 0; keeps && payload < record->streams.size(); ++payload) {
-    const BucketLayout& layout = plan.layouts[payload];
-    if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
-    auto& residual = record->streams[payload].residual;
-    residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale,
-                                                transport_->place(), device_,
-                                                /*of_first_only=*/plan.sum == Sum::kOneShot);
-    for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
-  }
-  // Nothing is forgotten before all has its new place.
-  std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined while nothing is left out
-  std::vector<int64_t> begins(record->streams.size(), 0);
-  for (const BucketRecord::Member& member : record->members) {
-    const at::Tensor left_out = left_out_of(*member.state, member.numel);
-    const bool is_kept = !member.exact && record->streams[member.payload].residual;
-    if (is_kept && left_out.defined()) {
-      at::Tensor& all = values[member.payload];
-      if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
-      all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
-    } else if (left_out.defined()) {
-      buffer.narrow(0, member.offset, member.numel).add_(left_out);
-    }
-    if (!member.exact) begins[member.payload] += member.numel;
-  }
-  for (size_t payload = 0; payload < values.size(); ++payload) {
-    if (values[payload].defined()) values[payload] = record->streams[payload].residual->set_values(values[payload]);
-  }
-  begins.assign(begins.size(), 0);
-  for (const BucketRecord::Member& member : record->members) {
-    const at::Tensor& rest = values[member.payload];
-    int64_t& begin = begins[member.payload];
-    if (rest.defined() && !member.exact) {
-      buffer.narrow(0, member.offset, member.numel).add_(rest.narrow(0, begin, member.numel));
-    }
-    member.state->loaded = at::Tensor();
-    member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
-    member.state->residual_begin = begin;
-    if (!member.exact) begin += member.numel;
-  }
-}
-
-void GradHook::take_device_counts() const {
-  for (Counted& counted : counted_) {
-    const std::vector<int64_t> now = counted.tables->nonfinite();
-    for (size_t i = 0; i < now.size(); ++i) {
-      counted.states[i]->num_nonfinite += now[i] - counted.taken[i];
-      num_nonfinite_on_device_ += now[i] - counted.taken[i];
-    }
-    counted.taken = now;
-  }
-  // Nobody else holds the tables of a bucket that was rebuilt, and nothing more will be counted in them.
-  counted_.erase(std::remove_if(counted_.begin(), counted_.end(),
-                                [](const Counted& counted) { return counted.tables.use_count() == 1; }),
-                 counted_.end());
-}
-
 double GradHook::max_over_ranks(double value, const std::string& what) const {
   at::NoGradGuard no_grad;
   // A sum, in which every rank has a place of its own.
@@ -606,14 +364,13 @@ double GradHook::max_over_ranks(double value, const std::string& what) const {
 EngineStats GradHook::stats() const {
   EngineStats stats = engine_->stats();
   std::lock_guard<std::mutex> lock(mutex_);
-  take_device_counts();
-  stats.num_nonfinite += num_nonfinite_on_device_;
+  stats.num_nonfinite += parameters_.take_device_counts();
   return stats;
 }
 
 void GradHook::settle() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  take_device_counts();
+  parameters_.take_device_counts();
 }
 
 int64_t GradHook::step() const {
@@ -626,40 +383,14 @@ void GradHook::restore_step(int64_t step) {
   step_ = step;
 }
 
-std::vector<GradHook::ParameterResidual> GradHook::residuals() const {
-  at::NoGradGuard no_grad;
+std::map<std::string, at::Tensor> GradHook::residuals() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<ParameterResidual> residuals;
-  for (const auto& [impl, state] : states_) {
-    const at::Tensor left_out = left_out_of(*state, numel_in_bucket(state->parameter));
-    if (left_out.defined()) residuals.push_back({state->name, left_out.clone()});
-  }
-  return residuals;
+  return parameters_.residuals();
 }
 
-void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals) {
+void GradHook::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::unordered_map<std::string, ParameterState*> by_name;
-  for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
-  for (const ParameterResidual& residual : residuals) {
-    const auto found = by_name.find(residual.name);
-    if (found == by_name.end() && !knows_parameters_) continue;
-    TORCH_CHECK_VALUE(found != by_name.end(), "fusedcomm: the state has a parameter '", residual.name,
-                      "' which this model does not have");
-    const int64_t numel = numel_in_bucket(found->second->parameter);
-    TORCH_CHECK_VALUE(residual.values.numel() == numel, "fusedcomm: the state's residual of '", residual.name, "' has ",
-                      residual.values.numel(), " elements, the parameter ", numel);
-  }
-  for (const auto& [impl, state] : states_) {
-    state->loaded = at::Tensor();
-    state->residual = nullptr;
-  }
-  waiting_residuals_.clear();
-  for (const ParameterResidual& residual : residuals) {
-    const auto found = by_name.find(residual.name);
-    at::Tensor& loaded = found == by_name.end() ? waiting_residuals_[residual.name] : found->second->loaded;
-    loaded = residual.values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
-  }
+  parameters_.restore_residuals(residuals);
   // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
   // other ranks are about to follow, which have loaded nothing, is on one of them.
   for (auto& record : records_) {
@@ -671,90 +402,27 @@ void GradHook::restore_residuals(const std::vector<ParameterResidual>& residuals
   }
 }
 
-void GradHook::name_like(const GradHook& other) {
-  std::vector<std::shared_ptr<ParameterState>> theirs;
-  {
-    std::lock_guard<std::mutex> lock(other.mutex_);
-    for (const auto& [impl, state] : other.states_) theirs.push_back(state);
-  }
+std::map<std::string, int64_t> GradHook::nonfinite_by_parameter() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& state : theirs) {
-    if (states_.count(state->parameter.unsafeGetTensorImpl()) == 0)
-      add_state(state->parameter, state->name, state->number);
-  }
+  return parameters_.nonfinite();
+}
+
+void GradHook::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.restore_nonfinite(counts);
+}
+
+void GradHook::name_like(const GradHook& other) {
+  std::unique_lock<std::mutex> their_lock(other.mutex_);
+  const std::vector<ParameterStatePtr> theirs = other.parameters_.states();
+  their_lock.unlock();
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.name_like(theirs);
 }
 
 std::vector<std::string> GradHook::take_notices() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(notices_, {});
-}
-
-void GradHook::notice_what_still_waits() {
-  // By the end of a pass all parameters have turned up, and DDP's second pass may have them in other buckets at most.
-  if (waiting_residuals_.empty()) return;
-  notices_.push_back(c10::str("fusedcomm: the state that was loaded has residuals of ", waiting_residuals_.size(),
-                              " parameters that this model does not have, of '", waiting_residuals_.begin()->first,
-                              "' for example: they are forgotten. A CommState without module=model knows parameters "
-                              "by their order and shapes only: give it the model to load what fusedcomm.attach, or a "
-                              "CommState with the model, has saved"));
-  waiting_residuals_.clear();
-}
-
-std::shared_ptr<ParameterState> GradHook::state_of(const at::Tensor& parameter) {
-  const auto known = states_.find(parameter.unsafeGetTensorImpl());
-  if (known != states_.end()) return known->second;
-  const auto number = static_cast<uint32_t>(states_.size());
-  const auto state = add_state(parameter, c10::str("parameter ", number, " of shape ", parameter.sizes()), number);
-  const auto waiting = waiting_residuals_.find(state->name);
-  if (waiting != waiting_residuals_.end() && waiting->second.numel() == numel_in_bucket(parameter)) {
-    state->loaded = waiting->second;
-    waiting_residuals_.erase(waiting);
-  }
-  const auto count = waiting_counts_.find(state->name);
-  if (count != waiting_counts_.end()) {
-    state->num_nonfinite = count->second;
-    waiting_counts_.erase(count);
-  }
-  return state;
-}
-
-std::shared_ptr<ParameterState> GradHook::add_state(const at::Tensor& parameter, std::string name, uint32_t number) {
-  auto state = std::make_shared<ParameterState>();
-  state->parameter = parameter;
-  state->name = std::move(name);
-  state->number = number;
-  state->wire = parameter.dim() <= 1 ? options_.wire_1d : 0;
-  states_.emplace(parameter.unsafeGetTensorImpl(), state);
-  return state;
-}
-
-std::vector<GradHook::ParameterCount> GradHook::nonfinite_by_parameter() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  take_device_counts();
-  std::vector<ParameterCount> counts;
-  for (const auto& [impl, state] : states_) {
-    if (state->num_nonfinite != 0) counts.push_back({state->name, state->num_nonfinite});
-  }
-  return counts;
-}
-
-void GradHook::restore_nonfinite(const std::vector<ParameterCount>& counts) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  take_device_counts();
-  std::unordered_map<std::string, ParameterState*> by_name;
-  for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
-  for (const ParameterCount& count : counts) {
-    TORCH_CHECK_VALUE(by_name.count(count.name) != 0 || !knows_parameters_, "fusedcomm: the state has a parameter '",
-                      count.name, "' which this model does not have");
-  }
-  for (const ParameterCount& count : counts) {
-    const auto found = by_name.find(count.name);
-    if (found == by_name.end()) {
-      waiting_counts_[count.name] = count.num_nonfinite;
-    } else {
-      found->second->num_nonfinite = count.num_nonfinite;
-    }
-  }
 }
 
 std::vector<std::shared_ptr<const BucketRecord>> GradHook::buckets() const {

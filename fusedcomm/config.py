@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -170,6 +170,11 @@ class Config:
         _check_choice("fallback_wire", self.fallback_wire, FALLBACK_WIRES)
         threshold = self.fallback_error
         if threshold is None:
+            if self.fallback_wire != "bf16":
+                raise ValueError(
+                    f"fallback_wire={self.fallback_wire!r} has no effect without fallback_error: set that to the "
+                    "relative error beyond which buckets fall back"
+                )
             return
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf:
             raise ValueError(
@@ -347,16 +352,27 @@ class Config:
     def is_exempt(self, name: str, parameter: torch.Tensor) -> bool:
         return any(_matches(pattern, name, parameter) for pattern in self.exempt)
 
-    def check_patterns(self, names: list[str]) -> None:
-        """Raises ValueError for a pattern that no parameter's name matches: a typo would otherwise do nothing."""
+    def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError for a pattern that has no effect on parameters of these names: one that matches none, as a
+        typo does, or only what `exempt` or patterns before it have taken."""
+        taken: dict[str, str] = {}  # by name: what comes first
         for field, patterns in (("exempt", self.exempt), ("wire_for", self.wire_for)):
             for pattern in patterns:
-                if pattern == ONE_DIMENSIONAL or any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                    continue
-                raise ValueError(
-                    f"{field} pattern {pattern!r} matches none of the {len(names)} parameters that DDP synchronises, "
-                    f"for example {', '.join(names[:3])}"
-                )
+                matching = [name for name, parameter in parameters if _matches(pattern, name, parameter)]
+                what = f"{field} pattern {pattern!r}"
+                if not matching and pattern != ONE_DIMENSIONAL:
+                    raise ValueError(
+                        f"{what} matches none of the {len(parameters)} parameters that DDP synchronises, for example "
+                        f"{', '.join(name for name, _ in parameters[:3])}"
+                    )
+                if field == "wire_for" and matching and all(name in taken for name in matching):
+                    raise ValueError(
+                        f"{what} has no effect: all {len(matching)} parameters that it matches have gone to patterns "
+                        f"before it, {matching[0]!r} to the {taken[matching[0]]}, for example: put it before those of "
+                        "wire_for, change exempt, or leave it out"
+                    )
+                for name in matching:
+                    taken.setdefault(name, what)
 
 
 def _matches(pattern: str, name: str, parameter: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequenc
     """
     named = sorted(named, key=lambda pair: not pair[1].requires_grad)
     for each in configs:
-        each.check_patterns([name for name, tensor in named if tensor.requires_grad])
+        each.check_patterns([(name, tensor) for name, tensor in named if tensor.requires_grad])
     return [NamedParameter(name, tensor, configs[0].wire_number(name, tensor)) for name, tensor in named]
 
 

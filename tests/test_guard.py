@@ -260,7 +260,7 @@ def in_another_order(rank, world_size):
     if rank == 1:
         wire_for = dict(reversed(wire_for.items()))
     with pytest.raises(RuntimeError, match="the ranks do not agree: config.wire_for"):
-        fusedcomm.attach(ddp, wire="int4", wire_for=wire_for, quiet=True)
+        fusedcomm.attach(ddp, wire="int4", exempt=(), wire_for=wire_for, quiet=True)
 
 
 def test_the_order_of_wire_for_is_agreed_on(ranks):
@@ -317,6 +317,7 @@ def test_parameters_without_elements_have_wires_too(ranks, kwargs):
         ({"fallback_error": float("nan"), "verify_every": 1}, ["fallback_error=nan", "greater than 0"]),
         ({"fallback_error": 0.5, "verify_every": 1, "sum": "direct"}, ["fallback_error=0.5", "sum='direct'"]),
         ({"fallback_wire": "int8"}, ["fallback_wire='int8'", "'bf16'"]),
+        ({"fallback_wire": "fp32", "verify_every": 1}, ["fallback_wire='fp32'", "no effect without fallback_error"]),
         ({"fallback_error": 0.5, "verify_every": 1}, ["fallback_wire='bf16'", "no more exact than wire='bf16'"]),
         ({"wire": "fp32", "fallback_error": 0.5, "verify_every": 1}, ["no more exact than wire='fp32'"]),
         (
@@ -341,3 +342,33 @@ def refused_pattern(rank, world_size):
 
 def test_a_pattern_that_matches_nothing_is_refused(ranks):
     ranks.run(refused_pattern, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"wire_for": {"norm.*": "bf16"}}, ["'norm.*'", "all 2", "'norm.weight'", "exempt pattern '1d'"]),
+        (
+            {"exempt": (), "wire_for": {"head*": "bf16", "head.w*": "fp16"}},
+            ["'head.w*'", "all 1", "'head.weight'", "wire_for pattern 'head*'"],
+        ),
+        (
+            {"exempt": ("norm.*",), "wire_for": {"head.bias": "bf16", "1d": "fp16"}},
+            ["wire_for pattern '1d' has no effect", "all 3", "change exempt"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_pattern_whose_parameters_all_go_elsewhere_is_refused(options, words):
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "head": torch.nn.Linear(4, 2)})
+    with pytest.raises(ValueError) as error:
+        Config(wire="int8", **options).check_patterns(list(model.named_parameters()))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_pattern_that_some_of_its_parameters_are_left_to_is_not_refused():
+    parameters = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
+    config = Config(wire="int8", wire_for={"head.*": "bf16"})
+    config.check_patterns(parameters)
+    assert [config.wire_number(*pair) for pair in parameters] == [1, _C.EXACT_WIRE]
+    Config(wire="int8", wire_for={"1d": "bf16"}).check_patterns(parameters[:1])  # a model may have none
