@@ -28,7 +28,12 @@ RECORDS = Path("/run/fusedcomm-hosts")
 INTERFACE = "eth0"
 SUBNETS = ("10.213.0.0/24", "172.29.213.0/24", "192.168.213.0/24")  # the first that is free here
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
-TOOLS = {"ip": "iproute2 (dnf: iproute)", "tc": "iproute2 (dnf: iproute-tc)", "unshare": "util-linux"}
+TOOLS = {
+    "ip": "iproute2 (dnf: iproute)",
+    "tc": "iproute2 (dnf: iproute-tc)",
+    "unshare": "util-linux",
+    "taskset": "util-linux",
+}
 
 # A token bucket as deep as 1 ms of the link: timers are late by less, even on a busy machine, and a link that has been
 # idle gives nothing away, for what it carries at once then is no more. TCP's packets, of up to 64 KiB before a network

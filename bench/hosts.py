@@ -3,8 +3,9 @@
     python bench/hosts.py --hosts 2 --ranks-per-host 1 --link 1gbit -- script.py --its arguments
 
 runs the script on every host under torchrun, as on a small cluster: each host has a name and an address of its own, and
-its link carries --link bits a second each way, headers included. Without a script it measures what TCP gets of links
-of several speeds.
+its link carries --link bits a second each way, headers included. Where there are as many cores as hosts, each host has
+its own, as it would elsewhere; else all hosts share them. Without a script it measures what TCP gets of links of
+several speeds.
 
 The hosts see each other and nothing else. All of it is made for this run, in namespaces of its own, and removed with
 it: the machine's own network is not touched, runs go side by side, and what a killed run has left is removed by the
@@ -63,6 +64,15 @@ def make(num_hosts: int, link: str, subnet: str | None = None, congestion: str =
         yield Cluster(network, link)
 
 
+def cores_of(index: int, num_hosts: int) -> list[int]:
+    """Of this machine's, on which a host's processes run: hosts that take each other's time are late by chance, and
+    what is slow on one is waited for on all. Of more hosts than cores none has its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if num_hosts > len(cores):
+        return cores
+    return cores[index * len(cores) // num_hosts : (index + 1) * len(cores) // num_hosts]
+
+
 class Cluster:
     def __init__(self, network: Network, link: str) -> None:
         self.network, self.link = network, link
@@ -81,7 +91,9 @@ class Cluster:
             "FUSEDCOMM_BENCH_INTERFACE": INTERFACE,
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
-        inside = self.network.command(self.network.hosts[index], list(command))
+        cores = cores_of(index, len(self.network.hosts))
+        inside = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
+        inside = self.network.command(self.network.hosts[index], inside)
         # In a session of its own: the terminal's interrupt is for this process, which then ends the hosts.
         return subprocess.Popen(inside, env=environment, start_new_session=True, **popen)
 

@@ -261,9 +261,10 @@ void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& 
                 bool streamed) {
   BucketLayout from = args.layout;
   from.num_parts = args.num_messages;
+  const int64_t tile_numel = std::max(kTileNumel, from.block_numel);
   alignas(64) float acc[kMaxTileNumel];
-  for (int64_t first = 0; cursor.remaining() > 0; first += kMaxTileNumel) {
-    const Unit tile{0, unit.exact, unit.first + first, std::min(kMaxTileNumel, unit.numel - first)};
+  for (int64_t first = 0; cursor.remaining() > 0; first += tile_numel) {
+    const Unit tile{0, unit.exact, unit.first + first, std::min(tile_numel, unit.numel - first)};
     if (from.rotated && !unit.exact) {
       sum_unrotated(kernels, from, args.parts, tile, acc);
     } else {

@@ -9,24 +9,19 @@
 namespace fusedcomm {
 namespace {
 
-const char* thread_name(LaneRole role) {
+// Of the thread that the role's stages run on; empty for collectives, which are only started.
+const char* worker_of(LaneRole role) {
   switch (role) {
     case LaneRole::kPack:
       return "fc-pack";
-    case LaneRole::kScatter:
-      return "fc-scatter";
     case LaneRole::kReduce:
       return "fc-reduce";
-    case LaneRole::kGather:
-      return "fc-gather";
     case LaneRole::kLocalReduce:
       return "fc-local-reduce";
-    case LaneRole::kCrossScatter:
-      return "fc-x-scatter";
-    case LaneRole::kCrossGather:
-      return "fc-x-gather";
-    default:
+    case LaneRole::kUnpack:
       return "fc-unpack";
+    default:
+      return "";
   }
 }
 
@@ -49,7 +44,7 @@ StampPtr CpuDevice::stamp() { return host_stamp(); }
 
 std::unique_ptr<Lane> CpuDevice::make_lane(LaneRole role) {
   if (forced_sync_) return std::make_unique<InlineLane>();
-  return std::make_unique<CpuLane>(thread_name(role));
+  return std::make_unique<CpuLane>(worker_of(role));
 }
 
 std::shared_ptr<std::byte> CpuDevice::allocate(int64_t nbytes) {

@@ -1,5 +1,7 @@
-// A lane on CPU: one worker thread with a queue. It blocks, never spins: spinning threads collapse when ranks share
-// cores. The thread is woken only when the head of its queue can run, so a bucket costs one wake-up a stage.
+// Lanes on CPU. They block, never spin: spinning threads collapse when ranks share cores. Each thread that has to wake
+// up costs some microseconds, and where others compute on the same cores up to the scheduler's slice of milliseconds;
+// so codec stages, which take a while, have a thread each, which is woken only when the head of its queue can run, and
+// collectives, which are only started, have none.
 #pragma once
 
 #include <atomic>
@@ -14,7 +16,7 @@
 
 namespace fusedcomm {
 
-class CpuLane;
+class CpuLaneQueue;
 
 class CpuEvent : public Event {
  public:
@@ -23,23 +25,55 @@ class CpuEvent : public Event {
   std::exception_ptr error() const { return error_; }
   // From any thread; a null pointer means success. The first call decides.
   void complete(std::exception_ptr error);
-  // Wakes `lane` when done. Returns false if it already is.
-  bool subscribe(CpuLane* lane);
-  // After this returns the event does not refer to `lane` any more.
-  void unsubscribe(CpuLane* lane);
+  // Has `queue` advance when this is done. Returns false if it already is.
+  bool subscribe(const std::shared_ptr<CpuLaneQueue>& queue);
 
  private:
-  // Locked before a lane's mutex, never after it: a lane asks done(), which takes no lock.
   std::mutex mutex_;
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
-  std::vector<CpuLane*> subscribers_;
+  std::vector<std::shared_ptr<CpuLaneQueue>> subscribers_;
+};
+
+// What a lane has been given and has not run. Events may know it for longer than its lane lives.
+class CpuLaneQueue {
+ public:
+  // Runs with the error of `after` (null if none).
+  using Work = std::function<void(std::exception_ptr)>;
+  struct Item {
+    std::shared_ptr<CpuEvent> after;
+    Work work;
+  };
+
+  explicit CpuLaneQueue(bool has_worker) : has_worker_(has_worker) {}
+
+  // Returns false, and leaves the item alone, if the lane has been stopped.
+  bool push(Item* item);
+  // What the head waits for may be done: wakes the worker, or, where there is none, runs what can run, on this thread.
+  void advance();
+  // The worker's, until the lane is stopped.
+  void work();
+  // Returns when nothing runs any more that somebody else has begun; hands over what has not run.
+  std::deque<Item> stop(std::exception_ptr reason);
+  std::exception_ptr stop_reason() const;
+
+ private:
+  bool head_is_ready() const { return !items_.empty() && (!items_.front().after || items_.front().after->done()); }
+  void run_head(std::unique_lock<std::mutex>* lock);
+
+  const bool has_worker_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Item> items_;
+  bool is_running_ = false;
+  std::exception_ptr stop_reason_;
 };
 
 class CpuLane : public Lane {
  public:
-  // `name` is what a debugger or `top -H` shows; at most 15 characters.
-  explicit CpuLane(const std::string& name);
+  // With a thread called `worker`, which is what a debugger or `top -H` shows, at most 15 characters. If it is empty
+  // there is none: for work that only begins something, and is done by whoever completes what it waits for.
+  explicit CpuLane(const std::string& worker = "");
   ~CpuLane() override;
 
   void wait(EventPtr event) override {
@@ -50,26 +84,10 @@ class CpuLane : public Lane {
   void finally(EventPtr after, Finally task) override;
   void stop(std::exception_ptr reason) override;
 
-  void wake_if_head_is_ready();
-
  private:
-  // Runs with the error of `after` (null if none).
-  using Work = std::function<void(std::exception_ptr)>;
-  struct Item {
-    std::shared_ptr<CpuEvent> after;
-    Work work;
-  };
-
-  void push(EventPtr after, Work work);
-  void loop();
-  bool head_is_ready() const;
-
+  const std::shared_ptr<CpuLaneQueue> queue_;
   std::mutex stop_mutex_;
-  std::mutex mutex_;  // the queue and the reason
-  std::condition_variable wake_;
-  std::deque<Item> queue_;
-  std::exception_ptr stop_reason_;
-  std::thread thread_;
+  std::thread worker_;
 };
 
 }  // namespace fusedcomm

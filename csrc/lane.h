@@ -1,9 +1,9 @@
 // Ordered work, the events between it and the moments it reached: all that the engine knows about time.
 //
 // A lane runs what it is given one after another; an event marks the end of one piece of work. On CPU a lane is a
-// worker thread and an event a completion flag (cpu_lane.h); on an accelerator a lane is a stream and an event a
-// stream event (stream_lane.h): there a task runs at once and enqueues its work. The engine only ever says "run this on
-// that lane, after this event".
+// queue, with a thread where its work takes a while, and an event a completion flag (cpu_lane.h); on an accelerator a
+// lane is a stream and an event a stream event (stream_lane.h): there a task runs at once and enqueues its work. The
+// engine only ever says "run this on that lane, after this event".
 #pragma once
 
 #include <cstdint>

@@ -64,6 +64,25 @@ def test_hosts_are_there_and_then_gone():
 
 
 @makes_hosts
+def test_hosts_have_cores_of_their_own():
+    look = "import os; print(sorted(os.sched_getaffinity(0)))"
+    ours = sorted(os.sched_getaffinity(0))
+    with hosts.make(2, "unlimited") as cluster:
+        started = [cluster.start(host, [sys.executable, "-c", look], stdout=subprocess.PIPE) for host in range(2)]
+        seen = [json.loads(process.communicate()[0]) for process in started]
+    assert seen == [hosts.cores_of(0, 2), hosts.cores_of(1, 2)]
+    assert sorted({*seen[0], *seen[1]}) == ours and (len(ours) == 1 or not {*seen[0]} & {*seen[1]})
+
+
+def test_cores_are_shared_out_evenly_or_not_at_all(monkeypatch):
+    monkeypatch.setattr(hosts.os, "sched_getaffinity", lambda _: {0, 2, 3, 4, 7})
+    assert [hosts.cores_of(host, 2) for host in range(2)] == [[0, 2], [3, 4, 7]]
+    assert [hosts.cores_of(host, 5) for host in range(5)] == [[0], [2], [3], [4], [7]]
+    assert [hosts.cores_of(host, 6) for host in range(6)] == 6 * [[0, 2, 3, 4, 7]]
+    assert hosts.cores_of(0, 1) == [0, 2, 3, 4, 7]
+
+
+@makes_hosts
 def test_hosts_are_gone_after_an_exception():
     with pytest.raises(ZeroDivisionError), hosts.make(2, "100mbit") as cluster:
         token = cluster.network.token

@@ -401,9 +401,9 @@ def threads_by_phase(rank, world_size, ms, wanted):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
-    # An engine has five lanes. Two threads watch the one that is tried, also off, for which a rank can be late; none
-    # watch when DDP's own all-reduce is kept.
-    for ms, wanted in ((TIMES, [17, 17, 7, 0]), (OFF_IS_BEST, [17, 17, 0, 0])):
+    # Three of an engine's lanes have a thread. Two threads watch the one that is tried, also off, for which a rank can
+    # be late; none watch when DDP's own all-reduce is kept.
+    for ms, wanted in ((TIMES, [11, 11, 5, 0]), (OFF_IS_BEST, [11, 11, 0, 0])):
         for seen, scratch in ranks.run(threads_by_phase, ms, wanted, world_size=2):
             assert seen == wanted and (scratch > 0) == (ms is TIMES)
 
