@@ -3,6 +3,7 @@
     pack     fp32 gradients → wire bytes
     reduce   4 ranks' encodings of a quarter of them → the encoded mean
     unpack   wire bytes → fp32 gradients
+    sum      2 ranks' wire bytes → their fp32 mean, which is what unpack does after a one-shot
 
 beside a memcpy that moves as many bytes in all, the eager PyTorch expression for the same step, and the same under
 torch.compile. Every call works on another buffer of a ring that no cache holds, all implementations take turns, and a
@@ -26,6 +27,7 @@ BLOCK = _C.DEFAULT_BLOCK_NUMEL
 NUM_RANKS = 4
 RING_NBYTES = 256 * MIB
 WHOLE = 1 << 62  # one chunk, whatever its size
+ONE_SHOT_CHUNK_NBYTES = 128 << 10  # of each of two ranks, on a link of 1 Gbit/s
 PLAIN_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 # Encoded otherwise: unpack is the plain one's, or the rotated one's.
 SPECIAL_WIRES = (
@@ -245,7 +247,40 @@ def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     return case
 
 
-STAGES = {"pack": pack_case, "reduce": reduce_case, "unpack": unpack_case}
+def sum_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_impls: dict[str, Callable]) -> Case:
+    """In chunks, as a bucket has them."""
+    name, *how = wire.split("-")
+    block = _C.default_block_numel(name)
+    layout = _C.bucket_layout(name, block, 1, 0, numel, ONE_SHOT_CHUNK_NBYTES, "rotated" in how)
+    message_nbytes, num_chunks = layout.chunk_nbytes, layout.num_chunks
+    nbytes = 2 * message_nbytes
+    packed = ring(num_buffers, num_chunks * nbytes, torch.uint8)
+    grads = ring(num_buffers, numel, torch.float32)
+    for seed, buffer in enumerate(packed):
+        for rank in range(2):
+            values = gradients(numel, 2 * seed + rank)
+            for chunk in range(num_chunks):
+                begin = chunk * nbytes + rank * message_nbytes
+                codec.pack(layout, chunk, [values], [], 1.0, buffer[begin : begin + message_nbytes])
+    case = Case(f"sum/{wire}", numel, numel * 4 + num_chunks * nbytes, num_buffers, {}, {})
+
+    def unpack(i: int) -> None:
+        for chunk in range(num_chunks):
+            parts = packed[i][chunk * nbytes : (chunk + 1) * nbytes]
+            codec.unpack(layout, chunk, parts, 0.5, [grads[i]], [], 2)
+
+    def expected() -> torch.Tensor:
+        chunks = packed[0].view(num_chunks, nbytes)
+        means = (reference.unpack(layout, k, parts, 0.5, torch.float32, 2)[0] for k, parts in enumerate(chunks))
+        return torch.cat(list(means))
+
+    case.impls["fusedcomm"] = unpack
+    case.checks["fusedcomm"] = lambda: torch.equal(grads[0], expected())
+    add_memcpy(case)
+    return case
+
+
+STAGES = {"pack": pack_case, "reduce": reduce_case, "unpack": unpack_case, "sum": sum_case}
 
 
 def measure(case: Case, rounds: int) -> list[Row]:
@@ -289,7 +324,7 @@ def main() -> None:
     cases = [
         case
         for case in itertools.product(sizes, arguments.stages, arguments.wires)
-        if case[1] != "unpack" or case[2] not in SPECIAL_WIRES
+        if case[1] not in ("unpack", "sum") or case[2] not in SPECIAL_WIRES
     ]
     for mib, stage, wire in tqdm(cases, disable=None):
         num_buffers = max(2, RING_NBYTES // (mib * MIB))

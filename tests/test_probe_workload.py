@@ -1,0 +1,65 @@
+"""The user's script that the probe trains, and what is said where it cannot."""
+
+import textwrap
+
+import pytest
+import torch
+
+from fusedcomm.probe.team import ProbeError
+from fusedcomm.probe.workload import checked, load
+
+SCRIPT = """
+import torch
+def make():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+    data = torch.randn(8, 64)
+    return model, lambda model: model(data).square().mean(), torch.optim.SGD(model.parameters(), 0.1)
+"""
+
+
+def script(tmp_path, text: str) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_a_script(tmp_path):
+    model, step, optimizer = checked(load(script(tmp_path, SCRIPT))())
+    assert step(model).numel() == 1 and optimizer is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    named = script(tmp_path, SCRIPT.replace("make", "build"))
+    assert callable(load(f"{named}:build"))
+
+
+def test_scripts_that_cannot_be_used(tmp_path):
+    with pytest.raises(ProbeError, match="there is no file .*missing.py: name a Python file"):
+        load(str(tmp_path / "missing.py"))
+    with pytest.raises(ProbeError, match=r"has no function make\(\): it must return .* functions there: build"):
+        load(script(tmp_path, SCRIPT.replace("make", "build")))
+    with pytest.raises(ProbeError, match=r"has no function build\(\)"):
+        load(script(tmp_path, SCRIPT) + ":build")
+    with pytest.raises(ProbeError, match="running it failed: ZeroDivisionError"):
+        load(script(tmp_path, "1 / 0"))
+
+
+LINEAR = torch.nn.Linear(3, 3)
+DATA = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    "task, text",
+    [
+        (LINEAR, "returned a Linear: it must return"),
+        ((LINEAR,), r"returned \(Linear\): it must return"),
+        ((LINEAR, 3), r"returned \(Linear, int\)"),
+        ((LINEAR, lambda model: model(DATA).sum(), "sgd"), "third result is a str"),
+        ((torch.nn.ReLU(), lambda model: model(DATA).sum()), "no parameter with requires_grad"),
+        ((torch.nn.Linear(3, 3, dtype=torch.float64), lambda model: 0), "parameters of torch.float64"),
+        ((LINEAR, lambda model: model(DATA)), r"returned a tensor of shape \(2, 3\): it must return the loss"),
+        ((LINEAR, lambda model: 3.0), "returned a float"),
+        ((LINEAR, lambda model: model(DATA).sum().detach()), r"shape \(\) without a gradient"),
+    ],
+)
+def test_tasks_that_cannot_be_used(task, text):
+    with pytest.raises(ProbeError, match=text):
+        checked(task)
