@@ -354,8 +354,9 @@ class Config:
 
     def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raises ValueError for a pattern that has no effect on parameters of these names: one that matches none, as a
-        typo does, or only what `exempt` or patterns before it have taken."""
-        taken: dict[str, str] = {}  # by name: what comes first
+        typo does, or only what `exempt` or patterns before it have given another wire. "1d" and "*" may be for what
+        another model has."""
+        taken: dict[str, tuple[str, int]] = {}  # by name: what comes first, and the number of its wire
         for field, patterns in (("exempt", self.exempt), ("wire_for", self.wire_for)):
             for pattern in patterns:
                 matching = [name for name, parameter in parameters if _matches(pattern, name, parameter)]
@@ -365,14 +366,16 @@ class Config:
                         f"{what} matches none of the {len(parameters)} parameters that DDP synchronises, for example "
                         f"{', '.join(name for name, _ in parameters[:3])}"
                     )
-                if field == "wire_for" and matching and all(name in taken for name in matching):
+                number = _C.EXACT_WIRE if field == "exempt" else self.number_of(self.wire_for[pattern])
+                others = [name for name in matching if name in taken and taken[name][1] != number]
+                if others and pattern != "*" and all(name in taken for name in matching):
                     raise ValueError(
                         f"{what} has no effect: all {len(matching)} parameters that it matches have gone to patterns "
-                        f"before it, {matching[0]!r} to the {taken[matching[0]]}, for example: put it before those of "
-                        "wire_for, change exempt, or leave it out"
+                        f"before it, {others[0]!r} to the {taken[others[0]][0]}, for example: put it before those of "
+                        f"wire_for, change exempt={self.exempt!r}, or leave it out"
                     )
                 for name in matching:
-                    taken.setdefault(name, what)
+                    taken.setdefault(name, (what, number))
 
 
 def _matches(pattern: str, name: str, parameter: torch.Tensor) -> bool:

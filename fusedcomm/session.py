@@ -43,11 +43,17 @@ def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequenc
     by the first of `configs`.
 
     Raises:
-        ValueError: one of `configs` has a pattern that matches no parameter which requires gradients.
+        ValueError: a pattern has no effect on parameters that require gradients, whichever of `configs` is used.
     """
     named = sorted(named, key=lambda pair: not pair[1].requires_grad)
+    errors = []
     for each in configs:
-        each.check_patterns([(name, tensor) for name, tensor in named if tensor.requires_grad])
+        try:
+            each.check_patterns([(name, tensor) for name, tensor in named if tensor.requires_grad])
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == len(configs):
+        raise errors[0]
     return [NamedParameter(name, tensor, configs[0].wire_number(name, tensor)) for name, tensor in named]
 
 

@@ -316,7 +316,7 @@ def lifetimes(rank, world_size):
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_detach_ends_the_threads(ranks):
     for before, during, after, _ in ranks.run(lifetimes, world_size=2):
-        assert during == before + 5 + 2 and after == before  # lanes, and the watch with its courier
+        assert during == before + 3 + 2 and after == before  # lanes that compute, and the watch with its courier
 
 
 def test_a_script_that_forgets_to_detach_exits(tmp_path):

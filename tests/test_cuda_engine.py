@@ -90,6 +90,7 @@ CONFIGS = {
     },
     "several wires": {
         **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
+        **{"exempt": ("weights.[24]",)},
         **{"rounding": "stochastic", "error_feedback": "bf16", "chunk_nbytes": 4096},
     },
     "two levels": {
@@ -98,6 +99,7 @@ CONFIGS = {
     },
     "two levels measured": {
         **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
+        **{"exempt": ("weights.[24]",)},
         **{"measure_every": 1, "verify_every": 1},
     },
     "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
@@ -107,6 +109,7 @@ CONFIGS = {
     },
     "several wires one-shot": {
         **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
+        **{"exempt": ("weights.[24]",)},
         **{"error_feedback": "bf16", "measure_every": 1, "verify_every": 1},
     },
     "fp32 one-shot": {"wire": "fp32", "sum": "one-shot"},

@@ -13,6 +13,7 @@ import fusedcomm
 from fusedcomm import reference
 from fusedcomm.config import Config
 from fusedcomm.native import _C
+from fusedcomm.session import named_parameters
 
 NUMEL = 20000
 
@@ -371,4 +372,31 @@ def test_a_pattern_that_some_of_its_parameters_are_left_to_is_not_refused():
     config = Config(wire="int8", wire_for={"head.*": "bf16"})
     config.check_patterns(parameters)
     assert [config.wire_number(*pair) for pair in parameters] == [1, _C.EXACT_WIRE]
-    Config(wire="int8", wire_for={"1d": "bf16"}).check_patterns(parameters[:1])  # a model may have none
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire_for": {"*.bias": "fp32"}},  # as "1d" gives them already
+        {"exempt": (), "wire_for": {"head.bias": "bf16", "*.bias": "bf16"}},
+        {"exempt": (), "wire_for": {"*.weight": "bf16", "*.bias": "fp16", "*": "fp8"}},
+        {"exempt": ("*.bias",), "wire_for": {"*.weight": "bf16", "1d": "fp32"}},
+    ],
+    ids=str,
+)
+def test_a_pattern_that_gives_what_is_given_already_or_all_that_is_left_is_not_refused(options):
+    parameters = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
+    Config(wire="int8", **options).check_patterns(parameters)
+
+
+def test_a_pattern_is_not_refused_if_one_of_several_wires_needs_it():
+    """As with wire="auto": int8 exempts biases by default, bf16 does not."""
+    named = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
+    configs = [Config(wire=wire, wire_for={"*.bias": "fp16"}) for wire in ("int8", "bf16")]
+    assert [p.wire for p in named_parameters(named, configs)] == [0, _C.EXACT_WIRE]
+    assert [p.wire for p in named_parameters(named, configs[1:])] == [0, 1]
+    with pytest.raises(ValueError, match="has no effect: all 1 parameters"):
+        named_parameters(named, configs[:1])
+    typo = [Config(wire=wire, wire_for={"bais": "fp16"}) for wire in ("int8", "bf16")]
+    with pytest.raises(ValueError, match="matches none of the 2 parameters"):
+        named_parameters(named, typo)
