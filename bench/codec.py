@@ -92,10 +92,12 @@ def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out:
 # ---- cases
 
 
-def layout_of(wire: str, num_parts: int, numel: int, block: int | None = None) -> "_C.BucketLayout":
+def layout_of(
+    wire: str, num_parts: int, numel: int, block: int | None = None, chunk_nbytes: int = WHOLE
+) -> "_C.BucketLayout":
     name, *how = wire.split("-")
     block = block or _C.default_block_numel(name)
-    return _C.bucket_layout(name, block, num_parts, 0, numel, WHOLE, "rotated" in how)
+    return _C.bucket_layout(name, block, num_parts, 0, numel, chunk_nbytes, "rotated" in how)
 
 
 class Encoding:
@@ -249,9 +251,7 @@ def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
 
 def sum_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_impls: dict[str, Callable]) -> Case:
     """In chunks, as a bucket has them."""
-    name, *how = wire.split("-")
-    block = _C.default_block_numel(name)
-    layout = _C.bucket_layout(name, block, 1, 0, numel, ONE_SHOT_CHUNK_NBYTES, "rotated" in how)
+    layout = layout_of(wire, 1, numel, chunk_nbytes=ONE_SHOT_CHUNK_NBYTES)
     message_nbytes, num_chunks = layout.chunk_nbytes, layout.num_chunks
     nbytes = 2 * message_nbytes
     packed = ring(num_buffers, num_chunks * nbytes, torch.uint8)

@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <new>
 #include <tuple>
 #include <utility>

@@ -6,6 +6,15 @@
 #include <utility>
 
 namespace fusedcomm {
+namespace {
+
+// Raises an error where a state names a parameter that is none of ours and will not turn up.
+void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
+  TORCH_CHECK_VALUE(is_ours || may_turn_up, "fusedcomm: the state has a parameter '", name,
+                    "' which this model does not have");
+}
+
+}  // namespace
 
 at::Tensor ParameterState::left_out() const {
   if (loaded.defined() || !residual) return loaded;
@@ -80,9 +89,8 @@ void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& resi
   const auto by_name = this->by_name();
   for (const auto& [name, values] : residuals) {
     const auto found = by_name.find(name);
-    if (found == by_name.end() && !are_known_) continue;
-    TORCH_CHECK_VALUE(found != by_name.end(), "fusedcomm: the state has a parameter '", name,
-                      "' which this model does not have");
+    check_name(name, found != by_name.end(), !are_known_);
+    if (found == by_name.end()) continue;
     const int64_t numel = found->second->numel();
     TORCH_CHECK_VALUE(values.numel() == numel, "fusedcomm: the state's residual of '", name, "' has ", values.numel(),
                       " elements, the parameter ", numel);
@@ -122,10 +130,7 @@ std::map<std::string, int64_t> Parameters::nonfinite() {
 void Parameters::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
   take_device_counts();
   const auto by_name = this->by_name();
-  for (const auto& [name, count] : counts) {
-    TORCH_CHECK_VALUE(by_name.count(name) != 0 || !are_known_, "fusedcomm: the state has a parameter '", name,
-                      "' which this model does not have");
-  }
+  for (const auto& [name, count] : counts) check_name(name, by_name.count(name) != 0, !are_known_);
   for (const auto& [name, count] : counts) {
     const auto found = by_name.find(name);
     if (found == by_name.end()) {

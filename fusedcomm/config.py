@@ -356,26 +356,27 @@ class Config:
         """Raises ValueError for a pattern that has no effect on parameters of these names: one that matches none, as a
         typo does, or only what `exempt` or patterns before it have given another wire. "1d" and "*" may be for what
         another model has."""
-        taken: dict[str, tuple[str, int]] = {}  # by name: what comes first, and the number of its wire
+        first: dict[str, str] = {}  # by the parameter's name: the pattern that it goes to
         for field, patterns in (("exempt", self.exempt), ("wire_for", self.wire_for)):
             for pattern in patterns:
-                matching = [name for name, parameter in parameters if _matches(pattern, name, parameter)]
+                matching = {name: parameter for name, parameter in parameters if _matches(pattern, name, parameter)}
                 what = f"{field} pattern {pattern!r}"
                 if not matching and pattern != ONE_DIMENSIONAL:
                     raise ValueError(
                         f"{what} matches none of the {len(parameters)} parameters that DDP synchronises, for example "
                         f"{', '.join(name for name, _ in parameters[:3])}"
                     )
-                number = _C.EXACT_WIRE if field == "exempt" else self.number_of(self.wire_for[pattern])
-                others = [name for name in matching if name in taken and taken[name][1] != number]
-                if others and pattern != "*" and all(name in taken for name in matching):
-                    raise ValueError(
-                        f"{what} has no effect: all {len(matching)} parameters that it matches have gone to patterns "
-                        f"before it, {others[0]!r} to the {taken[others[0]][0]}, for example: put it before those of "
-                        f"wire_for, change exempt={self.exempt!r}, or leave it out"
-                    )
+                if field == "wire_for" and pattern != "*" and matching.keys() <= first.keys():
+                    number = self.number_of(self.wire_for[pattern])
+                    other = next((name for name in matching if self.wire_number(name, matching[name]) != number), None)
+                    if other is not None:
+                        raise ValueError(
+                            f"{what} has no effect: all {len(matching)} parameters that it matches have gone to "
+                            f"patterns before it, {other!r} to the {first[other]}, for example: put it before those of "
+                            f"wire_for, change exempt={self.exempt!r}, or leave it out"
+                        )
                 for name in matching:
-                    taken.setdefault(name, (what, number))
+                    first.setdefault(name, what)
 
 
 def _matches(pattern: str, name: str, parameter: torch.Tensor) -> bool:

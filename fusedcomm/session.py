@@ -46,10 +46,11 @@ def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequenc
         ValueError: a pattern has no effect on parameters that require gradients, whichever of `configs` is used.
     """
     named = sorted(named, key=lambda pair: not pair[1].requires_grad)
+    with_gradients = [(name, tensor) for name, tensor in named if tensor.requires_grad]
     errors = []
     for each in configs:
         try:
-            each.check_patterns([(name, tensor) for name, tensor in named if tensor.requires_grad])
+            each.check_patterns(with_gradients)
         except ValueError as error:
             errors.append(error)
     if len(errors) == len(configs):
