@@ -12,23 +12,39 @@ from _common import Row, percentiles
 from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
 from _ways import COMPUTE, TOLERANCES, Way
 
-from fusedcomm.probe import report
-from fusedcomm.probe.choices import OFF, Option, predict_option, recommend
+from fusedcomm.probe import choices, report
+from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.command import ACCEPT
-from fusedcomm.probe.run import Findings, Settings, probe
+from fusedcomm.probe.run import Findings, Settings, hosts_of, probe
 from fusedcomm.probe.speed import slowed
+from fusedcomm.probe.team import Team
 
 
-def name_of(option: Option) -> str:
-    return f"{option.name} {option.cap_mb:g}"
+def name_of(way: choices.Way, cap_mb: float) -> str:
+    return f"{way.name} {cap_mb:g}"
 
 
-def way_of(option: Option) -> Way:
-    """As the probe writes it, whose DDP has its own gradient_as_bucket_view."""
-    tolerance = TOLERANCES["fp32" if option.wire == OFF else option.wire]
+def way_of(way: choices.Way, cap_mb: float) -> Way:
+    """As the probe takes it, whose DDP has its own gradient_as_bucket_view."""
     return Way(
-        name_of(option), lambda ddp, group: option.way.attach(ddp), tolerance, option.own_cap_mb, bucket_views=False
+        name_of(way, cap_mb),
+        lambda ddp, group: way.attach(ddp),
+        TOLERANCES["fp32" if way.wire == OFF else way.wire],
+        choices.own_cap_mb(cap_mb),
+        bucket_views=False,
     )
+
+
+def make_runners(bench: Bench, arguments: argparse.Namespace) -> dict[str, Runner]:
+    """Compute alone, and all that the probe predicts."""
+    runners = {COMPUTE: bench.compute}
+    hosts, _ = hosts_of(Team(dist.group.WORLD, torch.device("cpu")))
+    for cap_mb in arguments.caps:
+        for way in choices.ways(arguments.wires, by_host=hosts is not None):
+            runner = bench.make(way_of(way, cap_mb))
+            if runner is not None:
+                runners[name_of(way, cap_mb)] = runner
+    return runners
 
 
 def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
@@ -39,11 +55,10 @@ def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
     return probe(settings, dist.group.WORLD, torch.device("cpu"), (task, lambda module: module(bench.batch), optimizer))
 
 
-def rows_of(
-    bench: Bench, runners: dict[str, Runner], options: dict[str, Option], findings: Findings, slowdown: float
-) -> list[Row]:
-    """`slowdown`: compute alone beside these steps, over what it was in the probe."""
-    workload, cluster = slowed((findings.workload, findings.cluster), slowdown)
+def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option], findings: Findings) -> list[Row]:
+    compute_s = statistics.median(bench.compute.step_s)
+    bench.report.extra["case"]["compute_alone_s"] = compute_s
+    workload, cluster = slowed((findings.workload, findings.cluster), compute_s / findings.workload.compute_s)
     rows = []
     for name, runner in runners.items():
         if runner.way is None:
@@ -76,14 +91,26 @@ def main() -> None:
     results, text = sys.argv[1:]
     arguments = argparse.Namespace(**json.loads(text))
     bench = Bench(arguments, results)
+    runners = make_runners(bench, arguments)
+
+    def turns(rounds: range) -> None:
+        for index in rounds:
+            names = list(runners)
+            first = index % len(names)
+            for name in names[first:] + names[:first]:
+                bench.turn(runners[name], arguments.steps, also_sync=False)
+            bench.say(f"{bench.case}: round {index + 1} of {arguments.rounds}")
+
+    # A machine changes its speed: half of the steps are before the probe.
+    turns(range(arguments.rounds // 2))
     bench.begin("the probe")
     findings = run_probe(bench, arguments)
     bench.say(report.text(findings))
-    options = {name_of(option): option for option in findings.options}
-    recommendation = findings.recommendation
-    bench.report.extra["recommended"] = name_of(recommendation.option)
+    options = {name_of(option.way, option.cap_mb): option for option in findings.options}
+    chosen, default = findings.recommendation.option, choices.recommend(findings.options, ACCEPT).option
+    bench.report.extra["recommended"] = name_of(chosen.way, chosen.cap_mb)
     bench.report.extra["by_default"] = {
-        "recommended": name_of(recommend(findings.options, ACCEPT).option),
+        "recommended": name_of(default.way, default.cap_mb),
         "among": [name for name, option in options.items() if option.wire in (OFF, *ACCEPT)],
     }
     document = report.as_json(findings)
@@ -91,25 +118,12 @@ def main() -> None:
         sample["seconds"] = [round(value, 6) for value in sample["seconds"]]
     bench.report.extra["case"] = {
         "compute_s": findings.workload.compute_s,
-        "reason": recommendation.reason,
+        "reason": findings.recommendation.reason,
         "probe": document,
     }
-    runners = {COMPUTE: bench.compute}
-    for name, option in options.items():
-        runner = bench.make(way_of(option))
-        if runner is not None:
-            runners[name] = runner
-    for index in range(arguments.rounds):
-        names = list(runners)
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
-            bench.turn(runners[name], arguments.steps, also_sync=False)
-        bench.say(f"{bench.case}: round {index + 1} of {arguments.rounds}")
-        compute_s = statistics.median(bench.compute.step_s)
-        slowdown = compute_s / findings.workload.compute_s
-        bench.report.rows = rows_of(bench, runners, options, findings, slowdown)
-        bench.report.extra["case"]["compute_alone_s"] = compute_s
-        bench.report.write()
+    turns(range(arguments.rounds // 2, arguments.rounds))
+    bench.report.rows = rows_of(bench, runners, options, findings)
+    bench.report.write()
     for runner in runners.values():
         runner.close()
     dist.destroy_process_group()

@@ -3,10 +3,11 @@ recommendation costs beside the best choice that was measured.
 
     python bench/probe_check.py --link 100mbit 1gbit 10gbit unlimited --mix 0 0.5 2
 
-On hosts of bench/hosts.py, or with --hosts 0 on loopback. For each link and mix of compute and communication the ranks
-run the probe on a model, and then, in the same processes, real training steps with DDP's own all-reduce and with each
-wire, all taking turns, as bench/ddp_step.py does. --mix is a step's compute as a multiple of the time that DDP's
-gradients take at the link's speed (10 Gbit/s where it is unlimited); 0: as little as can be.
+On hosts of bench/hosts.py, or with --hosts 0 on loopback. For each link and mix of compute and communication the
+ranks run the probe on a model, and in the same processes, half of them before it and half after, real training steps
+with DDP's own all-reduce and with each wire, all taking turns, as bench/ddp_step.py does. --mix is a step's compute
+as a multiple of the time that DDP's gradients take at the link's speed (10 Gbit/s where it is unlimited); 0: as
+little as can be.
 
 A row is one choice; its figures: predicted_s, and ratio, the predicted step to the measured one. A machine that is not
 quite one's own changes its speed within minutes: ratio_at_speed is what the same model predicts if all that a core does

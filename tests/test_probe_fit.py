@@ -6,13 +6,13 @@ import random
 import pytest
 from test_probe_choices import cluster, workload
 
-from fusedcomm.cost_model import Cost, Network
+from fusedcomm.cost_model import Cost, Network, TwoLevels
 from fusedcomm.probe import fit
 from fusedcomm.probe.check import Check
 from fusedcomm.probe.choices import OFF, Way, predict_option
 from fusedcomm.probe.network import BETWEEN, Sample, with_cpu_of_messages
 from fusedcomm.probe.network import fit as fit_network
-from fusedcomm.probe.speed import slowdown, slowed
+from fusedcomm.probe.speed import Speed, slowed, speed_of
 from fusedcomm.probe.steps import CpuOfSteps, attributed
 
 
@@ -96,26 +96,59 @@ def test_cpu_time_is_attributed_to_elements_and_bytes():
 # ---- how fast the cores are
 
 
-def steps_on_slower_cores(factor, step, ranks, names=(OFF, "bf16", "int8")):
-    """Checks whose steps took as long as on cores that are so much slower."""
+def steps_at(speed, step, ranks, names=(OFF, "bf16", "int8")):
+    """Checks whose steps took as long as at this speed."""
     checks = []
     for way in map(Way, names):
-        taken = predict_option(slowed(step, factor), slowed(ranks, factor), way, 25).prediction.step_s
+        taken = predict_option(*speed.of(step, ranks), way, 25).prediction.step_s
         checks.append(Check(predict_option(step, ranks, way, 25), step.numel, taken, [taken]))
     return checks
 
 
-def test_real_steps_tell_how_fast_the_cores_are():
-    step = workload(0.2)
-    busy = cluster(1e11, codec_s=1e-8)
-    for factor in (0.85, 1.0, 1.2):
-        found = slowdown(step, busy, steps_on_slower_cores(factor, step, busy))
-        assert 1 + 0.6 * (factor - 1) <= found <= factor or factor < 1 and factor <= found <= 1 + 0.6 * (factor - 1)
-    # Steps that wait for the network do not tell.
+@pytest.mark.parametrize("factor", [0.85, 1.0, 1.2])
+def test_real_steps_tell_how_fast_the_cores_are(factor):
+    step, busy = workload(0.2), cluster(1e11, codec_s=1e-8)
+    found = speed_of(step, busy, steps_at(Speed(factor), step, busy))
+    assert found.cores == pytest.approx(factor, rel=0.03)
+    assert found.collectives == pytest.approx({"all_reduce": 1.0, "exchange": 1.0}, rel=0.1)
+
+
+def on_few_cores(per_byte_s: float) -> tuple:
+    """A step and a cluster of fast links on whose cores it matters what collectives take of them."""
+    costs = {kind: Cost(0.0, 1e-10, 0.0, per_byte_s) for kind in ("all_reduce", "exchange", "direct")}
+    return workload(0.05), dataclasses.replace(cluster(1e11), network=Network(**costs), cores=1.0)
+
+
+def test_real_steps_tell_what_each_kind_of_collective_takes_of_a_core():
+    step, busy = on_few_cores(1e-9)
+    checks = steps_at(Speed(1.0, {"all_reduce": 1.4, "exchange": 0.9}), step, busy)
+    found = speed_of(step, busy, checks)
+    # Some of it may be the cores' as well.
+    assert 1.15 < found.collectives["all_reduce"] < 1.45 and 0.8 < found.collectives["exchange"] < 1.05
+    corrected = found.of(step, busy)
+    assert min(check.ratio for check in checks) < 0.87
+    for check in checks:
+        predicted = predict_option(*corrected, check.option.way, 25).prediction
+        assert predicted.step_s == pytest.approx(check.measured_s, rel=0.05)
+    # Of a kind that is not among the steps nothing is said.
+    assert "direct" not in found.collectives and corrected[1].network.direct == slowed(busy.network.direct, found.cores)
+
+
+def test_steps_that_wait_for_the_network_tell_nothing_of_the_cores():
     waiting, idle = cluster(1e7), workload(1e-3)
-    checks = steps_on_slower_cores(1.0, idle, waiting)
+    checks = steps_at(Speed(), idle, waiting)
     longer = [dataclasses.replace(check, measured_s=1.1 * check.measured_s) for check in checks]
-    assert slowdown(idle, waiting, longer) == pytest.approx(1.0, abs=0.03)
+    found = speed_of(idle, waiting, longer)
+    assert found.cores == pytest.approx(1.0, abs=0.06) and set(found.collectives.values()) == {1.0}
+
+
+def test_the_speed_of_a_collective_is_that_of_both_levels():
+    step, ranks = on_few_cores(1e-9)
+    ranks = dataclasses.replace(ranks, two_levels=TwoLevels(ranks.network, ranks.network))
+    _, corrected = Speed(2.0, {"exchange": 1.5}).of(step, ranks)
+    for network in (corrected.network, corrected.two_levels.network, corrected.two_levels.local):
+        assert network.exchange.cpu_s_per_unit == pytest.approx(3e-9) and network.exchange.per_unit_s == 1e-10
+        assert network.all_reduce.cpu_s_per_unit == pytest.approx(2e-9)
 
 
 def test_slower_cores_leave_the_network_as_it_is():

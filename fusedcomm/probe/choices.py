@@ -69,8 +69,7 @@ class Option:
 
     @property
     def own_cap_mb(self) -> float | None:
-        """None where it is DDP's own: only then its first bucket is a small one."""
-        return None if self.cap_mb * MIB == DEFAULT_CAP_NBYTES else self.cap_mb
+        return own_cap_mb(self.cap_mb)
 
     @property
     def code(self) -> str:
@@ -85,6 +84,11 @@ class Option:
         return f"{wrap}; comm = fusedcomm.attach(ddp, {arguments})"
 
 
+def own_cap_mb(cap_mb: float) -> float | None:
+    """None where it is DDP's own: only then its first bucket is a small one."""
+    return None if cap_mb * MIB == DEFAULT_CAP_NBYTES else cap_mb
+
+
 StepTime = Callable[[Option], float]
 
 
@@ -97,16 +101,22 @@ def predict_option(workload: Workload, cluster: Cluster, way: Way, cap_mb: float
     return Option(way, cap_mb, prediction)
 
 
-def options(workload: Workload, cluster: Cluster, wires: Sequence[str], caps_mb: Sequence[float]) -> list[Option]:
-    """Of DDP's own all-reduce and each wire, by each way to sum it; buckets of each size."""
-    ways = [Way(OFF)]
+def ways(wires: Sequence[str], by_host: bool) -> list[Way]:
+    """DDP's own all-reduce and each wire, by each way to sum it; `by_host`: on two levels, too."""
+    found = [Way(OFF)]
     for wire in wires:
-        ways.append(Way(wire))
+        found.append(Way(wire))
         if wire in ("bf16", "fp16"):
-            ways.append(Way(wire, sum="direct"))
-        if wire != "fp32" and cluster.two_levels is not None:
-            ways.append(Way(wire, hosts=AUTO))
-    return [predict_option(workload, cluster, way, cap) for cap in caps_mb for way in ways]
+            found.append(Way(wire, sum="direct"))
+        if wire != "fp32" and by_host:
+            found.append(Way(wire, hosts=AUTO))
+    return found
+
+
+def options(workload: Workload, cluster: Cluster, wires: Sequence[str], caps_mb: Sequence[float]) -> list[Option]:
+    """All ways, in buckets of each size."""
+    found = ways(wires, cluster.two_levels is not None)
+    return [predict_option(workload, cluster, way, cap) for cap in caps_mb for way in found]
 
 
 @dataclasses.dataclass(frozen=True)

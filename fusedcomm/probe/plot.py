@@ -6,7 +6,6 @@ from pathlib import Path
 from fusedcomm import output
 from fusedcomm.probe.choices import OFF, at_rate, link_bytes_s, predict_option
 from fusedcomm.probe.run import Findings
-from fusedcomm.probe.speed import slowed
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
@@ -18,7 +17,7 @@ DECADES = 2.0
 def picture(findings: Findings, path: Path) -> None:
     """Raises ImportError where there is no matplotlib."""
     plt = output.pyplot()
-    workload, cluster = slowed((findings.workload, findings.cluster), findings.slowdown)
+    workload, cluster = findings.speed.of(findings.workload, findings.cluster)
     cap = findings.recommendation.option.cap_mb
     measured = link_bytes_s(cluster)
     rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]

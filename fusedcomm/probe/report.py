@@ -11,7 +11,8 @@ from fusedcomm.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.probe.network import BETWEEN, WITHIN
 from fusedcomm.probe.run import Findings
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+NAMES = {"all_reduce": "all-reduce (DDP)", "exchange": "all-to-all", "direct": "16-bit all-reduce"}
 
 
 def text(findings: Findings) -> str:
@@ -51,11 +52,7 @@ def _measured(findings: Findings) -> list[str]:
 def _collectives(cluster: Cluster) -> list[tuple[str, str, Cost, str]]:
     """(kind, name, cost, of whose bytes)"""
     sender = _sender(cluster)
-    found = [
-        ("all_reduce", "all-reduce (DDP)", cluster.network.all_reduce, sender),
-        ("exchange", "all-to-all", cluster.network.exchange, sender),
-        ("direct", "16-bit all-reduce", cluster.network.direct, sender),
-    ]
+    found = [(kind, name, getattr(cluster.network, kind), sender) for kind, name in NAMES.items()]
     if cluster.two_levels is not None:
         found.append((BETWEEN, "all-to-all between hosts", cluster.two_levels.network.exchange, sender))
         found.append((WITHIN, "all-to-all within a host", cluster.two_levels.local.exchange, "rank"))
@@ -118,10 +115,13 @@ def _checked(findings: Findings) -> list[str]:
             f"  {check.option.name:<16} bucket {check.option.cap_mb:g} MiB: predicted {ms(predicted)}, measured "
             f"{ms(check.measured_s)}: {check.ratio - 1:+.0%}{smaller}"
         )
-    if findings.slowdown != 1:
+    speed = findings.speed
+    if {speed.cores, *speed.collectives.values()} != {1.0}:
+        more = [f"{factor:.2f} in {NAMES[kind]}" for kind, factor in speed.collectives.items() if factor != 1]
         lines.append(
-            f"  By these steps all that cores do takes {findings.slowdown:.2f} times as long as it did by itself: "
-            "the table has that."
+            f"  By these steps all that cores do takes {speed.cores:.2f} times as long as it did by itself"
+            + f", times {' and '.join(more)}" * bool(more)
+            + ": the table has that."
         )
     worst = max(abs(check.ratio - 1) for check in findings.checks)
     if worst > WARN_ERROR:
@@ -154,7 +154,7 @@ def as_json(findings: Findings) -> dict:
         },
         "workload": {**dataclasses.asdict(findings.workload), "numel": findings.workload.numel},
         "compute_cores": findings.cluster.compute_cores,
-        "slowdown": findings.slowdown,
+        "speed": dataclasses.asdict(findings.speed),
         "predictions": [option_as_json(option) for option in findings.options],
         "crossover_bytes_s": findings.crossovers,
         "recommendation": {

@@ -18,7 +18,7 @@ from fusedcomm.probe.choices import OFF, Option, Recommendation, crossover_bytes
 from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.local import MeasuredLocal, measure_local
 from fusedcomm.probe.network import ON_ONE_LEVEL, MeasuredNetwork, measure_network
-from fusedcomm.probe.speed import slowdown, slowed
+from fusedcomm.probe.speed import Speed, speed_of
 from fusedcomm.probe.steps import with_cpu_of_steps
 from fusedcomm.probe.team import ProbeError, Team
 from fusedcomm.probe.workload import Task, checked, load, measure_workload, synthetic
@@ -59,8 +59,8 @@ class Findings:
     """Bytes a second up to which a wire pays, by an option's name."""
     checks: list[Check]
     """As was predicted before these steps."""
-    slowdown: float
-    """Of the cores by these steps: what is predicted is of the workload and the cluster slowed by it."""
+    speed: Speed
+    """By these steps: what is predicted is of the workload and the cluster at it."""
     seconds: dict[str, float]
     """That each part took."""
 
@@ -119,11 +119,11 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     left_s = _of_rank_0(team, left_s)
     chosen = finalists(found, recommendation, settings.accept)
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
-    factor, in_steps = 1.0, (workload, cluster)
+    speed, in_steps = Speed(), (workload, cluster)
     if [check.option for check in checks] == chosen:
         # Steps of the model itself: what was measured decides, not what was predicted, and says how fast the cores are.
-        factor = slowdown(workload, cluster, checks)
-        in_steps = slowed(in_steps, factor)
+        speed = speed_of(workload, cluster, checks)
+        in_steps = speed.of(workload, cluster)
         found = options(*in_steps, settings.wires, settings.caps_mb)
         measured_s = {(check.option.way, check.option.cap_mb): check.measured_s for check in checks}
         by_key = {(option.way, option.cap_mb): option for option in found}
@@ -147,7 +147,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         recommendation,
         crossovers,
         checks,
-        factor,
+        speed,
         took_s,
     )
 

@@ -1,16 +1,22 @@
 """How fast the cores are in real steps, by which predictions are corrected: what computes by itself has the caches for
-itself, and a machine is not always as fast."""
+itself, a machine is not always as fast, and collectives wait for cores that compute."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from fusedcomm.cost_model import Cluster, Workload
+from fusedcomm.cost_model import Cluster, TwoLevels, Workload
 from fusedcomm.probe.check import Check
-from fusedcomm.probe.choices import predict_option
+from fusedcomm.probe.choices import Way, predict_option
 
-FACTORS = [1.025**exponent for exponent in range(-12, 13)]
-"""That are considered: from 0.74 to 1.34."""
+FACTORS = [1.05**exponent for exponent in range(-9, 10)]
+"""That are considered: from 0.64 to 1.55."""
+PRIOR = 0.05
+"""The weight of a factor's own deviation from 1, beside that of a step from its prediction: costs by themselves are
+believed to be right within a fifth, medians of steps within a twentieth."""
+ROUNDS = 3
+"""Of looking for each factor, the others as they are."""
+COLLECTIVES = ("all_reduce", "exchange", "direct")
 OF_A_CORE = {"forward_s", "backward_s", "optimizer_s", "ready_s", "copy_s_per_byte"}
 OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
 """Fields of the cost model's inputs, besides all that the codec takes."""
@@ -35,17 +41,56 @@ def slowed(value: object, factor: float, everything: bool = False) -> object:
     return dataclasses.replace(value, **changed)
 
 
-def slowdown(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> float:
-    """By how much all that a core does takes longer in these steps of `workload` than the model has it.
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How many times as long as by themselves things take in real steps."""
 
-    The factor f for which Σ log²(predicted(f) / measured) + log² f is least: a factor that the steps do not tell, since
-    they wait for the network, is 1.
-    """
+    cores: float = 1.0
+    """All that a core does."""
+    collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Beyond that, by kind as cost_model.Network has them: what a core does for one, or waits for another's core."""
 
-    def badness(factor: float) -> float:
-        slow = slowed((workload, cluster), factor)
-        predicted = [predict_option(*slow, check.option.way, check.option.cap_mb).prediction.step_s for check in checks]
-        errors = [math.log(step_s / check.measured_s) for step_s, check in zip(predicted, checks, strict=True)]
-        return math.fsum(error**2 for error in errors) + math.log(factor) ** 2
+    def of(self, workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
+        """Both, as they are in real steps."""
+        workload, cluster = slowed((workload, cluster), self.cores)
+        networks = {"network": cluster.network}
+        if cluster.two_levels is not None:
+            networks |= {"two": cluster.two_levels.network, "local": cluster.two_levels.local}
+        for name, network in networks.items():
+            costs = {kind: slowed(getattr(network, kind), factor) for kind, factor in self.collectives.items()}
+            networks[name] = dataclasses.replace(network, **costs)
+        two_levels = cluster.two_levels and TwoLevels(networks["two"], networks["local"])
+        return workload, dataclasses.replace(cluster, network=networks["network"], two_levels=two_levels)
 
-    return min(FACTORS, key=badness)
+
+def collective_of(way: Way, world_size: int) -> str:
+    """What carries the bytes of buckets that are not small."""
+    config = way.config
+    sum = "exact" if config is None else config.sum_of_large_buckets(world_size)
+    return {"exact": "all_reduce", "direct": "direct"}.get(sum, "exchange")
+
+
+def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> Speed:
+    """As these steps of `workload` have it: the factors f for which Σ log²(predicted(f) / measured) + PRIOR · Σ log² f
+    is least. One that the steps do not tell, since they wait for the network, is 1."""
+    kinds = [collective_of(check.option.way, cluster.world_size) for check in checks]
+    factors = dict.fromkeys(("cores", *(kind for kind in COLLECTIVES if kind in kinds)), 1.0)
+
+    def speed(factors: Mapping[str, float]) -> Speed:
+        collectives = {name: factor for name, factor in factors.items() if name != "cores"}
+        return Speed(factors["cores"], collectives)
+
+    def badness(name: str, factor: float) -> float:
+        """Of the steps that the factor of this name has a part in."""
+        slow = speed(factors | {name: factor}).of(workload, cluster)
+        errors = []
+        for check, kind in zip(checks, kinds, strict=True):
+            if name in ("cores", kind):
+                predicted = predict_option(*slow, check.option.way, check.option.cap_mb).prediction
+                errors.append(math.log(predicted.step_s / check.measured_s))
+        return math.fsum(error**2 for error in errors) + PRIOR * math.log(factor) ** 2
+
+    for _ in range(ROUNDS):
+        for name in factors:
+            factors[name] = min(FACTORS, key=lambda factor, name=name: badness(name, factor))
+    return speed(factors)

@@ -32,7 +32,8 @@ MOST_TIMES = 3.0
 """What a collective takes in a step is at most so many times what it takes by itself, and at least so small a part of
 it: more or less would be something else."""
 LEAST_USE = 0.85
-"""Of the cores, by steps that keep them busy. The rest is taken for them by the kernel, or lost."""
+"""Of the cores, by steps that keep them busy. The rest is taken for them by the kernel, or lost where one rank waits
+for another's core, of which a ring's all-reduce has more than an all-to-all."""
 
 
 @contextlib.contextmanager
@@ -120,9 +121,9 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
         for _ in range(int(more)):
             round_s()
     (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
-    use = min(max(LEAST_USE, *(cpu / (wall * cluster.cores) for cpu, wall in found)), 1.0)
     measured = []
-    for (kind, way), (cpu, _) in zip(choices, found, strict=True):
+    for (kind, way), (cpu, wall) in zip(choices, found, strict=True):
+        use = min(max(LEAST_USE, cpu / (wall * cluster.cores)), 1.0)
         sent_nbytes = predict_option(workload, cluster, way, 25).prediction.sent_nbytes
         known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, way, numel)
         measured.append(CpuOfSteps(kind, sent_nbytes / cluster.ranks_per_host, cpu / use - known_s))
