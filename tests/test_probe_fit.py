@@ -110,7 +110,7 @@ def test_real_steps_tell_how_fast_the_cores_are(factor):
     step, busy = workload(0.2), cluster(1e11, codec_s=1e-8)
     found = speed_of(step, busy, steps_at(Speed(factor), step, busy))
     assert found.cores == pytest.approx(factor, rel=0.03)
-    assert found.collectives == pytest.approx({"all_reduce": 1.0, "exchange": 1.0}, rel=0.1)
+    assert found.collectives == pytest.approx({"all_reduce": 1.0, "exchange": 1.0, "direct": 1.0}, rel=0.1)
 
 
 def on_few_cores(per_byte_s: float) -> tuple:
@@ -130,8 +130,11 @@ def test_real_steps_tell_what_each_kind_of_collective_takes_of_a_core():
     for check in checks:
         predicted = predict_option(*corrected, check.option.way, 25).prediction
         assert predicted.step_s == pytest.approx(check.measured_s, rel=0.05)
-    # Of a kind that is not among the steps nothing is said.
-    assert "direct" not in found.collectives and corrected[1].network.direct == slowed(busy.network.direct, found.cores)
+    # What is not among the steps is as what is done alike, or nothing is said of it.
+    assert found.collectives["direct"] == found.collectives["all_reduce"]
+    direct = corrected[1].network.direct.cpu_s_per_unit
+    assert direct == pytest.approx(1e-9 * found.cores * found.collectives["all_reduce"])
+    assert set(speed_of(step, busy, checks[1:]).collectives) == {"exchange"}
 
 
 def test_steps_that_wait_for_the_network_tell_nothing_of_the_cores():

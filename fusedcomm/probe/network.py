@@ -133,7 +133,8 @@ class _Bench:
         self._channels = {"all_reduce": [backend], "direct": [backend], "exchange": [backend]}
         store = groups.private_store(team.group)
         if on_cpu:
-            own = groups.make_channels(team.group, team.device, store)
+            # Kept whole: a channel let go of while another rank still connects it looks like a crash there.
+            self._own = own = groups.make_channels(team.group, team.device, store)
             exchange = [own.scatter] if self._one_shot else [own.scatter, own.gather]
             self._channels |= {"direct": [own.scatter], "exchange": exchange}
         if hosts is not None:
