@@ -117,11 +117,10 @@ def _checked(findings: Findings) -> list[str]:
         )
     speed = findings.speed
     if {speed.cores, *speed.collectives.values()} != {1.0}:
-        more = [f"{factor:.2f} in {NAMES[kind]}" for kind, factor in speed.collectives.items() if factor != 1]
+        factors = {"all": speed.cores} | {NAMES[kind]: factor for kind, factor in speed.collectives.items()}
+        changed = [f"{what} {factor:.2f}" for what, factor in factors.items() if factor != 1]
         lines.append(
-            f"  By these steps all that cores do takes {speed.cores:.2f} times as long as it did by itself"
-            + f", times {' and '.join(more)}" * bool(more)
-            + ": the table has that."
+            f"  Core time in these steps, times that measured by itself: {', '.join(changed)}; the table has it."
         )
     worst = max(abs(check.ratio - 1) for check in findings.checks)
     if worst > WARN_ERROR:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from fusedcomm.cost_model import Cluster, TwoLevels, Workload
+from fusedcomm.cost_model import Cluster, Network, TwoLevels, Workload
 from fusedcomm.probe.check import Check
 from fusedcomm.probe.choices import Way, predict_option
 
@@ -53,14 +53,14 @@ class Speed:
     def of(self, workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
         """Both, as they are in real steps."""
         workload, cluster = slowed((workload, cluster), self.cores)
-        networks = {"network": cluster.network}
-        if cluster.two_levels is not None:
-            networks |= {"two": cluster.two_levels.network, "local": cluster.two_levels.local}
-        for name, network in networks.items():
-            costs = {kind: slowed(getattr(network, kind), factor) for kind, factor in self.collectives.items()}
-            networks[name] = dataclasses.replace(network, **costs)
-        two_levels = cluster.two_levels and TwoLevels(networks["two"], networks["local"])
-        return workload, dataclasses.replace(cluster, network=networks["network"], two_levels=two_levels)
+        two_levels = cluster.two_levels
+        if two_levels is not None:
+            two_levels = TwoLevels(self._of_network(two_levels.network), self._of_network(two_levels.local))
+        return workload, dataclasses.replace(cluster, network=self._of_network(cluster.network), two_levels=two_levels)
+
+    def _of_network(self, network: Network) -> Network:
+        costs = {kind: slowed(getattr(network, kind), factor) for kind, factor in self.collectives.items()}
+        return dataclasses.replace(network, **costs)
 
 
 def collective_of(way: Way, world_size: int) -> str:
