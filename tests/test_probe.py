@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 import torch
@@ -102,6 +103,33 @@ def test_messages_are_of_the_sizes_that_suit_the_link(ranks, s_per_byte):
         num_chunks, sum = (2, "one-shot") if kind == "exchange" else (1, "direct")
         message = num_chunks * Config(sum=sum).resolved(2, "cpu", s_per_byte).chunk_nbytes
         assert of_all[kind] == sorted({4 << 10, message // 16, message // 4, message}) and others[0] == of_all
+
+
+def channels_kept(rank, world_size):
+    made, make_channels = [], groups.make_channels
+
+    def noted(*arguments):
+        channels = make_channels(*arguments)
+        made.append(weakref.ref(channels))
+        return channels
+
+    def seconds(team, function, rounds, warmup):
+        kept.append(made[0]() is not None)
+        raise ProbeError("enough")
+
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "make_channels", noted)
+        patch.setattr(Team, "time", seconds)
+        with pytest.raises(ProbeError, match="enough"):
+            measure_network(Team(dist.group.WORLD, torch.device("cpu")), 0.5)
+    return kept
+
+
+def test_channels_are_kept_while_others_connect_them(ranks):
+    """Two ranks sum in one shot and need one of the two; letting go of the other looks like a crash where a rank still
+    connects it."""
+    assert ranks.run(channels_kept, world_size=2) == [[True]] * 2
 
 
 def run_probe_on_hosts(rank, world_size, settings, names):
