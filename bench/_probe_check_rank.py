@@ -16,7 +16,7 @@ from fusedcomm.probe import choices, report
 from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.command import ACCEPT
 from fusedcomm.probe.run import Findings, Settings, hosts_of, probe
-from fusedcomm.probe.speed import slowed
+from fusedcomm.probe.speed import Speed
 from fusedcomm.probe.team import Team
 
 
@@ -58,7 +58,7 @@ def run_probe(bench: Bench, arguments: argparse.Namespace) -> Findings:
 def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option], findings: Findings) -> list[Row]:
     compute_s = statistics.median(bench.compute.step_s)
     bench.report.extra["case"]["compute_alone_s"] = compute_s
-    workload, cluster = slowed((findings.workload, findings.cluster), compute_s / findings.workload.compute_s)
+    workload, cluster = Speed(compute_s / findings.workload.compute_s).of(findings.workload, findings.cluster)
     rows = []
     for name, runner in runners.items():
         if runner.way is None:

@@ -142,7 +142,7 @@ def test_steps_that_wait_for_the_network_tell_nothing_of_the_cores():
     checks = steps_at(Speed(), idle, waiting)
     longer = [dataclasses.replace(check, measured_s=1.1 * check.measured_s) for check in checks]
     found = speed_of(idle, waiting, longer)
-    assert found.cores == pytest.approx(1.0, abs=0.06) and set(found.collectives.values()) == {1.0}
+    assert found.cores == pytest.approx(1.0, abs=0.03) and set(found.collectives.values()) == {1.0}
 
 
 def test_the_speed_of_a_collective_is_that_of_both_levels():

@@ -16,7 +16,6 @@ PRIOR = 0.05
 believed to be right within a fifth, medians of steps within a twentieth."""
 ROUNDS = 3
 """Of looking for each factor, the others as they are."""
-COLLECTIVES = ("all_reduce", "exchange", "direct")
 OF_A_CORE = {"forward_s", "backward_s", "optimizer_s", "ready_s", "copy_s_per_byte"}
 OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
 """Fields of the cost model's inputs, besides all that the codec takes."""
@@ -75,7 +74,7 @@ def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> S
     is least. One that the steps do not tell, since they wait for the network, is 1; a 16-bit all-reduce that is not
     among them has DDP's own, which goes round the same ring."""
     kinds = [collective_of(check.option.way, cluster.world_size) for check in checks]
-    factors = dict.fromkeys(("cores", *(kind for kind in COLLECTIVES if kind in kinds)), 1.0)
+    factors = dict.fromkeys(("cores", *kinds), 1.0)
 
     def speed(factors: Mapping[str, float]) -> Speed:
         collectives = {name: factor for name, factor in factors.items() if name != "cores"}
