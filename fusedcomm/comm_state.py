@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.session import NamedParameter, Session, named_parameters
+from fusedcomm.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.stats import Stats
 
 
@@ -118,10 +119,10 @@ class CommState:
                 problem = error
             self._session = Session(self.config, group, parameters, self._local, device, problem=problem)
             if old is not None:
-                self._session.take_over(old)
+                take_over(self._session, old)
                 old.stop("its CommState moved to another process group")
             elif self._loaded is not None:
-                self._session.load_state_dict(self._loaded)
+                load_state_dict(self._session, self._loaded)
             self._loaded = None
         self._session.say_notices()
         return self._session
@@ -130,14 +131,14 @@ class CommState:
         """As :meth:`fusedcomm.handle.Handle.state_dict`; RuntimeError before the first bucket."""
         if self._session is None:
             raise RuntimeError("a CommState has no state before the first backward pass")
-        return self._session.state_dict(consolidated)
+        return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
         """As :meth:`fusedcomm.handle.Handle.load_state_dict`; before the first bucket, it is checked only then."""
         if self._session is None:
             self._loaded = state
         else:
-            self._session.load_state_dict(state)
+            load_state_dict(self._session, state)
 
     def stats(self) -> Stats | None:
         """Counts and times of this rank, or None before the first bucket."""

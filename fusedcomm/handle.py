@@ -18,6 +18,7 @@ from fusedcomm.config import Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session, named_parameters
+from fusedcomm.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.stats import NonFinite, Stats
 from fusedcomm.tuner import Space, Tuner
 
@@ -311,7 +312,7 @@ class Handle:
             consolidated: a collective call, on every rank: the mean over the ranks, the same on each. Save it once and
                 load it on any number of ranks; nothing is lost.
         """
-        return self._session.state_dict(consolidated)
+        return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what :meth:`state_dict` gave, between backward passes; on every rank, the wire may be another.
@@ -323,7 +324,7 @@ class Handle:
             ValueError: another version, a missing key, a value of the wrong kind, a parameter this model does not have
                 or of another size, or residuals where this attachment has no error feedback. Nothing has changed then.
         """
-        self._session.load_state_dict(state)
+        load_state_dict(self._session, state)
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._session.process_group is not ddp.process_group:
@@ -339,7 +340,7 @@ class Handle:
             self._runs = old.moved(ddp.process_group)
         else:
             self._runs = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
-            self._runs.take_over(old)
+            take_over(self._runs, old)
         old.stop("the module moved to another process group")
         self._run_on(ddp)
 

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import sys
 import uuid
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -21,8 +20,6 @@ from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.recorder import Recorder
 from fusedcomm.stats import NonFinite, Stats, collect, nonfinite_rows
-
-STATE_VERSION = 2
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that have a wire format."""
@@ -317,99 +314,10 @@ class Session:
     def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.handle.Handle.nonfinite_report`."""
         rows = [dataclasses.astuple(row) for row in nonfinite_rows(self.hook, self.rank)]
-        everybodys = [NonFinite(*row) for rows in self._gather("nonfinite", rows) for row in rows]
+        everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows) for row in rows]
         return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
 
-    def state_dict(self, consolidated: bool) -> dict:
-        """See :meth:`fusedcomm.handle.Handle.state_dict`."""
-        residuals = self.hook.residuals()
-        return {
-            "version": STATE_VERSION,
-            "rank": None if consolidated else self.rank,
-            "world_size": None if consolidated else self.world_size,
-            "step": self.hook.step,
-            "nonfinite": self.hook.nonfinite_by_parameter(),
-            "error_feedback": self.config.error_feedback,
-            "residuals": self._mean_of_residuals(residuals) if consolidated else residuals,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """See :meth:`fusedcomm.handle.Handle.load_state_dict`."""
-        self._check_state(state)
-        residuals, saved_by = state["residuals"], (state["rank"], state["world_size"])
-        if residuals and saved_by not in ((self.rank, self.world_size), (None, None)):
-            warnings.warn(
-                f"fusedcomm: these residuals were saved by rank {saved_by[0]} of {saved_by[1]} and this is rank "
-                f"{self.rank} of {self.world_size}: they are forgotten. Save state_dict(consolidated=True) to go on "
-                "with another number of ranks.",
-                stacklevel=3,
-            )
-            residuals = {}
-        # Each checks its names before it changes anything; what can be wrong with the rest has been checked.
-        self.hook.restore_residuals(residuals)
-        self.hook.restore_nonfinite(state["nonfinite"])
-        self.hook.step = state["step"]
-
-    def _check_state(self, state: dict) -> None:
-        if state.get("version", STATE_VERSION) != STATE_VERSION:
-            raise ValueError(f"state version {state['version']!r} is not known; this fusedcomm reads {STATE_VERSION}")
-        keys = {"version", "rank", "world_size", "step", "nonfinite", "error_feedback", "residuals"}
-        missing = sorted(keys - state.keys())
-        if missing:
-            raise ValueError(f"not a fusedcomm state: {missing} missing, found {sorted(state)}")
-        step = state["step"]
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"state['step'] is {step!r}: it must be a whole number of steps, 0 or more")
-        known = {parameter.name for parameter in self.parameters or []}
-        for name, count in state["nonfinite"].items():
-            if isinstance(count, bool) or not isinstance(count, int) or (known and name not in known):
-                raise ValueError(
-                    f"state['nonfinite'][{name!r}] is {count!r}: it must be the count of a parameter of this model"
-                )
-        for name, values in state["residuals"].items():
-            if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
-                raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
-        if state["residuals"] and not self.keeps_residuals:
-            why = "error_feedback=None): attach with error_feedback, or"
-            if self.is_off:
-                why = "wire='auto' has chosen DDP's own all-reduce, which leaves nothing out):"
-            raise ValueError(
-                f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
-                f"({why} empty state['residuals']"
-            )
-
-    def take_over(self, old: "Session") -> None:
-        """What `old`, on another group or in another wire, has counted and left out. Between backward passes."""
-        known = {parameter.name for parameter in self.parameters or []}
-
-        def is_known(name: str) -> bool:
-            return self.parameters is None or name in known
-
-        if self.parameters is None:
-            self.hook.name_like(old.hook)
-        counts = old.hook.nonfinite_by_parameter()
-        self.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
-        self.hook.step = old.hook.step
-        # A gradient now counts for one in another number: what is left out of it has to, too.
-        ratio = self.world_size / old.world_size
-        residuals = old.hook.residuals()
-        self.hook.restore_residuals({name: ratio * values for name, values in residuals.items() if is_known(name)})
-
-    def _mean_of_residuals(self, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Over the ranks, by parameter name; one that some ranks lack counts there as zeros. A collective call."""
-        sizes = {name: values.numel() for name, values in residuals.items()}
-        sizes = {name: numel for theirs in self._gather("residuals", sizes) for name, numel in theirs.items()}
-        means = {}
-        for name in sorted(sizes):
-            values = residuals.get(name)
-            mean = (
-                torch.zeros(sizes[name], dtype=torch.float32, device=self.device) if values is None else values.clone()
-            )
-            dist.all_reduce(mean, group=self.process_group)
-            means[name] = mean / self.world_size
-        return means
-
-    def _gather(self, what: str, record: object) -> list:
+    def gather(self, what: str, record: object) -> list:
         """Every rank's `record` (JSON-serialisable), in rank order. A collective call."""
         store = dist.PrefixStore(f"{what}/{self._num_gathered + 1}", self._store)
         timeout = groups.group_timeout(self.process_group, self.device)

@@ -19,6 +19,7 @@ from fusedcomm.config import WIRES, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session, trainable
+from fusedcomm.state_dict import take_over
 
 DEFAULT_WIRES = ("fp32", "bf16")
 """Of these, what the other options allow."""
@@ -263,7 +264,7 @@ class Tuner:
             caps=self._caps,
             tuned=tuned,
         )
-        new.session.take_over(old)
+        take_over(new.session, old)
         return new
 
     def tuning(self) -> Tuning:
@@ -332,7 +333,7 @@ class Tuner:
         old, self._running = self.session, candidate
         self.session = self._sessions[candidate]
         if self.session is not old:
-            self.session.take_over(old)
+            take_over(self.session, old)
         self._delivering = candidate == OFF and old is not self._off and self._space.keeps_residuals
         self._set_hook()
 

@@ -34,6 +34,12 @@ def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], ste
     return [weight.grad.clone() for weight in ddp.module.weights]
 
 
+def attach_to(model: nn.Module, wire: str = "int4", ddp_kwargs: dict | None = None, **kwargs) -> tuple:
+    """The DDP module and its handle; every parameter travels in `wire`."""
+    ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
+    return ddp, fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True, **kwargs)
+
+
 def refused(rank: int, world_size: int, kwargs: dict) -> str:
     """What attach says to arguments that are not possible."""
     ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
@@ -74,6 +80,12 @@ def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple
     seen = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
     expected = (world_size + 1) / 2
     return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
+
+
+def normal(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Signed, other ones on every rank and in every step, and of another size on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(shape, generator=generator) * (rank + 1)
 
 
 def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

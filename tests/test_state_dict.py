@@ -1,0 +1,247 @@
+"""What is saved, loaded and taken over: real ranks over gloo, through checkpoints and other numbers of ranks."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, attach_to, normal, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+SHAPE = (20011,)
+
+
+def saved_after(rank, world_size, num_steps, consolidated, kwargs):
+    ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
+    for step in range(num_steps):
+        synchronise(ddp, [normal(rank, step, SHAPE)])
+    state = comm.state_dict(consolidated)
+    return state, [synchronise(ddp, [normal(rank, step, SHAPE)])[0] for step in (num_steps, num_steps + 1)]
+
+
+def resumed(rank, world_size, states, num_steps, kwargs):
+    """What is delivered in two steps after loading, and what is left out then."""
+    ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
+    comm.load_state_dict(states[rank])
+    seen = [synchronise(ddp, [normal(rank, step, SHAPE)])[0].double() for step in (num_steps, num_steps + 1)]
+    return sum(seen), comm.state_dict(consolidated=True)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_loaded_state_is_neither_lost_nor_counts_twice(ranks, rounding):
+    kwargs = {"error_feedback": True, "rounding": rounding}
+    states = [state for state, _ in ranks.run(saved_after, 3, False, kwargs, world_size=2)]
+    assert [(s["rank"], s["world_size"], s["step"]) for s in states] == [(0, 2, 3), (1, 2, 3)]
+    left_out = [state["residuals"]["weights.0"] for state in states]
+    assert not torch.equal(*left_out)
+    wanted = sum(left_out).double() / 2
+    wanted += sum(normal(rank, step, SHAPE).double() for rank in range(2) for step in (3, 4)) / 2
+    for delivered, state in ranks.run(resumed, states, 3, kwargs, world_size=2):
+        assert torch.allclose(delivered + state["residuals"]["weights.0"], wanted, rtol=0, atol=1e-4)
+        assert state["step"] == 5
+
+
+def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
+    kwargs = {"error_feedback": True}
+    outcome = ranks.run(saved_after, 3, True, kwargs, world_size=3)
+    own = ranks.run(saved_after, 3, False, kwargs, world_size=3)
+    consolidated = [state for state, _ in outcome]
+    mean = sum(state["residuals"]["weights.0"] for state, _ in own) / 3
+    for state in consolidated:
+        assert (state["rank"], state["world_size"]) == (None, None)
+        assert torch.allclose(state["residuals"]["weights.0"], mean, rtol=1e-5, atol=1e-6)
+    # A step on two ranks, by hand: what is delivered and what remains is the mean gradient and what was loaded.
+    for delivered, remaining in ranks.run(delivered_and_remaining, consolidated[0], world_size=2):
+        wanted = (normal(0, 9, SHAPE) + normal(1, 9, SHAPE)) / 2 + mean
+        assert torch.allclose(delivered + remaining, wanted, rtol=0, atol=1e-4)
+
+
+def delivered_and_remaining(rank, world_size, state):
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    comm.load_state_dict(state)
+    (delivered,) = synchronise(ddp, [normal(rank, 9, SHAPE)])
+    return delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
+
+
+def loads(rank, world_size, change, kwargs):
+    """The error or warning that loading a changed state gives, and what is left out afterwards."""
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    state = {**comm.state_dict(), **change}
+    for key in [key for key, value in change.items() if value == "missing"]:
+        del state[key]
+    comm.detach()
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            comm.load_state_dict(state)
+            error = ""
+        except ValueError as e:
+            error = str(e)
+    return error, [str(warning.message) for warning in caught], sorted(comm.state_dict()["residuals"])
+
+
+@pytest.mark.parametrize(
+    ("change", "kwargs", "words"),
+    [
+        ({"version": 1}, {"error_feedback": True}, ["state version 1", "reads 2"]),
+        ({"residuals": "missing"}, {"error_feedback": True}, ["['residuals'] missing"]),
+        ({}, {}, ["error_feedback='fp32'", "error_feedback=None", "attach with error_feedback"]),
+        (
+            {"residuals": {"weights.0": torch.zeros(5)}},
+            {"error_feedback": True},
+            ["'weights.0'", "5 elements", f"{SHAPE[0]}"],
+        ),
+        ({"residuals": {"bias": torch.zeros(5)}}, {"error_feedback": True}, ["'bias'", "does not have"]),
+        ({"residuals": {"weights.0": torch.full(SHAPE, torch.nan)}}, {"error_feedback": True}, ["finite"]),
+        ({"step": "x"}, {"error_feedback": True}, ["state['step']", "'x'", "whole number"]),
+        ({"step": -5}, {"error_feedback": True}, ["state['step']", "-5"]),
+        ({"nonfinite": {"weights.9": 3}}, {"error_feedback": True}, ["'weights.9'", "of this model"]),
+    ],
+    ids=str,
+)
+def test_states_that_do_not_fit_are_refused_and_change_nothing(ranks, change, kwargs, words):
+    for error, _, left_out in ranks.run(loads, change, kwargs, world_size=2):
+        assert all(word in error for word in words), error
+        assert left_out == []
+
+
+def test_another_ranks_residuals_are_forgotten_with_a_warning(ranks):
+    outcome = ranks.run(loads, {"rank": 1}, {"error_feedback": True}, world_size=2)
+    error, messages, left_out = outcome[0]
+    assert error == "" and left_out == [] and len(messages) == 1
+    assert all(words in messages[0] for words in ("rank 1 of 2", "this is rank 0 of 2", "consolidated=True"))
+    assert outcome[1] == ("", [], ["weights.0"])
+
+
+def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
+    for error, messages, left_out in ranks.run(loads, {}, {"error_feedback": "int8"}, world_size=2):
+        assert (error, messages, left_out) == ("", [], ["weights.0"])
+
+
+# ---- another group
+
+
+def moved_to_a_smaller_group(rank, world_size):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    before = comm.state_dict()["residuals"]["weights.0"]
+    if rank == 2:
+        return None
+    ddp._update_process_group(pairs[0])
+    (delivered,) = synchronise(ddp, [normal(rank, 1, SHAPE)])
+    return before, delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
+
+
+def test_residuals_follow_into_another_group_with_the_weight_they_had(ranks):
+    """Of three ranks one leaves: what the others had left out of means of three is a mean of two's share of 2/3."""
+    (before_0, delivered, remaining), (before_1, _, _), _ = ranks.run(moved_to_a_smaller_group, world_size=3)
+    wanted = (normal(0, 1, SHAPE) + normal(1, 1, SHAPE)) / 2 + (before_0 + before_1) / 3
+    assert torch.allclose(delivered + remaining, wanted, rtol=0, atol=1e-4)
+
+
+def through_a_comm_state(rank, world_size, loaded):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    if loaded is not None:
+        state.load_state_dict(loaded)
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    (first,) = synchronise(ddp, [normal(rank, 0, SHAPE)])
+    before = state.state_dict(consolidated=True)
+    own = state.state_dict()["residuals"]
+    if rank == 2:
+        return first, before, own, None, None
+    ddp._update_process_group(pairs[0])
+    state.process_group = pairs[0]
+    (second,) = synchronise(ddp, [normal(rank, 1, SHAPE)])
+    return first, before, own, second, state.state_dict(consolidated=True)
+
+
+def test_a_comm_state_saves_loads_and_moves(ranks):
+    outcome = ranks.run(through_a_comm_state, None, world_size=3)
+    first, before, own, second, after = outcome[0]
+    (name,) = own
+    wanted = sum(normal(rank, 0, SHAPE) for rank in range(3)) / 3
+    assert torch.allclose(first + before["residuals"][name], wanted, rtol=0, atol=1e-4)
+    wanted = (normal(0, 1, SHAPE) + normal(1, 1, SHAPE)) / 2 + (own[name] + outcome[1][2][name]) / 3
+    assert torch.allclose(second + after["residuals"][name], wanted, rtol=0, atol=1e-4)
+    assert (before["step"], after["step"]) == (1, 2)
+    first_again, again, *_ = ranks.run(through_a_comm_state, before, world_size=3)[0]
+    wanted = sum(normal(rank, 0, SHAPE) for rank in range(3)) / 3 + before["residuals"][name]
+    assert torch.allclose(first_again + again["residuals"][name], wanted, rtol=0, atol=1e-4)
+
+
+def moves_with_several_parameters(rank, world_size):
+    """In the first pass one bucket has all parameters in the order of the model; later ones in that of gradients."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    ddp = DistributedDataParallel(Gradients(*[(6000,)] * 4), bucket_cap_mb=0.02)
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    delivered = [torch.zeros(6000, dtype=torch.float64) for _ in range(4)]
+    for step in range(3):
+        gradients = [normal(rank, 10 * step + index, (6000,)) for index in range(4)]
+        delivered = [total + seen for total, seen in zip(delivered, synchronise(ddp, gradients), strict=True)]
+    before = state.state_dict()["residuals"]
+    if rank == 2:
+        return delivered, None, before, None
+    ddp._update_process_group(pairs[0])
+    state.process_group = pairs[0]
+    second = synchronise(ddp, [normal(rank, 100 + index, (6000,)) for index in range(4)])
+    return delivered, second, before, state.state_dict(consolidated=True)["residuals"]
+
+
+def test_a_comm_states_residuals_stay_with_their_parameters_in_another_group(ranks):
+    """What is delivered there and left out there is the mean there, and of each parameter what it had left out."""
+    outcome = ranks.run(moves_with_several_parameters, world_size=3)
+    names = sorted(outcome[0][2])
+    assert len(names) == 4 and sorted(outcome[0][3]) == names
+    # What has been left out so far tells whose name is whose.
+    for index in range(4):
+        sent = sum(normal(rank, 10 * step + index, (6000,)).double() for rank in range(3) for step in range(3)) / 3
+        left_out = sent - outcome[0][0][index]
+        (name,) = [n for n in names if torch.allclose(sum(o[2][n] for o in outcome) / 3, left_out.float(), atol=1e-4)]
+        wanted = sum(normal(rank, 100 + index, (6000,)) + 2 / 3 * outcome[rank][2][name] for rank in range(2)) / 2
+        assert torch.allclose(outcome[0][1][index] + outcome[0][3][name], wanted, rtol=0, atol=1e-4)
+
+
+def attached_and_loaded_by_a_comm_state(rank, world_size):
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    saved = comm.state_dict()
+    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    state.load_state_dict(saved)
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            synchronise(ddp, [normal(rank, step, SHAPE)])
+    return [str(warning.message) for warning in caught if "fusedcomm" in str(warning.message)]
+
+
+def test_residuals_that_no_parameter_takes_are_said_to_be_lost_once(ranks):
+    for messages in ranks.run(attached_and_loaded_by_a_comm_state, world_size=2):
+        assert len(messages) == 1 and "'weights.0'" in messages[0] and "module=model" in messages[0]
+
+
+# ---- what it costs
+
+
+def saved_often(rank, world_size):
+    """What the store keeps of three consolidated states."""
+    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    synchronise(ddp, [normal(rank, 0, SHAPE)])
+    for _ in range(3):
+        comm.state_dict(consolidated=True)
+    store = comm._session._store
+    dist.barrier()
+    return [store.check([f"residuals/{call}/record/{rank}"]) for call in (1, 2, 3)]
+
+
+def test_the_store_does_not_fill_up_with_every_checkpoint(ranks):
+    assert ranks.run(saved_often, world_size=2) == [[False, False, True]] * 2
