@@ -106,17 +106,21 @@ class Tuning:
     @property
     def step_ms(self) -> dict[Candidate, float]:
         """By candidate, in the order of the first trials; of those that were looked at again, the mean of that."""
-        times: dict[Candidate, list[float]] = {}
+        return {candidate: statistics.mean(times[1:] or times) for candidate, times in self._looks.items()}
+
+    @property
+    def _looks(self) -> dict[Candidate, list[float]]:
+        looks: dict[Candidate, list[float]] = {}
         for trial in self.trials:
-            times.setdefault(trial.candidate, []).append(trial.step_ms)
-        return {candidate: statistics.mean(tried[1:] or tried) for candidate, tried in times.items()}
+            looks.setdefault(trial.candidate, []).append(trial.step_ms)
+        return looks
 
     @property
     def line(self) -> str:
-        times = ", ".join(
-            f"{candidate} {'could not be made' if ms == math.inf else f'{ms:.4g} ms'}"
-            for candidate, ms in self.step_ms.items()
-        )
+        looks = self._looks
+        times = _times({candidate: seen[0] for candidate, seen in looks.items()})
+        if again := {candidate: statistics.mean(seen[1:]) for candidate, seen in looks.items() if seen[1:]}:
+            times += f"; once more: {_times(again)}"
         if not self.finished:
             return f"wire='auto' is searching, step {self.num_steps} of at most {self.max_steps}: {times or 'no times'}"
         how = "chosen before by" if self.loaded else "chosen by"
@@ -169,6 +173,12 @@ class Tuning:
                 f"tuned={os.fspath(path)!r} is not what Tuning.save() writes ({type(error).__name__}: {error}): save "
                 "it anew, or leave out tuned to search again"
             ) from error
+
+
+def _times(step_ms: dict[Candidate, float]) -> str:
+    return ", ".join(
+        f"{candidate} {'could not be made' if ms == math.inf else f'{ms:.4g} ms'}" for candidate, ms in step_ms.items()
+    )
 
 
 class Search:
