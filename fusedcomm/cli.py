@@ -9,12 +9,11 @@ from fusedcomm.probe import command as probe_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
         return args.run(args)
     except UsageError as error:
-        parser.error(str(error))
+        args.error(str(error))
     except ImportError as error:
         print(f"fusedcomm {args.command}: {error}", file=sys.stderr)
         return 1
@@ -29,31 +28,30 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="what this machine has, and what fusedcomm will do on it")
-    doctor.set_defaults(run=_run_doctor)
+    doctor.set_defaults(run=_run_doctor, error=doctor.error)
 
     demo = commands.add_parser(
         "demo",
         help="train a small network under DDP and under each wire, and compare",
         description="Trains a small convolutional network on handwritten digits under DDP, its fp16 hook and each "
         "fusedcomm wire, from the same seeds, on local processes over gloo; or as a rank of torchrun.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each run")
-    demo.add_argument("--seeds", type=_positive, default=3, help="each run is repeated so often, from other seeds")
-    demo.add_argument("--wires", nargs="+", metavar="WIRE", help="fusedcomm wires to run (default: all)")
-    demo.add_argument("--ranks", type=_positive, help="processes to start (default: 2; under torchrun: its own)")
-    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.json and demo.png")
-    demo.set_defaults(run=_run_demo)
+    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each run (300)")
+    demo.add_argument("--seeds", type=_positive, default=3, help="each run is repeated so often, from other seeds (3)")
+    demo.add_argument("--wires", nargs="+", metavar="WIRE", help="fusedcomm wires to run (all)")
+    demo.add_argument("--ranks", type=_positive, help="processes to start (2; under torchrun: its own)")
+    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.json and demo.png (out)")
+    demo.set_defaults(run=_run_demo, error=demo.error)
 
     timeline = commands.add_parser(
         "timeline",
         help="merge the traces of all ranks into one",
-        description='Merges what with comm.trace("trace-{rank}.json") each rank has written into one trace, and aligns '
+        description='Merges the files that each rank wrote with comm.trace("trace-{rank}.json") into one, and aligns '
         "the ranks' clocks by their collectives.",
     )
     timeline.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="the file of each rank")
     timeline.add_argument("-o", "--out", type=Path, required=True, help="the merged trace, for ui.perfetto.dev")
-    timeline.set_defaults(run=_run_timeline)
+    timeline.set_defaults(run=_run_timeline, error=timeline.error)
     plan_command.add_to(commands)
     probe_command.add_to(commands)
     return parser

@@ -1,4 +1,5 @@
-"""Every environment variable that fusedcomm reads, and nothing else. Arguments of ``attach`` win over all of them."""
+"""Every environment variable that fusedcomm reads, and nothing else. ISA and CODEC_THREADS are for what ``attach`` is
+not told; QUIET or its argument may ask for quiet; the others have no argument."""
 
 import os
 

@@ -8,29 +8,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedcomm import architectures
-from fusedcomm.probe.command import accepted, add_accept_to
+from fusedcomm.probe.command import WIRES, accepted, add_accept_to
 
 if TYPE_CHECKING:
     from fusedcomm.paper_plan import Row
 
 PRESETS = ("horovod-2018", "ddp-bucket-size")
-DEFAULT_WIRES = ("bf16", "int8", "fp8", "int4")
 DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
 DEFAULT_BACKWARD_SHARE = 2 / 3
 DESCRIPTION = """What a training step would take on a cluster that nobody has at hand, by a model whose every assumption
 is printed, and which line of code would make it shorter. --preset compares the same model with published figures."""
 _HARDWARE = {
-    "--ranks": (int, "GPUs"),
+    "--ranks": (int, "number of GPUs"),
     "--ranks-per-host": (int, "GPUs on each host (1)"),
     "--nic-gbps": (float, "Gbit/s of a host, all its NICs together, each way (25)"),
-    "--efficiency": (float, "part of that which gradients can have (0.926)"),
-    "--nic-latency-us": (float, "of a hop between hosts (9.6)"),
+    "--efficiency": (float, "share of the NICs' rate that gradients can use (0.926)"),
+    "--nic-latency-us": (float, "latency of a hop between hosts (9.6)"),
     "--local-gbps": (float, "Gbit/s of a GPU to the others on its host: PCIe 4.0 about 200, NVLink 4 about 3000 (200)"),
-    "--local-latency-us": (float, "of a hop within a host (5.7)"),
-    "--memory-gbytes-per-s": (float, "of a GPU (1500)"),
-    "--slowdown": (float, "of the backward pass, by the time that collectives run beside it (0.4)"),
+    "--local-latency-us": (float, "latency of a hop within a host (5.7)"),
+    "--memory-gbytes-per-s": (float, "memory rate of a GPU (1500)"),
+    "--slowdown": (float, "how much collectives slow the backward pass, as a share of their time (0.4)"),
 }
-_OF_A_PRESET = ("preset", "json", "plot", "command", "run")
+_OF_A_PRESET = ("preset", "json", "plot", "command", "run", "error")
 """Arguments that go together with --preset, which has what all others give."""
 
 
@@ -40,19 +39,19 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         aliases = ("--gpus-per-host",) if name == "--ranks-per-host" else ()
         parser.add_argument(name, *aliases, type=kind, help=text)
     parser.add_argument("--model", choices=architectures.NAMES, help="whose gradients are sent")
-    parser.add_argument("--params", type=float, help="or their number, in parameters of equal size")
-    parser.add_argument("--step-ms", type=float, help="of one GPU, without synchronisation")
+    parser.add_argument("--params", type=float, help="or the number of elements, in parameters of equal size")
+    parser.add_argument("--step-ms", type=float, help="a step of one GPU, without synchronisation")
     parser.add_argument("--samples-per-s", type=float, help="or its throughput, with --batch")
     parser.add_argument("--batch", type=float, help="samples of one GPU in a step")
-    parser.add_argument("--backward-share", type=float, help=f"of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
-    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"({' '.join(DEFAULT_WIRES)})")
+    parser.add_argument("--backward-share", type=float, help=f"its share of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
+    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"what to compare ({' '.join(WIRES)})")
     add_accept_to(parser)
     caps = " ".join(map(str, DEFAULT_CAPS_MIB))
-    parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help=f"bucket_cap_mb ({caps})")
-    parser.add_argument("--preset", choices=PRESETS, help="compare with published figures, on the clusters they are of")
+    parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help=f"bucket_cap_mb to try ({caps})")
+    parser.add_argument("--preset", choices=PRESETS, help="compare the model with published figures")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all of it there, too")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw it; needs matplotlib")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, error=parser.error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     step_s = _step_s(args)
     backward_share = DEFAULT_BACKWARD_SHARE if args.backward_share is None else args.backward_share
     training = paper_plan.Training(parameters, step_s, backward_share)
-    wires = args.wires or DEFAULT_WIRES
+    wires = args.wires or WIRES
     may_be_recommended = accepted(wires, args.accept)
     rows = paper_plan.plan(hardware, training, wires, args.caps or DEFAULT_CAPS_MIB)
     found = paper_plan.recommend(rows, may_be_recommended)
