@@ -1,5 +1,6 @@
 """What every benchmark shares: one row format, one JSON format, one way of taking turns on the clock."""
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -17,6 +18,8 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
+"""Of glibc's malloc.h."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,15 @@ def with_ratios(rows: Sequence[Row], baselines: Sequence[str]) -> list[Row]:
         ratios = {name: median_s / row.median_s for name, median_s in found.items() if median_s is not None}
         result.append(dataclasses.replace(row, ratios=ratios))
     return result
+
+
+def keep_memory() -> None:
+    """What is freed stays with the process, as PyTorch's tuning guide has it by another allocator: otherwise
+    whatever writes fresh tensors waits for the kernel to clear their pages. Only glibc can."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for parameter, value in ((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0)):
+        if mallopt is not None and mallopt(parameter, value) != 1:
+            raise OSError(f"mallopt({parameter}, {value}) was refused")
 
 
 def interleave(functions: dict[str, Callable[[int], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -221,10 +233,14 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, marked where it has been changed since; None where there is no git or no commit."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The checkout's commit, marked where more than results has been changed since; None without git or a commit."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True)
+
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        found = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     except FileNotFoundError:
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return found.stdout.strip() + ("-dirty" if changed.stdout else "") if found.returncode == 0 else None

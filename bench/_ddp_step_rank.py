@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import ctypes
 import datetime
 import faulthandler
 import gc
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import Report, Row, percentiles
+from _common import Report, Row, keep_memory, percentiles
 from _models import make_model, numel_of
 from _ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
@@ -33,8 +32,6 @@ MAX_BATCH = 1 << 12
 CHECK_SCALE = 0.1
 """Of known gradients: more than a model's, which error feedback has kept some of."""
 LEARNING_RATE = 1e-4
-MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
 SEARCH_ROUNDS = 4
 """Turns of each bucket size."""
 WORTHWHILE = 0.98
@@ -422,15 +419,6 @@ def digest(tensors: list[Tensor]) -> str:
     for tensor in tensors:
         hashed.update(tensor.detach().contiguous().numpy())
     return hashed.hexdigest()
-
-
-def keep_memory() -> None:
-    """What is freed stays with the process, as PyTorch's tuning guide has it by another allocator: otherwise every step
-    waits for the kernel to clear the pages of its fresh gradients, however they are synchronised. Only glibc can."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for parameter, value in ((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0)):
-        if mallopt is not None and mallopt(parameter, value) != 1:
-            raise OSError(f"mallopt({parameter}, {value}) was refused")
 
 
 def main() -> None:

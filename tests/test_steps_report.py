@@ -1,6 +1,7 @@
 """bench/_steps_report.py: what docs/benchmarks.md says is what the committed results say."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ sys.path.insert(0, str(BENCH))
 import _steps_report  # noqa: E402
 
 BEST = {"ddp tuned": 5.0, "fusedcomm int8": None}
+SETTINGS = {
+    **{"hosts": 2, "ranks_per_host": 3, "model": ["resnet"], "params": 2e6, "size": 16, "compute_ms": None},
+    **{"caps": [5], "rounds": 4, "steps": 3, "ways": ["ddp default", "c++ fp16 hook", "fusedcomm int8"]},
+}
 ROW = {"case": "resnet/1gbit", "numel": 2_000_000, "percentiles_s": {}, "figures": {}}
 
 
@@ -25,7 +30,7 @@ def row(impl: str, milliseconds: float, **figures: float) -> dict:
 def results(tmp_path) -> list:
     document = {
         "env": {"cpu": "A(R) Xeon(R) Processor"},
-        "settings": {"hosts": 2, "ranks_per_host": 3},
+        "settings": SETTINGS,
         "cases": {"resnet/1gbit": {"batch": 4, "bucket_cap_mb": BEST}},
         "not_measured": [{"case": "resnet/1gbit", "impl": "some hook", "reason": "it hangs", "failed": False}],
         "rows": [
@@ -43,10 +48,9 @@ def results(tmp_path) -> list:
 
 def test_speed_ups_and_shares_are_of_the_faster_ddp(results):
     lines = _steps_report.speed_up_table(results).splitlines()
-    assert lines[0] == "| | 2 hosts × 3 ranks, 1gbit/s, resnet |"
+    assert lines[0] == "| | 2 hosts × 3 ranks, 1gbit/s, resnet of 2 M |"
     assert lines[2:] == [
         "| processor | A Xeon |",
-        "| parameters | 2 M |",
         "| communication, of DDP's step | 95% |",
         "| compute alone, ms | 10 |",
         "| DDP, the faster, ms | 200 |",
@@ -58,6 +62,8 @@ def test_speed_ups_and_shares_are_of_the_faster_ddp(results):
 
 def test_a_case_has_every_way_and_what_is_missing(results):
     table = _steps_report.case_table(results[0])
+    title = "2 hosts × 3 ranks, 1gbit/s, resnet of 2 M: 2,000,000 parameters, batch 4, 12 steps of each way"
+    assert table.splitlines()[0] == title
     # 1,448 bytes of each packet of 1,514 are payload, of which the interface has counted 2 MB: 16.7 ms; computing, 10.
     assert (
         "| fusedcomm int8 |  | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.50 | 4.00 | 0.33 | 91% |  |  | 2.00 |  |" in table
@@ -68,6 +74,25 @@ def test_a_case_has_every_way_and_what_is_missing(results):
     )
     assert "| ddp tuned | 5 | 200.0 |" in table
     assert table.endswith("\n\nsome hook: not measured: it hangs")
+
+
+def test_a_command_is_what_its_cases_were_measured_with(results):
+    text = _steps_report.command(results)
+    assert shlex.split(text.strip("`").replace("\\\n", " ")) == [
+        *["sudo", ".venv/bin/python", "bench/ddp_step.py", "--hosts", "2", "--ranks-per-host", "3", "--link", "1gbit"],
+        *["--model", "resnet", "--params", "2e+06", "--size", "16", "--caps", "5", "--rounds", "4", "--steps", "3"],
+        *["--ways", "ddp default", "c++ fp16 hook", "fusedcomm int8", "--json", "bench/results/ddp-step-two.json"],
+    ]
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_readmes_stock_hook_is_the_best_that_was_run(results, monkeypatch):
+    monkeypatch.setattr(_steps_report, "HEADLINE_CASES", {("two", "resnet/1gbit"): "here"})
+    for milliseconds, best in ((150, "1.60"), (100, "2.00")):
+        results[0].rows["python bf16 hook"] = row("python bf16 hook", milliseconds)
+        lines = _steps_report.headline_table(results).splitlines()
+        assert lines[2] == f"| torch's fp16 and bf16 hooks, the best | {best} |"
+        assert lines[4] == "| fusedcomm, `int8` | 4.00 |" and lines[3] == "| fusedcomm, `bf16` | – |"
 
 
 def test_a_step_that_computes_for_longer_than_its_bytes_take_has_that_for_its_ideal(results):
