@@ -23,6 +23,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -61,7 +62,11 @@ def make(num_hosts: int, link: str, subnet: str | None = None, congestion: str =
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise NetworkError(f"--hosts {num_hosts} is not possible: use 1 to {MAX_HOSTS}")
     with make_network(num_hosts, parse_link(link), subnet, congestion) as network:
-        yield Cluster(network, link)
+        cluster = Cluster(network, link)
+        try:
+            yield cluster
+        finally:
+            cluster.end_started()
 
 
 def cores_of(index: int, num_hosts: int) -> list[int]:
@@ -76,6 +81,7 @@ def cores_of(index: int, num_hosts: int) -> list[int]:
 class Cluster:
     def __init__(self, network: Network, link: str) -> None:
         self.network, self.link = network, link
+        self._started: list[subprocess.Popen] = []
 
     @property
     def addresses(self) -> list[str]:
@@ -95,7 +101,15 @@ class Cluster:
         inside = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
         inside = self.network.command(self.network.hosts[index], inside)
         # In a session of its own: the terminal's interrupt is for this process, which then ends the hosts.
-        return subprocess.Popen(inside, env=environment, start_new_session=True, **popen)
+        self._started.append(subprocess.Popen(inside, env=environment, start_new_session=True, **popen))
+        return self._started[-1]
+
+    def end_started(self) -> None:
+        """Processes that are killed with their host have to be on it: these may only be on their way there."""
+        for process in self._started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, commands: Sequence[Sequence[str]]) -> int:
         """One command on each host, their output with the host's name before each line. Returns 0, or the status of
@@ -111,6 +125,7 @@ class Cluster:
         try:
             status = _first_failure(processes)
         finally:
+            self.end_started()
             for host in self.network.hosts:
                 self.network.kill(host)
             for process in processes:

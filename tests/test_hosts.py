@@ -93,6 +93,21 @@ def test_hosts_are_gone_after_an_exception():
 
 
 @makes_hosts
+def test_a_process_that_has_not_come_to_its_host_yet_is_ended_too(monkeypatch):
+    its_way = ["sh", "-c", "sleep 100 & wait"]
+    with pytest.raises(ZeroDivisionError), hosts.make(2, "100mbit") as cluster:
+        monkeypatch.setattr(_namespaces.Network, "command", lambda self, host, command: its_way)
+        on_its_way = cluster.start(0, ["never"])
+        raise ZeroDivisionError
+    assert on_its_way.wait(5) == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    with pytest.raises(ProcessLookupError):  # nor is there, once init has seen to it, anything that it has started
+        while time.monotonic() < deadline:
+            os.killpg(on_its_way.pid, 0)
+            time.sleep(0.01)
+
+
+@makes_hosts
 def test_hosts_are_gone_if_making_them_fails(monkeypatch):
     tokens = []
 
