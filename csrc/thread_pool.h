@@ -15,18 +15,17 @@ namespace fusedcomm {
 // Runs jobs of numbered items. The caller works on its own job too, so a job never waits for another one to end.
 class ThreadPool {
  public:
+  // Throws std::system_error where the system has no thread left.
   explicit ThreadPool(int num_workers) {
-    for (int i = 0; i < num_workers; ++i) workers_.emplace_back([this] { loop(); });
+    try {
+      for (int i = 0; i < num_workers; ++i) workers_.emplace_back([this] { loop(); });
+    } catch (...) {
+      join();
+      throw;
+    }
   }
 
-  ~ThreadPool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  ~ThreadPool() { join(); }
 
   // Returns when item(i) has returned for every i.
   void run(int64_t num_items, const std::function<void(int64_t)>& item) {
@@ -47,6 +46,15 @@ class ThreadPool {
   }
 
  private:
+  void join() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
   struct Job {
     Job(int64_t num_items, const std::function<void(int64_t)>& item) : num_items(num_items), item(item) {}
     void drain() {

@@ -24,6 +24,9 @@ ONE_DIMENSIONAL = "1d"
 _DEFAULT_EXEMPT = {wire: (ONE_DIMENSIONAL,) for wire in WIRES if _C.has_scales(wire)}
 
 MAX_CODEC_THREADS = 4
+"""By default."""
+MOST_CODEC_THREADS = 256
+"""That can be asked for."""
 
 STALL_AFTER_S = 60.0
 """By default a bucket that has been under way for so long without moving is a stall."""
@@ -108,6 +111,8 @@ class Config:
             raise ValueError(
                 f"exempt={self.exempt!r} is one string: pass a tuple of patterns, exempt=({self.exempt!r},)"
             )
+        if not isinstance(self.exempt, (tuple, list)):  # a set's order differs from rank to rank
+            raise ValueError(f"exempt={self.exempt!r} is not possible: use a tuple of patterns")
         object.__setattr__(self, "exempt", tuple(self.exempt))
         if any(not isinstance(pattern, str) or not pattern for pattern in self.exempt):
             raise ValueError(
@@ -123,8 +128,9 @@ class Config:
             value = getattr(self, field)
             if field in ("chunk_nbytes", "chunks_in_flight") and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
+            _check_whole(field, value)
+            if field != "seed" and abs(value) >= 2**63:
+                raise ValueError(f"{field}={value} is not possible: it is beyond 2^63")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} is not possible: use a whole number from 0 to 2^64 - 1")
         if not isinstance(self.rotate, bool):
@@ -139,6 +145,12 @@ class Config:
             raise ValueError(
                 f"sum='direct' adds the whole bucket in {self.wire} and cannot carry exempt={self.exempt!r} exactly: "
                 "use sum='two-shot' or exempt=()"
+            )
+        exact = [pattern for pattern, wire in self.wire_for.items() if wire == "fp32"]
+        if self.sum == "direct" and exact and self.wire != "fp32":
+            raise ValueError(
+                f"sum='direct' adds the whole bucket in {self.wire} and cannot carry wire_for[{exact[0]!r}]='fp32' "
+                "exactly: use sum='two-shot', or leave it out of wire_for"
             )
         self.native(world_size=1)
 
@@ -163,9 +175,8 @@ class Config:
     def _check_guard(self) -> None:
         for field in ("verify_every", "measure_every"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
-            if value < 0:
+            _check_whole(field, value)
+            if not 0 <= value < 2**63:
                 raise ValueError(f"{field}={value} is not possible: use a number of steps, or 0 for never")
         _check_choice("fallback_wire", self.fallback_wire, FALLBACK_WIRES)
         threshold = self.fallback_error
@@ -205,7 +216,7 @@ class Config:
             )
         if self.hosts == hosts.AUTO:
             return
-        if isinstance(self.hosts, str) or not all(
+        if not isinstance(self.hosts, (tuple, list)) or not all(
             isinstance(group, (list, tuple))
             and group
             and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in group)
@@ -398,6 +409,11 @@ def residual_name(error_feedback: bool | str | None) -> str | None:
     return error_feedback
 
 
+def _check_whole(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field}={value!r} is not possible: it must be a whole number")
+
+
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{field}={value!r} is not known: use one of {', '.join(map(repr, choices))}")
@@ -418,8 +434,9 @@ def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         local_ranks = env.local_world_size() or world_size
         return max(1, min(MAX_CODEC_THREADS, cores // (2 * local_ranks)))
-    if isinstance(codec_threads, bool) or not isinstance(codec_threads, int) or codec_threads < 1:
-        raise ValueError(f"codec_threads={codec_threads!r} is not possible: use a whole number, at least 1")
+    _check_whole("codec_threads", codec_threads)
+    if not 1 <= codec_threads <= MOST_CODEC_THREADS:
+        raise ValueError(f"codec_threads={codec_threads} is not possible: use 1 to {MOST_CODEC_THREADS}")
     return codec_threads
 
 

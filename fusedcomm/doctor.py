@@ -75,7 +75,7 @@ def _cores() -> str:
 
 
 def _compiler() -> str:
-    command = os.environ.get("CXX", "c++")
+    command = os.environ.get("CXX", "").strip() or "c++"
     if shutil.which(shlex.split(command)[0]) is None:
         return f"{command}: not found (only needed to build; apt: g++, dnf: gcc-c++)"
     shown = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True)

@@ -259,6 +259,7 @@ class Handle:
 
         Raises:
             ValueError: all_ranks, and the path has ``{rank}``.
+            OSError: when the block begins, on the rank that writes: that file cannot be written.
             RuntimeError: all_ranks, on rank 0, when the block ends: another rank has left it with an error, or not at
                 all within the group's timeout. With wire="auto", on every rank: the search has not ended, or it has
                 chosen DDP's own all-reduce.
@@ -493,8 +494,10 @@ def _tuner(
     problem: Exception | None,
 ) -> Tuner:
     try:
-        if tuned is not None and not isinstance(tuned, Tuning):
+        if isinstance(tuned, (str, os.PathLike)):
             tuned = Tuning.load(tuned)
+        elif tuned is not None and not isinstance(tuned, Tuning):
+            raise ValueError(f"tuned={tuned!r} is not possible: use what tuning() returned, or the path of its save()")
     except ValueError as error:
         tuned, problem = None, problem or error
     if tuned is not None:

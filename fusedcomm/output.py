@@ -9,15 +9,20 @@ from fusedcomm.cli import UsageError
 PICTURES = (".png", ".pdf", ".svg")
 
 
-def check(json: Path | None, plot: Path | None) -> None:
-    """Makes the folders of --json and --plot. None: is not written.
+def check(json: Path | None, plot: Path | None, options: tuple[str, str] = ("--json", "--plot")) -> None:
+    """Makes their folders. None: is not written.
+
+    Args:
+        options: that have named them.
 
     Raises:
         UsageError: one of them cannot be written, or is no picture's name.
     """
     if plot is not None and plot.suffix.lower() not in PICTURES:
-        raise UsageError(f"--plot {plot}: a picture's name ends in one of {', '.join(PICTURES)}; use another name")
-    for option, path in (("--json", json), ("--plot", plot)):
+        raise UsageError(
+            f"{options[1]} {plot}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
+        )
+    for option, path in zip(options, (json, plot), strict=True):
         if path is None:
             continue
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from fusedcomm import timeline, trace
+from fusedcomm import agreement, timeline, trace
 from fusedcomm.native import _C
 
 
@@ -30,40 +30,46 @@ class Recorder:
     ) -> None:
         self._hook, self._store, self._timeout = hook, store, timeout
         self._rank, self._world_size, self._place = rank, world_size, place
-        self._num_traces = 0
+        self._num_gathered = 0
 
     @contextlib.contextmanager
     def record(self, path: str | os.PathLike, all_ranks: bool) -> Iterator[None]:
         """See :meth:`fusedcomm.handle.Handle.trace`."""
         if all_ranks and trace.RANK_FIELD in str(path):
             raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
-        self._num_traces += 1
         own_path = trace.path_for(path, self._rank)
+        self._num_gathered += all_ranks  # what one rank records by itself is no other's business
         if own_path is None and not all_ranks:
             yield
             return
+        if own_path is not None:
+            trace.check(own_path)
+        first_step = self._hook.step  # the same on all ranks that trace the same steps
         try:
             self._hook.start_trace()
             try:
                 yield
             finally:
                 spans = self._hook.stop_trace()
-            document = self._document(spans)
+            document = self._document(spans, first_step)
         except BaseException as error:
             # Of the user's block or of ours: rank 0 must not wait for a trace that does not come.
             if all_ranks and self._rank != 0:
                 with contextlib.suppress(Exception):  # it is the error above that counts
                     self._gather(None, repr(error))
             raise
-        if not all_ranks:
-            trace.write(own_path, document)
-        elif documents := self._gather(document):
-            trace.write(own_path, timeline.merge(documents))
+        documents = self._gather(document) if all_ranks else None
+        if own_path is None:
+            return
+        try:
+            trace.write(own_path, timeline.merge(documents) if all_ranks else document)
+        except OSError as error:  # a full disk: no reason to leave the other ranks
+            agreement.warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
 
-    def _document(self, spans: list) -> dict:
-        run = f"{self._store.get('run').decode()}/{self._num_traces}"
+    def _document(self, spans: list, first_step: int) -> dict:
+        run = f"{self._store.get('run').decode()}/{first_step}"
         return trace.document(spans, self._rank, self._world_size, run, self._place)
 
     def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
-        store = dist.PrefixStore(f"trace/{self._num_traces}", self._store)
+        store = dist.PrefixStore(f"trace/{self._num_gathered}", self._store)
         return timeline.gather(store, self._rank, self._world_size, document, problem, self._timeout)

@@ -62,17 +62,22 @@ def take_over(session: Session, old: Session) -> None:
 
 
 def _check(session: Session, state: dict) -> None:
+    if not isinstance(state, dict):
+        raise ValueError(f"not a fusedcomm state: a {type(state).__name__} instead of a dict")
     if state.get("version", VERSION) != VERSION:
         raise ValueError(f"state version {state['version']!r} is not known; this fusedcomm reads {VERSION}")
     missing = sorted(KEYS - state.keys())
     if missing:
         raise ValueError(f"not a fusedcomm state: {missing} missing, found {sorted(state)}")
+    for key in ("nonfinite", "residuals"):
+        if not isinstance(state[key], dict):
+            raise ValueError(f"state[{key!r}] is a {type(state[key]).__name__}: it must be a dict by parameter name")
     step = state["step"]
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if not _is_count(step):
         raise ValueError(f"state['step'] is {step!r}: it must be a whole number of steps, 0 or more")
     known = {parameter.name for parameter in session.parameters or []}
     for name, count in state["nonfinite"].items():
-        if isinstance(count, bool) or not isinstance(count, int) or (known and name not in known):
+        if not _is_count(count) or (known and name not in known):
             raise ValueError(
                 f"state['nonfinite'][{name!r}] is {count!r}: it must be the count of a parameter of this model"
             )
@@ -87,6 +92,10 @@ def _check(session: Session, state: dict) -> None:
             f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
             f"({why} empty state['residuals']"
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _mean_over_ranks(session: Session, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,9 @@
 One rank's document; fusedcomm/timeline.py makes one of all ranks' documents.
 """
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +85,15 @@ def _name(span: "_C.TraceSpan") -> str:
     if span.stage == "exposed":
         return f"step {span.step}"
     return span.bucket if span.stage == "bucket" else f"{span.bucket} {span.stage}"
+
+
+def check(path: Path) -> None:
+    """Makes its folder. Raises OSError where a file of that name cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a trace is a file, and this is a folder", str(path))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "a trace cannot be written there", str(path))
 
 
 def write(path: Path, document: dict[str, object]) -> None:

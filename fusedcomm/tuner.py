@@ -48,6 +48,8 @@ class Space:
             wires = [wire for wire in DEFAULT_WIRES if self.is_possible(self._first(wire))] or DEFAULT_WIRES[-1:]
         if isinstance(wires, str):
             raise ValueError(f"wires={wires!r} is one string: pass a tuple, wires=({wires!r},)")
+        if not isinstance(wires, Sequence):
+            raise ValueError(f"wires={wires!r} is not possible: pass a tuple of {', '.join(map(repr, WIRES))}")
         if not wires:
             raise ValueError(f"wires={wires!r} leaves nothing to try: name some of {', '.join(map(repr, WIRES))}")
         for wire in wires:

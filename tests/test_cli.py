@@ -63,6 +63,12 @@ def test_demo_refuses_a_folder_that_cannot_be(capsys, tmp_path, demo_packages):
     assert "cannot be made" in refusal(capsys, "demo", "--out", str(tmp_path / "file"))
 
 
+def test_demo_refuses_a_folder_that_it_may_not_write_to(capsys, tmp_path, monkeypatch, demo_packages):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    text = refusal(capsys, "demo", "--out", str(tmp_path))
+    assert f"--out {tmp_path}/demo.json cannot be written: no permission" in text
+
+
 # ---- doctor
 
 
@@ -90,6 +96,10 @@ def test_without_the_extension_every_command_says_how_to_build_it(demo_packages)
         done = run("-c", hide, command)
         assert done.returncode == 1
         assert "make build" in done.stdout + done.stderr
+
+
+def test_doctor_takes_an_empty_cxx_for_none():
+    assert "c++" in run("-m", "fusedcomm", "doctor", CXX="").stdout
 
 
 def test_doctor_refuses_an_instruction_set_that_is_not_there():
@@ -148,8 +158,8 @@ def test_demo_runs_under_torchrun(tmp_path, demo_packages):
 
 
 def test_an_error_in_a_rank_reaches_the_user(tmp_path, demo_packages):
-    (tmp_path / "demo.json").mkdir()  # rank 0 cannot write it
+    (tmp_path / "demo.json").symlink_to("/dev/full")  # rank 0 cannot write it, and nobody can tell before
     done = run("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "rank 0 failed" in done.stderr
-    assert "IsADirectoryError" in done.stderr
+    assert "No space left on device" in done.stderr

@@ -214,6 +214,19 @@ def test_a_script_that_fails_fails_on_every_rank(ranks, tmp_path):
     assert different == ["the ranks' models differ: rank 1 has other parameters than rank 0"] * 2
 
 
+def other_settings(rank, world_size):
+    settings = dataclasses.replace(TINY, seconds=TINY.seconds + rank, script=f"{rank}.py", cores=rank + 1)
+    try:
+        probe(settings, dist.group.WORLD, torch.device("cpu"))
+    except ProbeError as error:
+        return str(error)
+
+
+def test_ranks_with_other_command_lines_are_named(ranks):
+    wanted = f"the ranks' command lines differ: seconds is {TINY.seconds} on rank 0 and {TINY.seconds + 1} on rank 1; "
+    assert ranks.run(other_settings, world_size=2) == [wanted + "give every host the same"] * 2
+
+
 def traced(rank, world_size):
     team = Team(dist.group.WORLD, torch.device("cpu"))
     return [stage_points(team, wire) for wire in ("int8", "fp32", "bf16")]
@@ -238,7 +251,7 @@ def test_stages_from_traces(ranks):
     [
         (("--wires", "int3"), "--wires int3: no such wire"),
         (("--wires", "bf16", "--accept", "int8"), "--accept int8: it is not among --wires bf16"),
-        (("--seconds", "1"), "--seconds 1 is too short: use at least 5"),
+        (("--seconds", "1"), "--seconds 1 is not possible: use at least 5"),
         (("--params", "0"), "--params must be at least 1"),
         (("--caps", "-1"), "bucket sizes are numbers of MiB above 0"),
         (("--cores", "0"), "--cores 0 is not possible"),
@@ -251,6 +264,13 @@ def test_stages_from_traces(ranks):
         (("--plot", "probe.txt"), "--plot probe.txt: a picture's name ends in one of .png, .pdf, .svg"),
         (("--json", "/dev/null/probe.json"), "--json /dev/null/probe.json: its folder cannot be made"),
         (("--json", "/"), "--json / is a folder"),
+        (("--params", "nan"), "--params must be at least 1"),
+        (("--params", "inf"), "neither infinite"),
+        (("--backward-ms", "nan"), "--backward-ms at least 0"),
+        (("--seconds", "nan"), "--seconds nan is not possible"),
+        (("--caps", "5", "nan"), "--caps 5.0 nan: bucket sizes"),
+        (("--caps", "inf"), "--caps inf: bucket sizes"),
+        (("--cores", "nan"), "--cores nan is not possible"),
     ],
 )
 def test_refusals(capsys, arguments, text):

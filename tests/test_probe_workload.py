@@ -24,7 +24,7 @@ def script(tmp_path, text: str) -> str:
 
 
 def test_a_script(tmp_path):
-    model, step, optimizer = checked(load(script(tmp_path, SCRIPT))())
+    model, step, optimizer = checked(load(script(tmp_path, SCRIPT))(), CPU)
     assert step(model).numel() == 1 and optimizer is not None
     assert all(parameter.grad is None for parameter in model.parameters())
     named = script(tmp_path, SCRIPT.replace("make", "build"))
@@ -42,7 +42,9 @@ def test_scripts_that_cannot_be_used(tmp_path):
         load(script(tmp_path, "1 / 0"))
 
 
+CPU = torch.device("cpu")
 LINEAR = torch.nn.Linear(3, 3)
+TWO = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
 DATA = torch.ones(2, 3)
 
 
@@ -57,9 +59,11 @@ DATA = torch.ones(2, 3)
         ((torch.nn.Linear(3, 3, dtype=torch.float64), lambda model: 0), "parameters of torch.float64"),
         ((LINEAR, lambda model: model(DATA)), r"returned a tensor of shape \(2, 3\): it must return the loss"),
         ((LINEAR, lambda model: 3.0), "returned a float"),
+        ((TWO, lambda model: model[0](DATA).sum()), r"does not use 2 parameter\(s\), 1.weight for example"),
+        ((torch.nn.Linear(3, 3, device="meta"), lambda model: model(DATA).sum()), "has weight on meta: .* is cpu"),
         ((LINEAR, lambda model: model(DATA).sum().detach()), r"shape \(\) without a gradient"),
     ],
 )
 def test_tasks_that_cannot_be_used(task, text):
     with pytest.raises(ProbeError, match=text):
-        checked(task)
+        checked(task, CPU)

@@ -99,7 +99,10 @@ def loads(rank, world_size, change, kwargs):
         ({"residuals": {"weights.0": torch.full(SHAPE, torch.nan)}}, {"error_feedback": True}, ["finite"]),
         ({"step": "x"}, {"error_feedback": True}, ["state['step']", "'x'", "whole number"]),
         ({"step": -5}, {"error_feedback": True}, ["state['step']", "-5"]),
+        ({"step": 2**70}, {"error_feedback": True}, ["state['step']", str(2**70)]),
         ({"nonfinite": {"weights.9": 3}}, {"error_feedback": True}, ["'weights.9'", "of this model"]),
+        ({"nonfinite": {"weights.0": -3}}, {"error_feedback": True}, ["'weights.0'", "-3"]),
+        ({"residuals": None}, {"error_feedback": True}, ["state['residuals'] is a NoneType", "dict"]),
     ],
     ids=str,
 )

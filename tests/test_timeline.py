@@ -1,8 +1,11 @@
 """One timeline of all ranks: clocks aligned by collectives, every rank's stages, what each step waited for."""
 
+import contextlib
 import copy
 import json
 import random
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -238,6 +241,67 @@ def leaving(rank, world_size, path):
         error = f"{type(caught).__name__}: {caught}"
     synchronise(ddp, [torch.ones(50)])
     return error
+
+
+def alone_first(rank, world_size, path):
+    """Rank 0 traces by itself, with and without the others' knowledge of it, and then all do."""
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    for own in (f"{path}-alone.json", f"{path}-alone-{{rank}}.json"):
+        with comm.trace(own) if rank == 0 else contextlib.nullcontext():
+            synchronise(ddp, [torch.ones(50)])
+    for options in ({"all_ranks": True}, {}):
+        with comm.trace(path + ("" if options else "-{rank}.json"), **options):
+            synchronise(ddp, [torch.ones(50)])
+
+
+def test_a_trace_of_one_rank_leaves_those_of_all_as_they_are(ranks, tmp_path):
+    path = tmp_path / "trace"
+    ranks.run(alone_first, str(path), world_size=3)
+    assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
+    merged = merged_already([Path(f"{path}-{rank}.json") for rank in range(3)], tmp_path)
+    assert {event["pid"] for event in spans_of(read(merged))} == {0, 1, 2}
+
+
+def where_it_cannot_be_written(rank, world_size, path):
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    error = None
+    try:
+        with comm.trace(path, all_ranks=True):
+            synchronise(ddp, [torch.ones(50)])
+    except OSError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+        synchronise(ddp, [torch.ones(50)])  # which the others are in
+    with comm.trace(f"{path}/made/trace.json", all_ranks=True):
+        synchronise(ddp, [torch.ones(50)])
+    return error
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_traced(ranks, tmp_path):
+    errors = ranks.run(where_it_cannot_be_written, str(tmp_path), world_size=2)
+    assert errors == [f"IsADirectoryError: [Errno 21] a trace is a file, and this is a folder: '{tmp_path}'", None]
+    assert {event["pid"] for event in spans_of(read(tmp_path / "made" / "trace.json"))} == {0, 1}
+
+
+def on_a_full_disk(rank, world_size, path):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device", path)
+
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(trace, "write", fail)
+        with comm.trace(path):
+            synchronise(ddp, [torch.ones(50)])
+    synchronise(ddp, [torch.ones(50)])
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_trace_that_is_lost_ends_no_training(ranks, tmp_path):
+    (warning,), none = ranks.run(on_a_full_disk, str(tmp_path / "trace.json"), world_size=2)
+    assert warning.startswith("fusedcomm: the trace was not written: [Errno 28] No space left") and none == []
 
 
 def without_a_document(rank, world_size, path):

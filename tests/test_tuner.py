@@ -119,6 +119,12 @@ def test_two_levels_are_tried_where_they_can_be_had_and_are_left_open():
         assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, 4, True))
 
 
+def test_no_sum_is_tried_that_cannot_carry_what_has_to_be_exact():
+    space = Space(("bf16",), options(wire_for={"head.*": "fp32"}))
+    assert space.sums(BF16, {"two-shot"}, 3, False) == [] and not space.allows(Candidate("bf16", "direct"))
+    assert Space(("bf16",), options(wire_for={"head.*": "bf16"})).allows(Candidate("bf16", "direct"))
+
+
 def test_chunks_in_flight_of_the_users_stay():
     space = Space(("bf16",), options(chunks_in_flight=3))
     (best,) = space.first
@@ -134,6 +140,9 @@ def test_chunks_in_flight_of_the_users_stay():
     [
         ({"wire": "bf16", "wires": ("bf16",)}, ["wires=('bf16',)", "wire='auto'", "wire='bf16'"]),
         ({"wire": "bf16", "tuned": "x.json"}, ["tuned='x.json'", "wire='auto'"]),
+        ({"tuned": 5}, ["tuned=5", "path of its save()"]),
+        ({"wires": 5}, ["wires=5", "pass a tuple"]),
+        ({"exempt": {"1d"}}, ["exempt={'1d'}", "tuple"]),
         ({"wires": ()}, ["wires=()", "leaves nothing to try"]),
         ({"wires": "bf16"}, ["wires='bf16' is one string", "('bf16',)"]),
         ({"wires": ("bf16", "fp7")}, ["'fp7' is not known", "'int8'"]),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fusedcomm
+from fusedcomm import output
 from fusedcomm.cli import UsageError
 
 _DEFAULT_RANKS = 2
@@ -29,7 +30,7 @@ def launch(options: Options) -> int:
     """Runs the demo to its end. Returns the exit status; what went wrong has been printed."""
     _check_packages()
     options = dataclasses.replace(options, wires=_checked_wires(options.wires))
-    _check_folder(options.out)
+    output.check(options.out / "demo.json", options.out / "demo.png", ("--out", "--out"))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join_torchrun(options)
     return _start_ranks(dataclasses.replace(options, ranks=_checked_ranks(options.ranks or _DEFAULT_RANKS)))
@@ -98,10 +99,3 @@ def _checked_ranks(ranks: int) -> int:
     if not 2 <= ranks <= _MAX_RANKS:
         raise UsageError(f"{ranks} ranks are not possible: the demo needs 2 to {_MAX_RANKS} that share its 1257 digits")
     return ranks
-
-
-def _check_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out} cannot be made: {error.strerror}; name another folder") from error

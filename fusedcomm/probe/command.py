@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"{option} {value:g} is of the step without a script, and --script {args.script} has one: leave out one"
             )
-    step = {"params": args.params and int(args.params), "backward_s": args.backward_ms and args.backward_ms / 1e3}
+    step = {"params": args.params, "backward_s": args.backward_ms and args.backward_ms / 1e3}
     settings = Settings(
         script=args.script,
         **{name: value for name, value in step.items() if value is not None},

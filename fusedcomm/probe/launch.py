@@ -1,6 +1,7 @@
 """Joins the ranks that torchrun started, or starts a few on this machine to show what the probe does."""
 
 import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -73,13 +74,14 @@ def check(settings: Settings) -> None:
         for wire in wires:
             if wire not in WIRES:
                 raise UsageError(f"{name} {wire}: no such wire; use some of {', '.join(WIRES)}")
-    if settings.seconds < MIN_SECONDS:
-        raise UsageError(f"--seconds {settings.seconds:g} is too short: use at least {MIN_SECONDS:g}")
-    if settings.params < 1 or settings.backward_s < 0:
-        raise UsageError("--params must be at least 1, --backward-ms at least 0")
-    if not settings.caps_mb or min(settings.caps_mb) <= 0:
+    # Written so that no NaN passes.
+    if not MIN_SECONDS <= settings.seconds < math.inf:
+        raise UsageError(f"--seconds {settings.seconds:g} is not possible: use at least {MIN_SECONDS:g}")
+    if not 1 <= settings.params < math.inf or not 0 <= settings.backward_s < math.inf:
+        raise UsageError("--params must be at least 1, --backward-ms at least 0, and neither infinite")
+    if not settings.caps_mb or not all(0 < cap_mb < math.inf for cap_mb in settings.caps_mb):
         raise UsageError(f"--caps {' '.join(map(str, settings.caps_mb))}: bucket sizes are numbers of MiB above 0")
-    if settings.cores is not None and settings.cores <= 0:
+    if settings.cores is not None and not 0 < settings.cores < math.inf:
         raise UsageError(f"--cores {settings.cores:g} is not possible: use the cores that a rank has for itself")
 
 

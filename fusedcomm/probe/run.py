@@ -32,7 +32,7 @@ class Settings:
     """What the user asked for."""
 
     script: str | None = None
-    params: int = 25_000_000
+    params: float = 25_000_000
     backward_s: float = 0.0
     """Without a script: of a step to be predicted."""
     seconds: float = 60.0
@@ -152,17 +152,34 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     )
 
 
+def _agree_on_settings(team: Team, settings: Settings) -> None:
+    """Raises ProbeError on every rank: what ranks measure together depends on all but a script's place and cores."""
+    own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("script", "cores")}
+    everybodys = team.gather(own)
+    for name, value in everybodys[0].items():
+        for rank, theirs in enumerate(everybodys):
+            if theirs[name] != value:
+                raise ProbeError(
+                    f"the ranks' command lines differ: {name} is {value} on rank 0 and {theirs[name]} on rank {rank}; "
+                    "give every host the same"
+                )
+
+
 def agreed_task(team: Team, settings: Settings, task: Task | None) -> Task:
     """The task that was given, the script's, or a synthetic one; raises on every rank alike."""
-    error = ""
+    _agree_on_settings(team, settings)
+    error, what = "", "" if settings.script is None else f"--script {settings.script}: "
     try:
         if task is None and settings.script is not None:
             task = load(settings.script)()
-        task = synthetic(settings.params, settings.backward_s, team.device) if task is None else checked(task)
+        if task is None:
+            task = synthetic(int(settings.params), settings.backward_s, team.device)
+        else:
+            task = checked(task, team.device)
     except ProbeError as problem:
         error = str(problem)
     except Exception as problem:
-        error = f"--script {settings.script}: {type(problem).__name__}: {problem}"
+        error = f"{what}{type(problem).__name__}: {problem}"
     team.agree_on_errors(error)
     shapes = [tuple(parameter.shape) for parameter in task[0].parameters() if parameter.requires_grad]
     everybodys = team.gather(shapes)

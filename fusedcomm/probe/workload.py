@@ -59,8 +59,8 @@ def script_path(script: str) -> tuple[str, str]:
     return path, name
 
 
-def checked(task: object) -> Task:
-    """The same task, or ProbeError about what is wrong with it. Runs one step."""
+def checked(task: object, device: torch.device) -> Task:
+    """The same task, or ProbeError about what is wrong with it. Runs one step, on `device`."""
     if not isinstance(task, tuple) or len(task) not in (2, 3):
         raise ProbeError(f"make() returned {_described(task)}: {SHAPE}")
     model, step, optimizer = (*task, None)[:3]
@@ -73,6 +73,9 @@ def checked(task: object) -> Task:
     dtypes = {str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
     if dtypes != {"torch.float32"}:
         raise ProbeError(f"make()'s model has parameters of {', '.join(sorted(dtypes))}: the probe knows torch.float32")
+    elsewhere = [(name, p.device) for name, p in model.named_parameters() if p.device.type != device.type]
+    if elsewhere:
+        raise ProbeError(f"make()'s model has {elsewhere[0][0]} on {elsewhere[0][1]}: this rank's device is {device}")
     loss = step(model)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ProbeError(
@@ -80,7 +83,13 @@ def checked(task: object) -> Task:
             "backward() can be called on"
         )
     loss.backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     model.zero_grad()
+    if unused:
+        raise ProbeError(
+            f"step(model) does not use {len(unused)} parameter(s), {unused[0]} for example, which DDP would wait for: "
+            "freeze them (requires_grad_(False)), or use them in the loss"
+        )
     return model, step, optimizer
 
 
