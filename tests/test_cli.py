@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -96,6 +97,13 @@ def test_without_the_extension_every_command_says_how_to_build_it(demo_packages)
         done = run("-c", hide, command)
         assert done.returncode == 1
         assert "make build" in done.stdout + done.stderr
+
+
+def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
+    package = os.path.dirname(fusedcomm.__file__)
+    shutil.copytree(package, tmp_path / "fusedcomm", ignore=shutil.ignore_patterns("_C.*", "kernels"))
+    done = run("-c", "import sys; sys.path.insert(0, sys.argv[1]); import fusedcomm; fusedcomm.attach", str(tmp_path))
+    assert f"has not been built: there is none in {tmp_path / 'fusedcomm'}" in done.stderr
 
 
 def test_doctor_takes_an_empty_cxx_for_none():
