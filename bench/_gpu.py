@@ -26,6 +26,7 @@ TESTS = REPOSITORY / "tests"
 FINISH_S = 8
 """Kept back for merging and for stopping a part."""
 MAX_LOG_NBYTES = 2 << 20
+TESTS_LIMIT_S, CALL_LIMIT_S = 220, 120
 
 
 @dataclasses.dataclass
@@ -57,12 +58,18 @@ def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
     cuda = [] if arguments.dry_run else ["--device", "cuda"]
     tests = [python, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-v", "--durations=10"]
     if importlib.util.find_spec("pytest_timeout"):
-        tests.append("--timeout=90")
+        # More than a call of ranks may take; and the session ends itself, so that what has failed is printed.
+        tests += [f"--timeout={CALL_LIMIT_S}", f"--session-timeout={TESTS_LIMIT_S - 30}"]
     # Most of their time goes into compiling kernels, which as many cores can do at once.
     files = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     built = [
         Part("build", [shlex.split(arguments.build)], 170),
-        Part("tests", [[*tests, *spread(path), str(path), *shlex.split(arguments.pytest)] for path in files], 190),
+        Part("compile", [[python, str(BENCH / "_compile.py")]], 60),
+        Part(
+            "tests",
+            [[*tests, *spread(path), str(path), *shlex.split(arguments.pytest)] for path in files],
+            TESTS_LIMIT_S,
+        ),
     ]
     measured = [
         kernels("kernels", 130, "flat", "reduce", "programs", "scale"),
@@ -184,7 +191,7 @@ class Run:
 
     def _stop(self) -> None:
         """Ends the part's whole process groups, which may outlive their first processes."""
-        for number, patience_s in ((signal.SIGINT, 3), (signal.SIGKILL, 3)):
+        for number, patience_s in ((signal.SIGINT, 8), (signal.SIGKILL, 3)):
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)

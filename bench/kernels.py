@@ -19,6 +19,7 @@ The rows are written as they come (--json), and what is left when --seconds are 
 import argparse
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import time
@@ -495,6 +496,7 @@ def main() -> None:
         except Exception as error:
             report.missing(name, "all", error)
             device.synchronize()
+        gc.collect()  # a case is in a cycle, and holds its buffers
     report.finish()
 
 

@@ -9,11 +9,12 @@ import datetime
 import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 import warnings
 
 GROUP_TIMEOUT_S = 30
-NCCL_TIMEOUT_S = 80
+NCCL_TIMEOUT_S = 60
 """Ranks that compile kernels at attach do not get on equally fast."""
 CALL_TIMEOUT_S = 100
 
@@ -99,17 +100,20 @@ class Ranks:
         """As `run`, but errors are results too: ("value", result) or ("error", traceback). Nothing is asked of the rank
         `lost`, which the function kills or stops; it is ("lost", None), and the ranks start anew."""
         world_size = world_size or self.num_ranks
-        results = []
-        with tempfile.TemporaryDirectory() as folder:
-            store_path = os.path.join(folder, "store")
-            for rank in range(world_size):
-                self._pipes[rank].send((function, rank, world_size, store_path, backend, args))
-            for rank in range(world_size):
-                results.append(("lost", None) if rank == lost else self._receive(rank))
-        if lost is not None or any(kind == "silent" for kind, _ in results):
-            # What such ranks do next would be taken for the answer to the next call.
-            self._kill()
-            self._start()
+        results, is_complete = [], False
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                store_path = os.path.join(folder, "store")
+                for rank in range(world_size):
+                    self._pipes[rank].send((function, rank, world_size, store_path, backend, args))
+                for rank in range(world_size):
+                    results.append(("lost", None) if rank == lost else self._receive(rank))
+            is_complete = lost is None and all(kind != "silent" for kind, _ in results)
+        finally:  # also where a test's own timeout ends the waiting
+            if not is_complete:
+                # What such ranks do next would be taken for the answer to the next call.
+                self._kill()
+                self._start()
         return results
 
     def _receive(self, rank: int) -> tuple[str, object]:
@@ -124,8 +128,9 @@ class Ranks:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
+        until = time.monotonic() + 5
         for process in self.processes:
-            process.join(5)
+            process.join(max(0.0, until - time.monotonic()))
         self._kill()
 
     def _kill(self) -> None:

@@ -55,6 +55,18 @@ class Arguments:
     seconds, dry_run = 60.0, True
 
 
+def test_kernels_are_compiled_ahead_of_the_tests():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "_compile.py"), "--capability", "90", "--most", "2"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+    )
+    assert done.returncode == 0 and done.stdout.startswith("2 kernels for sm_90 in "), done.stdout + done.stderr
+
+
 def run_parts(monkeypatch, tmp_path, *parts):
     """`parts`: (name, Python code, limit in seconds). Returns the document."""
     import _gpu

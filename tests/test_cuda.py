@@ -400,8 +400,10 @@ FAULT = """
     x = torch.ones(4, 300, device="cuda")
     for _ in range(2):  # after the first step DDP cuts its buckets anew
         ddp(x).sum().backward()
+    values, beyond = torch.zeros(1, device="cuda"), torch.tensor([10**6], device="cuda")
     def fault(gradient):  # a kernel of the backward pass, before the bucket is handed over
-        torch.zeros(1, device="cuda")[torch.tensor([10**6], device="cuda")]
+        torch.cuda._sleep(100_000_000)  # it runs only when that has been done, and the host waits for the bucket
+        values[beyond]
         return gradient
     ddp.module.weight.register_hook(fault)
     try:

@@ -1,0 +1,63 @@
+"""Compiles what tests/test_cuda.py needs, on all cores, for Triton to find in its cache: its tests compile one kernel
+after another, every rank all of them.
+
+    python bench/_compile.py                     # for this machine's GPU
+    python bench/_compile.py --capability 90     # for one that is not there
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from _common import REPOSITORY
+
+from fusedcomm import cuda
+from fusedcomm.config import Config
+
+if TYPE_CHECKING:
+    from fusedcomm.kernels.compile import Variant
+
+
+def variants() -> "list[Variant]":
+    """Every kernel of every configuration and dtype there, each once."""
+    sys.path.insert(0, str(REPOSITORY / "tests"))
+    from test_cuda import CASES, CONFIGS
+
+    fields = {field.name for field in dataclasses.fields(Config)}
+    found: "dict[Variant, None]" = {}
+    for name, world_size, dtype in CASES:
+        config = Config(**{key: value for key, value in CONFIGS[name].items() if key in fields})
+        found.update(dict.fromkeys(cuda.kernel_variants(config, world_size, [dtype])))
+    return list(found)
+
+
+def compile_one(variant: "Variant", capability: int) -> None:
+    from fusedcomm.kernels import compile
+
+    compile.compile(variant, capability)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, help="of the GPU, e.g. 90 (this machine's)")
+    parser.add_argument("--most", type=int, help="only so many kernels (all)")
+    arguments = parser.parse_args()
+    capability = arguments.capability or cuda.check_capability(torch.device("cuda", 0))
+    chosen, began = variants()[: arguments.most], time.monotonic()
+    workers = min(os.cpu_count() or 1, len(chosen))
+    # Not forked: a child must not have this process's CUDA.
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        done = [pool.submit(compile_one, variant, capability) for variant in chosen]
+        for future in concurrent.futures.as_completed(done):
+            future.result()
+    print(f"{len(done)} kernels for sm_{capability} in {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
