@@ -19,6 +19,10 @@ from .elements import (
 )
 from .noise import fraction
 
+# Triton 3.6 would give scales to other threads, through shared memory, unless a row's places follow each other. They
+# may, since only the first column is written; later versions spill by it.
+ROWS_IN_ORDER = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
+
 
 @triton.jit
 def fp8_code(v, MANTISSA_NBITS: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
@@ -133,5 +137,8 @@ def store_scales(out, scales, numel, VEC: tl.constexpr, BLOCK: tl.constexpr):
     SHAPE: tl.constexpr = (NUM_BLOCKS, BLOCK // VEC)
     row = tl.broadcast_to(tl.arange(0, NUM_BLOCKS)[:, None], SHAPE)
     column = tl.broadcast_to(tl.arange(0, BLOCK // VEC)[None, :], SHAPE)
-    places = tl.max_contiguous(out + row, [1, 1])
+    if ROWS_IN_ORDER:
+        places = tl.max_contiguous(out + row + column, [1, BLOCK // VEC])
+    else:
+        places = tl.max_contiguous(out + row, [1, 1])
     tl.store(places, tl.broadcast_to(scales[:, None], SHAPE), mask=(column == 0) & (row * BLOCK < numel))
