@@ -70,10 +70,6 @@ class Result:
         return next(iter(self.rows.values()))["numel"]
 
     @property
-    def processor(self) -> str:
-        return self.env["cpu"].replace("(R)", "").removesuffix(" Processor")
-
-    @property
     def num_steps(self) -> int:
         return self.settings["rounds"] * self.settings["steps"]
 
@@ -109,6 +105,11 @@ class Result:
         return self.baseline_s / self.rows[way]["median_s"] if way in self.rows else None
 
 
+def processor(env: dict) -> str:
+    """What a result was measured on."""
+    return env["cpu"].replace("(R)", "").removesuffix(" Processor")
+
+
 def load(paths: Sequence[Path]) -> list[Result]:
     results = []
     for path in sorted(paths):
@@ -122,7 +123,7 @@ def speed_up_table(results: Sequence[Result]) -> str:
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
     ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
     lines = [_line("", [result.title for result in results]), "|---" * (len(results) + 1) + "|"]
-    lines.append(_line("processor", [result.processor for result in results]))
+    lines.append(_line("processor", [processor(result.env) for result in results]))
     lines.append(_line("communication, of DDP's step", _shares(results)))
     lines.append(_line("compute alone, ms", [f"{result.compute_s * 1e3:.0f}" for result in results]))
     lines.append(_line("DDP, the faster, ms", _baselines_ms(results)))
@@ -205,6 +206,8 @@ def case_table(result: Result) -> str:
     return "\n".join(lines)
 
 
+OF_OTHERS = ("codec",)
+"""Tables between marks that other scripts write."""
 OF_ALL = {SPEED_UPS: speed_up_table, HEADLINE: headline_table}
 
 
@@ -231,12 +234,17 @@ def tables(results: Sequence[Result], names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def between_marks(text: str, name: str, table: str) -> str:
+    """The text with this table in its place."""
+    mark = f"<!-- {name} -->\n"
+    begin = text.index(mark) + len(mark)
+    return text[:begin] + table + "\n" + text[text.index("<!-- end -->", begin) :]
+
+
 def write_tables(document: Path, results: Sequence[Result]) -> None:
     text = document.read_text()
-    for name, table in tables(results, list(blocks_of(text))).items():
-        mark = f"<!-- {name} -->\n"
-        begin = text.index(mark) + len(mark)
-        text = text[:begin] + table + "\n" + text[text.index("<!-- end -->", begin) :]
+    for name, table in tables(results, [name for name in blocks_of(text) if name not in OF_OTHERS]).items():
+        text = between_marks(text, name, table)
     document.write_text(text)
 
 

@@ -126,10 +126,20 @@ def test_the_document_says_what_the_results_say():
 def test_the_readme_begins_with_what_the_results_say():
     blocks = _steps_report.blocks_of(_steps_report.README.read_text())
     results = _steps_report.load(list(_steps_report.RESULTS.glob("ddp-step-*.json")))
-    assert set(blocks) == {_steps_report.HEADLINE}
+    assert set(blocks) == {_steps_report.HEADLINE, *_steps_report.OF_OTHERS}
     table = blocks[_steps_report.HEADLINE]
     assert table == _steps_report.headline_table(results)
     assert table.splitlines()[0].count("|") == len(_steps_report.HEADLINE_CASES) + 2
+
+
+def test_the_readmes_codec_table_is_of_the_results():
+    import _codec_report
+
+    blocks = _steps_report.blocks_of(_steps_report.README.read_text())
+    table = _codec_report.table()
+    assert blocks[_codec_report.NAME] == table
+    rows = [line.split("|") for line in table.splitlines()[2:]]
+    assert len(rows) == 6 and all(row[2].strip() for row in rows)
 
 
 def test_plots(results, tmp_path):

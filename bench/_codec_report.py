@@ -1,0 +1,57 @@
+"""The codec's table in README.md, from the JSON of bench/codec.py. Nothing is typed by hand; the tests compare both.
+
+python bench/_codec_report.py
+"""
+
+import json
+from pathlib import Path
+
+from _common import REPOSITORY
+from _steps_report import README, between_marks, processor
+
+RESULTS = REPOSITORY / "bench" / "results" / "cpu-codec.json"
+NAME = "codec"
+_WIRES = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4", "int4-rotated": "rotated"}
+_STAGES = {
+    "pack": ("pack", _WIRES),
+    "… with fp32 error feedback, of the same traffic": (
+        "pack",
+        {f"{wire}-feedback": name for wire, name in _WIRES.items() if wire != "fp8"},
+    ),
+    "… rounded stochastically": ("pack", {"int8-stochastic": "int8", "int4-stochastic": "int4"}),
+    "reduce: four ranks' codes to those of their mean": ("reduce", _WIRES),
+    "unpack": ("unpack", _WIRES),
+    "… that sums two ranks' messages": ("sum", _WIRES),
+}
+"""By label: the stage, and its cases by the name that they are shown by."""
+_STOCK = {"torch": "eager", "torch copy_": "`copy_`", "torch.compile": "compiled"}
+"""PyTorch's, by implementation."""
+
+
+def table(path: Path = RESULTS) -> str:
+    document = json.loads(path.read_text())
+    rates: dict[tuple[str, str], list[float]] = {}  # by case and implementation: by size
+    for row in sorted(document["rows"], key=lambda row: row["numel"]):
+        rates.setdefault((row["case"], row["impl"]), []).append(row["ratios"].get("memcpy", 1.0))
+    # A reduce is of a quarter of the elements, from each of four ranks.
+    numels = sorted({row["numel"] for row in document["rows"] if row["case"].startswith("pack/")})
+    sizes = " / ".join(str(numel * 4 >> 20) for numel in numels)
+    where = f"one thread of an {processor(document['env'])}, {document['isa']}"
+    lines = [f"| {sizes} MiB, of a memcpy's rate; {where} | fusedcomm | PyTorch |", "|---|---|---|"]
+    for label, (stage, cases) in _STAGES.items():
+        ours = [_cell(name, rates.get((f"{stage}/{wire}", "fusedcomm"))) for wire, name in cases.items()]
+        theirs = [
+            _cell(f"{name} {how}", rates.get((f"{stage}/{wire}", impl)))
+            for wire, name in cases.items()
+            for impl, how in _STOCK.items()
+        ]
+        lines.append(f"| {label} | {', '.join(filter(None, ours))} | {', '.join(filter(None, theirs))} |")
+    return "\n".join(lines)
+
+
+def _cell(name: str, of_sizes: list[float] | None) -> str:
+    return "" if of_sizes is None else f"{name} {' / '.join(f'{rate:.2f}' for rate in of_sizes)}"
+
+
+if __name__ == "__main__":
+    README.write_text(between_marks(README.read_text(), NAME, table()))
