@@ -57,11 +57,12 @@ demo: PACKAGES += scikit-learn matplotlib tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
-# First the tests that may run side by side, as many as there are cores; then the others, one by one. With ARGS either may
-# have none left.
+# First the tests that may run side by side, one more than there are cores, since half of the time they wait; then the
+# others, one by one. With ARGS either may have none left.
 test: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test: build $(KERNELS)
-	$(PY) -m pytest --side-by-side -n auto --maxprocesses 4 --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
+	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
+	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 
 bench: PACKAGES += scikit-learn matplotlib tqdm

@@ -1,10 +1,14 @@
 #include "c10d_transport.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <future>
+#include <memory>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -83,6 +87,38 @@ std::vector<BackendPtr> C10dTransport::own_backends() const {
     if (backends_[i] && std::find(own.begin(), own.end(), backends_[i]) == own.end()) own.push_back(backends_[i]);
   }
   return own;
+}
+
+// The end of a gloo backend waits for its collectives under way, and these for a peer that may be stopped, until the
+// group's timeout: half an hour, by default. After a while that is left to a thread.
+WorkTransport::~WorkTransport() {
+  auto backends = std::make_unique<std::array<BackendPtr, kNumChannels>>(take_backends());
+  if (getpid() != process_) {
+    backends.release();  // a child of fork() has none of the threads that would be waited for
+    return;
+  }
+  constexpr std::chrono::seconds kPatience{10};
+  const int rank = (*backends)[0]->getRank(), size = (*backends)[0]->getSize();
+  auto ended = std::make_shared<std::promise<void>>();
+  const std::future<void> end = ended->get_future();
+  try {
+    // A shared pointer: what std::thread is given is copied, or lost if there is no thread to be had.
+    std::thread([backends = std::shared_ptr(std::move(backends)), ended] {
+      for (BackendPtr& backend : *backends) backend.reset();
+      ended->set_value();
+    }).detach();
+  } catch (const std::system_error&) {
+    return;
+  }
+  // Those threads may be releasing a tensor that Python knows.
+  std::optional<pybind11::gil_scoped_release> no_gil;
+  if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
+  if (end.wait_for(kPatience) == std::future_status::timeout) {
+    std::fprintf(stderr,
+                 "fusedcomm: rank %d of %d lets go of its channels while a collective waits for a peer, for %d s by now: "
+                 "they end when that answers, or with the process group's timeout\n",
+                 rank, size, static_cast<int>(kPatience.count()));
+  }
 }
 
 void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -37,7 +38,8 @@ class C10dTransport : public Transport {
   virtual void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                  Lane::Completion done) = 0;
 
-  // A collective has failed, or the process is exiting: its channels end without waiting for a peer.
+  // A collective has failed, or the process is exiting: nothing that is under way will be waited for, where that can be
+  // aborted.
   void give_up() { *given_up_ = true; }
 
  protected:
@@ -46,6 +48,8 @@ class C10dTransport : public Transport {
   bool given_up() const { return *given_up_; }
   // Of sums on two levels, which nobody else uses; each once.
   std::vector<BackendPtr> own_backends() const;
+  // This transport's hold on its backends, in the order of the channels.
+  std::array<BackendPtr, kNumChannels> take_backends() { return std::move(backends_); }
 
  private:
   // By channel. Every rank lets go of them in the same order: a backend's end waits for its collectives under way, and
@@ -61,6 +65,8 @@ class C10dTransport : public Transport {
 class WorkTransport : public C10dTransport {
  public:
   using C10dTransport::C10dTransport;
+  WorkTransport(const WorkTransport&) = default;
+  ~WorkTransport() override;
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   // An all-to-all of equal parts: gloo's own all-gather allocates and copies at every call. For 1 MiB, copies included,
@@ -78,6 +84,8 @@ class WorkTransport : public C10dTransport {
 
  private:
   std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<WorkTransport>(*this); }
+
+  const pid_t process_ = getpid();
 };
 
 // For backends that enqueue on the current stream (NCCL): the group DDP uses, with its watchdog and timeout. Everything

@@ -15,6 +15,8 @@ import torch.distributed as dist
 _OK = "ok"
 # The key of a record that says nothing but why its rank cannot attach.
 PROBLEM = "problem"
+# Beside it: when, in seconds since the epoch. What comes later may be what the first has led to.
+AT = "at"
 # Rank 0 needs a moment to notice that a rank is missing and to say so; the others wait that much longer.
 _MAX_SHOWN = 300  # characters of a value in an error
 _MARGIN = datetime.timedelta(seconds=15)
@@ -84,9 +86,9 @@ def _raise_if_the_store_failed(error: Exception, began: float, timeout: datetime
 
 
 def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.timedelta) -> str:
-    if PROBLEM in own:  # nothing that others say could change that
-        return f"fusedcomm: rank 0 cannot attach: {own[PROBLEM]}"
     keys = [f"record/{rank}" for rank in range(world_size)]
+    if PROBLEM in own:  # so that none can attach; it may be that another has had one before
+        return _first_problem([json.loads(store.get(key)) if store.check([key]) else {} for key in keys])
     began = time.monotonic()
     try:
         store.wait(keys, timeout)
@@ -100,9 +102,8 @@ def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.ti
     # As the others' records, so that tuples and lists compare equal.
     own = json.loads(json.dumps(own))
     records = [json.loads(store.get(key)) for key in keys]
-    for rank, record in enumerate(records):
-        if PROBLEM in record:
-            return f"fusedcomm: rank {rank} cannot attach: {record[PROBLEM]}"
+    if any(PROBLEM in record for record in records):
+        return _first_problem(records)
     for rank, record in enumerate(records):
         difference = _first_difference(own, record)
         if difference:
@@ -113,6 +114,12 @@ def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.ti
                 f"{rank}. Give every rank the same arguments, model and versions."
             )
     return _OK
+
+
+def _first_problem(records: list[dict]) -> str:
+    problems = {rank: record for rank, record in enumerate(records) if PROBLEM in record}
+    rank = min(problems, key=lambda rank: (problems[rank].get(AT, 0.0), rank))
+    return f"fusedcomm: rank {rank} cannot attach: {problems[rank][PROBLEM]}"
 
 
 def _first_difference(left: object, right: object, field: str = "") -> tuple[str, object, object] | None:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
@@ -269,17 +270,20 @@ class Session:
     def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
         """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
         if problem is not None:
-            record = {agreement.PROBLEM: str(problem)}
+            record = {agreement.PROBLEM: str(problem), agreement.AT: time.time()}
+            if what == "ready":  # the others may be connecting, and learn of it only when they give up
+                agreement.warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
         try:
             timeout = groups.group_timeout(self.process_group, self.device)
         except Exception:  # the group has no backend for the device, which is the problem
             timeout = dist.default_pg_timeout
         try:
             agreement.agree(dist.PrefixStore(what, store), self.rank, self.world_size, record, timeout)
-        except RuntimeError:
-            if problem is not None:
-                raise problem from None
-            raise
+        except RuntimeError as error:
+            if problem is None:
+                raise
+            # What another rank had before may be why this one has any.
+            raise problem from (None if str(problem) in str(error) else error)
 
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":

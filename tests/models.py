@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -48,6 +49,19 @@ def refused(rank: int, world_size: int, kwargs: dict) -> str:
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+@contextlib.contextmanager
+def stderr_to(path):
+    """What native code of this process writes, too."""
+    saved = os.dup(2)
+    with open(path, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 @contextlib.contextmanager

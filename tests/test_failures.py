@@ -1,17 +1,22 @@
 """When a rank dies, leaves, stops or differs: a clear error on every surviving rank within the group's timeout."""
 
 import datetime
+import gc
 import os
 import signal
+import tempfile
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, synchronise
+from models import Gradients, stderr_to, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import session
 
 
 def train_until_error(rank, world_size, wire, fate, through_state):
@@ -177,7 +182,6 @@ def test_detaching_with_a_bucket_under_way_fails_that_bucket(ranks):
 
 def prevented(rank, world_size, when):
     """The last rank cannot get ready, for a reason that no Python of ours raises."""
-    from fusedcomm import session
 
     class Prevented(session.CpuPath):
         def __init__(self, *args) -> None:
@@ -214,3 +218,68 @@ def test_what_prevents_one_rank_prevents_all_by_name(ranks, when, own):
     assert last == (own, 1.0)
     assert first == second
     assert first == (f"RuntimeError: fusedcomm: rank 2 cannot attach: {own.split(': ', 1)[1]}", 1.0)
+
+
+def prevented_from_connecting(rank, world_size):
+    """The last rank fails where the others wait for it, until they give up. What each raises, and its cause."""
+
+    class Prevented(session.CpuPath):
+        def connect(self, *args):
+            raise MemoryError("no memory for channels")
+
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=4))
+    ddp = DistributedDataParallel(Gradients((1000,)), process_group=group)
+    own = session.CpuPath
+    if rank == world_size - 1:
+        session.CpuPath = Prevented
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fusedcomm.attach(ddp, wire="bf16")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", str(error.__cause__), [str(w.message) for w in caught]
+        finally:
+            session.CpuPath = own
+    return None
+
+
+def test_what_keeps_one_rank_from_connecting_is_the_reason_that_all_are_told(ranks):
+    first, second, last = ranks.run(prevented_from_connecting, world_size=3)
+    reason = "fusedcomm: rank 2 cannot attach: no memory for channels"
+    assert last == ("MemoryError: no memory for channels", "None", [reason])  # said before the others have given up
+    assert first[1] == second[1] == reason
+
+
+def let_go(rank, world_size):
+    """In the second step the last rank stops, and the others fail by themselves and let go of everything. How long that
+    took, and what they said."""
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=25))
+    ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
+    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot")
+    gradients = [torch.ones(400, 300), torch.ones(500, 600)]
+    synchronise(ddp, gradients, steps=2)
+
+    def fail(gradient):
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)  # a bucket is under way by now
+        raise ArithmeticError("of the user's")
+
+    ddp.module.weights[0].register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        synchronise(ddp, gradients)
+    comm.detach()
+    with tempfile.NamedTemporaryFile() as log, stderr_to(log.name):
+        began = time.monotonic()
+        del comm, ddp
+        gc.collect()
+        taken_s = time.monotonic() - began
+        text = Path(log.name).read_text()
+    return taken_s, text
+
+
+def test_channels_are_let_go_of_while_a_peer_is_silent(ranks):
+    outcomes = ranks.outcomes(let_go, world_size=2, lost=1)
+    kind, (taken_s, text) = outcomes[0]
+    assert kind == "value" and 9 < taken_s < 15, outcomes
+    assert "fusedcomm: rank 0 of 2 lets go of its channels while a collective waits for a peer, for 10 s by now" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, synchronise
+from models import Gradients, stderr_to, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -28,21 +28,9 @@ ROOT = Path(__file__).parent.parent
 
 
 @contextlib.contextmanager
-def stderr_to(path):
-    """What native code of this process writes, too."""
-    saved = os.dup(2)
-    with open(path, "wb") as file:
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-
-
-@contextlib.contextmanager
-def group_over(store_kind, rank, world_size):
-    """A process group of its own on the store at hand, or with a TCPStore that rank 0 hosts."""
+def group_over(store_kind, rank, world_size, victim):
+    """A process group of its own on the store at hand, or with a TCPStore that rank 0 hosts until the others have left,
+    but for the victim: else one that is slower than rank 0 would have to say that the store is gone."""
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if store_kind == "file":
         yield dist.new_group(list(range(world_size)), timeout=timeout)
@@ -55,13 +43,19 @@ def group_over(store_kind, rank, world_size):
     store = server or dist.TCPStore("127.0.0.1", int(port), is_master=False)
     store.set_timeout(timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield dist.group.WORLD
+    try:
+        yield dist.group.WORLD
+    finally:
+        if rank != 0 and victim != 0:
+            store.set(f"has left/{rank}", "")
+        elif rank == 0:
+            store.wait([f"has left/{other}" for other in range(1, world_size) if other != victim])
 
 
 def train(rank, world_size, victim, fate, store_kind, wire):
     """In step 3 the `victim` meets its fate in the middle of the backward pass. Returns the error, what was written to
     stderr meanwhile, how long that took, and how long detaching took."""
-    with group_over(store_kind, rank, world_size) as group:
+    with group_over(store_kind, rank, world_size, victim) as group:
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
         comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
         gradients = [torch.ones(shape) for shape in SHAPES]
