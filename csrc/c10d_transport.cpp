@@ -114,10 +114,11 @@ WorkTransport::~WorkTransport() {
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
   if (end.wait_for(kPatience) == std::future_status::timeout) {
-    std::fprintf(stderr,
-                 "fusedcomm: rank %d of %d lets go of its channels while a collective waits for a peer, for %d s by now: "
-                 "they end when that answers, or with the process group's timeout\n",
-                 rank, size, static_cast<int>(kPatience.count()));
+    std::fprintf(
+        stderr,
+        "fusedcomm: rank %d of %d lets go of its channels while a collective waits for a peer, for %d s by now: "
+        "they end when that answers, or with the process group's timeout\n",
+        rank, size, static_cast<int>(kPatience.count()));
   }
 }
 
