@@ -102,12 +102,11 @@ WorkTransport::~WorkTransport() {
   auto ended = std::make_shared<std::promise<void>>();
   const std::future<void> end = ended->get_future();
   try {
-    // A shared pointer: what std::thread is given is copied, or lost if there is no thread to be had.
-    std::thread([backends = std::shared_ptr(std::move(backends)), ended] {
+    std::thread([backends = std::move(backends), ended] {
       for (BackendPtr& backend : *backends) backend.reset();
       ended->set_value();
     }).detach();
-  } catch (const std::system_error&) {
+  } catch (const std::system_error&) {  // no thread to be had: they have ended with what it was given
     return;
   }
   // Those threads may be releasing a tensor that Python knows.
