@@ -37,12 +37,6 @@ def variants() -> "list[Variant]":
     return list(found)
 
 
-def compile_one(variant: "Variant", capability: int) -> None:
-    from fusedcomm.kernels import compile
-
-    compile.compile(variant, capability)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, help="of the GPU, e.g. 90 (this machine's)")
@@ -53,7 +47,7 @@ def main() -> None:
     workers = min(os.cpu_count() or 1, len(chosen))
     # Not forked: a child must not have this process's CUDA.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        done = [pool.submit(compile_one, variant, capability) for variant in chosen]
+        done = [pool.submit(cuda.compile_kernel, variant, capability) for variant in chosen]
         for future in concurrent.futures.as_completed(done):
             future.result()
     print(f"{len(done)} kernels for sm_{capability} in {time.monotonic() - began:.1f} s")

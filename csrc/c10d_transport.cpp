@@ -16,6 +16,8 @@
 namespace fusedcomm {
 namespace {
 
+constexpr std::chrono::seconds kPatience{10};
+
 // A view of wire bytes that keeps them alive for as long as the backend holds it.
 at::Tensor as_tensor(const WireSpan& span, at::ScalarType dtype, c10::Device device = c10::kCPU) {
   const int64_t numel = span.nbytes / static_cast<int64_t>(c10::elementSize(dtype));
@@ -50,6 +52,23 @@ void on_end(const c10::intrusive_ptr<c10d::Work>& work, Lane::Completion done) {
 void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion& done) {
   if (work) work->wait();
   done(nullptr);
+}
+
+// Calls `end` on a thread and waits a while. It may wait for a peer that has gone: then that is left to the thread,
+// which keeps what it waits for. Whether it has ended, or there was no thread to be had.
+template <typename End>
+bool end_soon(End end) {
+  auto ended = std::make_shared<std::promise<void>>();
+  const std::future<void> has_ended = ended->get_future();
+  try {
+    std::thread([end = std::move(end), ended]() mutable {
+      end();
+      ended->set_value();
+    }).detach();
+  } catch (const std::system_error&) {
+    return true;
+  }
+  return has_ended.wait_for(kPatience) != std::future_status::timeout;
 }
 
 }  // namespace
@@ -90,29 +109,21 @@ std::vector<BackendPtr> C10dTransport::own_backends() const {
 }
 
 // The end of a gloo backend waits for its collectives under way, and these for a peer that may be stopped, until the
-// group's timeout: half an hour, by default. After a while that is left to a thread.
+// group's timeout: half an hour, by default.
 WorkTransport::~WorkTransport() {
   auto backends = std::make_unique<std::array<BackendPtr, kNumChannels>>(take_backends());
   if (getpid() != process_) {
     backends.release();  // a child of fork() has none of the threads that would be waited for
     return;
   }
-  constexpr std::chrono::seconds kPatience{10};
   const int rank = (*backends)[0]->getRank(), size = (*backends)[0]->getSize();
-  auto ended = std::make_shared<std::promise<void>>();
-  const std::future<void> end = ended->get_future();
-  try {
-    std::thread([backends = std::move(backends), ended] {
-      for (BackendPtr& backend : *backends) backend.reset();
-      ended->set_value();
-    }).detach();
-  } catch (const std::system_error&) {  // no thread to be had: they have ended with what it was given
-    return;
-  }
   // Those threads may be releasing a tensor that Python knows.
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
-  if (end.wait_for(kPatience) == std::future_status::timeout) {
+  const bool ended = end_soon([backends = std::move(backends)] {
+    for (BackendPtr& backend : *backends) backend.reset();
+  });
+  if (!ended) {
     std::fprintf(
         stderr,
         "fusedcomm: rank %d of %d lets go of its channels while a collective waits for a peer, for %d s by now: "
@@ -162,26 +173,17 @@ void WorkTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
 }
 
 // Else NCCL's destructor would abort collectives that the device has still before it, and leave garbage for the unpack
-// kernels behind them, or a peer without its bytes. But a communicator's end may wait for ranks on the same host, which
-// may have gone: after a while that is left to a thread, which then keeps what it waits for.
+// kernels behind them, or a peer without its bytes. But a communicator's end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
   const std::vector<BackendPtr> own = own_backends();
   if (own.empty() || given_up()) return;
-  constexpr std::chrono::seconds kPatience{10};
-  try {
-    auto ended = std::make_shared<std::promise<void>>();
-    const std::future<void> end = ended->get_future();
-    std::thread([own, device = device_, ended] {
-      try {
-        if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
-        for (const BackendPtr& backend : own) backend->shutdown();
-      } catch (...) {  // then they are aborted
-      }
-      ended->set_value();
-    }).detach();
-    end.wait_for(kPatience);
-  } catch (const std::system_error&) {  // no thread to be had
-  }
+  end_soon([own, device = device_] {
+    try {
+      if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
+      for (const BackendPtr& backend : own) backend->shutdown();
+    } catch (...) {  // then they are aborted
+    }
+  });
 }
 
 void StreamTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {

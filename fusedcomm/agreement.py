@@ -17,8 +17,8 @@ _OK = "ok"
 PROBLEM = "problem"
 # Beside it: when, in seconds since the epoch. What comes later may be what the first has led to.
 AT = "at"
-# Rank 0 needs a moment to notice that a rank is missing and to say so; the others wait that much longer.
 _MAX_SHOWN = 300  # characters of a value in an error
+# Rank 0 needs a moment to notice that a rank is missing and to say so; the others wait that much longer.
 _MARGIN = datetime.timedelta(seconds=15)
 
 

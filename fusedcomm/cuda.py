@@ -133,7 +133,7 @@ def load_kernels(
 ) -> tuple["_C.KernelLoader", str]:
     """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
     version = check_triton()
-    from fusedcomm.kernels import compile, constants, ragged_cuda
+    from fusedcomm.kernels import constants
 
     variants = kernel_variants(cfg, world_size, grad_dtypes)
     if announce:
@@ -144,9 +144,16 @@ def load_kernels(
         )
     loader = _C.KernelLoader(driver, constants.TILE)
     for variant in variants:
-        in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON and ragged_cuda.has(variant)
-        load(loader, (ragged_cuda if in_cuda else compile).compile(variant, capability))
+        load(loader, compile_kernel(variant, capability))
     return loader, version
+
+
+def compile_kernel(variant: "Variant", capability: int) -> object:
+    """By Triton, or from kernels/ragged.cu where that is ahead of it; what was compiled before is found in a cache."""
+    from fusedcomm.kernels import compile, ragged_cuda
+
+    in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON and ragged_cuda.has(variant)
+    return (ragged_cuda if in_cuda else compile).compile(variant, capability)
 
 
 def load(loader: "_C.KernelLoader", compiled: object) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedcomm import architectures
-from fusedcomm.probe.command import WIRES, accepted, add_accept_to
+from fusedcomm.probe.command import COMPARED, accepted, add_accept_to
 
 if TYPE_CHECKING:
     from fusedcomm.paper_plan import Row
@@ -44,7 +44,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--samples-per-s", type=float, help="or its throughput, with --batch")
     parser.add_argument("--batch", type=float, help="samples of one GPU in a step")
     parser.add_argument("--backward-share", type=float, help=f"its share of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
-    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"what to compare ({' '.join(WIRES)})")
+    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"what to compare ({' '.join(COMPARED)})")
     add_accept_to(parser)
     caps = " ".join(map(str, DEFAULT_CAPS_MIB))
     parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help=f"bucket_cap_mb to try ({caps})")
@@ -114,7 +114,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     step_s = _step_s(args)
     backward_share = DEFAULT_BACKWARD_SHARE if args.backward_share is None else args.backward_share
     training = paper_plan.Training(parameters, step_s, backward_share)
-    wires = args.wires or WIRES
+    wires = args.wires or COMPARED
     may_be_recommended = accepted(wires, args.accept)
     rows = paper_plan.plan(hardware, training, wires, args.caps or DEFAULT_CAPS_MIB)
     found = paper_plan.recommend(rows, may_be_recommended)

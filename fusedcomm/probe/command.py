@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-WIRES = ("bf16", "int8", "fp8", "int4")
+COMPARED = ("bf16", "int8", "fp8", "int4")
 """Compared unless the user names others."""
 
 ACCEPT = ("bf16", "int8")
@@ -40,7 +40,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     probe.add_argument("--params", type=float, help="without a script: numel of the model (25e6)")
     probe.add_argument("--backward-ms", type=float, help="… and what its backward computes (0)")
     probe.add_argument("--seconds", type=float, default=60.0, help="about as long as it may take (60)")
-    probe.add_argument("--wires", nargs="+", default=list(WIRES), help=f"what to compare ({' '.join(WIRES)})")
+    probe.add_argument("--wires", nargs="+", default=list(COMPARED), help=f"what to compare ({' '.join(COMPARED)})")
     add_accept_to(probe)
     probe.add_argument("--caps", nargs="+", type=float, default=[5.0, 25.0, 100.0], help="bucket_cap_mb (5 25 100)")
     probe.add_argument("--cores", type=float, help="cores that each rank has for itself (counted)")
