@@ -105,7 +105,7 @@ class Config:
         if self.exempt is None:
             of_1d = isinstance(self.wire_for, Mapping) and ONE_DIMENSIONAL in self.wire_for
             object.__setattr__(self, "exempt", () if of_1d else _DEFAULT_EXEMPT.get(self.wire, ()))
-        if self.block is None:
+        if self.block is None and _C.has_scales(self.wire):
             object.__setattr__(self, "block", _C.default_block_numel(self.wire))
         if isinstance(self.exempt, str):
             raise ValueError(
@@ -126,13 +126,22 @@ class Config:
         self._check_hosts()
         for field in ("block", "chunk_nbytes", "chunks_in_flight", "seed"):
             value = getattr(self, field)
-            if field in ("chunk_nbytes", "chunks_in_flight") and value is None:
+            if value is None and field != "seed":
                 continue
             _check_whole(field, value)
             if field != "seed" and abs(value) >= 2**63:
                 raise ValueError(f"{field}={value} is not possible: it is beyond 2^63")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} is not possible: use a whole number from 0 to 2^64 - 1")
+        if self.seed and self.rounding == "nearest":
+            raise ValueError(
+                f"seed={self.seed} has no effect with rounding='nearest': use rounding='stochastic' with it"
+            )
+        if self.block is not None and not _C.has_scales(self.wire):
+            raise ValueError(
+                f"block={self.block} has no effect with wire={self.wire!r}, which rounds each element by itself: it is "
+                f"for wires with scales ({', '.join(wire for wire in WIRES if _C.has_scales(wire))})"
+            )
         if not isinstance(self.rotate, bool):
             raise ValueError(f"rotate={self.rotate!r} is not possible: use True or False")
         if self.predivide != "auto" and (
@@ -259,6 +268,11 @@ class Config:
             others.append(self.fallback_wire)
         return tuple(dict.fromkeys((self.wire, *others)))
 
+    @property
+    def block_numel(self) -> int:
+        """`block`, or what the engine wants to have in its place with a wire that has none."""
+        return _C.default_block_numel(self.wire) if self.block is None else self.block
+
     def number_of(self, wire: str) -> int:
         """The number of a wire that parameters may have; see csrc/plan.h."""
         return self.wires.index(wire) if wire in self.wires else _C.EXACT_WIRE
@@ -340,7 +354,7 @@ class Config:
         return _C.WireConfig(
             wire=self.wire,
             sum=self.sum,
-            block=self.block,
+            block=self.block_numel,
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=chunks.chunk_nbytes,
             chunks_in_flight=chunks.chunks_in_flight,

@@ -113,7 +113,7 @@ def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[t
 
     others = [(wire, _C.default_block_numel(wire), cfg.rotate and _C.has_scales(wire)) for wire in cfg.wires[1:]]
     return compile.engine_variants(
-        [(cfg.wire, cfg.block, cfg.rotate), *others],
+        [(cfg.wire, cfg.block_numel, cfg.rotate), *others],
         grad_dtypes,
         stochastic=cfg.rounding == "stochastic",
         feedback=cfg.error_feedback,

@@ -71,8 +71,8 @@ def attach(
             by world size and bucket size, as the printed plan says.
         exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
             None means ("1d",) for wires with scales, unless wire_for has a wire for "1d", and () for the others.
-        block: elements that share a scale of `wire`; a power of two from 32 to 4096. None: 128, for int4 32. Only wires
-            with scales use it; those of wire_for have the default.
+        block: wires with scales only: elements that share a scale of `wire`; a power of two from 32 to 4096. None: 128,
+            for int4 32. Those of wire_for have the default.
         rotate: wires with scales only: runs of 32 elements are multiplied by a Hadamard matrix before they are
             quantised and by its inverse afterwards, so that an outlier costs its block less. Helps int4 on
             heavy-tailed gradients (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
@@ -80,7 +80,7 @@ def attach(
             Patterns as for exempt, which goes first; then the first that matches. "fp32" is as exempt.
         rounding: "nearest", or "stochastic": up or down by chance, such that the mean of many roundings is right.
             Nearest has half the worst error; stochastic does not lose what is small in the same direction every time.
-        seed: of the chance: the same seed, step and buckets give the same bits, on any device.
+        seed: rounding="stochastic" only: the same seed, step and buckets give the same bits, on any device.
         error_feedback: True: what encoders leave out of a step is added to the next one, so that rounding delays
             gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and by two-shot as
             much again divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of

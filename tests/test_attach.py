@@ -29,6 +29,8 @@ import fusedcomm
         ({"wire": "int8", "block": 8192}, ["block=8192"]),
         ({"wire": "int8", "block": "128"}, ["block='128'", "whole number"]),
         ({"wire": "int8", "sum": "direct", "exempt": ()}, ["sum='direct'", "two-shot"]),
+        ({"wire": "bf16", "block": 64}, ["block=64 has no effect", "wire='bf16'", "int8, fp8, fp8_e5m2, int4"]),
+        ({"wire": "int8", "seed": 3}, ["seed=3 has no effect", "rounding='stochastic'"]),
         ({"wire": "fp32", "sum": "direct"}, ["sum='direct'", "exact"]),
         ({"wire": "bf16", "sum": "exact"}, ["sum='exact'", "wire='fp32'"]),
         ({"wire": "bf16", "sum": "direct", "exempt": ("1d",)}, ["sum='direct'", "exempt"]),

@@ -89,7 +89,7 @@ def disagree(rank, world_size, field):
         if field == "block":
             arguments["block"] = 64
         elif field == "wire":
-            arguments["wire"] = "bf16"
+            arguments = {"wire": "bf16"}
         elif field == "exempt":
             arguments["exempt"] = ("weights.1",)
         elif field == "version":
@@ -122,7 +122,7 @@ def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, 
     assert len(set(errors)) == 1
     assert "rank 0" in errors[0] and "rank 1" in errors[0]
     if field == "wire":
-        named = ["rank 1"]  # int8 and bf16 differ in exempt, too, and the first difference is the one reported
+        named = ["rank 1"]  # they differ in block and exempt, too, and the first difference is the one reported
     for word in named:
         assert word in errors[0]
 

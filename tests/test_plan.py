@@ -73,6 +73,7 @@ def test_fp16_direct_divides_by_about_the_root_of_the_world_size(world_size, pre
     lossy=st.integers(0, 1 << 22),
 )
 def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, chunk_nbytes, exact, lossy):
+    block = block if _C.has_scales(wire) else None
     config = Config(wire=wire, block=block, chunk_nbytes=chunk_nbytes).native(world_size)
     chosen = _C.plan_bucket(config, world_size, like, exact, lossy)
     if not chosen.in_place:
