@@ -39,7 +39,11 @@ CHUNK_S = 2e-3
 LARGER_IF_ONE_SHOT = 2
 """It has one collective on its way. 2 hosts, 1 Gbit/s, chunks of 256 KiB instead of 128: a step of a ResNet takes 5%
 less with bf16, 3% with int4, as long with int8; synchronisation alone 1% less (bf16, int8) and 4% (int4). With 512 KiB
-bf16 takes more again. Among four hosts a two-shot takes as long with either."""
+bf16 takes more again."""
+LARGER_AMONG_MANY = 1.5
+"""A two-shot of more than two ranks, whose chunks cost more: each is a message to every other one. 4 hosts, 1 Gbit/s,
+all on two cores: bf16 in chunks of 128 KiB 886 ms a step, of 256 KiB 779, of 512 KiB 760; int8 546, 470, 474; int4 371,
+365, 331. That link is timed as 6 to 10 ns a byte: without this, chance chose between 256 and 128 KiB."""
 LARGER_IF_DIRECT, MIN_CHUNK_IF_DIRECT_NBYTES = 4, 1 << 20
 """One all-reduce of two ranks cuts its message by itself and has one stage on its way: of larger chunks only the cost
 is less. Beside a step that computes, on 2 hosts at 1 Gbit/s: 0.24 ms of a core for each chunk. At 100 Mbit/s 256 KiB
@@ -301,7 +305,8 @@ class Config:
         """
         nbytes, in_flight = self.chunk_nbytes, self.chunks_in_flight
         # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
-        if world_size > 2 and (self.sum in ("exact", "direct") or (self.wire == "fp32" and self.sum == "auto")):
+        transport_adds = self.sum in ("exact", "direct") or (self.wire == "fp32" and self.sum == "auto")
+        if world_size > 2 and transport_adds:
             s_per_byte = None
         if nbytes is None and device_type != "cpu":
             nbytes = DEVICE_CHUNK_NBYTES
@@ -315,6 +320,8 @@ class Config:
                 sent *= LARGER_IF_ONE_SHOT
             elif world_size <= 2 and self.sum == "direct":
                 sent, least = sent * LARGER_IF_DIRECT, MIN_CHUNK_IF_DIRECT_NBYTES
+            elif p > 2 and not transport_adds:
+                sent *= LARGER_AMONG_MANY
             nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
             nbytes = min(max(nbytes, least), MAX_CHUNK_NBYTES_PER_RANK * num_parts)
             if ranks_per_host > 1:

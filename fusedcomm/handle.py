@@ -90,9 +90,9 @@ def attach(
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": a power of two near √world_size for direct, else 1.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB
-            on cuda; on cpu what takes 2 ms on the link, which is timed at attach (4 ms by one-shot, 8 ms by "direct" of
-            two ranks): 32 KiB to 1 MiB for each rank, at most 8 MiB in all. A bucket summed exactly in its own memory
-            is not cut.
+            on cuda; on cpu what takes 2 ms on the link, which is timed at attach (3 ms among more than two ranks, 4 ms
+            by one-shot, 8 ms by "direct" of two): 32 KiB to 1 MiB for each rank, at most 8 MiB in all. A bucket summed
+            exactly in its own memory is not cut.
         chunks_in_flight: chunks under way at once, 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
             Scratch is about 2 · chunk_nbytes · chunks_in_flight, by one-shot world_size times it.
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
