@@ -12,6 +12,7 @@ from fusedcomm import env, hosts
 from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = ("fp32", "bf16", "int8")
@@ -21,7 +22,7 @@ LOCAL_WIRES = ("fp32", "bf16", "fp16")
 ONE_DIMENSIONAL = "1d"
 
 # Biases and norms: a fraction of a percent of the elements, and most of the damage when they are quantised.
-_DEFAULT_EXEMPT = {wire: (ONE_DIMENSIONAL,) for wire in WIRES if _C.has_scales(wire)}
+_DEFAULT_EXEMPT = dict.fromkeys(WITH_SCALES, (ONE_DIMENSIONAL,))
 
 MAX_CODEC_THREADS = 4
 """By default."""
@@ -144,7 +145,7 @@ class Config:
         if self.block is not None and not _C.has_scales(self.wire):
             raise ValueError(
                 f"block={self.block} has no effect with wire={self.wire!r}, which rounds each element by itself: it is "
-                f"for wires with scales ({', '.join(wire for wire in WIRES if _C.has_scales(wire))})"
+                f"for wires with scales ({', '.join(WITH_SCALES)})"
             )
         if not isinstance(self.rotate, bool):
             raise ValueError(f"rotate={self.rotate!r} is not possible: use True or False")
@@ -273,9 +274,11 @@ class Config:
         return tuple(dict.fromkeys((self.wire, *others)))
 
     @property
-    def block_numel(self) -> int:
-        """`block`, or what the engine wants to have in its place with a wire that has none."""
-        return _C.default_block_numel(self.wire) if self.block is None else self.block
+    def formats(self) -> list[tuple[str, int, bool]]:
+        """(wire, block, rotate) of each of `wires`, as the engine has them: a block also where there are no scales."""
+        block = _C.default_block_numel(self.wire) if self.block is None else self.block
+        others = [(wire, _C.default_block_numel(wire), self.rotate and _C.has_scales(wire)) for wire in self.wires[1:]]
+        return [(self.wire, block, self.rotate), *others]
 
     def number_of(self, wire: str) -> int:
         """The number of a wire that parameters may have; see csrc/plan.h."""
@@ -358,17 +361,16 @@ class Config:
         # A copy is checked as it is made, by calling this.
         is_open = None in (self.chunk_nbytes, self.chunks_in_flight)
         chunks = self.resolved(world_size, device_type, ranks_per_host=ranks_per_host) if is_open else self
+        (wire, block, rotate), *others = self.formats
         return _C.WireConfig(
-            wire=self.wire,
+            wire=wire,
             sum=self.sum,
-            block=self.block_numel,
+            block=block,
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
             chunk_nbytes=chunks.chunk_nbytes,
             chunks_in_flight=chunks.chunks_in_flight,
-            rotate=self.rotate,
-            others=[
-                (wire, _C.default_block_numel(wire), self.rotate and _C.has_scales(wire)) for wire in self.wires[1:]
-            ],
+            rotate=rotate,
+            others=others,
             stochastic=self.rounding == "stochastic",
             seed=self.seed,
             error_feedback=self.error_feedback,

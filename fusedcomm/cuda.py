@@ -111,9 +111,8 @@ def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[t
     """Every kernel that `cfg` can need for gradients of these dtypes."""
     from fusedcomm.kernels import compile
 
-    others = [(wire, _C.default_block_numel(wire), cfg.rotate and _C.has_scales(wire)) for wire in cfg.wires[1:]]
     return compile.engine_variants(
-        [(cfg.wire, cfg.block_numel, cfg.rotate), *others],
+        cfg.formats,
         grad_dtypes,
         stochastic=cfg.rounding == "stochastic",
         feedback=cfg.error_feedback,
