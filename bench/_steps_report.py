@@ -28,7 +28,7 @@ PREFIX = "ddp-step-"
 SPEED_UPS, HEADLINE = "speed-ups", "headline"
 HEADLINE_CASES = {
     ("2-hosts-100mbit", "transformer/100mbit"): "2 hosts, 100 Mbit/s",
-    ("2-hosts-1gbit-xeon", "transformer/1gbit"): "2 hosts, 1 Gbit/s",
+    ("2-hosts-1gbit", "transformer/1gbit"): "2 hosts, 1 Gbit/s",
     ("4-hosts-100mbit", "transformer/100mbit"): "4 hosts, 100 Mbit/s",
     ("4-hosts-1gbit", "transformer/1gbit"): "4 hosts, 1 Gbit/s",
     ("2-hosts-fast", "transformer/10gbit"): "2 hosts, 10 Gbit/s",
