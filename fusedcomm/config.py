@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fusedcomm import env, hosts
+from fusedcomm import chunks, env, hosts
 from fusedcomm.native import _C
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
@@ -31,36 +31,6 @@ MOST_CODEC_THREADS = 256
 
 STALL_AFTER_S = 60.0
 """By default a bucket that has been under way for so long without moving is a stall."""
-
-# A chunk by default takes so long on the link, as it was timed at attach. Each costs some tenths of a millisecond
-# beside its bytes, and while it is on its way its codec stages wait. Speed-up over DDP's default on bench/hosts.py: 4
-# hosts, 100 Mbit/s, int4 in chunks of 512 KiB ×6.0, of 256 KiB ×6.2, of 128 KiB another 2%; 2 hosts, 10 Gbit/s, bf16 in
-# chunks of 512 KiB ×1.0, of 2 MiB ×1.4.
-CHUNK_S = 2e-3
-LARGER_IF_ONE_SHOT = 2
-"""It has one collective on its way. 2 hosts, 1 Gbit/s, chunks of 256 KiB instead of 128: a step of a ResNet takes 5%
-less with bf16, 3% with int4, as long with int8; synchronisation alone 1% less (bf16, int8) and 4% (int4). With 512 KiB
-bf16 takes more again."""
-LARGER_AMONG_MANY = 1.5
-"""A two-shot of more than two ranks, whose chunks cost more: each is a message to every other one. 4 hosts, 1 Gbit/s,
-all on two cores: bf16 in chunks of 128 KiB 886 ms a step, of 256 KiB 779, of 512 KiB 760; int8 546, 470, 474; int4 371,
-365, 331. That link is timed as 6 to 10 ns a byte: without this, chance chose between 256 and 128 KiB."""
-LARGER_IF_DIRECT, MIN_CHUNK_IF_DIRECT_NBYTES = 4, 1 << 20
-"""One all-reduce of two ranks cuts its message by itself and has one stage on its way: of larger chunks only the cost
-is less. Beside a step that computes, on 2 hosts at 1 Gbit/s: 0.24 ms of a core for each chunk. At 100 Mbit/s 256 KiB
-took 0.9% more time, and 1% more bytes, than 1 MiB; 2 MiB no less."""
-DEFAULT_S_PER_BYTE = 8e-9
-"""Of a link that nobody has timed: 1 Gbit/s."""
-MIN_CHUNK_NBYTES_PER_RANK, MAX_CHUNK_NBYTES_PER_RANK = 32 << 10, 1 << 20
-MAX_DEFAULT_CHUNK_NBYTES = 8 << 20
-
-# Many small ones: ranks do not get on equally fast, and a rank's link is idle while all its chunks wait for others'.
-UNDER_WAY_NBYTES = 4 << 20
-MIN_CHUNKS_IN_FLIGHT, MAX_CHUNKS_IN_FLIGHT = 4, 16
-
-# On an accelerator a chunk costs up to three launches and two collectives, so DDP's buckets (25 MiB of gradients) are
-# not cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
-DEVICE_CHUNK_NBYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,41 +276,8 @@ class Config:
             s_per_byte: seconds that the link takes for each byte a rank sends, the same on every rank.
             ranks_per_host: more than one for sums on two levels.
         """
-        nbytes, in_flight = self.chunk_nbytes, self.chunks_in_flight
-        # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
-        transport_adds = self.sum in ("exact", "direct") or (self.wire == "fp32" and self.sum == "auto")
-        if world_size > 2 and transport_adds:
-            s_per_byte = None
-        if nbytes is None and device_type != "cpu":
-            nbytes = DEVICE_CHUNK_NBYTES
-        elif nbytes is None:
-            p = world_size // ranks_per_host
-            # In a one-shot a chunk is what goes to each of the others, else a part of it is.
-            is_one_shot = ranks_per_host == 1 and self.is_one_shot(world_size)
-            num_parts = 1 if is_one_shot else p
-            sent, least = CHUNK_S / (s_per_byte or DEFAULT_S_PER_BYTE), MIN_CHUNK_NBYTES_PER_RANK * num_parts
-            if is_one_shot:
-                sent *= LARGER_IF_ONE_SHOT
-            elif world_size <= 2 and self.sum == "direct":
-                sent, least = sent * LARGER_IF_DIRECT, MIN_CHUNK_IF_DIRECT_NBYTES
-            elif p > 2 and not transport_adds:
-                sent *= LARGER_AMONG_MANY
-            nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
-            nbytes = min(max(nbytes, least), MAX_CHUNK_NBYTES_PER_RANK * num_parts)
-            if ranks_per_host > 1:
-                # A chunk is as long between hosts as it would be among so many ranks. Within a host its message has all
-                # ranks' parts of it, mostly in a wider wire: 2 hosts × 2 ranks, 1 Gbit/s, int4, 10 M parameters: 214 ms
-                # where that message is 128 KiB, 78 where it is 2 MiB.
-                wider = nbytes_per_element(self.local_wire) / nbytes_per_element(self.wire)
-                nbytes *= ranks_per_host * max(1, 1 << round(math.log2(wider)))
-            nbytes = min(nbytes, MAX_DEFAULT_CHUNK_NBYTES)
-        if in_flight is None and device_type != "cpu":
-            in_flight = MIN_CHUNKS_IN_FLIGHT
-        elif in_flight is None:
-            # On two levels a chunk has twice as many collectives to be in.
-            under_way_nbytes = UNDER_WAY_NBYTES * (2 if ranks_per_host > 1 else 1)
-            in_flight = min(max(under_way_nbytes // nbytes, MIN_CHUNKS_IN_FLIGHT), MAX_CHUNKS_IN_FLIGHT)
-        return dataclasses.replace(self, chunk_nbytes=nbytes, chunks_in_flight=in_flight)
+        chunk_nbytes, in_flight = chunks.choose(self, world_size, device_type, s_per_byte, ranks_per_host)
+        return dataclasses.replace(self, chunk_nbytes=chunk_nbytes, chunks_in_flight=in_flight)
 
     def is_one_shot(self, world_size: int) -> bool:
         """Whether what the codec encodes is summed in one shot, on one level."""
@@ -354,21 +291,21 @@ class Config:
 
     def _in_any_chunks(self) -> "Config":
         """With sizes of chunks, whatever they are: for questions that choosing them asks, too."""
-        return dataclasses.replace(self, chunk_nbytes=MAX_DEFAULT_CHUNK_NBYTES, chunks_in_flight=1)
+        return dataclasses.replace(self, chunk_nbytes=chunks.MAX_DEFAULT_NBYTES, chunks_in_flight=1)
 
     def native(self, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
         """ranks_per_host: more than one for sums on two levels. Chunks left open are for a link of 1 Gbit/s."""
         # A copy is checked as it is made, by calling this.
         is_open = None in (self.chunk_nbytes, self.chunks_in_flight)
-        chunks = self.resolved(world_size, device_type, ranks_per_host=ranks_per_host) if is_open else self
+        whole = self.resolved(world_size, device_type, ranks_per_host=ranks_per_host) if is_open else self
         (wire, block, rotate), *others = self.formats
         return _C.WireConfig(
             wire=wire,
             sum=self.sum,
             block=block,
             predivide=0.0 if self.predivide == "auto" else float(self.predivide),
-            chunk_nbytes=chunks.chunk_nbytes,
-            chunks_in_flight=chunks.chunks_in_flight,
+            chunk_nbytes=whole.chunk_nbytes,
+            chunks_in_flight=whole.chunks_in_flight,
             rotate=rotate,
             others=others,
             stochastic=self.rounding == "stochastic",
@@ -417,12 +354,6 @@ def _matches(pattern: str, name: str, parameter: torch.Tensor) -> bool:
     if pattern == ONE_DIMENSIONAL:
         return parameter.dim() <= 1
     return fnmatch.fnmatchcase(name, pattern)
-
-
-def nbytes_per_element(wire: str) -> float:
-    """On the wire, scales included."""
-    numel = 1 << 20
-    return _C.bucket_layout(wire, _C.default_block_numel(wire), 1, 0, numel, 1 << 30).chunk_nbytes / numel
 
 
 def residual_name(error_feedback: bool | str | None) -> str | None:

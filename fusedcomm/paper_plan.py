@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 from fusedcomm import cost_model
 from fusedcomm.architectures import Parameter
-from fusedcomm.config import ONE_DIMENSIONAL, Config, nbytes_per_element
+from fusedcomm.chunks import nbytes_per_element
+from fusedcomm.config import ONE_DIMENSIONAL, Config
 from fusedcomm.cost_model import (
     WORTHWHILE,
     Choice,

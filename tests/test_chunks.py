@@ -1,4 +1,4 @@
-"""What a configuration leaves open, and what it becomes."""
+"""How large chunks become where a configuration leaves it open."""
 
 import pytest
 import torch

@@ -1,0 +1,93 @@
+"""How large a bucket's chunks are, and how many of them are under way, where a configuration leaves that open."""
+
+import math
+from typing import TYPE_CHECKING
+
+from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.config import Config
+
+# A chunk takes so long on the link, as it was timed at attach. Each costs some tenths of a millisecond beside its
+# bytes, and while it is on its way its codec stages wait. Speed-up over DDP's default on bench/hosts.py: 4 hosts, 100
+# Mbit/s, int4 in chunks of 512 KiB ×6.0, of 256 KiB ×6.2, of 128 KiB another 2%; 2 hosts, 10 Gbit/s, bf16 in chunks of
+# 512 KiB ×1.0, of 2 MiB ×1.4.
+_SECONDS = 2e-3
+_LARGER_IF_ONE_SHOT = 2
+"""It has one collective on its way. 2 hosts, 1 Gbit/s, chunks of 256 KiB instead of 128: a step of a ResNet takes 5%
+less with bf16, 3% with int4, as long with int8; synchronisation alone 1% less (bf16, int8) and 4% (int4). With 512 KiB
+bf16 takes more again."""
+_LARGER_AMONG_MANY = 1.5
+"""A two-shot of more than two ranks, whose chunks cost more: each is a message to every other one. 4 hosts, 1 Gbit/s,
+all on two cores: bf16 in chunks of 128 KiB 886 ms a step, of 256 KiB 779, of 512 KiB 760; int8 546, 470, 474; int4 371,
+365, 331. That link is timed as 6 to 10 ns a byte: without this, chance chose between 256 and 128 KiB."""
+_LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT = 4, 1 << 20
+"""One all-reduce of two ranks cuts its message by itself and has one stage on its way: of larger chunks only the cost
+is less. Beside a step that computes, on 2 hosts at 1 Gbit/s: 0.24 ms of a core for each chunk. At 100 Mbit/s 256 KiB
+took 0.9% more time, and 1% more bytes, than 1 MiB; 2 MiB no less."""
+_DEFAULT_S_PER_BYTE = 8e-9
+"""Of a link that nobody has timed: 1 Gbit/s."""
+_MIN_NBYTES_PER_RANK, _MAX_NBYTES_PER_RANK = 32 << 10, 1 << 20
+MAX_DEFAULT_NBYTES = 8 << 20
+
+# Many small ones: ranks do not get on equally fast, and a rank's link is idle while all its chunks wait for others'.
+_UNDER_WAY_NBYTES = 4 << 20
+_MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 16
+
+# On an accelerator a chunk costs up to three launches and two collectives, so DDP's buckets (25 MiB of gradients) are
+# not cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
+_DEVICE_NBYTES = 16 << 20
+
+
+def choose(
+    config: "Config", world_size: int, device_type: str, s_per_byte: float | None, ranks_per_host: int
+) -> tuple[int, int]:
+    """(chunk_nbytes, chunks_in_flight): the configuration's own, chosen where it has None.
+
+    Args:
+        s_per_byte: seconds that the link takes for each byte a rank sends, the same on every rank; None: not timed.
+        ranks_per_host: more than one for sums on two levels.
+    """
+    is_cpu = device_type == "cpu"
+    nbytes, in_flight = config.chunk_nbytes, config.chunks_in_flight
+    if nbytes is None:
+        nbytes = _nbytes(config, world_size, s_per_byte, ranks_per_host) if is_cpu else _DEVICE_NBYTES
+    if in_flight is None:
+        # On two levels a chunk has twice as many collectives to be in.
+        under_way_nbytes = _UNDER_WAY_NBYTES * (2 if ranks_per_host > 1 else 1)
+        in_flight = min(max(under_way_nbytes // nbytes, _MIN_IN_FLIGHT), _MAX_IN_FLIGHT) if is_cpu else _MIN_IN_FLIGHT
+    return nbytes, in_flight
+
+
+def _nbytes(config: "Config", world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:
+    """Over CPU channels."""
+    # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
+    transport_adds = config.sum in ("exact", "direct") or (config.wire == "fp32" and config.sum == "auto")
+    if world_size > 2 and transport_adds:
+        s_per_byte = None
+    p = world_size // ranks_per_host
+    # In a one-shot a chunk is what goes to each of the others, else a part of it is.
+    is_one_shot = ranks_per_host == 1 and config.is_one_shot(world_size)
+    num_parts = 1 if is_one_shot else p
+    sent, least = _SECONDS / (s_per_byte or _DEFAULT_S_PER_BYTE), _MIN_NBYTES_PER_RANK * num_parts
+    if is_one_shot:
+        sent *= _LARGER_IF_ONE_SHOT
+    elif world_size <= 2 and config.sum == "direct":
+        sent, least = sent * _LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT
+    elif p > 2 and not transport_adds:
+        sent *= _LARGER_AMONG_MANY
+    nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
+    nbytes = min(max(nbytes, least), _MAX_NBYTES_PER_RANK * num_parts)
+    if ranks_per_host > 1:
+        # A chunk is as long between hosts as it would be among so many ranks. Within a host its message has all
+        # ranks' parts of it, mostly in a wider wire: 2 hosts × 2 ranks, 1 Gbit/s, int4, 10 M parameters: 214 ms
+        # where that message is 128 KiB, 78 where it is 2 MiB.
+        wider = nbytes_per_element(config.local_wire) / nbytes_per_element(config.wire)
+        nbytes *= ranks_per_host * max(1, 1 << round(math.log2(wider)))
+    return min(nbytes, MAX_DEFAULT_NBYTES)
+
+
+def nbytes_per_element(wire: str) -> float:
+    """On the wire, scales included."""
+    numel = 1 << 20
+    return _C.bucket_layout(wire, _C.default_block_numel(wire), 1, 0, numel, 1 << 30).chunk_nbytes / numel
