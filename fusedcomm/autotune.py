@@ -1,13 +1,14 @@
 """``wire="auto"``: what is tried for how many steps and which of it is kept. No ranks, no clock and no engine in here.
 
 1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
-   faster by more than MARGIN. If none comes NEAR to off, off it is.
+   faster by more than MARGIN, and any only if it is so much faster than off. If none comes NEAR to off, off it is.
 2. The best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
 3. In turn, in case the machine was busy with something else during step 1: the fastest exact one, what is best by now,
    and the fastest other wire that came NEAR to it. Once more, what is not FAR behind. What is kept has won here.
 
-"fp32" is as exact as off, and can be faster: it divides on a thread of its own. While the search goes on, off divides
-in a pass of its own, too, on the backward pass's thread; once it is kept, DDP does it in its copies, without a hook.
+"fp32" is as exact as off, and can be faster: it divides on a thread of its own. It has to be by more than MARGIN, too:
+while the search goes on, off divides in a pass of its own, on the backward pass's thread; once it is kept, DDP does it
+in its copies, without a hook.
 
 Each of these is one trial: some steps to warm up and TIMED ones.
 """
@@ -33,7 +34,7 @@ TIMED = 5
 """Steps of which a trial's time is the median; the largest of the ranks' medians counts."""
 
 MARGIN = 0.03
-"""Of a step: by so much something less exact has to be faster."""
+"""Of a step: by so much something less exact, or of ours at all, has to be faster."""
 NEAR = 0.1
 """A wire that is slower than off by more than this is not going to be made faster by its chunks. One that is slower
 than another by less may have been unlucky."""
@@ -249,9 +250,11 @@ class Search:
 
 
 def preferred(step_ms: dict[Candidate, float]) -> Candidate:
-    """The fastest exact one, if no other beats it by more than MARGIN; else the first that none beats by so much."""
+    """Off, if none beats it by more than MARGIN; else the fastest exact one of which that is so, else the first."""
     enough = min(step_ms.values()) / (1 - MARGIN)
     near = [candidate for candidate, ms in step_ms.items() if ms <= enough]
+    if OFF in near:
+        return OFF
     return min((candidate for candidate in near if candidate.is_exact), key=step_ms.get, default=near[0])
 
 

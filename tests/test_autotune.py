@@ -43,9 +43,17 @@ def test_the_more_exact_is_kept_unless_it_is_slower_by_more_than_the_margin():
     assert search(by_candidate(off=100, bf16=99, int8=96, int4=95)).candidate == INT8
 
 
-def test_of_what_is_exact_the_fastest_is_kept():
-    assert search(by_candidate(off=100, fp32=99, bf16=98), (FP32, BF16)).candidate == FP32
+def test_off_is_kept_unless_something_is_faster_by_more_than_the_margin():
+    """Also where that is as exact: during the search off has to divide in a pass that DDP does without afterwards."""
+    assert search(by_candidate(off=100, fp32=98, bf16=98), (FP32, BF16)).candidate == OFF
     assert search(by_candidate(off=100, fp32=101, bf16=99), (FP32, BF16)).candidate == OFF
+    assert search(by_candidate(off=100, fp32=96, bf16=95), (FP32, BF16)).candidate == FP32
+    assert preferred({OFF: 100, FP32: 97.5, BF16: 97.5}) == OFF
+
+
+def test_of_ours_that_are_exact_the_fastest_is_kept():
+    in_small_chunks = dataclasses.replace(FP32, chunk_nbytes=4096)
+    assert preferred({OFF: 100, FP32: 96, in_small_chunks: 95, BF16: 94}) == in_small_chunks
     # And it is what another wire has to beat.
     found = search(by_candidate(off=100, fp32=80, bf16=70), (FP32, BF16))
     assert [str(trial.candidate) for trial in found.trials] == ["off", "fp32", "bf16", *["fp32", "bf16"] * 2]

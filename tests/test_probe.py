@@ -20,6 +20,7 @@ from fusedcomm.cli import main
 from fusedcomm.config import Config
 from fusedcomm.probe import report
 from fusedcomm.probe.choices import OFF
+from fusedcomm.probe.local import _agreed_cores
 from fusedcomm.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, measure_network
 from fusedcomm.probe.run import Settings, probe
 from fusedcomm.probe.team import ProbeError, Team
@@ -225,6 +226,17 @@ def other_settings(rank, world_size):
 def test_ranks_with_other_command_lines_are_named(ranks):
     wanted = f"the ranks' command lines differ: seconds is {TINY.seconds} on rank 0 and {TINY.seconds + 1} on rank 1; "
     assert ranks.run(other_settings, world_size=2) == [wanted + "give every host the same"] * 2
+
+
+def cores_agreed_on(rank, world_size, of_ranks):
+    return _agreed_cores(Team(dist.group.WORLD, torch.device("cpu")), of_ranks[rank])
+
+
+def test_ranks_agree_on_the_fewest_cores_whoever_was_told_of_them(ranks):
+    counted, *_ = ranks.run(cores_agreed_on, [None, None], world_size=2)
+    assert counted == len(os.sched_getaffinity(0)) / 2
+    for of_ranks in ([0.25, None], [None, 0.25], [0.5, 0.25]):
+        assert ranks.run(cores_agreed_on, of_ranks, world_size=2) == [0.25] * 2
 
 
 def traced(rank, world_size):

@@ -126,6 +126,17 @@ def test_a_link_is_as_fast_as_it_was_seen_to_be():
     assert found.carried_bytes_s("direct") == pytest.approx(5e6)
 
 
+def test_the_crossover_is_the_same_whichever_link_was_measured():
+    """Chunks on another link are those that attach would make there, and each has its cost."""
+
+    def until(bytes_s: float) -> float:
+        measured = dataclasses.replace(cluster(bytes_s, codec_s=2e-9), timed_s_per_byte=1 / bytes_s)
+        return crossover_bytes_s(workload(0.0), measured, Way("int8"), 25.0)
+
+    assert 1e8 < until(1e8) < FASTEST_BYTES_S
+    assert [until(1e7), until(1e9)] == pytest.approx([until(1e8)] * 2, rel=0.02)
+
+
 def by_host(bytes_s: float, local_bytes_s: float) -> Cluster:
     """Four ranks on two hosts."""
     link = Cost(1e-4, 1 / bytes_s, cpu_s_per_unit=1e-9)
@@ -174,3 +185,11 @@ def test_the_link_up_to_which_a_wire_pays():
         assert (int8.prediction.step_s < 0.97 * off.prediction.step_s) == pays
     assert crossover_bytes_s(workload(100.0), slow, Way("int8"), 25.0) < 1e8
     assert crossover_bytes_s(workload(0.0), cluster(1e8, codec_s=1e-4), Way("int8"), 25.0) is None
+
+
+def test_no_step_waits_for_less_than_nothing():
+    """It can be shorter than its computation was by itself."""
+    found = options(workload(0.3), cluster(2e10), ("int8",), (25.0,))
+    assert min(option.prediction.compute_s for option in found) == pytest.approx(0.3)
+    decided = recommend(found, ("int8",), {option: 0.299 for option in found})
+    assert decided.leave_off and "a step waits 0.0 ms of 299.0 ms" in decided.reason

@@ -41,12 +41,19 @@ def check(
     team: Team, task: Task, workload: Workload, cluster: Cluster, chosen: Sequence[Option], budget_s: float
 ) -> list[Check]:
     """Real steps of each, in turns; a collective call. Where steps are too long for the budget they are those of the
-    first two and of a smaller, synthetic model: there bytes take most of the time, which a model can tell."""
-    longest_s = max(option.prediction.step_s for option in chosen)
-    fits = budget_s / len(chosen) / (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN))
+    first two, and where these are, too, of a smaller, synthetic model: there bytes take most of the time, which a model
+    can tell."""
+
+    def longest_and_fitting_s() -> tuple[float, float]:
+        """Of the chosen's steps the longest as predicted, and the longest for which there is time."""
+        num_steps = WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)
+        return max(option.prediction.step_s for option in chosen), budget_s / len(chosen) / num_steps
+
+    longest_s, fits = longest_and_fitting_s()
     if longest_s > fits:
-        fits *= len(chosen) / 2
         chosen = chosen[:2]
+        longest_s, fits = longest_and_fitting_s()
+    if longest_s > fits:
         numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
         task = synthetic(numel, 0.0, team.device)
         workload = measure_workload(team, task, 0.1 * budget_s)

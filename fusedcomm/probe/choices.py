@@ -229,7 +229,8 @@ def _predicted_s(option: Option) -> float:
 
 
 def _exposed_s(option: Option, step_s: StepTime) -> float:
-    return step_s(option) - option.prediction.compute_s
+    # A measured step can be shorter than what was predicted of its computation alone.
+    return max(0.0, step_s(option) - option.prediction.compute_s)
 
 
 def ms(seconds: float) -> str:
@@ -250,7 +251,8 @@ def link_bytes_s(cluster: Cluster) -> float:
 
 def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
     """The same ranks on a link that carries so many bytes a second. On a slower link all collectives are as slow as it;
-    on a faster one each is faster by as much, whatever else may hold it up then."""
+    on a faster one each is faster by as much, whatever else may hold it up then. Chunks are as long as attach would
+    make them there."""
     gain = bytes_s / link_bytes_s(cluster)
 
     def scaled(cost: Cost | None) -> Cost | None:
@@ -266,7 +268,13 @@ def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
     two_levels = cluster.two_levels
     if two_levels is not None:
         two_levels = dataclasses.replace(two_levels, network=over_it(two_levels.network))
-    return dataclasses.replace(cluster, network=over_it(cluster.network), two_levels=two_levels, link_bytes_s=bytes_s)
+    return dataclasses.replace(
+        cluster,
+        network=over_it(cluster.network),
+        two_levels=two_levels,
+        link_bytes_s=bytes_s,
+        timed_s_per_byte=None if cluster.timed_s_per_byte is None else cluster.timed_s_per_byte / gain,
+    )
 
 
 def crossover_bytes_s(workload: Workload, cluster: Cluster, way: Way, cap_mb: float) -> float | None:

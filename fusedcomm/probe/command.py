@@ -43,7 +43,11 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     probe.add_argument("--wires", nargs="+", default=list(COMPARED), help=f"what to compare ({' '.join(COMPARED)})")
     add_accept_to(probe)
     probe.add_argument("--caps", nargs="+", type=float, default=[5.0, 25.0, 100.0], help="bucket_cap_mb (5 25 100)")
-    probe.add_argument("--cores", type=float, help="cores that each rank has for itself (counted)")
+    probe.add_argument(
+        "--cores",
+        type=float,
+        help="cores of a rank of this host (counted); the fewest of all hosts count",
+    )
     probe.add_argument("--json", type=Path, default=Path("out/probe.json"), help="all of it (out/probe.json)")
     probe.add_argument("--plot", type=Path, default=Path("out/probe.png"), help="steps by link (out/probe.png)")
     probe.set_defaults(run=_run, error=probe.error)

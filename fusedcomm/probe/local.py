@@ -45,17 +45,14 @@ def measure_local(
     cores: float | None = None,
     s_per_byte: float | None = None,
 ) -> MeasuredLocal:
-    """A collective call. `cores`: of a rank, if it is known.
+    """A collective call. `cores`: of this rank, if it is known.
 
     On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
     """
     on_cpu = team.device.type == "cpu"
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
     copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
-    if not on_cpu:
-        cores = None
-    elif cores is None:
-        cores = min(team.gather(cores_of_a_rank(team)))
+    cores = _agreed_cores(team, cores) if on_cpu else None
     points, codecs = {}, {}
     first = torch.randn(DEFAULT_CAP_NBYTES // 4)
     buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
@@ -157,6 +154,12 @@ def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Equal where ranks share a kernel, and thus its cores, also in containers and network namespaces with names of their
 own."""
+
+
+def _agreed_cores(team: Team, own: float | None) -> float:
+    """The fewest of any rank: as its user says, or counted. A collective call."""
+    counted = cores_of_a_rank(team)
+    return min(team.gather(counted if own is None else own))
 
 
 def cores_of_a_rank(team: Team) -> float:

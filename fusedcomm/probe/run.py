@@ -120,7 +120,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     chosen = finalists(found, recommendation, settings.accept)
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
     speed, in_steps = Speed(), (workload, cluster)
-    if [check.option for check in checks] == chosen:
+    if all(check.option in chosen for check in checks):
         # Steps of the model itself: what was measured decides, not what was predicted, and says how fast the cores are.
         speed = speed_of(workload, cluster, checks)
         in_steps = speed.of(workload, cluster)
@@ -154,6 +154,8 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
 
 def _agree_on_settings(team: Team, settings: Settings) -> None:
     """Raises ProbeError on every rank: what ranks measure together depends on all but a script's place and cores."""
+    if team.device.type != "cpu" and any(team.gather(settings.cores is not None)):
+        raise ProbeError("--cores has no effect on an accelerator: leave it out")
     own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("script", "cores")}
     everybodys = team.gather(own)
     for name, value in everybodys[0].items():
