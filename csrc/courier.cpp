@@ -93,6 +93,11 @@ std::string Courier::loss() const {
   return desk_->loss;
 }
 
+bool Courier::has_failed() const {
+  std::lock_guard<std::mutex> lock(desk_->mutex);
+  return !desk_->problem.empty() || !desk_->loss.empty();
+}
+
 void Courier::stop() {
   if (!thread_.joinable()) return;
   constexpr std::chrono::milliseconds kPatience{100};

@@ -29,6 +29,8 @@ class Courier {
   // first that throws is run once more, on a new clone of the store: a connection that failed does not come back by
   // itself. So an errand must be one that can be run twice.
   std::string send(Errand errand, std::chrono::duration<double> limit);
+  // Whether the last errand has thrown, or the one under way has and is run once more.
+  bool has_failed() const;
   // Why no errand is run any more: the store threw again. Empty: they are.
   std::string loss() const;
   // Ends the thread, or leaves it to itself if the store does not let it go. A send() under way returns.

@@ -37,6 +37,8 @@ double after_looks_s(WatchOptions options, int num_looks) {
 
 std::string answer_key(const std::string& number, int rank) { return "answer/" + number + "/" + std::to_string(rank); }
 
+std::string opened_by(int rank) { return "opened by rank " + std::to_string(rank) + ", "; }
+
 constexpr const char* kConclusive = "conclusive\n";
 constexpr const char* kInconclusive = "inconclusive\n";
 
@@ -61,7 +63,8 @@ Watch::Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device,
       answer_(after_looks_s(options_, 2)),
       late_(after_looks_s(options_, 1)),
       limit_(1 + options_.world_size / 1e3),
-      roll_call_(answer_ + 4 * limit_),
+      patience_(2 * limit_),
+      roll_call_(answer_ + 6 * limit_),
       courier_(store->clone()),
       thread_([this] { loop(); }) {
 #if defined(__linux__)
@@ -165,7 +168,7 @@ void Watch::answer_others() {
     const bool was_failure = seen->opened.find(kFailed) != std::string::npos;
     const bool waits = view.label && (was_failure || stalled_s(view) > options_.stall_after_s / 2);
     if (seen->is_over || !(has_failed || waits)) continue;
-    keep(wait_for_report(number, seen->opened), view);
+    keep(take_part(number, seen->opened), view);
     if (has_failed || reported_job_ == view.num_ended) continue;
     reported_job_ = view.num_ended;
     warn_of_what_is_known();
@@ -198,8 +201,11 @@ void Watch::report_stall() {
   const auto stall_after = std::chrono::duration_cast<Clock::duration>(Seconds(options_.stall_after_s));
   const Board::View view = board_->view(Clock::now() - stall_after);
   if (stalled_s(view) < options_.stall_after_s || reported_job_ == view.num_ended) return;
-  reported_job_ = view.num_ended;
+  store_is_silent_ = false;
   keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view))), view);
+  // Once it answers, the next look finds out for whom this rank waits.
+  if (store_is_silent_ && std::exchange(silent_job_, view.num_ended) == view.num_ended) return;
+  if (!store_is_silent_) reported_job_ = view.num_ended;
   warn_of_what_is_known();
 }
 
@@ -223,20 +229,31 @@ void Watch::keep(Finding finding, const Board::View& view) {
 
 Finding Watch::call_roll(const std::string& why) {
   const std::string number = std::to_string(next_call_);
-  const std::string own = "opened by rank " + std::to_string(options_.rank) + ", " + why;
+  const std::string own = opened_by(options_.rank) + why;
   const std::string answer = state().to_text();
   auto opened = std::make_shared<std::string>();
-  const std::string problem = send([=, rank = options_.rank](c10d::Store& store) {
+  const auto open = [=, rank = options_.rank](c10d::Store& store) {
     *opened = store.compareSet("call/" + number, "", own);
     store.set(answer_key(number, rank), answer);
-  });
+  };
+  std::string problem = send(open);
+  for (const auto deadline = Clock::now() + patience_; is_silence(problem) && Clock::now() < deadline;) {
+    if (!sleep(look_)) return {};
+    problem = send(open);
+  }
   if (!problem.empty()) return without_store(problem, why);
   ++next_call_;
-  if (*opened != own) return wait_for_report(number, *opened);
-  const Finding finding = collect(number, own);
+  return take_part(number, *opened);
+}
+
+Finding Watch::take_part(const std::string& number, const std::string& opened) {
+  if (opened.rfind(opened_by(options_.rank), 0) != 0) return wait_for_report(number, opened);
+  const Finding finding = collect(number, opened);
   send([=](c10d::Store& store) { store.set("report/" + number, to_text(finding)); });
   return finding;
 }
+
+bool Watch::is_silence(const std::string& problem) const { return !problem.empty() && !courier_.has_failed(); }
 
 Finding Watch::wait_for_report(const std::string& number, const std::string& opened) {
   const auto deadline = Clock::now() + roll_call_;
@@ -246,8 +263,8 @@ Finding Watch::wait_for_report(const std::string& number, const std::string& ope
       const std::string key = "report/" + number;
       if (store.check({key})) *report = store.get_to_str(key);
     });
-    if (!problem.empty()) break;
-    if (!report->empty()) return finding_from(*report);
+    if (!problem.empty() && !is_silence(problem)) break;
+    if (problem.empty() && !report->empty()) return finding_from(*report);
     if (!sleep(look_)) return {};
   }
   return collect(number, opened);
@@ -268,8 +285,9 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
       };
       *were_all_asked = answers->read(fetch, now_s, now_s() + limit_s / 2);
     });
-    if (!call.store_problem.empty() || answers->are_known(deadline_s) || now_s() > end_s) break;
-    if (!sleep(*were_all_asked ? look_ : Seconds{0})) return {};
+    const bool is_silent = is_silence(call.store_problem);
+    if ((!call.store_problem.empty() && !is_silent) || answers->are_known(deadline_s) || now_s() > end_s) break;
+    if (!sleep(is_silent || *were_all_asked ? look_ : Seconds{0})) return {};
   }
   if (!sleep(Seconds{0})) return {};
   call.number = std::stoll(number);
@@ -320,10 +338,13 @@ Finding Watch::without_store(const std::string& problem, const std::string& why)
   }
   const RankState own = state();
   Finding finding;
-  finding.is_conclusive = true;
+  store_is_silent_ = is_silence(problem);
+  finding.is_conclusive = !store_is_silent_;
   finding.text = "fusedcomm: rank " + std::to_string(options_.rank) + " of " + std::to_string(options_.world_size) +
-                 " cannot call the roll (" + why + "): the store fails (" + problem + "). It is " +
-                 options_.store_text + ". Whoever hosts it is stopped, was killed, has left, or is cut off";
+                 " cannot call the roll (" + why + "): the store " + (store_is_silent_ ? "is silent (" : "fails (") +
+                 problem + "). It is " + options_.store_text +
+                 ". Whoever hosts it is stopped, was killed, has left, or is cut off" +
+                 (store_is_silent_ ? ", or very slow" : "");
   if (!own.bucket.empty()) {
     finding.text += "\n  rank " + std::to_string(options_.rank) + " waits in step " + std::to_string(own.step) +
                     " for " + under_way_text(own) + ", handed over " + seconds_text(own.waits_s) + " ago";

@@ -45,8 +45,8 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   // What is known of the other ranks after this failure; empty once stopped. Waits for a roll call: as long as ranks
-  // may take to answer, about 3 s, if one is missing, and at most 2 · (answer_ + 4 · limit_): 14 s, of 1,000 ranks 26
-  // s, of 10,000 ranks 170 s.
+  // may take to answer, about 3 s, if one is missing, and at most 2 · (answer_ + 6 · limit_): 18 s, of 1,000 ranks 34
+  // s, of 10,000 ranks 214 s.
   std::string explain(const std::string& failure);
   void stop();
 
@@ -64,12 +64,16 @@ class Watch {
   double stalled_s(const Board::View& view) const;
   // Opens one, or takes part in the one that another rank has just opened.
   Finding call_roll(const std::string& why);
+  // In one that is open: collects the answers if it is this rank's own, else waits for the report.
+  Finding take_part(const std::string& number, const std::string& opened);
   Finding collect(const std::string& number, const std::string& opened);
   // Asks the store who they are, as far as they will be listed.
   void name_absent(RollCall* call);
   // By another rank; collects itself if that is not in time.
   Finding wait_for_report(const std::string& number, const std::string& opened);
   Finding without_store(const std::string& problem, const std::string& why);
+  // Whether what `send` returned may pass: the store has not failed, but has not answered.
+  bool is_silence(const std::string& problem) const;
   // What was found concerns the job that is the oldest now.
   void keep(Finding finding, const Board::View& view);
   std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
@@ -83,8 +87,9 @@ class Watch {
   const std::shared_ptr<const Device> device_;
   const WatchOptions options_;
   // Between two looks at the store, for its sake longer where ranks are many; between two looks during a roll call;
-  // for an answer to a roll call, and from when on one is late; for the store to do one errand; for a whole roll call.
-  const Seconds poll_, look_, answer_, late_, limit_, roll_call_;
+  // for an answer to a roll call, and from when on one is late; for the store to do one errand, and to answer again
+  // where it did not; for a whole roll call.
+  const Seconds poll_, look_, answer_, late_, limit_, patience_, roll_call_;
   Courier courier_;
 
   mutable std::mutex mutex_;  // what follows, down to explanation_
@@ -97,6 +102,8 @@ class Watch {
   Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
   int64_t next_call_ = 1;
   int64_t reported_job_ = -1;  // the stall that was warned of is of this job
+  int64_t silent_job_ = -1;    // so is that the store was silent when it was to be looked into
+  bool store_is_silent_ = false;
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;

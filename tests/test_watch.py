@@ -115,7 +115,7 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
         error, warned, waited, detached = value
         report = error[error.index("restart the job") :]
         if store_kind == "tcp" and victim == 0:
-            assert "the store fails" in report
+            assert ("the store fails" if fate == "killed" else "the store is silent") in report
             assert "a TCPStore at 127.0.0.1" in report and "hosted by rank 0 of the job" in report
         else:
             assert f"rank {victim} (process {pid} on " in report and "is missing: no answer within" in report
@@ -126,7 +126,10 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
         if fate == "stopped":
             # Said before the timeout made an error of it, and once.
             assert warned.count("Warning: fusedcomm") == 1
-            assert report[report.index("fusedcomm: ") :].splitlines()[1] in warned
+            if store_kind == "tcp" and victim == 0:  # asked once more since, and silent still
+                assert "the store is silent" in warned and "hosted by rank 0 of the job" in warned
+            else:
+                assert report[report.index("fusedcomm: ") :].splitlines()[1] in warned
             assert waited < TIMEOUT_S + 4
         else:
             assert "Warning: fusedcomm" not in warned
@@ -224,10 +227,11 @@ def test_nothing_is_said_of_a_wait_within_stall_after(ranks):
 
 class Proxy:
     """Between the ranks and a TCPStore. One byte from a client of `control` cuts all connections; "0" also refuses new
-    ones."""
+    ones. "h" holds back all that is on its way, until "g"."""
 
     def __init__(self, port):
-        self._port, self._pairs, self._is_open = port, [], True
+        self._port, self._pairs, self._is_open, self._goes_on = port, [], True, threading.Event()
+        self._goes_on.set()
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
         self.port, self.control = (listener.getsockname()[1] for listener in self._listeners)
         for listener, serve in zip(self._listeners, (self._connect, self._obey), strict=True):
@@ -255,12 +259,17 @@ class Proxy:
     def _pump(self, one, other):
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
+                self._goes_on.wait()
                 other.sendall(data)
             other.shutdown(socket.SHUT_WR)
 
     def _obey(self, client):
-        self._is_open = client.recv(1) != b"0"
-        self._cut()
+        order = client.recv(1)
+        if order in b"hg":
+            self._goes_on.clear() if order == b"h" else self._goes_on.set()
+        else:
+            self._is_open = order != b"0"
+            self._cut()
         client.sendall(b"done")
         client.close()
 
@@ -278,7 +287,7 @@ def proxy():
     proxy.close()
 
 
-def cut(control, order):
+def obey(control, order):
     with socket.create_connection(("127.0.0.1", control)) as client:
         client.sendall(order)
         assert client.recv(4) == b"done"
@@ -299,7 +308,7 @@ def cut_off(rank, world_size, port, control):
         with tempfile.NamedTemporaryFile() as log:
             with stderr_to(log.name):
                 if rank == 0:
-                    cut(control, order)
+                    obey(control, order)
                 means += synchronise(ddp, gradients)
                 time.sleep(wait_s)  # enough to notice, and to give up
                 means += synchronise(ddp, gradients)
@@ -320,6 +329,41 @@ def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
         assert second.count(f"Warning: fusedcomm: rank {rank} of 3 has lost the store") == 1, second
         assert "a TCPStore at 127.0.0.1" in second
         assert ("cannot call the roll" in second) == (rank != 1)
+
+
+def held_back(rank, world_size, port, control, silent_s):
+    """From before rank 1 is late until it has been for `silent_s` and two seconds more, the store does not answer.
+    Returns what was written to stderr, and whether the sums were right."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=2)
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    means = synchronise(ddp, gradients, steps=3)
+    with tempfile.NamedTemporaryFile() as log:
+        with stderr_to(log.name):
+            if rank == 1:
+                obey(control, b"h")
+                time.sleep(2 + silent_s)
+                obey(control, b"g")
+                time.sleep(8)
+            means += synchronise(ddp, gradients)
+        with open(log.name) as file:
+            text = file.read()
+    comm.detach()
+    return text, all((mean == (world_size + 1) / 2).all().item() for mean in means)
+
+
+@pytest.mark.parametrize("silent_s", [1.5, 6])
+def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, silent_s):
+    """Not for long: nothing is said of it. For longer: what is said of it first is not the last word."""
+    for rank, (text, right) in enumerate(ranks.run(held_back, proxy.port, proxy.control, silent_s, world_size=3)):
+        assert right
+        if rank != 1:
+            assert text.count("rank 1 is slow: it has not handed over bucket 0") == 1, text
+            assert text.count("cannot call the roll") == text.count("the store is silent") == (silent_s > 3), text
+        assert "is missing" not in text and "has lost the store" not in text, text
 
 
 # ---- what is concluded from answers
