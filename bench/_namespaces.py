@@ -222,12 +222,17 @@ def _limit(namespace: str, interface: str, bits_s: int | None) -> None:
 
 
 def _remove(token: str) -> None:
-    """All that has the token; also what a run that failed half way has made of it."""
+    """All that has the token; also what a run that failed half way has made of it. Raises NetworkError if it cannot."""
+    said = ""
     for namespace in _namespaces_of(token):
         _kill_inside(namespace)
         # It may be gone by now: two runs may remove the same stale one.
-        subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, start_new_session=True)
+        delete = ["ip", "netns", "delete", namespace]
+        said = subprocess.run(delete, capture_output=True, text=True, start_new_session=True).stderr.strip() or said
     (RECORDS / f"{token}.hosts").unlink(missing_ok=True)
+    left = _namespaces_of(token)
+    if left:
+        raise NetworkError(f"cannot remove {', '.join(left)} ({said}): the next run will try again")
 
 
 def _namespaces_of(token: str) -> list[str]:
@@ -275,16 +280,21 @@ def _record() -> Iterator[str]:
         try:
             yield token
         finally:
-            path.unlink(missing_ok=True)
+            if not _namespaces_of(token):
+                path.unlink(missing_ok=True)
 
 
 def remove_stale() -> list[str]:
-    """Removes what runs that were killed have left. Returns their tokens."""
+    """Removes what runs that were killed have left. Returns their tokens. What cannot be removed is said, and stays."""
     stale = []
     for path in sorted(RECORDS.glob("*.lock")):
         with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path.stem)
+            try:
+                _remove(path.stem)
+            except NetworkError as error:
+                print(f"hosts: {error}", file=sys.stderr)
+                continue
             path.unlink(missing_ok=True)
             stale.append(path.stem)
     return stale

@@ -58,27 +58,31 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--hosts", type=int, default=0, help="hosts to make, as root; 0: loopback (0)")
     parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", default=["1gbit"], help="each host's, each way (1gbit)")
+    parser.add_argument("--link", nargs="+", help="each host's, each way (1gbit)")
     parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
-    parser.add_argument(
-        "--congestion", default=CONGESTION, help=f"control that TCP has: cubic, reno, bbr ({CONGESTION})"
-    )
+    parser.add_argument("--congestion", help=f"control that TCP has between hosts: cubic, reno, bbr ({CONGESTION})")
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["transformer"])
     parser.add_argument("--params", type=float, default=10e6, help="numel of the model (10e6)")
     parser.add_argument("--size", type=int, default=16, help="sequence length, or side of an image (16)")
-    parser.add_argument("--batch", type=int, default=1, help="samples of a rank (1)")
-    parser.add_argument("--compute-ms", type=float, help="choose --batch so that a step without sync takes so long")
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument("--batch", type=int, default=1, help="samples of a rank (1)")
+    samples.add_argument("--compute-ms", type=float, help="as many samples as make a step without sync take so long")
     parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd", help="fused (sgd)")
     parser.add_argument("--ways", nargs="+", choices=list(ways_by_name()), help="those to compare (all)")
     parser.add_argument("--caps", type=float, nargs="*", default=[5, 100], help="bucket_cap_mb to try (5 100)")
     parser.add_argument("--rounds", type=int, default=8, help="(8)")
     parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
-    parser.add_argument("--quick", action="store_true", help="1e6 parameters, two rounds, no search")
+    parser.add_argument("--quick", action="store_true", help="by default 1e6 parameters, two rounds, no search")
     parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    if parser.parse_args().quick:
+        parser.set_defaults(params=1e6, rounds=2, steps=2, caps=[])
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.params, arguments.rounds, arguments.steps, arguments.caps = 1e6, 2, 2, []
+    for name, default in (("link", ["1gbit"]), ("congestion", CONGESTION), ("subnet", None)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif not arguments.hosts:
+            parser.error(f"--{name} is for hosts that are made: use --hosts 2 or more with it, or leave it out")
     if arguments.ranks_per_host is None:
         arguments.ranks_per_host = 1 if arguments.hosts else 2
     if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:

@@ -219,20 +219,29 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=2, help="(2)")
-    parser.add_argument("--ranks-per-host", type=int, default=1, help="(1)")
+    parser.add_argument("--hosts", type=int, help="of a script (2)")
+    parser.add_argument("--ranks-per-host", type=int, help="of a script (1)")
     parser.add_argument("--link", nargs="+", help="each host's, each way: 100mbit … 10gbit, or unlimited (1gbit)")
     parser.add_argument("--subnet", help="a private one that this machine does not use (one that is free)")
     parser.add_argument(
         "--congestion", default=CONGESTION, help=f"control that TCP has: cubic, reno, bbr ({CONGESTION})"
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measured flow (3)")
-    parser.add_argument("--quick", action="store_true", help="flows of half a second")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, help="of each measured flow (3)")
+    length.add_argument("--quick", action="store_const", dest="seconds", const=0.5, help="flows of half a second")
     parser.add_argument("--json", metavar="PATH", help="write what was measured there")
     parser.add_argument("command", nargs="*", metavar="-- script.py …", help="what torchrun runs on every host")
     arguments = parser.parse_args()
     if arguments.command and arguments.link and len(arguments.link) > 1:
         parser.error("a script runs over one --link")
+    of_others = ("seconds", "json") if arguments.command else ("hosts", "ranks_per_host")
+    for name in of_others:
+        if getattr(arguments, name) is not None:
+            where = "is for links that are measured, without a script" if arguments.command else "is for a script"
+            parser.error(f"--{name.replace('_', '-')} {where}: leave it out")
+    for name, default in (("hosts", 2), ("ranks_per_host", 1), ("seconds", 3.0)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
     if arguments.ranks_per_host < 1:
         parser.error("--ranks-per-host must be at least 1")
     return arguments
@@ -250,8 +259,7 @@ def main() -> int:
             print(f"not measured: {reason}")
             return 0
         links = arguments.link or ["100mbit", "1gbit", "10gbit", UNLIMITED]
-        seconds = 0.5 if arguments.quick else arguments.seconds
-        measure_links(links, seconds, arguments.subnet, arguments.congestion, arguments.json)
+        measure_links(links, arguments.seconds, arguments.subnet, arguments.congestion, arguments.json)
     except NetworkError as error:
         print(f"hosts.py: {error}", file=sys.stderr)
         return 2

@@ -113,14 +113,37 @@ class Hardware:
             )
         said |= {
             "all-reduce": f"NCCL's ring, {RING_PLATEAU} × these latencies between hosts"
-            + (f", or its tree, at {TREE_RATE} of a ring's rate, where that is faster" if self.tree else " (no tree)"),
+            + (
+                f", or its tree, in pieces of {TREE_PIECE_NBYTES >> 10} KiB at {TREE_RATE} of a ring's rate, where "
+                "that is faster"
+                if self.tree
+                else " (no tree)"
+            ),
             "all-to-all": f"{MESSAGES_UNDER_WAY} messages of a GPU under way at a time (no source)",
             "collectives": f"one after another on one stream, {self.launch_us:g} µs each to launch (NCCL's)",
-            "memory": f"{self.memory_gbytes_per_s:g} GB/s; fusedcomm's kernels reach {self.codec_share:g} of it, and "
-            f"take {self.kernel_us:g} µs more each (assumed, not measured on a GPU)",
+            "memory": f"{self.memory_gbytes_per_s:g} GB/s; gradients are copied into buckets and out of them at that "
+            "rate, read and written (no gradient_as_bucket_view); fusedcomm's kernels reach "
+            f"{self.codec_share:g} of it, and take {self.kernel_us:g} µs more each (assumed, not measured on a GPU)",
             "slowdown": f"the backward pass takes {self.slowdown:g} of the time longer that collectives and kernels "
             "run beside it (0.4: roughly fitted to PyTorch's benchmarks/distributed/ddp/README.md)",
         }
+        return said
+
+    def assumptions_of_ways(self) -> dict[str, str]:
+        """The same of what gradients are cut into and sent as, and of what is recommended, beside the hardware."""
+        chunks = Config().resolved(self.ranks, "cuda")
+        said = {
+            "buckets": f"a first one of {cost_model.FIRST_BUCKET_NBYTES >> 20} MiB where the cap is DDP's own, "
+            f"{cost_model.DEFAULT_CAP_NBYTES >> 20}",
+            "chunks": f"fusedcomm's, of {chunks.chunk_nbytes >> 20} MiB, {chunks.chunks_in_flight} under way",
+            "exact": "parameters of one dimension in a wire that has scales, where the model's are known (exempt)",
+        }
+        if 1 < self.ranks_per_host < self.ranks:
+            said["within a host, with hosts"] = f"{chunks.local_wire} (local_wire)"
+        said["recommended"] = (
+            f"what makes a step shorter by more than {WORTHWHILE:.0%}, the more exact of what is as near to the "
+            f"fastest, int4 only where it is faster by more than {WORTH_INT4:.0%}"
+        )
         return said
 
     def cluster(self) -> Cluster:

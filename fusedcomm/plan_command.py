@@ -124,6 +124,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
         + (", ready by the multiply-adds of their layers" if args.model else ", of equal size, ready evenly"),
         "compute": f"{step_s * 1e3:g} ms a step without synchronisation, {backward_share:.0%} of it backward",
         **hardware.assumptions(),
+        **hardware.assumptions_of_ways(),
     }
     _print_assumptions(assumptions)
     _print_rows(rows)

@@ -121,6 +121,25 @@ def test_hosts_are_gone_if_making_them_fails(monkeypatch):
     assert traces(tokens[0]) == []
 
 
+@makes_hosts
+def test_what_cannot_be_removed_is_said_and_removed_by_the_next_run(monkeypatch):
+    run = subprocess.run
+
+    def busy(command, *arguments, **options):
+        deletes = command[:3] == ["ip", "netns", "delete"] and command[3].endswith("-host1")
+        return run(["sh", "-c", "echo it is busy >&2; exit 1"] if deletes else command, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", busy)
+        with (
+            pytest.raises(NetworkError, match=r"cannot remove \S+-host1 \(it is busy\)"),
+            hosts.make(2, "unlimited") as cluster,
+        ):
+            token = cluster.network.token
+    assert [name.rpartition("-")[2] for name in namespaces(token)] == ["host1"]
+    assert token in _namespaces.remove_stale() and traces(token) == []
+
+
 @pytest.fixture
 def sleeping_run(tmp_path):
     """A run of the command whose ranks sleep. Its process, and its token."""
@@ -308,7 +327,34 @@ def test_the_command_refuses_in_one_line():
     assert done.stderr.startswith("hosts.py: --link 3bit is not possible") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments", "refusal"),
+    [
+        (hosts, ["--hosts", "3"], "--hosts is for a script"),
+        (hosts, ["--ranks-per-host", "2"], "--ranks-per-host is for a script"),
+        (hosts, ["--json", "a.json", "--", "a.py"], "--json is for links that are measured"),
+        (hosts, ["--quick", "--", "a.py"], "--seconds is for links that are measured"),
+        (hosts, ["--quick", "--seconds", "1"], "not allowed with"),
+        (ddp_step, ["--link", "100mbit"], "--link is for hosts that are made"),
+        (ddp_step, ["--hosts", "0", "--congestion", "bbr"], "--congestion is for hosts that are made"),
+        (ddp_step, ["--subnet", "10.9.0.0/24"], "--subnet is for hosts that are made"),
+        (ddp_step, ["--batch", "2", "--compute-ms", "100"], "not allowed with"),
+    ],
+)
+def test_options_without_effect_are_refused(module, arguments, refusal, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit):
+        module.parse()
+    assert refusal in capsys.readouterr().err
+
+
 # ---- bench/ddp_step.py
+
+
+def test_quick_changes_only_what_is_not_given(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ddp_step.py", "--quick", "--params", "2e6", "--caps", "7"])
+    arguments = ddp_step.parse()
+    assert (arguments.params, arguments.caps, arguments.rounds, arguments.steps) == (2e6, [7], 2, 2)
 
 
 def run_ddp_step(tmp_path, *arguments: str) -> dict:

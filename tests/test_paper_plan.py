@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fusedcomm import plan_command, published
+from fusedcomm import chunks, cost_model, paper_plan, plan_command, published
 from fusedcomm.architectures import architecture
 from fusedcomm.cli import main
 from fusedcomm.config import Config
@@ -255,6 +255,35 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
     assert [row["way"] for row in written["rows"]][:3] == ["DDP default", "DDP, best cap", "wire=bf16"]
     assert {field.name for field in dataclasses.fields(Row)} == set(written["rows"][0])
     assert all(any(line.startswith(row["way"]) for line in lines) for row in written["rows"])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "said"),
+    [
+        (paper_plan, "TREE_PIECE_NBYTES", 77 << 10, "pieces of 77 KiB"),
+        (paper_plan, "TREE_RATE", 0.77, "0.77 of a ring's rate"),
+        (paper_plan, "RING_PLATEAU", 7.7, "7.7 × these latencies"),
+        (paper_plan, "MESSAGES_UNDER_WAY", 77, "77 messages"),
+        (paper_plan, "WORTH_INT4", 0.77, "int4 only where it is faster by more than 77%"),
+        (paper_plan, "WORTHWHILE", 0.077, "shorter by more than 8%"),
+        (cost_model, "FIRST_BUCKET_NBYTES", 7 << 20, "a first one of 7 MiB"),
+        (cost_model, "DEFAULT_CAP_NBYTES", 77 << 20, "DDP's own, 77"),
+        (chunks, "_DEVICE_NBYTES", 7 << 20, "of 7 MiB, 4 under way"),
+    ],
+)
+def test_every_constant_of_the_model_is_said(module, name, value, said, monkeypatch):
+    """What is no option, but would change what is predicted or recommended."""
+    hardware = Hardware(16, ranks_per_host=4)
+    monkeypatch.setattr(module, name, value)
+    assert said in " ".join((hardware.assumptions() | hardware.assumptions_of_ways()).values())
+
+
+def test_what_else_the_ways_assume_is_said():
+    several, one = (Hardware(16, ranks_per_host=count) for count in (4, 1))
+    assert several.assumptions_of_ways()["within a host, with hosts"].startswith("bf16")
+    assert "within a host, with hosts" not in one.assumptions_of_ways()
+    assert "one dimension" in one.assumptions_of_ways()["exact"]
+    assert "no gradient_as_bucket_view" in one.assumptions()["memory"]
 
 
 def test_every_hardware_option_reaches_the_model(capsys, tmp_path):
