@@ -113,7 +113,7 @@ class Runner:
         tuning = getattr(self.held, "tuning", lambda: None)
         while tuning() is not None and not tuning().finished:
             self.step(batch)
-        return "" if tuning() is None else tuning().line
+        return "" if tuning() is None else str(tuning())
 
     def synchronise_alone(self, gradients: list[Tensor]) -> float:
         self.optimizer.zero_grad()

@@ -202,6 +202,8 @@ def case_table(result: Result) -> str:
         cells += [_cell(figures, "exposed_s", ".1f", 1e3), _cell(figures, "overlap", ".0%")]
         cells += [_cell(figures, "wire_nbytes", ".2f", 1e-6), _cell(figures, "error", ".0e")]
         lines.append(_line(way, cells))
+    chosen = result.found.get("chosen", {})
+    lines += [f"\n{way}: {'; '.join(map(str.strip, said.splitlines()))}" for way, said in chosen.items()]
     lines += [f"\n{entry['impl']}: not measured: {entry['reason']}" for entry in result.missing]
     return "\n".join(lines)
 
