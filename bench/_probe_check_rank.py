@@ -66,10 +66,13 @@ def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option]
         option, seconds = options[name], sorted(runner.step_s)
         prediction, median_s = option.prediction, statistics.median(seconds)
         then = predict_option(workload, cluster, option.way, option.cap_mb).prediction
+        # Without the factors that its check has found.
+        unfitted = predict_option(findings.workload, findings.cluster, option.way, option.cap_mb).prediction
         figures = {
             "predicted_s": prediction.step_s,
             "ratio": prediction.step_s / median_s,
             "ratio_at_speed": then.step_s / median_s,
+            "unfitted_ratio": unfitted.step_s / median_s,
             "predicted_network_s": prediction.network_s,
             "predicted_sent_nbytes": prediction.sent_nbytes,
             "error": runner.error,

@@ -37,6 +37,7 @@ OFF = "off"
 FASTEST_BITS_S = 10**10
 BYTES_PER_ELEMENT = 4
 MIN_PARAMS, MAX_PARAMS = 3e6, 20e6
+LINKS = ("100mbit", "1gbit", "10gbit", "unlimited")
 STEP_S = 0.3
 """Of communication alone, by which a link's model is sized within these bounds."""
 
@@ -47,7 +48,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--hosts", type=int, default=2, help="hosts to make, as root; 0: loopback (2)")
     parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", default=["100mbit", "1gbit", "10gbit", "unlimited"], help="(all of these)")
+    parser.add_argument("--link", nargs="+", help=f"({' '.join(LINKS)})")
     parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
     parser.add_argument("--mix", nargs="+", type=float, default=[0, 0.5, 2], help="compute / communication (0 0.5 2)")
     parser.add_argument("--model", choices=MODELS, default="transformer")
@@ -60,11 +61,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="of measured steps (6)")
     parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
-    parser.add_argument("--quick", action="store_true", help="probes of 10 s, two rounds, mixes of 0 and 1")
+    parser.add_argument("--quick", action="store_true", help="by default probes of 10 s, two rounds, mixes of 0 and 1")
     parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    if parser.parse_args().quick:
+        parser.set_defaults(seconds=10, rounds=2, steps=2, mix=[0, 1])
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.seconds, arguments.rounds, arguments.steps, arguments.mix = 10, 2, 2, [0, 1]
+    for name, default in (("link", LINKS), ("subnet", None)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif not arguments.hosts:
+            parser.error(f"--{name} is for hosts that are made: use --hosts 2 or more with it, or leave it out")
     if arguments.ranks_per_host is None:
         arguments.ranks_per_host = 1 if arguments.hosts else 2
     if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
@@ -113,13 +119,17 @@ def verdict(rows: list[Row], found: dict) -> dict:
     measured = {row.impl: row.median_s for row in rows}
     if found.get("recommended") not in measured:
         return {}
-    errors, at_speed = ([abs(row.figures[name] - 1) for row in rows] for name in ("ratio", "ratio_at_speed"))
+    errors, at_speed, unfitted = (
+        [abs(row.figures[name] - 1) for row in rows] for name in ("ratio", "ratio_at_speed", "unfitted_ratio")
+    )
     by_default = found["by_default"]
     return {
         "max_error": max(errors),
         "median_error": statistics.median(errors),
         "max_error_at_speed": max(at_speed),
         "median_error_at_speed": statistics.median(at_speed),
+        "max_error_unfitted": max(unfitted),
+        "median_error_unfitted": statistics.median(unfitted),
         **recommendation(measured, found["recommended"]),
         "by_default": recommendation(
             {name: measured[name] for name in by_default["among"] if name in measured}, by_default["recommended"]
@@ -155,6 +165,7 @@ def print_verdicts(report: Report) -> None:
             print(
                 f"{case}: error at most {found['max_error']:.1%}, median {found['median_error']:.1%}; at the speed "
                 f"that the machine had then {found['max_error_at_speed']:.1%}, {found['median_error_at_speed']:.1%}; "
+                f"without the factors {found['max_error_unfitted']:.1%}, {found['median_error_unfitted']:.1%}; "
                 f"recommended {found['recommended']}, best {found['best']}, regret {found['regret']:.1%}; of the wires "
                 f"accepted by default {found['by_default']['recommended']}, best {found['by_default']['best']}, regret "
                 f"{found['by_default']['regret']:.1%}"

@@ -294,14 +294,15 @@ def test_errors_and_regret_of_the_probe(bench_modules):
     from _common import Row
 
     def row(impl: str, measured_s: float, predicted_s: float) -> Row:
-        figures = {"ratio": predicted_s / measured_s, "ratio_at_speed": 1 + 0.4 * (predicted_s / measured_s - 1)}
+        ratio = predicted_s / measured_s
+        figures = {"ratio": ratio, "ratio_at_speed": 1 + 0.4 * (ratio - 1), "unfitted_ratio": 1 + 2 * (ratio - 1)}
         return Row("1gbit/mix 0", impl, 1000, 4000, measured_s, measured_s, True, figures=figures)
 
     rows = [row("off 25", 1.0, 1.1), row("bf16 25", 0.5, 0.49), row("int8 25", 0.4, 0.5)]
     by_default = {"recommended": "bf16 25", "among": ["off 25", "bf16 25", "not measured 25"]}
     found = probe_check.verdict(rows, {"recommended": "bf16 25", "by_default": by_default})
     assert found["max_error"] == pytest.approx(0.25) and found["median_error"] == pytest.approx(0.1)
-    assert found["max_error_at_speed"] == pytest.approx(0.1)
+    assert found["max_error_at_speed"] == pytest.approx(0.1) and found["max_error_unfitted"] == pytest.approx(0.5)
     assert (found["recommended"], found["best"]) == ("bf16 25", "int8 25") and found["regret"] == pytest.approx(0.25)
     assert (found["by_default"]["best"], found["by_default"]["regret"]) == ("bf16 25", 0)
     assert probe_check.verdict([], {"recommended": "bf16 25", "by_default": by_default}) == {}
