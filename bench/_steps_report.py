@@ -83,9 +83,10 @@ class Result:
         return self.rows[COMPUTE]["median_s"]
 
     def bucket_size(self, way: str) -> str:
-        """The best one that was found; empty: DDP's own, 25 after a first one of 1, or not searched."""
-        cap = self.found.get("bucket_cap_mb", {}).get(way)
-        return "" if cap is None else f"{cap:g}"
+        """The best one that was found, by run; empty: DDP's own, 25 after a first one of 1, or not searched."""
+        runs = self.found.get("runs", [self.found])
+        caps = dict.fromkeys(run.get("bucket_cap_mb", {}).get(way) for run in runs)
+        return "" if list(caps) == [None] else "/".join("own" if cap is None else f"{cap:g}" for cap in caps)
 
     def sync_speed_up(self, way: str) -> str:
         """As `speed_up`, of a backward pass that computes nothing."""
@@ -100,6 +101,14 @@ class Result:
         if not bits_s or not nbytes:
             return ""
         return f"{max(self.compute_s, line_s(nbytes, bits_s)) / self.rows[way]['median_s']:.2f}"
+
+    def speed_ups_of_runs(self, way: str) -> list[float]:
+        """The same of each run, if there were several that have it."""
+        names = [name for name in (DEFAULT, TUNED, way) if name in self.rows]
+        of_runs_s = [self.rows[name]["figures"].get("medians_s", []) for name in names]
+        if len({len(medians_s) for medians_s in of_runs_s}) > 1:
+            return []
+        return [min(seconds[:-1]) / seconds[-1] for seconds in zip(*of_runs_s, strict=True)]
 
     def speed_up(self, way: str) -> float | None:
         return self.baseline_s / self.rows[way]["median_s"] if way in self.rows else None
@@ -118,8 +127,17 @@ def load(paths: Sequence[Path]) -> list[Result]:
     return results
 
 
+def one_of_each(results: Sequence[Result]) -> list[Result]:
+    """Where a case was measured on several processors, the one whose file says of none."""
+    by_title: dict[str, Result] = {}
+    for result in sorted(results, key=lambda result: len(result.name)):
+        by_title.setdefault(result.title, result)
+    return [result for result in results if by_title[result.title] is result]
+
+
 def speed_up_table(results: Sequence[Result]) -> str:
-    """Ways by cases: how many times as fast as DDP without a hook."""
+    """Ways by cases, one of each: how many times as fast as DDP without a hook."""
+    results = one_of_each(results)
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
     ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
     lines = [_line("", [result.title for result in results]), "|---" * (len(results) + 1) + "|"]
@@ -173,14 +191,23 @@ def command(results: Sequence[Result]) -> str:
         words.append(f"--compute-ms {settings['compute_ms']:g}")
     words.append("--caps " + " ".join(f"{cap:g}" for cap in settings["caps"]))
     words += [f"--{name} {settings[name]}" for name in ("rounds", "steps")]
+    if settings.get("repeat", 1) > 1:
+        words.append(f"--repeat {settings['repeat']}")
     words += ["--ways", *(shlex.quote(way).replace(" ", SPACE) for way in settings["ways"])]
     words.append(f"--json bench/results/{PREFIX}{results[0].name}.json")
     lines = textwrap.wrap(" ".join(words), 112, break_long_words=False, break_on_hyphens=False)
     return "```\n" + " \\\n    ".join(lines).replace(SPACE, " ") + "\n```"
 
 
+def _with_range(speed_up: float, of_runs: Sequence[float]) -> str:
+    return f"{speed_up:.2f}" + (f" ({min(of_runs):.2f}–{max(of_runs):.2f})" if of_runs else "")
+
+
 def case_table(result: Result) -> str:
     sizes = f"{result.numel:,} parameters, batch {result.found['batch']}, {result.num_steps} steps of each way"
+    repeat = result.settings.get("repeat", 1)
+    if repeat > 1:
+        sizes += f" in each of {repeat} runs, of which medians and, of × DDP, the least and the greatest"
     lines = [
         f"{result.title}: {sizes}",
         "",
@@ -193,7 +220,7 @@ def case_table(result: Result) -> str:
         cells = [result.bucket_size(way)]
         cells += [f"{row['percentiles_s'][name] * 1e3:.1f}" for name in ("p50", "p75", "p90", "p95")]
         cells += [
-            f"{result.speed_up(way):.2f}",
+            _with_range(result.speed_up(way), result.speed_ups_of_runs(way)),
             result.sync_speed_up(way),
             _cell(figures, "bytes_ratio", ".2f"),
             result.of_ideal(way),
@@ -202,8 +229,10 @@ def case_table(result: Result) -> str:
         cells += [_cell(figures, "exposed_s", ".1f", 1e3), _cell(figures, "overlap", ".0%")]
         cells += [_cell(figures, "wire_nbytes", ".2f", 1e-6), _cell(figures, "error", ".0e")]
         lines.append(_line(way, cells))
-    chosen = result.found.get("chosen", {})
-    lines += [f"\n{way}: {'; '.join(map(str.strip, said.splitlines()))}" for way, said in chosen.items()]
+    for run in result.found.get("runs", [result.found]):
+        lines += [
+            f"\n{way}: {'; '.join(map(str.strip, said.splitlines()))}" for way, said in run.get("chosen", {}).items()
+        ]
     lines += [f"\n{entry['impl']}: not measured: {entry['reason']}" for entry in result.missing]
     return "\n".join(lines)
 
@@ -253,6 +282,7 @@ def write_tables(document: Path, results: Sequence[Result]) -> None:
 def plot(results: Sequence[Result], path: Path) -> None:
     from matplotlib import pyplot
 
+    results = one_of_each(results)
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, DEFAULT, TUNED)))
     ways = [way for way in ways if "powersgd" not in way]  # its speed-ups are off any scale, and it is another mean
     ways.sort(key=lambda way: way.startswith("fusedcomm"))

@@ -32,8 +32,10 @@ last release, 0.28.1, has to be compiled, as C++14, which the headers of torch 2
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--caps", type=float, nargs="*", default=[5, 100], help="bucket_cap_mb to try (5 100)")
     parser.add_argument("--rounds", type=int, default=8, help="(8)")
     parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of all that, in fresh processes each (1)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
     parser.add_argument("--quick", action="store_true", help="by default 1e6 parameters, two rounds, no search")
     parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
@@ -87,7 +90,7 @@ def parse() -> argparse.Namespace:
         arguments.ranks_per_host = 1 if arguments.hosts else 2
     if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
         parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
-    for name, least in (("params", 1), ("size", 1), ("batch", 1), ("rounds", 1), ("steps", 1)):
+    for name, least in (("params", 1), ("size", 1), ("batch", 1), ("rounds", 1), ("steps", 1), ("repeat", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
     return arguments
@@ -107,17 +110,47 @@ def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Pat
 
 def measure(arguments: argparse.Namespace, link: str, model: str, report: Report) -> None:
     case = f"{model}/{link}"
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        status = run_ranks(arguments, link, model, results)
-        found = json.loads(results.read_text()) if results.exists() else {"rows": [], "not_measured": []}
-    rows = [Row(**row) for row in found["rows"]]
-    report.extra.setdefault("cases", {})[case] = found.get("case", {})
+    runs = []
+    for _ in range(arguments.repeat):
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results.json"
+            status = run_ranks(arguments, link, model, results)
+            found = json.loads(results.read_text()) if results.exists() else {"rows": [], "not_measured": []}
+        report.not_measured += [entry for entry in found["not_measured"] if entry not in report.not_measured]
+        if status:
+            at = f", at {found['at']}" if "at" in found else ""
+            what = "all" if not found["rows"] else "the rest"
+            report.missing(case, what, f"the ranks ended with exit status {status}{at}")
+        runs.append(found)
+    rows = of_runs([[Row(**row) for row in found["rows"]] for found in runs])
+    report.extra.setdefault("cases", {})[case] = {
+        **runs[-1].get("case", {}),
+        **({"runs": [found.get("case", {}) for found in runs]} if arguments.repeat > 1 else {}),
+    }
     report.add(with_ratios(with_floors(rows, hosts.parse_link(link) if arguments.hosts else None), [DEFAULT, TUNED]))
-    report.not_measured += found["not_measured"]  # its rank has said so
-    if status:
-        at = f", at {found['at']}" if "at" in found else ""
-        report.missing(case, "all" if not rows else "the rest", f"the ranks ended with exit status {status}{at}")
+
+
+def of_runs(runs: list[list[Row]]) -> list[Row]:
+    """One row of each way: medians of what the runs that have it have found, and each one's median as "medians_s"."""
+    if len(runs) == 1:
+        return runs[0]
+    by_impl: dict[str, list[Row]] = {}
+    for row in itertools.chain(*runs):
+        by_impl.setdefault(row.impl, []).append(row)
+
+    def medians(of_each: list[dict[str, float]]) -> dict[str, float]:
+        return {name: statistics.median(one[name] for one in of_each if name in one) for name in of_each[0]}
+
+    return [
+        dataclasses.replace(
+            rows[0],
+            median_s=statistics.median(row.median_s for row in rows),
+            best_s=min(row.best_s for row in rows),
+            percentiles_s=medians([row.percentiles_s for row in rows]),
+            figures={**medians([row.figures for row in rows]), "medians_s": [row.median_s for row in rows]},
+        )
+        for rows in by_impl.values()
+    ]
 
 
 def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:

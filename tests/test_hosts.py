@@ -357,6 +357,24 @@ def test_quick_changes_only_what_is_not_given(monkeypatch):
     assert (arguments.params, arguments.caps, arguments.rounds, arguments.steps) == (2e6, [7], 2, 2)
 
 
+def test_of_several_runs_medians_are_kept_and_each():
+    def row(impl, median_s, **figures):
+        return _common.Row(
+            "a/b", impl, 10, 40, median_s, median_s / 2, True, percentiles_s={"p50": median_s}, figures=figures
+        )
+
+    runs = [
+        [row("x", 1.0, sync_s=3.0), row("y", 4.0)],
+        [row("x", 2.0, sync_s=5.0)],
+        [row("x", 9.0, sync_s=4.0), row("y", 6.0)],
+    ]
+    assert ddp_step.of_runs(runs[:1]) == runs[0]
+    x, y = ddp_step.of_runs(runs)
+    assert (x.median_s, x.best_s, x.percentiles_s) == (2.0, 0.5, {"p50": 2.0})
+    assert x.figures == {"sync_s": 4.0, "medians_s": [1.0, 2.0, 9.0]} and y.figures == {"medians_s": [4.0, 6.0]}
+    assert y.median_s == 5.0
+
+
 def run_ddp_step(tmp_path, *arguments: str) -> dict:
     path = tmp_path / "ddp_step.json"
     command = [sys.executable, str(BENCH / "ddp_step.py"), "--quick", "--json", str(path), *arguments]

@@ -60,7 +60,16 @@ def test_speed_ups_and_shares_are_of_the_faster_ddp(results):
     ]
 
 
+def test_a_case_is_shown_once_and_of_the_processor_that_its_file_need_not_name(results, tmp_path):
+    document = json.loads((tmp_path / "ddp-step-two.json").read_text())
+    (tmp_path / "ddp-step-two-b.json").write_text(json.dumps({**document, "env": {"cpu": "B"}}))
+    both = _steps_report.load(list(tmp_path.glob("*.json")))
+    assert [result.name for result in both] == ["two-b", "two"]
+    assert _steps_report.speed_up_table(both) == _steps_report.speed_up_table(results)
+
+
 def test_a_case_has_every_way_and_what_is_missing(results):
+    results[0].found["chosen"] = {"fusedcomm auto": "bf16 chosen, of these:\n  off 10 ms\n  bf16 9 ms"}
     table = _steps_report.case_table(results[0])
     title = "2 hosts × 3 ranks, 1gbit/s, resnet of 2 M: 2,000,000 parameters, batch 4, 12 steps of each way"
     assert table.splitlines()[0] == title
@@ -73,7 +82,23 @@ def test_a_case_has_every_way_and_what_is_missing(results):
         in table
     )
     assert "| ddp tuned | 5 | 200.0 |" in table
+    assert "\n\nfusedcomm auto: bf16 chosen, of these:; off 10 ms; bf16 9 ms\n" in table
     assert table.endswith("\n\nsome hook: not measured: it hangs")
+
+
+def test_of_several_runs_the_least_and_the_greatest_gain_are_said(results):
+    for impl, milliseconds in (("ddp default", [240, 260]), ("ddp tuned", [200, 200]), ("fusedcomm int8", [40, 62.5])):
+        results[0].rows[impl]["figures"]["medians_s"] = [value / 1e3 for value in milliseconds]
+    results[0].settings = {**SETTINGS, "repeat": 2}
+    results[0].found["runs"] = [
+        {"bucket_cap_mb": BEST},
+        {"bucket_cap_mb": {"ddp tuned": None}, "chosen": {"x": "a\nb"}},
+    ]
+    table = _steps_report.case_table(results[0])
+    assert "12 steps of each way in each of 2 runs, of which medians" in table and "\n\nx: a; b\n" in table
+    assert "| fusedcomm int8 |  | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 (3.20–5.00) |" in table
+    assert "| ddp tuned | 5/own | 200.0 |" in table and "| 1.60 |" in table
+    assert "--steps 3 --repeat 2 --ways" in _steps_report.command(results).replace(" \\\n   ", "")
 
 
 def test_a_command_is_what_its_cases_were_measured_with(results):
@@ -129,6 +154,11 @@ def test_the_readme_begins_with_what_the_results_say():
     assert set(blocks) == {_steps_report.HEADLINE, *_steps_report.OF_OTHERS}
     table = blocks[_steps_report.HEADLINE]
     assert table == _steps_report.headline_table(results)
+    for result in results:
+        if (result.name, result.case) in _steps_report.HEADLINE_CASES:
+            # At 100 Mbit/s one 16-bit hook is as slow as another.
+            hooks = _steps_report.STOCK_HOOKS[: 1 if result.case.endswith("100mbit") else None]
+            assert set(hooks) <= set(result.rows), result.name
     assert table.splitlines()[0].count("|") == len(_steps_report.HEADLINE_CASES) + 2
 
 

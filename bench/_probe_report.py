@@ -1,0 +1,70 @@
+"""The tables in docs/probe.md, from the JSON of bench/probe_check.py. Nothing is typed by hand; the tests compare both.
+
+python bench/_probe_report.py
+"""
+
+import json
+import textwrap
+
+from _common import REPOSITORY
+from _steps_report import between_marks, blocks_of, processor
+
+DOCUMENT, RESULTS = REPOSITORY / "docs" / "probe.md", REPOSITORY / "bench" / "results"
+_LINES = (
+    "| link | compute, ms | DDP, ms | errors of up to | median | without factors | factors: cores; collectives "
+    "| recommended | of the wires accepted by default |",
+    "|---" * 9 + "|",
+)
+
+
+def table(name: str) -> str:
+    """Of bench/results/<name>.json, below the command that has measured it."""
+    document = json.loads((RESULTS / f"{name}.json").read_text())
+    measured_s = {(row["case"], row["impl"]): row["median_s"] for row in document["rows"]}
+    lines = [_command(name, document), "", f"{processor(document['env'])}, commit {document['env']['commit']}:", ""]
+    lines += _LINES
+    for case, found in document["cases"].items():
+        speed = found["probe"]["speed"]
+        factors = [f"{speed['cores']:.2f}", ", ".join(f"{factor:.2f}" for factor in speed["collectives"].values())]
+        cells = [
+            case.split("/")[0],
+            f"{found['compute_alone_s'] * 1e3:.0f}",
+            f"{measured_s[case, 'off 25'] * 1e3:.0f}",
+            *(f"{found[key]:.1%}" for key in ("max_error", "median_error", "max_error_unfitted")),
+            "; ".join(filter(None, factors)),
+            _choice(found),
+            _choice(found["by_default"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _choice(found: dict) -> str:
+    """What was recommended, and how it did against the fastest."""
+    names = {name: name.rpartition(" ")[0] for name in (found["recommended"], found["best"])}
+    recommended = names[found["recommended"]].replace("off", "leave it off")
+    if found["recommended"] == found["best"]:
+        return f"{recommended}: the fastest"
+    return f"{recommended}: {found['regret']:.1%} slower than {names[found['best']]}"
+
+
+def _command(name: str, document: dict) -> str:
+    settings = document["settings"]
+    links = dict.fromkeys(case.split("/")[0] for case in document["cases"])
+    words = ["sudo .venv/bin/python bench/probe_check.py"]
+    if settings["ranks_per_host"] > 1:
+        words.append(f"--ranks-per-host {settings['ranks_per_host']}")
+    words += [f"--link {' '.join(links)}", f"--mix {' '.join(f'{mix:g}' for mix in settings['mix'])}"]
+    words += [f"--rounds {settings['rounds']}", f"--json bench/results/{name}.json"]
+    return "```\n" + " \\\n    ".join(textwrap.wrap(" ".join(words), 112, break_on_hyphens=False)) + "\n```"
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    for name in blocks_of(text):
+        text = between_marks(text, name, table(name))
+    DOCUMENT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
