@@ -181,7 +181,10 @@ Finding conclude(const RollCall& call) {
                                 " not read in time, of " + ranks_text(call.unread) +
                                 (call.store_problem.empty() ? ": the store is slow" : ""));
   }
-  if (!call.store_problem.empty()) add_line(&finding.text, "then the store failed: " + call.store_problem);
+  if (!call.store_problem.empty()) {
+    add_line(&finding.text,
+             (call.store_is_silent ? "then the store was silent: " : "then the store failed: ") + call.store_problem);
+  }
 
   // A rank that lost its peer has failed, too, but is no reason.
   bool has_failed = false;

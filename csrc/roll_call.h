@@ -53,6 +53,7 @@ struct RollCall {
   std::map<int, std::string> absent;  // by rank, where and what its process is, as far as it said
   std::vector<int> unread;            // may have answered: the store did not get round to them
   std::string store_problem;          // empty: the store answered to the end
+  bool store_is_silent = false;       // its problem is that it has not answered yet
 };
 
 // The answers as they are read, some at a time: neither a slow store nor a thousand ranks must make anybody look absent

@@ -168,16 +168,10 @@ void Watch::answer_others() {
     const bool was_failure = seen->opened.find(kFailed) != std::string::npos;
     const bool waits = view.label && (was_failure || stalled_s(view) > options_.stall_after_s / 2);
     if (seen->is_over || !(has_failed || waits)) continue;
+    store_is_silent_ = false;
     keep(take_part(number, seen->opened), view);
-    if (has_failed || reported_job_ == view.num_ended) continue;
-    reported_job_ = view.num_ended;
-    warn_of_what_is_known();
+    if (!has_failed && reported_job_ != view.num_ended) warn_of_stall();
   }
-}
-
-void Watch::warn_of_what_is_known() {
-  // Nothing has been found if the watch was stopped meanwhile.
-  if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
 }
 
 void Watch::warn_of_loss() {
@@ -202,18 +196,24 @@ void Watch::report_stall() {
   const Board::View view = board_->view(Clock::now() - stall_after);
   if (stalled_s(view) < options_.stall_after_s || reported_job_ == view.num_ended) return;
   store_is_silent_ = false;
-  keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view))), view);
-  // Once it answers, the next look finds out for whom this rank waits.
-  if (store_is_silent_ && std::exchange(silent_job_, view.num_ended) == view.num_ended) return;
-  if (!store_is_silent_) reported_job_ = view.num_ended;
-  warn_of_what_is_known();
+  keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view)), patience_), view);
+  warn_of_stall();
+}
+
+void Watch::warn_of_stall() {
+  // A store that is silent is said once for a job; once it answers, the next look finds out for whom this rank waits.
+  if (store_is_silent_ && std::exchange(silent_job_, known_->job) == known_->job) return;
+  if (!store_is_silent_) reported_job_ = known_->job;
+  // Nothing has been found if the watch was stopped meanwhile.
+  if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
 }
 
 void Watch::explain_failure() {
   const Board::View view = board_->view(Clock::now());
   // A stall that ends in a failure has been explained already, and who is asked later has also lost those who left.
   if (!known_ || !known_->finding.is_conclusive || known_->job != view.num_ended) {
-    keep(call_roll(kFailed + state().failure), view);
+    const Seconds patience = silent_job_ == view.num_ended ? Seconds{0} : patience_;
+    keep(call_roll(kFailed + state().failure, patience), view);
   }
   std::string text = known_->finding.text;
   const double age_s = Seconds(Clock::now() - known_->when).count();
@@ -227,18 +227,20 @@ void Watch::keep(Finding finding, const Board::View& view) {
   known_ = {std::move(finding), view.num_ended, Clock::now()};
 }
 
-Finding Watch::call_roll(const std::string& why) {
+Finding Watch::call_roll(const std::string& why, Seconds patience) {
   const std::string number = std::to_string(next_call_);
   const std::string own = opened_by(options_.rank) + why;
-  const std::string answer = state().to_text();
+  const RankState asked = state();
+  const std::string answer = asked.to_text();
   auto opened = std::make_shared<std::string>();
   const auto open = [=, rank = options_.rank](c10d::Store& store) {
     *opened = store.compareSet("call/" + number, "", own);
     store.set(answer_key(number, rank), answer);
   };
   std::string problem = send(open);
-  for (const auto deadline = Clock::now() + patience_; is_silence(problem) && Clock::now() < deadline;) {
+  for (const auto deadline = Clock::now() + patience; is_silence(problem) && Clock::now() < deadline;) {
     if (!sleep(look_)) return {};
+    if (state().failure != asked.failure) break;  // there is an error to explain by now
     problem = send(open);
   }
   if (!problem.empty()) return without_store(problem, why);
@@ -285,9 +287,8 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
       };
       *were_all_asked = answers->read(fetch, now_s, now_s() + limit_s / 2);
     });
-    const bool is_silent = is_silence(call.store_problem);
-    if ((!call.store_problem.empty() && !is_silent) || answers->are_known(deadline_s) || now_s() > end_s) break;
-    if (!sleep(is_silent || *were_all_asked ? look_ : Seconds{0})) return {};
+    if (!call.store_problem.empty() || answers->are_known(deadline_s) || now_s() > end_s) break;
+    if (!sleep(*were_all_asked ? look_ : Seconds{0})) return {};
   }
   if (!sleep(Seconds{0})) return {};
   call.number = std::stoll(number);
@@ -298,6 +299,7 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
   call.answers[options_.rank] = state();
   call.absent.erase(options_.rank);
   call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
+  call.store_is_silent = store_is_silent_ = is_silence(call.store_problem);
   if (!call.store_problem.empty()) {
     if (call.answers.size() == 1) return without_store(call.store_problem, opened);
     call.store_problem += ". It is " + options_.store_text;

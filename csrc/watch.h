@@ -63,7 +63,8 @@ class Watch {
   RankState state() const;
   double stalled_s(const Board::View& view) const;
   // Opens one, or takes part in the one that another rank has just opened.
-  Finding call_roll(const std::string& why);
+  // `patience`: for a store that is silent.
+  Finding call_roll(const std::string& why, Seconds patience);
   // In one that is open: collects the answers if it is this rank's own, else waits for the report.
   Finding take_part(const std::string& number, const std::string& opened);
   Finding collect(const std::string& number, const std::string& opened);
@@ -79,7 +80,7 @@ class Watch {
   std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
   // False when stopping.
   bool sleep(Seconds duration);
-  void warn_of_what_is_known();
+  void warn_of_stall();
   // Once, that the store is lost.
   void warn_of_loss();
 
@@ -101,9 +102,9 @@ class Watch {
   // Of the thread alone.
   Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
   int64_t next_call_ = 1;
-  int64_t reported_job_ = -1;  // the stall that was warned of is of this job
-  int64_t silent_job_ = -1;    // so is that the store was silent when it was to be looked into
-  bool store_is_silent_ = false;
+  int64_t reported_job_ = -1;     // the stall that was warned of is of this job
+  int64_t silent_job_ = -1;       // so is that the store was silent when it was to be looked into
+  bool store_is_silent_ = false;  // so the last finding is not all there is to find
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;
