@@ -111,7 +111,7 @@ def make_network(
         try:
             yield _make(token, addresses, num_hosts, bits_s, congestion)
         finally:
-            with _signals_wait():
+            with _signals_wait(), _said():  # what was measured, or has failed, is more than what is left behind
                 _remove(token)
 
 
@@ -290,14 +290,19 @@ def remove_stale() -> list[str]:
     for path in sorted(RECORDS.glob("*.lock")):
         with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
+            with _said():
                 _remove(path.stem)
-            except NetworkError as error:
-                print(f"hosts: {error}", file=sys.stderr)
-                continue
-            path.unlink(missing_ok=True)
-            stale.append(path.stem)
+                path.unlink(missing_ok=True)
+                stale.append(path.stem)
     return stale
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    try:
+        yield
+    except NetworkError as error:
+        print(f"hosts: {error}", file=sys.stderr)
 
 
 # ---- signals

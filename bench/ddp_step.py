@@ -111,7 +111,7 @@ def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Pat
 def measure(arguments: argparse.Namespace, link: str, model: str, report: Report) -> None:
     case = f"{model}/{link}"
     runs = []
-    for _ in range(arguments.repeat):
+    for number in range(1, arguments.repeat + 1):
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / "results.json"
             status = run_ranks(arguments, link, model, results)
@@ -120,13 +120,13 @@ def measure(arguments: argparse.Namespace, link: str, model: str, report: Report
         if status:
             at = f", at {found['at']}" if "at" in found else ""
             what = "all" if not found["rows"] else "the rest"
+            what += f" of run {number}" if arguments.repeat > 1 else ""
             report.missing(case, what, f"the ranks ended with exit status {status}{at}")
         runs.append(found)
     rows = of_runs([[Row(**row) for row in found["rows"]] for found in runs])
-    report.extra.setdefault("cases", {})[case] = {
-        **runs[-1].get("case", {}),
-        **({"runs": [found.get("case", {}) for found in runs]} if arguments.repeat > 1 else {}),
-    }
+    cases = [found["case"] for found in runs if found.get("case")]
+    of_all = {"runs": cases} if arguments.repeat > 1 else {}
+    report.extra.setdefault("cases", {})[case] = {**(cases[-1] if cases else {}), **of_all}
     report.add(with_ratios(with_floors(rows, hosts.parse_link(link) if arguments.hosts else None), [DEFAULT, TUNED]))
 
 

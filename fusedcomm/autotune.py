@@ -3,8 +3,9 @@
 1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
    faster by more than MARGIN, and any only if it is so much faster than off. If none comes NEAR to off, off it is.
 2. The best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
-3. In turn, in case the machine was busy with something else during step 1: the fastest exact one, what is best by now,
-   and the fastest other wire that came NEAR to it. Once more, what is not FAR behind. What is kept has won here.
+3. In turn, in case the machine was busy with something else during step 1: off, or the exact one that beats it, what
+   is best by now, and the fastest other wire that came NEAR to it. Once more, what is not FAR behind. What is kept has
+   won here.
 
 "fp32" is as exact as off, and can be faster: it divides on a thread of its own. It has to be by more than MARGIN, too:
 while the search goes on, off divides in a pass of its own, on the backward pass's thread; once it is kept, DDP does it

@@ -141,8 +141,9 @@ class Hardware:
         if 1 < self.ranks_per_host < self.ranks:
             said["within a host, with hosts"] = f"{chunks.local_wire} (local_wire)"
         said["recommended"] = (
-            f"what makes a step shorter by more than {WORTHWHILE:.0%}, the more exact of what is as near to the "
-            f"fastest, int4 only where it is faster by more than {WORTH_INT4:.0%}"
+            f"of what is within {WORTHWHILE:.0%} of the fastest the first of --wires, if the fastest makes a step "
+            f"shorter by more than {WORTHWHILE:.0%}; int4 only if nothing else does, or it is faster by more than "
+            f"{WORTH_INT4:.0%}"
         )
         return said
 

@@ -264,7 +264,7 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
         (paper_plan, "TREE_RATE", 0.77, "0.77 of a ring's rate"),
         (paper_plan, "RING_PLATEAU", 7.7, "7.7 × these latencies"),
         (paper_plan, "MESSAGES_UNDER_WAY", 77, "77 messages"),
-        (paper_plan, "WORTH_INT4", 0.77, "int4 only where it is faster by more than 77%"),
+        (paper_plan, "WORTH_INT4", 0.77, "int4 only if nothing else does, or it is faster by more than 77%"),
         (paper_plan, "WORTHWHILE", 0.077, "shorter by more than 8%"),
         (cost_model, "FIRST_BUCKET_NBYTES", 7 << 20, "a first one of 7 MiB"),
         (cost_model, "DEFAULT_CAP_NBYTES", 77 << 20, "DDP's own, 77"),

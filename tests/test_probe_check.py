@@ -8,7 +8,7 @@ from test_probe_choices import cluster, workload
 
 from fusedcomm.probe import check as module
 from fusedcomm.probe.check import MIN_NUMEL, MIN_TURNS, STEPS_OF_A_TURN, check
-from fusedcomm.probe.choices import options
+from fusedcomm.probe.choices import OFF, options
 from fusedcomm.probe.steps import WARMUP_STEPS
 
 TEAM = types.SimpleNamespace(device=torch.device("cpu"))
@@ -58,3 +58,15 @@ def test_a_smaller_model_is_taken_only_where_two_choices_of_the_users_take_too_l
         # Never larger than the user's.
         assert task_taken == pytest.approx(task * of_user.numel, rel=0.01) and task_taken < of_user.numel
     assert {one.numel for one in checks} == {of_user.numel if task is USERS else workload(0.0, task_taken).numel}
+
+
+def test_of_the_two_that_are_left_one_is_ours(taken):
+    """Also where DDP's own in other buckets was predicted to be the best: else none of ours is compared."""
+    of_user = workload(0.0)
+    found = options(of_user, cluster(1e8), ("bf16",), (25.0, 5.0))
+    offs = [option for option in found if option.wire == OFF]
+    bf16 = next(option for option in found if option.wire == "bf16")
+    longest_s = max(option.prediction.step_s for option in found)
+    for chosen, left in (([*offs, bf16], [offs[0], bf16]), (offs, offs), (offs[:1], offs[:1])):
+        budget_s = 1.01 * len(left) * (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)) * longest_s
+        assert [one.option for one in check(TEAM, USERS, of_user, cluster(1e8), chosen, budget_s)] == left

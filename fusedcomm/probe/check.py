@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from fusedcomm.cost_model import Cluster, Workload
-from fusedcomm.probe.choices import Option, predict_option
+from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.steps import WARMUP_STEPS, synchronised, take_steps
 from fusedcomm.probe.team import Team
 from fusedcomm.probe.workload import Task, measure_workload, synthetic
@@ -41,8 +41,8 @@ def check(
     team: Team, task: Task, workload: Workload, cluster: Cluster, chosen: Sequence[Option], budget_s: float
 ) -> list[Check]:
     """Real steps of each, in turns; a collective call. Where steps are too long for the budget they are those of the
-    first two, and where these are, too, of a smaller, synthetic model: there bytes take most of the time, which a model
-    can tell."""
+    first and of the first of ours, and where these are, too, of a smaller, synthetic model: there bytes take most of
+    the time, which a model can tell."""
 
     def longest_and_fitting_s() -> tuple[float, float]:
         """Of the chosen's steps the longest as predicted, and the longest for which there is time."""
@@ -51,7 +51,8 @@ def check(
 
     longest_s, fits = longest_and_fitting_s()
     if longest_s > fits:
-        chosen = chosen[:2]
+        baseline, *others = chosen
+        chosen = [baseline, *sorted(others, key=lambda option: option.wire == OFF)[:1]]
         longest_s, fits = longest_and_fitting_s()
     if longest_s > fits:
         numel = max(int(workload.numel * fits / longest_s), min(MIN_NUMEL, workload.numel))
