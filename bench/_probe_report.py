@@ -15,6 +15,7 @@ _LINES = (
     "| recommended | of the wires accepted by default |",
     "|---" * 9 + "|",
 )
+_ERRORS = ("max_error", "median_error", "max_error_unfitted")
 
 
 def table(name: str) -> str:
@@ -30,7 +31,7 @@ def table(name: str) -> str:
             case.split("/")[0],
             f"{found['compute_alone_s'] * 1e3:.0f}",
             f"{measured_s[case, 'off 25'] * 1e3:.0f}",
-            *(f"{found[key]:.1%}" for key in ("max_error", "median_error", "max_error_unfitted")),
+            *(f"{found[key]:.1%}" if key in found else "" for key in _ERRORS),
             "; ".join(filter(None, factors)),
             _choice(found),
             _choice(found["by_default"]),
@@ -54,8 +55,14 @@ def _command(name: str, document: dict) -> str:
     words = ["sudo .venv/bin/python bench/probe_check.py"]
     if settings["ranks_per_host"] > 1:
         words.append(f"--ranks-per-host {settings['ranks_per_host']}")
-    words += [f"--link {' '.join(links)}", f"--mix {' '.join(f'{mix:g}' for mix in settings['mix'])}"]
-    words += [f"--rounds {settings['rounds']}", f"--json bench/results/{name}.json"]
+    words.append(f"--link {' '.join(links)}")
+    if settings["model"] != "transformer":
+        words.append(f"--model {settings['model']}")
+    words += [
+        f"--mix {' '.join(f'{mix:g}' for mix in settings['mix'])}",
+        f"--rounds {settings['rounds']}",
+        f"--json bench/results/{name}.json",
+    ]
     return "```\n" + " \\\n    ".join(textwrap.wrap(" ".join(words), 112, break_on_hyphens=False)) + "\n```"
 
 
