@@ -4,10 +4,9 @@ python bench/_probe_report.py
 """
 
 import json
-import textwrap
 
 from _common import REPOSITORY
-from _steps_report import between_marks, blocks_of, processor
+from _steps_report import between_marks, blocks_of, processor, shell_block
 
 DOCUMENT, RESULTS = REPOSITORY / "docs" / "probe.md", REPOSITORY / "bench" / "results"
 _LINES = (
@@ -63,7 +62,7 @@ def _command(name: str, document: dict) -> str:
         f"--rounds {settings['rounds']}",
         f"--json bench/results/{name}.json",
     ]
-    return "```\n" + " \\\n    ".join(textwrap.wrap(" ".join(words), 112, break_on_hyphens=False)) + "\n```"
+    return shell_block(words)
 
 
 def main() -> None:

@@ -195,6 +195,11 @@ def command(results: Sequence[Result]) -> str:
         words.append(f"--repeat {settings['repeat']}")
     words += ["--ways", *(shlex.quote(way).replace(" ", SPACE) for way in settings["ways"])]
     words.append(f"--json bench/results/{PREFIX}{results[0].name}.json")
+    return shell_block(words)
+
+
+def shell_block(words: Sequence[str]) -> str:
+    """A command to copy, over as many lines as it needs."""
     lines = textwrap.wrap(" ".join(words), 112, break_long_words=False, break_on_hyphens=False)
     return "```\n" + " \\\n    ".join(lines).replace(SPACE, " ") + "\n```"
 

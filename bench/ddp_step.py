@@ -34,10 +34,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -81,15 +78,7 @@ def parse() -> argparse.Namespace:
     if parser.parse_args().quick:
         parser.set_defaults(params=1e6, rounds=2, steps=2, caps=[])
     arguments = parser.parse_args()
-    for name, default in (("link", ["1gbit"]), ("congestion", CONGESTION), ("subnet", None)):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-        elif not arguments.hosts:
-            parser.error(f"--{name} is for hosts that are made: use --hosts 2 or more with it, or leave it out")
-    if arguments.ranks_per_host is None:
-        arguments.ranks_per_host = 1 if arguments.hosts else 2
-    if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
-        parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
+    hosts.complete(parser, arguments, link=["1gbit"], congestion=CONGESTION, subnet=None)
     for name, least in (("params", 1), ("size", 1), ("batch", 1), ("rounds", 1), ("steps", 1), ("repeat", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} must be at least {least}")
@@ -100,12 +89,7 @@ def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Pat
     """Measures in processes of their own, which write to `results`. Returns the exit status."""
     worker = [str(Path(__file__).with_name("_ddp_step_rank.py")), str(results)]
     worker.append(json.dumps({**vars(arguments), "model": model}))
-    if arguments.hosts:
-        with hosts.make(arguments.hosts, link, arguments.subnet, arguments.congestion) as cluster:
-            return cluster.torchrun(worker, arguments.ranks_per_host)
-    ranks = f"--nproc-per-node={arguments.ranks_per_host}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
-    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
+    return hosts.run_ranks(arguments, worker, link, arguments.subnet, arguments.congestion)
 
 
 def measure(arguments: argparse.Namespace, link: str, model: str, report: Report) -> None:

@@ -212,6 +212,34 @@ def measure_links(links: Sequence[str], seconds: float, subnet: str | None, cong
     report.finish()
 
 
+# ---- for programs that run a script of their own on hosts or, with --hosts 0, over loopback
+
+
+def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **of_hosts: object) -> None:
+    """Gives what was left out its default: `of_hosts` has those of options that only hosts have, which are refused over
+    loopback. --ranks-per-host is 1 on hosts, else 2."""
+    for name, default in of_hosts.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif not arguments.hosts:
+            parser.error(f"--{name} is for hosts that are made: use --hosts 2 or more with it, or leave it out")
+    if arguments.ranks_per_host is None:
+        arguments.ranks_per_host = 1 if arguments.hosts else 2
+    if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
+        parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
+
+
+def run_ranks(arguments: argparse.Namespace, worker: Sequence[str], link: str, *of_hosts: str | None) -> int:
+    """The worker, a script and its arguments, as every rank; `of_hosts`: what make() takes besides hosts and link.
+    Returns the exit status."""
+    if arguments.hosts:
+        with make(arguments.hosts, link, *of_hosts) as cluster:
+            return cluster.torchrun(worker, arguments.ranks_per_host)
+    ranks = f"--nproc-per-node={arguments.ranks_per_host}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
+    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
+
+
 # ---- the command
 
 

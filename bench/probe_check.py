@@ -20,10 +20,7 @@ would have recommended of those that it accepts by default, by its predictions a
 import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -66,15 +63,7 @@ def parse() -> argparse.Namespace:
     if parser.parse_args().quick:
         parser.set_defaults(seconds=10, rounds=2, steps=2, mix=[0, 1])
     arguments = parser.parse_args()
-    for name, default in (("link", LINKS), ("subnet", None)):
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-        elif not arguments.hosts:
-            parser.error(f"--{name} is for hosts that are made: use --hosts 2 or more with it, or leave it out")
-    if arguments.ranks_per_host is None:
-        arguments.ranks_per_host = 1 if arguments.hosts else 2
-    if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
-        parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
+    hosts.complete(parser, arguments, link=LINKS, subnet=None)
     if 25 not in arguments.caps:
         parser.error("--caps needs 25 among them: it is DDP's own, which all is compared with")
     arguments.optimizer, arguments.size, arguments.batch = "sgd", 1, 1
@@ -91,12 +80,7 @@ def settings_of(arguments: argparse.Namespace, link: str, mix: float) -> dict:
 
 def run_ranks(arguments: argparse.Namespace, link: str, settings: dict, results: Path) -> int:
     worker = [str(Path(__file__).with_name("_probe_check_rank.py")), str(results), json.dumps(settings)]
-    if arguments.hosts:
-        with hosts.make(arguments.hosts, link, arguments.subnet) as cluster:
-            return cluster.torchrun(worker, arguments.ranks_per_host)
-    ranks = f"--nproc-per-node={arguments.ranks_per_host}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
-    return subprocess.run(command, env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}).returncode
+    return hosts.run_ranks(arguments, worker, link, arguments.subnet)
 
 
 def measure(arguments: argparse.Namespace, link: str, mix: float, report: Report) -> None:
