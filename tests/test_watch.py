@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,6 @@ from fusedcomm import config
 
 SHAPES = ((400, 300), (500, 600))
 TIMEOUT_S = 6
-ROOT = Path(__file__).parent.parent
 
 
 @contextlib.contextmanager
@@ -365,137 +363,6 @@ def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, begin_s, 
             assert "rank 1 is slow: it has not handed over bucket 0" in text, text
             assert text.count("the store is silent") in silences, text
         assert "is missing" not in text and "has lost the store" not in text, text
-
-
-# ---- what is concluded from answers
-
-
-@pytest.fixture(scope="module")
-def roll_call_scenes(tmp_path_factory):
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
-    binary = tmp_path_factory.mktemp("roll_call") / "scenes"
-    sources = [ROOT / "tests/native/roll_call_scenes.cpp", ROOT / "csrc/roll_call.cpp"]
-    subprocess.run([compiler, "-std=c++17", "-O1", *sources, "-o", binary, "-pthread"], check=True)
-    return binary
-
-
-WAITS = (
-    "in step 5 for the all-to-all of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, 1 MiB), handed over 3.0 s ago"
-)
-
-STREAMS = "work on the device's streams"
-
-
-@pytest.mark.parametrize(
-    ("scene", "lines"),
-    [
-        (
-            "busy",
-            [
-                "rank 2 is slow: in step 5 busy with the pack of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, "
-                "1 MiB), handed over 3.0 s ago",
-                f"ranks 0, 1, 3 wait {WAITS}",
-            ],
-        ),
-        (
-            "behind",
-            [
-                "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
-                "nothing under way for 7.2 s, since step 4",
-                f"ranks 0, 2 wait {WAITS}",
-            ],
-        ),
-        ("failed", ["conclusive", "rank 3 has failed: the reduce failed", f"ranks 0, 1, 2 wait {WAITS}"]),
-        (
-            "queued",
-            [
-                "every rank answered and none is behind: they wait for the network",
-                f"ranks 0, 2, 3 wait {WAITS}",
-                f"rank 1 waits {WAITS.replace('all-to-all of chunk 3/4', 'next stage')}",
-            ],
-        ),
-        (
-            "streams",
-            [
-                "every rank answered and none is behind: they wait for the network",
-                f"ranks 0, 2, 3 wait {WAITS}",
-                f"rank 1 waits {WAITS.replace('the all-to-all of chunk 3/4', STREAMS)}",
-            ],
-        ),
-        (
-            "many",
-            [
-                "conclusive",
-                "rank 20 (which has no watch) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
-                "or is cut off",
-                *[
-                    f"rank {rank} (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, "
-                    "has left, or is cut off"
-                    for rank in range(21, 28)
-                ],
-                "12 more ranks are missing",
-                f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait {WAITS}",
-            ],
-        ),
-        (
-            "network",
-            ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
-        ),
-        (
-            "late",
-            [
-                "rank 2 is slow: it took 1.8 s to answer, as if its process had been stopped",
-                f"ranks 0, 1, 2, 3 wait {WAITS}",
-            ],
-        ),
-        ("over", ["every rank answered, and none waits any more"]),
-        (
-            "unread",
-            [
-                "2 answers not read in time, of ranks 1, 3: the store is slow",
-                f"ranks 0, 2 wait {WAITS}",
-            ],
-        ),
-        (
-            # Without "conclusive": another look may say more.
-            "unread and missing",
-            [
-                "1 answer not read in time, of rank 1: the store is slow",
-                "rank 2 (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
-                "or is cut off",
-                f"ranks 0, 3 wait {WAITS}",
-            ],
-        ),
-    ],
-)
-def test_the_report_says_what_the_answers_say(roll_call_scenes, scene, lines):
-    printed = subprocess.run([roll_call_scenes, scene], capture_output=True, text=True, check=True).stdout.splitlines()
-    head = f"fusedcomm: roll call 5 of {40 if scene == 'many' else 4} ranks, opened by rank 0"
-    printed.remove(head)
-    assert sorted(line.strip() for line in printed) == sorted(lines)
-
-
-def read_slowly(roll_call_scenes, seconds_of_an_answer):
-    command = [roll_call_scenes, "slowly", str(seconds_of_an_answer)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize("seconds, late", [(1e-4, True), (2.5e-3, False)])
-def test_of_a_thousand_ranks_the_missing_one_is_named(roll_call_scenes, seconds, late):
-    report = read_slowly(roll_call_scenes, seconds)
-    assert report.startswith("conclusive\n") and "rank 900 (which has no watch) is missing" in report
-    assert report.count("is missing") == 1 and "not read" not in report
-    # Where the store is slow, it is not the rank's fault that its answer is read late.
-    assert report.count("is slow") == late and ("rank 800 is slow" in report) == late
-
-
-def test_what_a_slow_store_does_not_hand_out_is_not_missing(roll_call_scenes):
-    report = read_slowly(roll_call_scenes, 1e-2)
-    unread = re.search(r"(\d+) answers not read in time, of ranks (\d+), ", report)
-    assert 500 < int(unread[1]) < 650 and int(unread[1]) + int(unread[2]) == 1000
-    assert "missing" not in report and "is slow:" not in report and "conclusive" not in report
 
 
 # ---- the option

@@ -1,5 +1,6 @@
-// What a roll call concludes from answers made up here, for tests/test_watch.py: prints the report of the scene named;
-// or of a thousand answers that a slow store hands out, with the seconds that it takes for each as the second argument.
+// What a roll call concludes from answers made up here, for tests/test_roll_call.py: prints the report of the scene
+// named; or of a thousand answers that a slow store hands out, with the seconds that it takes for each as the second
+// argument.
 #include <cstdio>
 #include <stdexcept>
 #include <string>
