@@ -236,6 +236,7 @@ Finding conclude(const RollCall& call) {
          seconds_text(longest_s) + " ago");
   }
   end_list("waiting elsewhere");
+  finding.store_is_silent = call.store_is_silent;
   finding.is_conclusive = call.unread.empty() && (!call.absent.empty() || has_failed);
   return finding;
 }

@@ -85,6 +85,7 @@ class Answers {
 struct Finding {
   bool is_conclusive = false;  // names a rank that is missing or has failed, and not only slow ones, and knows of all
   std::string text;
+  bool store_is_silent = false;  // so that is not all there is to find
 };
 Finding conclude(const RollCall& call);
 

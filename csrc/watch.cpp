@@ -48,7 +48,7 @@ std::string to_text(const Finding& finding) {
 
 Finding finding_from(const std::string& text) {
   const size_t end = text.find('\n') + 1;
-  return {text.substr(0, end) == kConclusive, text.substr(end)};
+  return {text.substr(0, end) == kConclusive, text.substr(end), false};
 }
 
 }  // namespace
@@ -168,7 +168,6 @@ void Watch::answer_others() {
     const bool was_failure = seen->opened.find(kFailed) != std::string::npos;
     const bool waits = view.label && (was_failure || stalled_s(view) > options_.stall_after_s / 2);
     if (seen->is_over || !(has_failed || waits)) continue;
-    store_is_silent_ = false;
     keep(take_part(number, seen->opened), view);
     if (!has_failed && reported_job_ != view.num_ended) warn_of_stall();
   }
@@ -195,15 +194,17 @@ void Watch::report_stall() {
   const auto stall_after = std::chrono::duration_cast<Clock::duration>(Seconds(options_.stall_after_s));
   const Board::View view = board_->view(Clock::now() - stall_after);
   if (stalled_s(view) < options_.stall_after_s || reported_job_ == view.num_ended) return;
-  store_is_silent_ = false;
   keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view)), patience_), view);
   warn_of_stall();
 }
 
 void Watch::warn_of_stall() {
   // A store that is silent is said once for a job; once it answers, the next look finds out for whom this rank waits.
-  if (store_is_silent_ && std::exchange(silent_job_, known_->job) == known_->job) return;
-  if (!store_is_silent_) reported_job_ = known_->job;
+  if (!known_->finding.store_is_silent) {
+    reported_job_ = known_->job;
+  } else if (std::exchange(silent_job_, known_->job) == known_->job) {
+    return;
+  }
   // Nothing has been found if the watch was stopped meanwhile.
   if (!known_->finding.text.empty()) TORCH_WARN(known_->finding.text);
 }
@@ -265,7 +266,7 @@ Finding Watch::wait_for_report(const std::string& number, const std::string& ope
       const std::string key = "report/" + number;
       if (store.check({key})) *report = store.get_to_str(key);
     });
-    if (!problem.empty() && !is_silence(problem)) break;
+    if (courier_.has_failed()) break;
     if (problem.empty() && !report->empty()) return finding_from(*report);
     if (!sleep(look_)) return {};
   }
@@ -299,7 +300,7 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
   call.answers[options_.rank] = state();
   call.absent.erase(options_.rank);
   call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
-  call.store_is_silent = store_is_silent_ = is_silence(call.store_problem);
+  call.store_is_silent = is_silence(call.store_problem);
   if (!call.store_problem.empty()) {
     if (call.answers.size() == 1) return without_store(call.store_problem, opened);
     call.store_problem += ". It is " + options_.store_text;
@@ -340,13 +341,13 @@ Finding Watch::without_store(const std::string& problem, const std::string& why)
   }
   const RankState own = state();
   Finding finding;
-  store_is_silent_ = is_silence(problem);
-  finding.is_conclusive = !store_is_silent_;
+  finding.store_is_silent = is_silence(problem);
+  finding.is_conclusive = !finding.store_is_silent;
   finding.text = "fusedcomm: rank " + std::to_string(options_.rank) + " of " + std::to_string(options_.world_size) +
-                 " cannot call the roll (" + why + "): the store " + (store_is_silent_ ? "is silent (" : "fails (") +
-                 problem + "). It is " + options_.store_text +
+                 " cannot call the roll (" + why + "): the store " +
+                 (finding.store_is_silent ? "is silent (" : "fails (") + problem + "). It is " + options_.store_text +
                  ". Whoever hosts it is stopped, was killed, has left, or is cut off" +
-                 (store_is_silent_ ? ", or very slow" : "");
+                 (finding.store_is_silent ? ", or very slow" : "");
   if (!own.bucket.empty()) {
     finding.text += "\n  rank " + std::to_string(options_.rank) + " waits in step " + std::to_string(own.step) +
                     " for " + under_way_text(own) + ", handed over " + seconds_text(own.waits_s) + " ago";

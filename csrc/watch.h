@@ -102,9 +102,8 @@ class Watch {
   // Of the thread alone.
   Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
   int64_t next_call_ = 1;
-  int64_t reported_job_ = -1;     // the stall that was warned of is of this job
-  int64_t silent_job_ = -1;       // so is that the store was silent when it was to be looked into
-  bool store_is_silent_ = false;  // so the last finding is not all there is to find
+  int64_t reported_job_ = -1;  // the stall that was warned of is of this job
+  int64_t silent_job_ = -1;    // so is that the store was silent when it was to be looked into
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;
