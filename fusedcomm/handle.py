@@ -8,16 +8,23 @@ import weakref
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
 from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.ddp_module import (
+    bucket_nbytes_caps,
+    named_tensors,
+    native_hook,
+    refuse_options,
+    refuse_sparse,
+    synchronised_parameters,
+)
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
-from fusedcomm.session import NamedParameter, Session, named_parameters
+from fusedcomm.session import NamedParameter, Session
 from fusedcomm.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.stats import NonFinite, Stats
 from fusedcomm.tuner import Space, Tuner
@@ -174,14 +181,14 @@ def attach(
                 )
         configs = [Config(wire=wire, **options)]
     _check_module(ddp)
-    named = _named(ddp)
+    named = named_tensors(ddp)
     device = next((tensor.device for _, tensor in named if tensor.requires_grad), torch.device("cpu"))
     parameters, problem = [], None
     try:
-        _refuse_options(ddp)
-        parameters = _synchronised_parameters(named, configs)
+        refuse_options(ddp)
+        parameters = synchronised_parameters(named, configs)
         if space is not None:
-            _refuse_sparse(ddp, device)
+            refuse_sparse(ddp, device)
     except (RuntimeError, ValueError) as error:  # of this rank, maybe: the others have to know
         problem = error
     if space is None:
@@ -221,7 +228,7 @@ class Handle:
         self._is_hooked = True  # the reducer calls the target
         self._run_on(ddp)
         # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
-        self._registered = (_native_hook, None)
+        self._registered = (native_hook, None)
         ddp._comm_hooks.append(self._registered)
         # Stays when detached, and comes along with a copy.
         if not any(isinstance(hook, _ForwardGuard) for hook in ddp._forward_pre_hooks.values()):
@@ -240,7 +247,7 @@ class Handle:
         """What travels how; printable. By DDP's actual buckets once there has been a backward pass."""
         if self._tuner is not None:
             return self._tuner.plan()
-        return self._session.plan(_bucket_nbytes_caps(self._ddp()))
+        return self._session.plan(bucket_nbytes_caps(self._ddp()))
 
     def tuning(self) -> Tuning | None:
         """What wire="auto" has found so far; printable, and once finished, saveable. None for other wires."""
@@ -363,14 +370,6 @@ class Handle:
             self._target.set(self._session.hook, ddp.process_group)
 
 
-def _native_hook(state: object, bucket: object) -> None:
-    """Stands in ``ddp._comm_hooks`` for the native hook, which Python never calls."""
-    raise RuntimeError(
-        "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would "
-        "be ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
-    )
-
-
 class _ForwardGuard:
     """Forward pre-hook: notices, once a step, what a communication hook cannot see. Copied with the module."""
 
@@ -414,75 +413,6 @@ def _check_module(ddp: DistributedDataParallel) -> None:
         )
 
 
-def _refuse_options(ddp: DistributedDataParallel) -> None:
-    """Raises RuntimeError for a hook, or a DDP option that brings a hook or a reducer of its own, naming it."""
-    if ddp.mixed_precision is not None:
-        raise RuntimeError(
-            "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
-            "torch.autocast, and choose what travels with wire="
-        )
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
-        raise RuntimeError(
-            "fusedcomm: _apply_optimizer_in_backward registers a communication hook of its own and cannot be combined; "
-            "call optimizer.step() after backward() instead"
-        )
-    if getattr(ddp, "_use_python_reducer", False):
-        raise RuntimeError(
-            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a "
-            "hook returns; set it to something else before wrapping the model"
-        )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        raise RuntimeError(
-            "fusedcomm: skip_all_reduce_unused_params=True leaves out buckets, and fusedcomm counts steps by the last "
-            "one: make the DDP module without that option (find_unused_parameters=True is supported)"
-        )
-    if getattr(ddp, "_delay_all_reduce_all_params", False):
-        raise RuntimeError(
-            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
-        )
-    # A copy brings the mark along, but not the hook.
-    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not _native_hook]
-    if ddp._comm_hooks:
-        name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
-        raise RuntimeError(
-            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
-            "so wrap the model in a new DistributedDataParallel"
-        )
-
-
-def _refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Raises ValueError where DDP's own all-reduce, which wire="auto" tries, is none."""
-    if device.type == "cpu":
-        return
-    for name, module in ddp.module.named_modules():
-        is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-        if is_sparse and module.weight.requires_grad and f"{name}.weight" not in ddp.parameters_to_ignore:
-            raise ValueError(
-                f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
-                "a wire, wire='bf16' for example, by which they travel exactly"
-            )
-
-
-def _named(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """The module's parameters that are neither ignored nor delayed, in the order of named_parameters()."""
-    delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
-    return [
-        (name, tensor)
-        for name, tensor in ddp.module.named_parameters()
-        if name not in ddp.parameters_to_ignore and id(tensor) not in delayed
-    ]
-
-
-def _synchronised_parameters(
-    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
-) -> list[NamedParameter]:
-    """What the reducer has; see :func:`fusedcomm.session.named_parameters`. RuntimeError: on several devices."""
-    devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
-    if len(devices) > 1:
-        raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
-    return named_parameters(named, configs)
-
-
 def _tuner(
     ddp: DistributedDataParallel,
     space: Space,
@@ -510,19 +440,7 @@ def _tuner(
         local,
         device,
         announce=announce,
-        caps=lambda: _bucket_nbytes_caps(module()),
+        caps=lambda: bucket_nbytes_caps(module()),
         tuned=tuned,
         problem=problem,
     )
-
-
-def _bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
-    """The caps by which DDP rebuilds its buckets: one for each bucket, the last for all that follow."""
-    if ddp is None:
-        return None
-    config = getattr(ddp, "_bucket_config", None)
-    if config is not None:
-        return list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
-    # torch 2.11
-    first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
-    return list(ddp.bucket_bytes_cap_list) or [first, ddp.bucket_bytes_cap]

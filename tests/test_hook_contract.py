@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import handle
+from fusedcomm.ddp_module import refuse_sparse
 
 # --- registration ---------------------------------------------------------------------------------------------------
 
@@ -169,11 +169,11 @@ def test_what_one_rank_refuses_all_hear_at_once(ranks, registered):
 def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
     ddp = types.SimpleNamespace(module=model, parameters_to_ignore=set())
-    handle._refuse_sparse(ddp, torch.device("cpu"))
+    refuse_sparse(ddp, torch.device("cpu"))
     with pytest.raises(ValueError, match="'1' has: name a wire, wire='bf16'"):
-        handle._refuse_sparse(ddp, torch.device("cuda"))
+        refuse_sparse(ddp, torch.device("cuda"))
     ddp.parameters_to_ignore.add("1.weight")
-    handle._refuse_sparse(ddp, torch.device("cuda"))
+    refuse_sparse(ddp, torch.device("cuda"))
 
 
 def copies(rank, world_size):

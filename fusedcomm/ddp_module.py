@@ -1,0 +1,100 @@
+"""What has to be known of a DDP module to attach to it, some of it in fields of DDP's own, and which modules cannot be
+attached to. One place for what another version of torch may change."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.config import Config
+from fusedcomm.session import NamedParameter, named_parameters
+
+
+def native_hook(state: object, bucket: object) -> None:
+    """Stands in ``ddp._comm_hooks`` for the native hook, which Python never calls."""
+    raise RuntimeError(
+        "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would "
+        "be ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
+    )
+
+
+def refuse_options(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError for a hook, or a DDP option that brings a hook or a reducer of its own, naming it."""
+    if ddp.mixed_precision is not None:
+        raise RuntimeError(
+            "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
+            "torch.autocast, and choose what travels with wire="
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
+        raise RuntimeError(
+            "fusedcomm: _apply_optimizer_in_backward registers a communication hook of its own and cannot be combined; "
+            "call optimizer.step() after backward() instead"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a "
+            "hook returns; set it to something else before wrapping the model"
+        )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise RuntimeError(
+            "fusedcomm: skip_all_reduce_unused_params=True leaves out buckets, and fusedcomm counts steps by the last "
+            "one: make the DDP module without that option (find_unused_parameters=True is supported)"
+        )
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        raise RuntimeError(
+            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
+        )
+    # A copy brings the mark along, but not the hook.
+    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not native_hook]
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
+        raise RuntimeError(
+            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
+            "so wrap the model in a new DistributedDataParallel"
+        )
+
+
+def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
+    """Raises ValueError where DDP's own all-reduce, which wire="auto" tries, is none."""
+    if device.type == "cpu":
+        return
+    for name, module in ddp.module.named_modules():
+        is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and f"{name}.weight" not in ddp.parameters_to_ignore:
+            raise ValueError(
+                f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
+                "a wire, wire='bf16' for example, by which they travel exactly"
+            )
+
+
+def named_tensors(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
+    """The module's parameters that are neither ignored nor delayed, in the order of named_parameters()."""
+    delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
+    return [
+        (name, tensor)
+        for name, tensor in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore and id(tensor) not in delayed
+    ]
+
+
+def synchronised_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
+) -> list[NamedParameter]:
+    """What the reducer has; see :func:`fusedcomm.session.named_parameters`. RuntimeError: on several devices."""
+    devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
+    if len(devices) > 1:
+        raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
+    return named_parameters(named, configs)
+
+
+def bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
+    """The caps by which DDP rebuilds its buckets: one for each bucket, the last for all that follow."""
+    if ddp is None:
+        return None
+    config = getattr(ddp, "_bucket_config", None)
+    if config is not None:
+        return list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+    # torch 2.11
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return list(ddp.bucket_bytes_cap_list) or [first, ddp.bucket_bytes_cap]
