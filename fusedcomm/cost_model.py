@@ -13,7 +13,8 @@ codec stage its own fixed part + γ · elements. What these are for a cluster is
   collectives follow one another on one stream, fixed parts included, and sums share a stream with unpack.
 - As many chunks are under way as the configuration allows.
 - Where ranks compute on the cores that also move the bytes, a step cannot be shorter than the sum of all that work, by
-  the cores a rank has; an accelerator may compute more slowly while collectives run on it.
+  the cores a rank has, and what finds no core that computing leaves free delays the backward pass; an accelerator may
+  compute more slowly while collectives run on it.
 - The step ends with the optimizer, which waits for every bucket.
 """
 
@@ -134,8 +135,6 @@ class Cluster:
     """Within a host; needed if hosts have several ranks."""
     two_levels: TwoLevels | None = None
     """None: sums on two levels find what others do."""
-    compute_cores: float = 1.0
-    """Of `cores`, those that are busy while a rank computes."""
     link_bytes_s: float = math.inf
     """What `network` has been seen to carry at most."""
     slowdown: float = 0.0
@@ -183,6 +182,9 @@ class Workload:
     """In the order in which they become ready: from the model's last parameter to its first."""
     bucket_views: bool = False
     """DDP's gradient_as_bucket_view: nothing is copied out of buckets."""
+    busy_cores: float = 1.0
+    """Of a rank's, on average, where it computes on those that also move bytes; next to none if it waits for something
+    else."""
 
     @property
     def numel(self) -> int:
@@ -271,13 +273,13 @@ def _predict(
     lanes_s = {lane: busy_s for lane, busy_s in simulation.busy_s.items() if lane not in _WIRES}
     parts = {"compute": compute_s, "network": simulation.network_s, "codec": max(lanes_s.values(), default=0.0)}
     if cluster.cores is not None:
-        work_s = compute_s * cluster.compute_cores + simulation.cpu_s
+        work_s = workload.compute_s * workload.busy_cores + copied_s + simulation.cpu_s
         parts["cores"] = work_s / cluster.cores
     step_s = max(now + workload.optimizer_s, parts.get("cores", 0.0))
     bound = max(parts, key=parts.get)
     if parts[bound] < step_s / 2:
         bound = "latency"
-    delay_s = simulation.delay_s(workload.forward_s, backward_end_s)
+    delay_s = simulation.delay_s(workload.forward_s, backward_end_s, workload.busy_cores)
     sent_nbytes = round(simulation.sent_nbytes)
     return (
         Prediction(step_s, workload.compute_s, simulation.network_s, sent_nbytes, len(buckets), bound),
@@ -471,15 +473,16 @@ class _Simulation:
             heapq.heappush(events, (end, index, number + 1))
         return done_s
 
-    def delay_s(self, begin_s: float, end_s: float) -> float:
+    def delay_s(self, begin_s: float, end_s: float, busy_cores: float) -> float:
         """Of a backward pass from begin_s to end_s, by the stages that ran meanwhile."""
         shares = [(max(0.0, min(end, end_s) - begin), end - begin, cpu_s) for begin, end, cpu_s in self.spans]
         if self.cluster.cores is None:
             return self.cluster.slowdown * sum(overlap_s for overlap_s, _, _ in shares)
-        # What wakes up goes first; cores that the model leaves free go before those that it computes on.
+        # What wakes up goes first, on what the model leaves free of the cores before what it computes on. What it loses
+        # it then makes up for on as much as it keeps busy, or on one core where it waits now and then.
         work_s = sum(cpu_s * overlap_s / whole_s for overlap_s, whole_s, cpu_s in shares if whole_s > 0)
-        free_cores = max(0.0, self.cluster.cores - self.cluster.compute_cores)
-        return max(0.0, work_s - free_cores * (end_s - begin_s)) / self.cluster.compute_cores
+        free_cores = max(0.0, self.cluster.cores - busy_cores)
+        return max(0.0, work_s - free_cores * (end_s - begin_s)) / max(busy_cores, min(1.0, self.cluster.cores))
 
     def _serve(self, stage: _Stage, now: float, free_s: dict[str, float]) -> float:
         begin_s, end_s = [], []

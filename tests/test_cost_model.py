@@ -286,8 +286,21 @@ def test_cores_limit_a_step():
     found = predict(one_bucket(), Choice(None), cluster(network=network, cores=0.5, copy_s_per_byte=0.0))
     assert found.step_s == pytest.approx((0.35 + 0.5) / 0.5)
     assert found.bound == "cores"
-    busy = cluster(network=network, cores=2.0, compute_cores=2.0, copy_s_per_byte=0.0)
-    assert predict(one_bucket(), Choice(None), busy).step_s == pytest.approx((2 * 0.35 + 0.5) / 2)
+    both = cluster(network=network, cores=2.0, copy_s_per_byte=0.0)
+    assert predict(one_bucket(busy_cores=2.0), Choice(None), both).step_s == pytest.approx((2 * 0.35 + 0.5) / 2)
+
+
+@pytest.mark.parametrize("busy_cores, delayed", [(1.0, True), (0.5, False), (0.0, False)])
+def test_bytes_delay_a_backward_pass_that_leaves_them_no_core(busy_cores, delayed):
+    # On one core; the first bucket's all-reduce is work all the time, an eighth of the backward pass.
+    reduced_s = ALPHA + 6 * NUMEL * BETA
+    all_reduce = Cost(ALPHA, BETA, cpu_fixed_s=ALPHA, cpu_s_per_unit=BETA)
+    ranks = cluster(network=dataclasses.replace(NETWORK, all_reduce=all_reduce), cores=1.0, copy_s_per_byte=0.0)
+    gradients = [Gradient(NUMEL, reduced_s), Gradient(1, 8 * reduced_s)]
+    workload = Workload(0.1, 8 * reduced_s, 0.0, gradients, busy_cores=busy_cores)
+    of_last_s = ALPHA + 6 * BETA
+    found = predict(workload, Choice(None, 4 * NUMEL), ranks)
+    assert found.step_s == pytest.approx(workload.compute_s + delayed * reduced_s + of_last_s)
 
 
 def test_ranks_of_a_host_share_the_work_of_sending():

@@ -1,12 +1,14 @@
-"""The user's script that the probe trains, and what is said where it cannot."""
+"""The user's script that the probe trains, what is said where it cannot, and what is measured of its steps."""
 
 import textwrap
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from fusedcomm.probe.team import ProbeError
-from fusedcomm.probe.workload import checked, load
+from fusedcomm.probe.team import ProbeError, Team
+from fusedcomm.probe.workload import PARAMETER_NUMEL, checked, load, measure_workload, synthetic, work
 
 SCRIPT = """
 import torch
@@ -67,3 +69,20 @@ DATA = torch.ones(2, 3)
 def test_tasks_that_cannot_be_used(task, text):
     with pytest.raises(ProbeError, match=text):
         checked(task, CPU)
+
+
+# ---- what is measured
+
+
+def busy_cores(rank, world_size, compute):
+    task = synthetic(3 * PARAMETER_NUMEL, 0.0, torch.device("cpu"))
+    task[0]._compute = {"sleeps": lambda: time.sleep(0.02), "works": lambda: work(4000, torch.device("cpu"))}[compute]
+    return measure_workload(Team(dist.group.WORLD, torch.device("cpu")), task, 0.5)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("compute, least, most", [("sleeps", 0.0, 0.4), ("works", 0.6, 1.1)])
+def test_cores_are_as_busy_as_computing_keeps_them(ranks, compute, least, most):
+    of_all, other = ranks.run(busy_cores, compute, world_size=2)
+    assert least < of_all.busy_cores < most and of_all.busy_cores == other.busy_cores
+    assert of_all.backward_s > 0.02 and of_all.numel == 3 * PARAMETER_NUMEL

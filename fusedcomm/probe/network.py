@@ -15,8 +15,7 @@ from fusedcomm.config import Config
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost, Network, TwoLevels
 from fusedcomm.hosts import AUTO, Hosts
 from fusedcomm.probe.fit import Point, collective, theil_sen
-from fusedcomm.probe.steps import cpu_s
-from fusedcomm.probe.team import Team
+from fusedcomm.probe.team import Team, cpu_s
 
 PAIR_NBYTES = (4 << 10, 256 << 10)
 """Messages that tell roughly how fast the network is, so that what follows is not too long for the budget."""

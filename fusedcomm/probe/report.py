@@ -152,7 +152,6 @@ def as_json(findings: Findings) -> dict:
             "cores": findings.cluster.cores,
         },
         "workload": {**dataclasses.asdict(findings.workload), "numel": findings.workload.numel},
-        "compute_cores": findings.cluster.compute_cores,
         "speed": dataclasses.asdict(findings.speed),
         "predictions": [option_as_json(option) for option in findings.options],
         "crossover_bytes_s": findings.crossovers,

@@ -107,7 +107,6 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         link_bytes_s=max(map(network.carried_bytes_s, ON_ONE_LEVEL)),
     )
     if local.cores is not None:
-        cluster = dataclasses.replace(cluster, compute_cores=min(float(torch.get_num_threads()), local.cores))
         cluster = _of_rank_0(team, cluster)
         cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
     workload = min([*workloads, steps_alone()], key=lambda workload: workload.compute_s)

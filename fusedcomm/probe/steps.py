@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.cost_model import Cluster, Cost, Network, TwoLevels
 from fusedcomm.probe.choices import OFF, Way, predict_option
 from fusedcomm.probe.fit import theil_sen
-from fusedcomm.probe.team import Team
+from fusedcomm.probe.team import Team, cpu_s
 from fusedcomm.probe.workload import Task, measure_workload, synthetic
 
 WARMUP_STEPS = 2
@@ -64,12 +63,6 @@ def take_steps(team: Team, module: nn.Module, task: Task, num_steps: int) -> lis
         team.settle()
         seconds.append(time.perf_counter() - begin)
     return team.slowest(seconds)
-
-
-def cpu_s() -> float:
-    """Of all threads of this process so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 # ---- what of a core it takes

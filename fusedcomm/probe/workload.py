@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm.cost_model import Gradient, Workload
-from fusedcomm.probe.team import ProbeError, Team
+from fusedcomm.probe.team import ProbeError, Team, cpu_s
 
 Step = Callable[[nn.Module], Tensor]
 Task = tuple[nn.Module, Step, torch.optim.Optimizer | None]
@@ -182,22 +182,24 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
     # A step of all ranks is as long as the slowest one's; its parts are shares of it.
     total_s = statistics.median(team.slowest([sum(row[:3]) for row in rows]))
     shares = [statistics.median(row[part] / sum(row[:3]) for row in rows) for part in range(3)]
-    shares += [statistics.median(row[3 + index] / row[1] for row in rows) for index in range(len(parameters))]
-    shares = team.mean(shares)
+    shares += [statistics.median(row[4 + index] / row[1] for row in rows) for index in range(len(parameters))]
+    busy_cores = sum(row[3] for row in rows) / sum(sum(row[:3]) for row in rows)
+    *shares, busy_cores = team.mean([*shares, busy_cores])
     forward_s, backward_s, optimizer_s = (total_s * share / sum(shares[:3]) for share in shares[:3])
     ready_s = [backward_s * min(share, 1.0) for share in shares[3:]]
     order = sorted(range(len(parameters)), key=lambda index: (ready_s[index], -index))
     gradients = [Gradient(parameters[index].numel(), ready_s[index], parameters[index].dim() <= 1) for index in order]
-    return Workload(forward_s, backward_s, optimizer_s, gradients)
+    return Workload(forward_s, backward_s, optimizer_s, gradients, busy_cores=busy_cores)
 
 
 def _steps(team: Team, model: nn.Module, step: Step, optimizer, ready: dict, num_ready: int, num_steps: int) -> list:
-    """Rows of forward, backward and optimizer seconds, and of the time at which each gradient was ready."""
+    """Rows of forward, backward and optimizer seconds, of the CPU time of all of them, and of the time at which each
+    gradient was ready."""
     rows = []
     for _ in range(num_steps):
         team.barrier()
         ready.clear()
-        begin = time.perf_counter()
+        begin, begin_cpu_s = time.perf_counter(), cpu_s()
         model.zero_grad()
         loss = step(model)
         team.settle()
@@ -208,8 +210,8 @@ def _steps(team: Team, model: nn.Module, step: Step, optimizer, ready: dict, num
         if optimizer is not None:
             optimizer.step()
             team.settle()
-        end = time.perf_counter()
+        end, taken_cpu_s = time.perf_counter(), cpu_s() - begin_cpu_s
         # One that got no gradient travels as zeros, at the end.
         since = [ready.get(index, backward) - forward for index in range(num_ready)]
-        rows.append([forward - begin, backward - forward, end - backward, *since])
+        rows.append([forward - begin, backward - forward, end - backward, taken_cpu_s, *since])
     return rows
