@@ -226,10 +226,18 @@ def _cupy_version() -> str | None:
 
 
 def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    return cpu_name(path.read_text() if path.exists() else "") or platform.processor() or platform.machine()
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """By /proc/cpuinfo, with its generation: of virtual machines the name alone may be no more than the maker's. Empty
+    if that does not say."""
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
+    generation = {"family": found.get("cpu family"), "model": found.get("model")}
+    if "model name" not in found or None in generation.values():
+        return found.get("model name", "")
+    return f"{found['model name']} ({', '.join(map(' '.join, generation.items()))})"
 
 
 def _commit() -> str | None:

@@ -116,7 +116,7 @@ class Result:
 
 def processor(env: dict) -> str:
     """What a result was measured on."""
-    return env["cpu"].replace("(R)", "").removesuffix(" Processor")
+    return env["cpu"].replace("(R)", "").replace(" Processor", "")
 
 
 def load(paths: Sequence[Path]) -> list[Result]:

@@ -193,6 +193,19 @@ def test_a_wrong_result_fails_the_run(bench_modules, tmp_path):
     assert json.loads((tmp_path / "x.json").read_text())["not_measured"][1]["reason"] == "first line"
 
 
+def test_a_processor_is_named_with_its_generation(bench_modules):
+    import _common
+    import _steps_report
+
+    x86 = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: Intel(R) Xeon(R) Processor\n\n"
+    name = _common.cpu_name(2 * x86)
+    assert name == "Intel(R) Xeon(R) Processor (family 6, model 207)"
+    assert _steps_report.processor({"cpu": name}) == "Intel Xeon (family 6, model 207)"
+    assert _common.cpu_name("processor\t: 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
+    assert _common.cpu_name("processor\t: 0\nCPU implementer\t: 0x41\n") == _common.cpu_name("") == ""
+    assert _common.env()["cpu"]
+
+
 # ---- bench/entropy.py
 
 
