@@ -56,6 +56,7 @@ group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = groups.make_channels(group, cpu, groups.private_store(group))
 print(f"s_per_byte={groups.time_link(channels.scatter)}", flush=True)
 dist.barrier()
+dist.destroy_process_group()  # without it, torch's gloo threads may abort a process that ends right after a collective
 """
 
 
