@@ -180,10 +180,13 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
             handle.remove()
         model.zero_grad()
     # A step of all ranks is as long as the slowest one's; its parts are shares of it.
-    total_s = statistics.median(team.slowest([sum(row[:3]) for row in rows]))
-    shares = [statistics.median(row[part] / sum(row[:3]) for row in rows) for part in range(3)]
+    steps_s = [sum(row[:3]) for row in rows]
+    total_s = statistics.median(team.slowest(steps_s))
+    shares = [
+        statistics.median(row[part] / step_s for row, step_s in zip(rows, steps_s, strict=True)) for part in range(3)
+    ]
     shares += [statistics.median(row[4 + index] / row[1] for row in rows) for index in range(len(parameters))]
-    busy_cores = sum(row[3] for row in rows) / sum(sum(row[:3]) for row in rows)
+    busy_cores = sum(row[3] for row in rows) / sum(steps_s)
     *shares, busy_cores = team.mean([*shares, busy_cores])
     forward_s, backward_s, optimizer_s = (total_s * share / sum(shares[:3]) for share in shares[:3])
     ready_s = [backward_s * min(share, 1.0) for share in shares[3:]]
