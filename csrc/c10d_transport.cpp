@@ -96,6 +96,7 @@ std::shared_ptr<C10dTransport> C10dTransport::with_hosts(const Place& place,
                 i + kFirst, " must be of rank ", rank, " of ", size);
     connected->backends_[i + kFirst] = backends[i];
   }
+  connected->connect();
   connected->place_ = place;
   return connected;
 }
@@ -108,20 +109,36 @@ std::vector<BackendPtr> C10dTransport::own_backends() const {
   return own;
 }
 
-// The end of a gloo backend waits for its collectives under way, and these for a peer that may be stopped, until the
+WorkTransport::WorkTransport(BackendPtr scatter, BackendPtr gather)
+    : C10dTransport(std::move(scatter), std::move(gather)) {
+  connect();
+}
+
+void WorkTransport::connect() {
+  for (size_t i = 0; i < exchanges_.size(); ++i) {
+    if (backends()[i] && !exchanges_[i]) exchanges_[i] = std::make_shared<Exchange>(backends()[i]);
+  }
+}
+
+// The end of a gloo backend waits for its all-reduces under way, and these for a peer that may be stopped, until the
 // group's timeout: half an hour, by default.
 WorkTransport::~WorkTransport() {
-  auto backends = std::make_unique<std::array<BackendPtr, kNumChannels>>(take_backends());
+  struct Channels {
+    std::array<BackendPtr, kNumChannels> backends;
+    std::array<std::shared_ptr<Exchange>, kNumChannels> exchanges;  // they end first
+  };
+  auto channels = std::make_unique<Channels>(Channels{take_backends(), std::move(exchanges_)});
   if (getpid() != process_) {
-    backends.release();  // a child of fork() has none of the threads that would be waited for
+    channels.release();  // a child of fork() has none of the threads that would be waited for
     return;
   }
-  const int rank = (*backends)[0]->getRank(), size = (*backends)[0]->getSize();
+  const int rank = channels->backends[0]->getRank(), size = channels->backends[0]->getSize();
   // Those threads may be releasing a tensor that Python knows.
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
-  const bool ended = end_soon([backends = std::move(backends)] {
-    for (BackendPtr& backend : *backends) backend.reset();
+  const bool ended = end_soon([channels = std::move(channels)] {
+    for (auto& exchange : channels->exchanges) exchange.reset();
+    for (BackendPtr& backend : channels->backends) backend.reset();
   });
   if (!ended) {
     std::fprintf(
@@ -133,28 +150,17 @@ WorkTransport::~WorkTransport() {
 }
 
 void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
-  at::Tensor input = as_tensor(send, at::kByte);
-  at::Tensor output = as_tensor(receive, at::kByte);
-  std::vector<int64_t> equal_splits;
-  on_end(backend(channel).alltoall_base(output, input, equal_splits, equal_splits), std::move(done));
+  exchange(channel).start(send, receive, std::move(done));
+}
+
+void WorkTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
+  exchange(channel).start(send, receive, std::move(done));
 }
 
 void WorkTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
-  const int rank = backend(channel).getRank(), size = backend(channel).getSize();
-  if (size == 1) {
-    done(nullptr);
-    return;
-  }
-  at::Tensor bytes = as_tensor(all, at::kByte);
-  const int64_t nbytes = all.nbytes / size;
-  at::Tensor own = bytes.narrow(0, rank * nbytes, nbytes);
-  if (size > 2) {
-    all_gather_tensor(channel, bytes, own, std::move(done));
-    return;
-  }
-  at::Tensor peers = bytes.narrow(0, (1 - rank) * nbytes, nbytes);
-  std::vector<int64_t> to = {rank == 0 ? 0 : nbytes, rank == 0 ? nbytes : 0}, from = to;  // both are moved from
-  on_end(backend(channel).alltoall_base(peers, own, from, to), std::move(done));
+  const int64_t nbytes = all.nbytes / backend(channel).getSize();
+  const WireSpan own{all.data + backend(channel).getRank() * nbytes, nbytes, all.owner};
+  exchange(channel).start(own, all, std::move(done));
 }
 
 void WorkTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {

@@ -332,21 +332,6 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   }
 }
 
-// Copies what reduce_unit wrote into the other copies.
-void repeat_unit(const ReduceArgs& args, const Unit& unit) {
-  const BucketLayout& layout = args.to;
-  const int64_t size = args.num_parts * layout.part_stride;
-  const Section<const std::byte> from(layout, unit, args.out + part_place(layout, unit.part));
-  const Wire wire = unit.exact ? Wire::kFp32 : layout.wire;
-  const int64_t codes = codes_nbytes(wire, unit.numel);
-  const int64_t scales = unit.exact ? 0 : scales_nbytes(wire, ceil_div(unit.numel, layout.block_numel));
-  for (int64_t copy = 1; copy < args.num_copies; ++copy) {
-    const Section<std::byte> to(layout, unit, args.out + copy * size + part_place(layout, unit.part));
-    std::memcpy(to.codes, from.codes, static_cast<size_t>(codes));
-    if (scales > 0) std::memcpy(to.scales, from.scales, static_cast<size_t>(scales));
-  }
-}
-
 std::vector<const KernelTable*> available_kernels() {
   std::vector<const KernelTable*> tables;
   for (const KernelTable* table : {portable_kernels(), neon_kernels(), avx2_kernels(), avx512_kernels()}) {
@@ -452,11 +437,8 @@ void Codec::reduce(const ReduceArgs& args) const {
   check_reduce(args);
   const BucketLayout& to = args.to;
   impl_->for_each_unit(Units(to.part, args.num_parts), [&](const Unit& unit, bool first_of_part) {
-    for (int64_t copy = 0; first_of_part && copy < args.num_copies; ++copy) {
-      zero_padding(to, args.out + copy * args.num_parts * to.part_stride + part_place(to, unit.part));
-    }
+    if (first_of_part) zero_padding(to, args.out + part_place(to, unit.part));
     reduce_unit(impl_->kernels, args, unit);
-    repeat_unit(args, unit);
   });
 }
 

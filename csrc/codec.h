@@ -93,9 +93,8 @@ struct ReduceArgs {
       parts;    // a message: encodings of the same part, one from each of from.num_parts ranks, in rank order
   float scale;  // 1/world_size times what pack divided by, if these are all the ranks
   const BucketLayout& to;
-  std::byte* out;  // `num_copies` times `num_parts` consecutive parts, to.part_stride apart
+  std::byte* out;  // `num_parts` consecutive parts, to.part_stride apart
   int64_t num_parts = 1;
-  int64_t num_copies = 1;
   int64_t chunk = 0;       // the rest is used by `encoding` only. A residual of to.num_chunks · num_parts parts
   int64_t first_part = 0;  // of the `to` parts in a chunk, that which is written first
   Encoding encoding = {};

@@ -78,16 +78,15 @@ int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, cons
 }
 
 void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& parts, float scale, const at::Tensor& out,
-            int64_t num_copies, const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual,
-            int64_t chunk, int64_t first_part, const std::optional<BucketLayout>& to_layout, int64_t num_parts) {
-  TORCH_CHECK_VALUE(num_copies >= 1, "num_copies=", num_copies, " is not possible: use 1 or more");
+            const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual, int64_t chunk,
+            int64_t first_part, const std::optional<BucketLayout>& to_layout, int64_t num_parts) {
   TORCH_CHECK_VALUE(num_parts >= 1, "num_parts=", num_parts, " is not possible: use 1 or more");
   const BucketLayout& to = to_layout ? *to_layout : layout;
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
-  std::byte* bytes = wire_bytes(out, to.part_stride * num_parts * num_copies, "out");
+  std::byte* bytes = wire_bytes(out, to.part_stride * num_parts, "out");
   const Encoding encoding = encoding_of(noise, residual, to);
   py::gil_scoped_release no_gil;
-  codec.reduce({layout, in, scale, to, bytes, num_parts, num_copies, chunk, first_part, encoding});
+  codec.reduce({layout, in, scale, to, bytes, num_parts, chunk, first_part, encoding});
 }
 
 void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
@@ -249,8 +248,8 @@ void bind_codec(py::module_& m) {
       .def("pack", &pack, py::arg("layout"), py::arg("chunk"), py::arg("lossy"), py::arg("exact"), py::arg("scale"),
            py::arg("out"), py::arg("noise") = py::none(), py::arg("residual") = py::none())
       .def("reduce", &reduce, py::arg("layout"), py::arg("parts"), py::arg("scale"), py::arg("out"),
-           py::arg("num_copies") = 1, py::arg("noise") = py::none(), py::arg("residual") = py::none(),
-           py::arg("chunk") = 0, py::arg("first_part") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
+           py::arg("noise") = py::none(), py::arg("residual") = py::none(), py::arg("chunk") = 0,
+           py::arg("first_part") = 0, py::arg("to") = py::none(), py::arg("num_parts") = 1)
       .def("unpack", &unpack, py::arg("layout"), py::arg("chunk"), py::arg("parts"), py::arg("scale"), py::arg("lossy"),
            py::arg("exact"), py::arg("num_messages") = 1)
       .def("scale_in_place", &scale_in_place, py::arg("slices"), py::arg("scale"))

@@ -233,7 +233,6 @@ int64_t CudaDevice::pack(const PackArgs& args) {
 
 void CudaDevice::reduce(const ReduceArgs& args) {
   const BucketLayout &from = args.from, &to = args.to;
-  TORCH_CHECK(args.num_copies == 1, "fusedcomm: the device's reduce writes one copy, not ", args.num_copies);
   TORCH_CHECK(from.part.lossy_numel == args.num_parts * to.part.lossy_numel &&
                   from.part.exact_numel == args.num_parts * to.part.exact_numel,
               "fusedcomm: parts of ", from.part.lossy_numel, " and ", from.part.exact_numel,

@@ -1,6 +1,8 @@
 #include "device_bindings.h"
 
+#include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -13,6 +15,7 @@ namespace fusedcomm {
 namespace {
 
 namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
 
 constexpr int64_t kTrialNbytes = 1 << 20;
 
@@ -86,6 +89,35 @@ std::vector<std::string> kernel_params(const std::string& kernel) {
   return param_types<ScaleLaunch>();
 }
 
+// Its threads may be releasing a tensor that Python knows, which takes the GIL.
+std::shared_ptr<Exchange> make_exchange(BackendPtr backend) {
+  return {new Exchange(std::move(backend)), [](Exchange* exchange) {
+            std::optional<py::gil_scoped_release> no_gil;
+            if (PyGILState_Check()) no_gil.emplace();
+            delete exchange;
+          }};
+}
+
+using Ended = std::shared_future<void>;
+
+WireSpan span_of(const at::Tensor& bytes, const char* what) {
+  TORCH_CHECK_VALUE(bytes.is_cpu() && bytes.is_contiguous() && bytes.scalar_type() == at::kByte, what,
+                    " must be a contiguous uint8 tensor on cpu");
+  return {static_cast<std::byte*>(bytes.data_ptr()), bytes.numel(), std::make_shared<at::Tensor>(bytes)};
+}
+
+Ended start(Exchange& exchange, const at::Tensor& send, const at::Tensor& receive) {
+  const int64_t size = exchange.world_size();
+  TORCH_CHECK_VALUE(receive.numel() % size == 0, "receive must have as many bytes from each of ", size, " ranks, not ",
+                    receive.numel(), " together");
+  TORCH_CHECK_VALUE(send.numel() == receive.numel() || send.numel() * size == receive.numel(), "send must have ",
+                    receive.numel(), " bytes, or ", receive.numel() / size, " for all, not ", send.numel());
+  auto ended = std::make_shared<std::promise<void>>();
+  exchange.start(span_of(send, "send"), span_of(receive, "receive"),
+                 [ended](std::exception_ptr error) { error ? ended->set_exception(error) : ended->set_value(); });
+  return ended->get_future().share();
+}
+
 }  // namespace
 
 void bind_devices(py::module_& m) {
@@ -116,13 +148,16 @@ void bind_devices(py::module_& m) {
                                                  forced_sync, registered, allocator(backend, device, registered));
            }),
            py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
-           py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("warm_up", &CudaDevice::warm_up, py::call_guard<py::gil_scoped_release>())
+           py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"), NoGil())
+      .def("warm_up", &CudaDevice::warm_up, NoGil())
       .def_property_readonly("registered_memory", &CudaDevice::registered_memory)
       .def_property_readonly("streams", &CudaDevice::streams)
       .def_property_readonly("num_launches", &CudaDevice::num_launches);
 
+  py::class_<Ended>(m, "Ended").def("wait", [](const Ended& ended) { ended.get(); }, NoGil());
+  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
+      .def(py::init(&make_exchange), py::arg("backend"))
+      .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
   py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
   py::class_<WorkTransport, C10dTransport, std::shared_ptr<WorkTransport>>(m, "WorkTransport")
       .def(py::init<BackendPtr, BackendPtr>(), py::arg("scatter"), py::arg("gather"));

@@ -1,7 +1,6 @@
 #include "engine.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -15,14 +14,6 @@ void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
     recent->push_back(static_cast<float>(value));
   } else {
     (*recent)[static_cast<size_t>(num_steps) % kNumRecentSteps] = static_cast<float>(value);
-  }
-}
-
-// Copies the first of so many equal pieces into the others.
-void repeat(const WireSpan& span, int64_t num_copies) {
-  const int64_t nbytes = span.nbytes / num_copies;
-  for (int64_t copy = 1; copy < num_copies; ++copy) {
-    std::memcpy(span.data + copy * nbytes, span.data, static_cast<size_t>(nbytes));
   }
 }
 
@@ -302,13 +293,11 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
-  const Channel next = job.plan.on_two_levels() ? Channel::kCrossGather : Channel::kGather;
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan.layouts[i];
     BucketLayout from = to;
     from.num_parts = place_.num_hosts;  // on one level all ranks
     ReduceArgs args{from, parts, job.plan.reduce_scale, to, out};
-    args.num_copies = transport_->gather_copies(next);
     args.chunk = chunk;
     args.first_part = place_.part();
     args.encoding = job.payloads[i].reduce;
@@ -407,18 +396,15 @@ EventPtr Engine::all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, S
                             int64_t part_nbytes, const Underway& underway, bool back) {
   const Slot& slot = *underway.slot;
   const auto &from = back ? slot.incoming : slot.outgoing, &to = back ? slot.outgoing : slot.incoming;
-  const int64_t num_copies = transport_->gather_copies(channel);
   const int64_t num_ranks = channel == Channel::kGather        ? world_size()
                             : channel == Channel::kLocalGather ? place_.ranks_per_host
                                                                : place_.num_hosts;
-  const WireSpan send{from.get(), part_nbytes * num_copies, from};
+  const WireSpan send{from.get(), part_nbytes, from};
   const WireSpan receive{to.get(), part_nbytes * num_ranks, to};
-  return lane.start(underway.event, wire_stage(job, stage, underway.chunk,
-                                               [this, channel, send, receive, num_copies, back](Lane::Completion done) {
-                                                 // What reduce writes it has written so many times already.
-                                                 if (back) repeat(send, num_copies);
-                                                 transport_->all_gather(channel, send, receive, std::move(done));
-                                               }));
+  return lane.start(underway.event,
+                    wire_stage(job, stage, underway.chunk, [this, channel, send, receive](Lane::Completion done) {
+                      transport_->all_gather(channel, send, receive, std::move(done));
+                    }));
 }
 
 void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error) {

@@ -49,10 +49,6 @@ class Transport {
   // The channel's rank s's part r arrives on its rank r as part s; all parts are as long.
   virtual void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
 
-  // How many equal copies of its part, one after the other, a rank hands to all_gather. More than one only where
-  // workspaces are in the host's memory.
-  virtual int64_t gather_copies(Channel channel) const = 0;
-
   // Every rank's part arrives on every rank of the channel, in rank order.
   virtual void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
 

@@ -250,12 +250,12 @@ def test_what_keeps_one_rank_from_connecting_is_the_reason_that_all_are_told(ran
     assert first[1] == second[1] == reason
 
 
-def let_go(rank, world_size):
+def let_go(rank, world_size, wire, how):
     """In the second step the last rank stops, and the others fail by themselves and let go of everything. How long that
     took, and what they said."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=25))
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
-    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot")
+    comm = fusedcomm.attach(ddp, wire=wire, sum=how)
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
     synchronise(ddp, gradients, steps=2)
 
@@ -278,8 +278,16 @@ def let_go(rank, world_size):
     return taken_s, text
 
 
+def test_messages_are_given_up_while_a_peer_is_silent(ranks):
+    for how in ("one-shot", "two-shot"):
+        outcomes = ranks.outcomes(let_go, "int8", how, world_size=2, lost=1)
+        kind, (taken_s, text) = outcomes[0]
+        assert kind == "value" and taken_s < 5 and "lets go of its channels" not in text, outcomes
+
+
 def test_channels_are_let_go_of_while_a_peer_is_silent(ranks):
-    outcomes = ranks.outcomes(let_go, world_size=2, lost=1)
+    """An all-reduce cannot be given up."""
+    outcomes = ranks.outcomes(let_go, "bf16", "direct", world_size=2, lost=1)
     kind, (taken_s, text) = outcomes[0]
     assert kind == "value" and 9 < taken_s < 15, outcomes
     assert "fusedcomm: rank 0 of 2 lets go of its channels while a collective waits for a peer, for 10 s by now" in text

@@ -14,6 +14,7 @@ from fusedcomm import groups
 from fusedcomm.config import Config
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost, Network, TwoLevels
 from fusedcomm.hosts import AUTO, Hosts
+from fusedcomm.native import _C
 from fusedcomm.probe.fit import Point, collective, theil_sen
 from fusedcomm.probe.team import Team, cpu_s
 
@@ -187,11 +188,16 @@ class _Bench:
         slots = [(torch.zeros(numel, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device))]
         slots += [(torch.zeros_like(slots[0][0]), torch.zeros_like(slots[0][0])) for _ in range(in_flight - 1)]
 
-        def start(index: int, slot: tuple[torch.Tensor, torch.Tensor]) -> dist.Work | None:
+        exchanges = [_C.Exchange(channel) for channel in channels] if device.type == "cpu" else []
+
+        def start(index: int, slot: tuple[torch.Tensor, torch.Tensor]) -> "dist.Work | _C.Ended | None":
             channel = channels[index % len(channels)]
             if kind in ("all_reduce", "direct"):
                 return channel.allreduce([slot[0]])
-            return channel.alltoall_base(slot[1].view(torch.uint8), slot[0].view(torch.uint8), [], [])
+            send, receive = (tensor.view(torch.uint8) for tensor in slot)
+            if exchanges:
+                return exchanges[index % len(channels)].start(send=send, receive=receive)
+            return channel.alltoall_base(receive, send, [], [])
 
         def move() -> None:
             _rotate(start, slots, num_messages)

@@ -87,9 +87,9 @@ class ThreadTransport : public Transport {
     network_->arrive(channel, group(channel), next(channel), {std::move(send), std::move(receive), std::move(done)},
                      move_all_to_all);
   }
-  int64_t gather_copies(Channel channel) const override { return group(channel).size; }
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
-    all_to_all(channel, std::move(send), std::move(receive), std::move(done));
+    network_->arrive(channel, group(channel), next(channel), {std::move(send), std::move(receive), std::move(done)},
+                     move_all_gather);
   }
   void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override {
     const Group& of = group(channel);

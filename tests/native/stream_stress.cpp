@@ -90,11 +90,10 @@ class SimDevice : public StreamDevice {
     check_stream(2);
     sim::launch(current_stream(), "reduce",
                 {{args.parts, 0, 0, args.from.chunk_nbytes(), false},
-                 {args.out, 0, 0, args.to.part_stride * args.num_parts * args.num_copies, true}},
+                 {args.out, 0, 0, args.to.part_stride * args.num_parts, true}},
                 [codec = codec_, from = args.from, parts = args.parts, scale = args.scale, to = args.to, out = args.out,
-                 num_parts = args.num_parts, copies = args.num_copies, chunk = args.chunk, first = args.first_part] {
-                  codec->reduce({from, parts, scale, to, out, num_parts, copies, chunk, first});
-                });
+                 num_parts = args.num_parts, chunk = args.chunk,
+                 first = args.first_part] { codec->reduce({from, parts, scale, to, out, num_parts, chunk, first}); });
   }
 
   void unpack(const UnpackArgs& args) override {
@@ -223,7 +222,6 @@ class SimTransport : public Transport {
   int rank() const override { return rank_; }
   int world_size() const override { return world_size_; }
   Place place() const override { return place_; }
-  int64_t gather_copies(Channel) const override { return 1; }
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override {
     enqueue(channel, Kind::kAllToAll, "all-to-all", send, receive, done);

@@ -1,0 +1,77 @@
+// Messages among the ranks of a channel, point to point, over a backend whose sends and receives only begin when they
+// are called and end in wait(): gloo.
+//
+// Not gloo's all-to-all. A rank's message leaves when its receiver has said, on the same connection, that it waits for
+// it. The all-to-all says so behind what it sends itself: of two ranks that do not begin together the first keeps its
+// line idle until the other's whole message is there. Here receives are posted before sends.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "transport.h"
+
+namespace fusedcomm {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+class Exchange {
+ public:
+  explicit Exchange(BackendPtr backend) : backend_(std::move(backend)) {}
+  // Ends what is under way with an error, and waits for its threads: not to be called on one of them.
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  int world_size() const { return backend_->getSize(); }
+
+  // A part from every rank, in rank order, to `receive`; `send` has one part for each rank, or the one that all get,
+  // which may lie where it is to be. All ranks start the same exchanges in the same order, and so they end; `done` is
+  // called on a thread of this object, or on the caller's where there is no other rank.
+  void start(const WireSpan& send, const WireSpan& receive, Lane::Completion done);
+
+ private:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  struct Message {
+    int peer;
+    WireSpan bytes;
+  };
+  struct Item {
+    std::vector<Message> sends, receives;
+    WireSpan own_from, own_to;  // what this rank copies for itself, if anything
+    Lane::Completion done;
+    int tag = 0;
+    std::vector<WorkPtr> works = {};
+    std::exception_ptr error = nullptr;
+  };
+
+  static void copy_own(const Item& item);
+  void post();
+  void wait();
+  template <typename Call>
+  static void attempt(Item* item, const Call& call);
+  void post_receives(Item* item);
+  void post_sends(Item* item);
+
+  const BackendPtr backend_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int next_tag_ = 0;
+  bool stopping_ = false;
+  bool has_posted_all_ = false;
+  std::deque<Item> started_;
+  std::deque<Item> posted_;  // the first is being waited for
+
+  // One begins, one waits: what is sent is copied into the socket by whoever begins it, and that must keep neither the
+  // lane's thread nor those that wait.
+  std::thread poster_, waiter_;
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,148 @@
+"""Messages among the ranks of a channel (csrc/exchange.h)."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fusedcomm import groups
+from fusedcomm.native import _C
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))  # for good: ranks import this file too
+
+import _namespaces  # noqa: E402
+import hosts  # noqa: E402
+
+pytestmark = pytest.mark.alone
+
+PROBLEM = _namespaces.problem()
+NBYTES, NUM_EXCHANGES = 40_003, 40
+
+
+def make_exchange():
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    channels = groups.make_channels(group, cpu, groups.private_store(group))
+    dist.barrier()  # a channel let go of while another rank still connects it looks like a crash there
+    return _C.Exchange(channels.scatter)
+
+
+def part(sender, receiver, number):
+    """What this rank sends that one in this exchange, another message each time."""
+    generator = torch.Generator().manual_seed(sender + 10 * receiver + 100 * number)
+    return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
+
+
+def all_to_all(rank, world_size):
+    exchange = make_exchange()
+    send = [torch.cat([part(rank, to, i) for to in range(world_size)]) for i in range(NUM_EXCHANGES)]
+    receive = [torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in send]
+    under_way = [exchange.start(send=s, receive=r) for s, r in zip(send, receive, strict=True)]
+    for ended in under_way:
+        ended.wait()
+    for number, received in enumerate(receive):
+        assert torch.equal(received, torch.cat([part(sender, rank, number) for sender in range(world_size)]))
+    dist.barrier()
+    return len(under_way)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_part_arrives_where_it_belongs(ranks, world_size):
+    assert ranks.run(all_to_all, world_size=world_size) == [NUM_EXCHANGES] * world_size
+
+
+def all_gather(rank, world_size, in_place):
+    exchange = make_exchange()
+    everyones = torch.cat([part(sender, 0, 0) for sender in range(world_size)])
+    receive = torch.zeros_like(everyones)
+    own = receive[rank * NBYTES : (rank + 1) * NBYTES] if in_place else torch.zeros(NBYTES, dtype=torch.uint8)
+    own.copy_(part(rank, 0, 0))
+    exchange.start(send=own, receive=receive).wait()
+    dist.barrier()
+    return torch.equal(receive, everyones)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_part_goes_to_all(ranks, world_size, in_place):
+    assert all(ranks.run(all_gather, in_place, world_size=world_size))
+
+
+def close(rank, world_size):
+    exchange = make_exchange()
+    both = [torch.zeros(2 * NBYTES, dtype=torch.uint8) for _ in range(2)]
+    exchange.start(send=both[0], receive=both[1]).wait()
+    if rank == 1:
+        dist.barrier()
+        return None
+    under_way = [exchange.start(send=both[0], receive=both[1]) for _ in range(3)]  # rank 1 starts none of these
+    began = time.monotonic()
+    del exchange
+    taken_s = time.monotonic() - began
+    found = []
+    for ended in under_way:
+        with pytest.raises(RuntimeError) as error:
+            ended.wait()
+        found.append(str(error.value))
+    dist.barrier()
+    return taken_s, found
+
+
+def test_what_is_under_way_ends_with_its_channel(ranks):
+    taken_s, found = ranks.run(close, world_size=2)[0]
+    assert taken_s < 5  # the group's timeout is minutes
+    assert found == ["its channel has been closed"] * 3
+
+
+def refused(rank, world_size):
+    exchange, bytes_ = make_exchange(), torch.zeros(8, dtype=torch.uint8)
+    for send, receive in ((bytes_.float(), bytes_), (bytes_, bytes_[::2]), (bytes_[:3], bytes_), (bytes_, bytes_[:5])):
+        with pytest.raises(ValueError, match="^(send|receive) must"):
+            exchange.start(send=send, receive=receive)
+    dist.barrier()
+
+
+def test_other_tensors_are_refused(ranks):
+    ranks.run(refused, world_size=2)
+
+
+LATE_S, MESSAGE_NBYTES = 0.05, 400_000
+
+BEGIN_LATE = f"""
+import time, torch, torch.distributed as dist
+from fusedcomm import groups
+from fusedcomm.native import _C
+dist.init_process_group("gloo")
+group, cpu = dist.group.WORLD, torch.device("cpu")
+exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group)).scatter)
+send, receive = (torch.zeros({2 * MESSAGE_NBYTES}, dtype=torch.uint8) for _ in range(2))
+for _ in range(3):
+    exchange.start(send=send, receive=receive).wait()
+seconds = []
+for _ in range(15):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep({LATE_S})
+    began = time.monotonic()
+    exchange.start(send=send, receive=receive).wait()
+    seconds.append(time.monotonic() - began)
+if dist.get_rank() == 1:
+    print(f"late={{min(seconds)}}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):
+    """Also where one rank begins later: then gloo's all-to-all uses one after the other."""
+    script = tmp_path / "begin_late.py"
+    script.write_text(BEGIN_LATE)
+    with hosts.make(2, "100mbit") as cluster:
+        assert cluster.torchrun([str(script)]) == 0
+    (taken_s,) = map(float, re.findall(r"late=([\d.]+)", capsys.readouterr().out))
+    line_s = MESSAGE_NBYTES * 8 / 1e8
+    assert line_s < taken_s < 2 * line_s
