@@ -204,7 +204,7 @@ def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     encoding = Encoding(wire, layout, part_numel, num_buffers)
     traffic_bytes = layout.chunk_nbytes + layout.part.nbytes + encoding.traffic_bytes
     case = Case(f"reduce/{wire}", part_numel, traffic_bytes, num_buffers, {}, {})
-    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i], 1, *encoding.arguments(i))
+    case.impls["fusedcomm"] = lambda i: codec.reduce(layout, parts[i], 1 / NUM_RANKS, out[i], *encoding.arguments(i))
     case.checks["fusedcomm"] = lambda: torch.equal(
         out[0], reference.reduce(layout, parts[0], 1 / NUM_RANKS, encoding.key, encoding.feedback())
     )

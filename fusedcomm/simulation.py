@@ -252,7 +252,7 @@ class _Encoders:
         *encoding: tuple | None,
     ) -> None:
         everybodys = _C.with_num_parts(layout, len(parts))
-        self._codec.reduce(everybodys, parts.view(-1), scale, out, 1, *encoding, self._chunk, 0, self._layout, 1)
+        self._codec.reduce(everybodys, parts.view(-1), scale, out, *encoding, self._chunk, 0, self._layout, 1)
 
 
 def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor]) -> torch.Tensor:

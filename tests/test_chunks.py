@@ -39,7 +39,7 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
     [
         (1, None, 256 * KIB, 16),
         (2, GBIT, 256 * KIB, 16),
-        (2, MBIT / 100, 32 * KIB, 16),
+        (2, MBIT / 100, 128 * KIB, 16),
         (2, GBIT / 10, MIB, 4),
         (2, GBIT / 100, MIB, 4),
         (5, GBIT, 64 * KIB, 16),

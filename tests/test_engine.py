@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm import env, reference
 from fusedcomm.native import _C
+from fusedcomm.transport import tcp_nbytes_sent
 
 CODEC_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 
@@ -351,16 +352,23 @@ def test_a_comparison_shows_what_is_not_finite_and_nothing_where_all_is_exact(ra
         assert len(verified) == 9 and all(error < 1e-6 for _, _, error in verified)
 
 
-# --- the wire as the process group sees it --------------------------------------------------------------------------
+# --- the wire as the process group and the sockets see it -----------------------------------------------------------
+
+HEADERS_NBYTES = 4096
+"""More than gloo's, of a step's few messages."""
 
 
-def recorded_collectives(rank, world_size, wire, kwargs, numel):
+def recorded_step(rank, world_size, wire, kwargs, numel):
     ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
     fusedcomm.attach(ddp, wire=wire, **kwargs)
     synchronise(ddp, [integers(rank, (numel,))], steps=3)  # past the rebuilding of buckets, which broadcasts
-    before = len(flight_record())
+    dist.barrier()
+    before, sent_before = len(flight_record()), tcp_nbytes_sent()
     synchronise(ddp, [integers(rank, (numel,))])
-    return [(e["profiling_name"], e["input_dtypes"][0], e["input_sizes"][0][0]) for e in flight_record()[before:]]
+    sent_nbytes = tcp_nbytes_sent() - sent_before
+    entries = flight_record()[before:]
+    dist.barrier()
+    return [(e["profiling_name"], e["input_dtypes"][0], e["input_sizes"][0][0]) for e in entries], sent_nbytes
 
 
 def flight_record() -> list[dict]:
@@ -387,22 +395,24 @@ NUMEL = 1 << 16
 
 
 @pytest.mark.parametrize(
-    ("wire", "kwargs", "expected"),
+    ("wire", "kwargs", "expected", "nbytes"),
     [
-        ("fp32", {}, [("gloo:all_reduce", "Float", NUMEL)]),
-        ("bf16", {"sum": "direct"}, [("gloo:all_reduce", "BFloat16", NUMEL)]),
-        ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)]),
-        ("bf16", {"sum": "two-shot"}, [("gloo:all_to_all", "Byte", 2 * NUMEL)] * 2),
-        ("int8", {"exempt": (), "sum": "two-shot"}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)] * 2),
-        ("int4", {"exempt": (), "sum": "two-shot"}, [("gloo:all_to_all", "Byte", NUMEL // 2 + 2 * NUMEL // 32)] * 2),
-        ("bf16", {}, [("gloo:all_to_all", "Byte", 2 * NUMEL)]),
-        ("fp8", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL + 4 * NUMEL // 128)]),
-        ("int4", {"exempt": ()}, [("gloo:all_to_all", "Byte", NUMEL // 2 + 2 * NUMEL // 32)]),
+        ("fp32", {}, [("gloo:all_reduce", "Float", NUMEL)], 4 * NUMEL),
+        ("bf16", {"sum": "direct"}, [("gloo:all_reduce", "BFloat16", NUMEL)], 2 * NUMEL),
+        ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)], 2 * NUMEL),
+        # Messages are no collectives of torch's. Of two ranks each sends half of them twice, or all of them once.
+        ("bf16", {"sum": "two-shot"}, [], 2 * NUMEL),
+        ("int8", {"exempt": (), "sum": "two-shot"}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"exempt": (), "sum": "two-shot"}, [], NUMEL // 2 + 2 * NUMEL // 32),
+        ("bf16", {}, [], 2 * NUMEL),
+        ("fp8", {"exempt": ()}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"exempt": ()}, [], NUMEL // 2 + 2 * NUMEL // 32),
     ],
 )
-def test_the_process_group_sees_the_wire_that_was_asked_for(recording_ranks, wire, kwargs, expected):
-    for on_rank in recording_ranks.run(recorded_collectives, wire, kwargs, NUMEL):
-        assert on_rank == expected
+def test_the_wire_that_was_asked_for_travels(recording_ranks, wire, kwargs, expected, nbytes):
+    for entries, sent_nbytes in recording_ranks.run(recorded_step, wire, kwargs, NUMEL):
+        assert entries == expected
+        assert nbytes <= sent_nbytes < nbytes + HEADERS_NBYTES
 
 
 # --- small things that would hurt -----------------------------------------------------------------------------------

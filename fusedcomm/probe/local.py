@@ -86,7 +86,7 @@ def _stages(
         plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
         layout, num_messages = plan.layout, plan.num_messages
         slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
-        sums = torch.zeros(layout.part_stride * team.world_size, dtype=torch.uint8)
+        sums = torch.zeros(layout.part_stride, dtype=torch.uint8)
         for chunk, slot in enumerate(slots):
             for message in slot.chunk(num_messages):
                 codec.pack(layout, chunk % layout.num_chunks, [gradient], [], 1.0, message)
@@ -103,8 +103,7 @@ def _stages(
             codec.pack(layout, chunk, [bucket], [], 1.0, slot[: layout.chunk_nbytes])
 
         def reduce(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, sums=sums) -> None:
-            # The copies are what an all-gather over gloo sends.
-            codec.reduce(layout, slot, 1 / team.world_size, sums, team.world_size)
+            codec.reduce(layout, slot, 1 / team.world_size, sums)
 
         def unpack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
             codec.unpack(layout, chunk, slot[: layout.chunk_nbytes], 1.0, [bucket], [])
