@@ -1,7 +1,7 @@
 // Lanes on CPU. They block, never spin: spinning threads collapse when ranks share cores. Each thread that has to wake
 // up costs some microseconds, and where others compute on the same cores up to the scheduler's slice of milliseconds;
 // so codec stages, which take a while, have a thread each, which is woken only when the head of its queue can run, and
-// collectives, which are only started (on two levels after a copy of a part), have none.
+// collectives, which are only started, have none.
 #pragma once
 
 #include <atomic>

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <pthread.h>
 
+#include <chrono>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -11,6 +13,8 @@ namespace fusedcomm {
 namespace {
 
 constexpr int kNumTags = 1 << 30;
+constexpr int kSentinelTag = 0;
+constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1};
 constexpr char kClosed[] = "its channel has been closed";
 
 // A view of wire bytes that keeps them alive for as long as the backend holds it.
@@ -29,13 +33,16 @@ void name_thread(std::thread* thread, const char* name) {
 
 }  // namespace
 
+Exchange::Exchange(BackendPtr backend)
+    : backend_(std::move(backend)), lost_(static_cast<size_t>(backend_->getSize())) {}
+
 Exchange::~Exchange() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
     // The one that is waited for ends; those behind it are not waited for.
     for (Item& item : posted_) {
-      for (const WorkPtr& work : item.works) work->abort();
+      for (const Pending& pending : item.works) pending.work->abort();
     }
     changed_.notify_all();
   }
@@ -68,10 +75,12 @@ void Exchange::start(const WireSpan& send, const WireSpan& receive, Lane::Comple
   if (!poster_.joinable()) {
     poster_ = std::thread([this] { post(); });
     name_thread(&poster_, "fc-post");
+  }
+  if (!waiter_.joinable()) {  // there may have been no second thread to be had
     waiter_ = std::thread([this] { wait(); });
     name_thread(&waiter_, "fc-wait");
   }
-  item.tag = next_tag_ = (next_tag_ + 1) % kNumTags;
+  item.tag = next_tag_ = next_tag_ % kNumTags + 1;  // never the sentinels'
   started_.push_back(std::move(item));
   changed_.notify_all();
 }
@@ -94,22 +103,62 @@ void Exchange::attempt(Item* item, const Call& call) {
 void Exchange::post_receives(Item* item) {
   for (const Message& message : item->receives) {
     std::vector<at::Tensor> bytes = as_tensors(message.bytes);
-    item->works.push_back(backend_->recv(bytes, message.peer, item->tag));
+    item->works.push_back({message.peer, backend_->recv(bytes, message.peer, item->tag)});
   }
 }
 
 void Exchange::post_sends(Item* item) {
   for (const Message& message : item->sends) {
     std::vector<at::Tensor> bytes = as_tensors(message.bytes);
-    item->works.push_back(backend_->send(bytes, message.peer, item->tag));
+    item->works.push_back({message.peer, backend_->send(bytes, message.peer, item->tag)});
   }
   copy_own(*item);
 }
 
+void Exchange::post_sentinels() {
+  for (int peer = 0; peer < backend_->getSize(); ++peer) {
+    if (peer == backend_->getRank()) continue;
+    const auto byte = std::make_shared<std::byte>();
+    std::vector<at::Tensor> bytes = as_tensors({byte.get(), 1, byte});
+    try {
+      sentinels_.push_back({peer, backend_->recv(bytes, peer, kSentinelTag)});
+    } catch (...) {  // lost by now: what is posted next fails alike
+    }
+  }
+}
+
+void Exchange::look(std::unique_lock<std::mutex>* lock) {
+  const int tag = posted_.empty() ? 0 : posted_.front().tag;
+  if (tag == 0 || tag != std::exchange(looked_at_, tag)) return;
+  lock->unlock();
+  std::vector<std::pair<int, std::exception_ptr>> lost;
+  for (Pending& sentinel : sentinels_) {
+    if (sentinel.ended) continue;
+    try {
+      sentinel.work->abort();
+      sentinel.work->wait();  // returns at once, or throws what has become of the connection
+    } catch (...) {
+      sentinel.ended = true;
+      lost.emplace_back(sentinel.peer, std::current_exception());
+    }
+  }
+  lock->lock();
+  for (const auto& [peer, error] : lost) lost_[static_cast<size_t>(peer)] = error;
+  if (lost.empty() || posted_.empty()) return;
+  for (const Pending& pending : posted_.front().works) pending.work->abort();
+}
+
 void Exchange::post() {
+  post_sentinels();
   std::unique_lock<std::mutex> lock(mutex_);
+  const auto has_work = [this] { return stopping_ || !started_.empty(); };
   for (;;) {
-    changed_.wait(lock, [this] { return stopping_ || !started_.empty(); });
+    if (posted_.empty()) {
+      changed_.wait(lock, has_work);
+    } else if (!changed_.wait_for(lock, kBetweenLooks, has_work)) {
+      look(&lock);
+      continue;
+    }
     if (started_.empty()) break;
     std::deque<Item> items = std::exchange(started_, {});
     const bool is_open = !stopping_;
@@ -130,6 +179,35 @@ void Exchange::post() {
   changed_.notify_all();
 }
 
+std::exception_ptr Exchange::lost(int peer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stopping_) throw std::runtime_error(kClosed);
+  return lost_[static_cast<size_t>(peer)];
+}
+
+void Exchange::wait_for(Item* item) {
+  for (bool all_ended = false; !all_ended;) {
+    all_ended = true;
+    // All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will
+    // be, and a peer that has left after its last message is no error.
+    for (Pending& pending : item->works) {
+      const std::exception_ptr error = lost(pending.peer);
+      if (pending.ended || !error) continue;
+      try {
+        pending.ended = pending.work->wait(kAtOnce);
+      } catch (...) {
+        std::rethrow_exception(error);
+      }
+    }
+    for (Pending& pending : item->works) {
+      if (!pending.ended && !lost(pending.peer)) pending.ended = pending.work->wait();
+      if (pending.ended) continue;
+      all_ended = false;  // aborted, to look again
+      break;
+    }
+  }
+}
+
 void Exchange::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
@@ -138,11 +216,7 @@ void Exchange::wait() {
     Item& item = posted_.front();  // stays there for the destructor
     if (stopping_ && !item.error) item.error = std::make_exception_ptr(std::runtime_error(kClosed));
     lock.unlock();
-    attempt(&item, [&item] {
-      for (const WorkPtr& work : item.works) {
-        if (!work->wait()) throw std::runtime_error(kClosed);
-      }
-    });
+    attempt(&item, [this, &item] { wait_for(&item); });
     lock.lock();
     Item ended = std::move(item);
     posted_.pop_front();

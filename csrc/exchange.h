@@ -23,7 +23,7 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 class Exchange {
  public:
-  explicit Exchange(BackendPtr backend) : backend_(std::move(backend)) {}
+  explicit Exchange(BackendPtr backend);
   // Ends what is under way with an error, and waits for its threads: not to be called on one of them.
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -42,12 +42,17 @@ class Exchange {
     int peer;
     WireSpan bytes;
   };
+  struct Pending {
+    int peer;
+    WorkPtr work;
+    bool ended = false;
+  };
   struct Item {
     std::vector<Message> sends, receives;
     WireSpan own_from, own_to;  // what this rank copies for itself, if anything
     Lane::Completion done;
     int tag = 0;
-    std::vector<WorkPtr> works = {};
+    std::vector<Pending> works = {};
     std::exception_ptr error = nullptr;
   };
 
@@ -56,16 +61,27 @@ class Exchange {
   void wait();
   template <typename Call>
   static void attempt(Item* item, const Call& call);
+  // Gloo does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be
+  // waited for behind others. So each peer has a receive that it never answers: that one is always told.
+  void post_sentinels();
+  // If the first item has not moved since the last look: looks for peers that are lost, and has it look again.
+  void look(std::unique_lock<std::mutex>* lock);
+  std::exception_ptr lost(int peer);
+  void wait_for(Item* item);
   void post_receives(Item* item);
   void post_sends(Item* item);
 
   const BackendPtr backend_;
+  // Of the posting thread alone.
+  std::vector<Pending> sentinels_;
+  int looked_at_ = 0;
 
   std::mutex mutex_;
   std::condition_variable changed_;
   int next_tag_ = 0;
   bool stopping_ = false;
   bool has_posted_all_ = false;
+  std::vector<std::exception_ptr> lost_;  // by peer; none: it is there
   std::deque<Item> started_;
   std::deque<Item> posted_;  // the first is being waited for
 

@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.hosts import Hosts
 
-# Threads of one channel's gloo context: as many of its collectives move at once. One 8–32 MiB all-to-all uses half of
-# a link, four chunks in flight fill it.
+# Threads of one channel's gloo context: as many of its all-reduces move at once. One of 8–32 MiB uses half of a link,
+# four chunks in flight fill it.
 GLOO_THREADS = 4
 
 

@@ -1,6 +1,8 @@
 """Messages among the ranks of a channel (csrc/exchange.h)."""
 
+import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -95,6 +97,35 @@ def test_what_is_under_way_ends_with_its_channel(ranks):
     taken_s, found = ranks.run(close, world_size=2)[0]
     assert taken_s < 5  # the group's timeout is minutes
     assert found == ["its channel has been closed"] * 3
+
+
+def lose_the_last(rank, world_size):
+    """It is killed while its messages are on their way. How long the others wait for what it owes them."""
+    exchange = make_exchange()
+    send, receive = (torch.zeros(world_size << 26, dtype=torch.uint8) for _ in range(2))
+    exchange.start(send=send[: 8 * world_size], receive=receive[: 8 * world_size]).wait()
+    dist.barrier()
+    began = time.monotonic()
+    under_way = [exchange.start(send=send, receive=receive) for _ in range(3)]
+    if rank == world_size - 1:
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for ended in under_way:
+        try:
+            ended.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return time.monotonic() - began, errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, world_size):
+    for kind, found in ranks.outcomes(lose_the_last, world_size=world_size, lost=world_size - 1)[:-1]:
+        assert kind == "value", found
+        taken_s, errors = found
+        assert taken_s < 15 and len(errors) >= 2  # the group's timeout is minutes
+        assert all("Connection" in error or "closed" in error or "reset" in error for error in errors)
 
 
 def refused(rank, world_size):
