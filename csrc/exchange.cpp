@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <pthread.h>
 
-#include <chrono>
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -34,7 +34,9 @@ void name_thread(std::thread* thread, const char* name) {
 }  // namespace
 
 Exchange::Exchange(BackendPtr backend)
-    : backend_(std::move(backend)), lost_(static_cast<size_t>(backend_->getSize())) {}
+    : backend_(std::move(backend)),
+      timeout_(backend_->getBackendOptions()->timeout),
+      lost_(static_cast<size_t>(backend_->getSize())) {}
 
 Exchange::~Exchange() {
   {
@@ -186,6 +188,8 @@ std::exception_ptr Exchange::lost(int peer) {
 }
 
 void Exchange::wait_for(Item* item) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point timed_out = Clock::now() + timeout_;  // however often it is looked at
   for (bool all_ended = false; !all_ended;) {
     all_ended = true;
     // All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will
@@ -200,7 +204,10 @@ void Exchange::wait_for(Item* item) {
       }
     }
     for (Pending& pending : item->works) {
-      if (!pending.ended && !lost(pending.peer)) pending.ended = pending.work->wait();
+      if (!pending.ended && !lost(pending.peer)) {
+        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
+        pending.ended = pending.work->wait(std::max(left, kAtOnce));
+      }
       if (pending.ended) continue;
       all_ended = false;  // aborted, to look again
       break;

@@ -6,6 +6,7 @@
 // line idle until the other's whole message is there. Here receives are posted before sends.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -72,6 +73,7 @@ class Exchange {
   void post_sends(Item* item);
 
   const BackendPtr backend_;
+  const std::chrono::milliseconds timeout_;
   // Of the posting thread alone.
   std::vector<Pending> sentinels_;
   int looked_at_ = 0;
