@@ -13,20 +13,12 @@
 #include <thread>
 #include <utility>
 
+#include "wire_tensor.h"
+
 namespace fusedcomm {
 namespace {
 
 constexpr std::chrono::seconds kPatience{10};
-
-// A view of wire bytes that keeps them alive for as long as the backend holds it.
-at::Tensor as_tensor(const WireSpan& span, at::ScalarType dtype, c10::Device device = c10::kCPU) {
-  const int64_t numel = span.nbytes / static_cast<int64_t>(c10::elementSize(dtype));
-  return at::for_blob(span.data, {numel})
-      .deleter([owner = span.owner](void*) {})
-      .options(at::TensorOptions().dtype(dtype).device(device))
-      .target_device(device)
-      .make_tensor();
-}
 
 at::ScalarType scalar_type(Wire wire) {
   switch (wire) {

@@ -70,7 +70,7 @@ class WorkTransport : public C10dTransport {
   ~WorkTransport() override;
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
-  // Nor gloo's all-gather, which allocates and copies at every call.
+  // Not gloo's all-gather, which allocates and copies at every call.
   void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) override;
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override;

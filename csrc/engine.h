@@ -194,7 +194,7 @@ class Engine {
   // From a slot's outgoing buffer to its incoming one.
   EventPtr all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel, int64_t nbytes,
                       const Underway& underway);
-  // The same way; `back`: the other way, of a part that is there only once.
+  // The same way; `back`: the other way.
   EventPtr all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
                       int64_t part_nbytes, const Underway& underway, bool back);
   // The stages of a chunk, one payload after another. `out` and `parts` are messages.

@@ -1,6 +1,5 @@
 #include "exchange.h"
 
-#include <ATen/ATen.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -9,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "wire_tensor.h"
+
 namespace fusedcomm {
 namespace {
 
@@ -16,14 +17,6 @@ constexpr int kNumTags = 1 << 30;
 constexpr int kSentinelTag = 0;
 constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1};
 constexpr char kClosed[] = "its channel has been closed";
-
-// A view of wire bytes that keeps them alive for as long as the backend holds it.
-std::vector<at::Tensor> as_tensors(const WireSpan& span) {
-  return {at::for_blob(span.data, {span.nbytes})
-              .deleter([owner = span.owner](void*) {})
-              .options(at::TensorOptions().dtype(at::kByte))
-              .make_tensor()};
-}
 
 void name_thread(std::thread* thread, const char* name) {
 #if defined(__linux__)
@@ -104,14 +97,14 @@ void Exchange::attempt(Item* item, const Call& call) {
 
 void Exchange::post_receives(Item* item) {
   for (const Message& message : item->receives) {
-    std::vector<at::Tensor> bytes = as_tensors(message.bytes);
+    std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
     item->works.push_back({message.peer, backend_->recv(bytes, message.peer, item->tag)});
   }
 }
 
 void Exchange::post_sends(Item* item) {
   for (const Message& message : item->sends) {
-    std::vector<at::Tensor> bytes = as_tensors(message.bytes);
+    std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
     item->works.push_back({message.peer, backend_->send(bytes, message.peer, item->tag)});
   }
   copy_own(*item);
@@ -121,7 +114,7 @@ void Exchange::post_sentinels() {
   for (int peer = 0; peer < backend_->getSize(); ++peer) {
     if (peer == backend_->getRank()) continue;
     const auto byte = std::make_shared<std::byte>();
-    std::vector<at::Tensor> bytes = as_tensors({byte.get(), 1, byte});
+    std::vector<at::Tensor> bytes = {as_tensor({byte.get(), 1, byte}, at::kByte)};
     try {
       sentinels_.push_back({peer, backend_->recv(bytes, peer, kSentinelTag)});
     } catch (...) {  // lost by now: what is posted next fails alike

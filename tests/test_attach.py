@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, integers, refused, synchronise
+from models import Gradients, integers, refused, synchronise, threads_of_engine
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -302,16 +302,6 @@ def test_a_steady_step_allocates_no_more_than_a_hook_that_does_nothing(allocatio
 
 
 # --- lifetime -------------------------------------------------------------------------------------------------------
-
-
-def threads_of_engine() -> int:
-    names = []
-    for thread in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{thread}/comm") as file:
-            names.append(file.read())
-    # A channel's two last as long as the channel, which detach leaves to whoever holds the handle last.
-    of_channels = ("fc-post", "fc-wait")
-    return sum(name.startswith("fc-") and name.strip() not in of_channels for name in names)
 
 
 def lifetimes(rank, world_size):

@@ -3,25 +3,18 @@
 import os
 import re
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from two_hosts import needs_hosts, printed_by
 
 from fusedcomm import groups
 from fusedcomm.native import _C
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))  # for good: ranks import this file too
-
-import _namespaces  # noqa: E402
-import hosts  # noqa: E402
-
 pytestmark = pytest.mark.alone
 
-PROBLEM = _namespaces.problem()
 NBYTES, NUM_EXCHANGES = 40_003, 40
 
 
@@ -167,13 +160,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@needs_hosts
 def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):
     """Also where one rank begins later: then gloo's all-to-all uses one after the other."""
-    script = tmp_path / "begin_late.py"
-    script.write_text(BEGIN_LATE)
-    with hosts.make(2, "100mbit") as cluster:
-        assert cluster.torchrun([str(script)]) == 0
-    (taken_s,) = map(float, re.findall(r"late=([\d.]+)", capsys.readouterr().out))
+    printed = printed_by(BEGIN_LATE, tmp_path, capsys)
+    (taken_s,) = map(float, re.findall(r"late=([\d.]+)", printed))
     line_s = MESSAGE_NBYTES * 8 / 1e8
     assert line_s < taken_s < 2 * line_s

@@ -1,23 +1,14 @@
 """Channels of our own beside the user's process group."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from two_hosts import needs_hosts, printed_by
 
 import fusedcomm
 from fusedcomm import groups
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))  # for good: ranks import this file too
-
-import _namespaces  # noqa: E402
-import hosts  # noqa: E402
-
 pytestmark = pytest.mark.alone
-
-PROBLEM = _namespaces.problem()
 
 
 def timed(rank, world_size):
@@ -60,13 +51,10 @@ dist.destroy_process_group()  # without it, torch's gloo threads may abort a pro
 """
 
 
-@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@needs_hosts
 def test_a_slow_link_is_timed(tmp_path, capsys):
-    script = tmp_path / "time_link.py"
-    script.write_text(TIME_LINK)
-    with hosts.make(2, "100mbit") as cluster:
-        assert cluster.torchrun([str(script)]) == 0
-    found = [float(line.split("=")[1]) for line in capsys.readouterr().out.splitlines() if "s_per_byte=" in line]
+    printed = printed_by(TIME_LINK, tmp_path, capsys)
+    found = [float(line.split("=")[1]) for line in printed.splitlines() if "s_per_byte=" in line]
     assert len(found) == 2 and found[0] == found[1]
     # 100 Mbit/s; TCP has barely begun to send faster, and other processes may be in the way.
     assert 0.6 < found[0] / 8e-8 < 6

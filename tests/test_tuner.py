@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, refused, synchronise
+from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, refused, synchronise, threads_of_engine
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -367,16 +367,6 @@ def takes_hook(rank, world_size):
 def test_this_torch_lets_go_of_a_hook(ranks):
     """Where it does not, off divides gradients in a pass of its own, and setup.py needs to know the new name."""
     assert ranks.run(takes_hook, world_size=2) == [True, True]
-
-
-def threads_of_engine() -> int:
-    names = []
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
-            names.append(file.read())
-    # All candidates share the channels, whose threads last as long as these.
-    of_channels = ("fc-post", "fc-wait")
-    return sum(name.startswith("fc-") and name.strip() not in of_channels for name in names)
 
 
 def threads_settle_at(wanted: int) -> int:

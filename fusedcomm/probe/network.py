@@ -141,6 +141,9 @@ class _Bench:
             of_hosts = groups.make_host_channels(team.group, team.device, store, hosts)
             self._channels[BETWEEN] = [of_hosts.cross_scatter, of_hosts.cross_gather]
             self._channels[WITHIN] = [of_hosts.local_scatter, of_hosts.local_gather]
+        # Gloo's messages are sent as the engine sends them.
+        kinds = {"exchange", BETWEEN, WITHIN} & set(self._channels) if on_cpu else ()
+        self._exchanges = {kind: [_C.Exchange(channel) for channel in self._channels[kind]] for kind in kinds}
         self.s_per_byte = groups.time_link(self._channels["exchange"][0]) if on_cpu else None
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
@@ -188,7 +191,7 @@ class _Bench:
         slots = [(torch.zeros(numel, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device))]
         slots += [(torch.zeros_like(slots[0][0]), torch.zeros_like(slots[0][0])) for _ in range(in_flight - 1)]
 
-        exchanges = [_C.Exchange(channel) for channel in channels] if device.type == "cpu" else []
+        exchanges = self._exchanges.get(kind)
 
         def start(index: int, slot: tuple[torch.Tensor, torch.Tensor]) -> "dist.Work | _C.Ended | None":
             channel = channels[index % len(channels)]
@@ -196,7 +199,7 @@ class _Bench:
                 return channel.allreduce([slot[0]])
             send, receive = (tensor.view(torch.uint8) for tensor in slot)
             if exchanges:
-                return exchanges[index % len(channels)].start(send=send, receive=receive)
+                return exchanges[index % len(exchanges)].start(send=send, receive=receive)
             return channel.alltoall_base(receive, send, [], [])
 
         def move() -> None:

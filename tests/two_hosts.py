@@ -1,0 +1,23 @@
+"""Two hosts on a line of 100 Mbit/s, for tests of what a line makes of messages. Shared by the tests."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "bench"))  # for good: ranks import what uses this, too
+
+import _namespaces  # noqa: E402
+import hosts  # noqa: E402
+
+PROBLEM = _namespaces.problem()
+needs_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+
+
+def printed_by(script: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> str:
+    """What its two ranks print, one on each host. It has to end well."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    with hosts.make(2, "100mbit") as cluster:
+        assert cluster.torchrun([str(path)]) == 0
+    return capsys.readouterr().out
