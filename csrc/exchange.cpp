@@ -39,7 +39,8 @@ Exchange::~Exchange() {
     for (Item& item : posted_) {
       for (const Pending& pending : item.works) pending.work->abort();
     }
-    changed_.notify_all();
+    to_post_.notify_one();
+    to_wait_.notify_one();
   }
   if (poster_.joinable()) poster_.join();
   if (waiter_.joinable()) waiter_.join();
@@ -77,7 +78,7 @@ void Exchange::start(const WireSpan& send, const WireSpan& receive, Lane::Comple
   }
   item.tag = next_tag_ = next_tag_ % kNumTags + 1;  // never the sentinels'
   started_.push_back(std::move(item));
-  changed_.notify_all();
+  to_post_.notify_one();
 }
 
 void Exchange::copy_own(const Item& item) {
@@ -149,8 +150,8 @@ void Exchange::post() {
   const auto has_work = [this] { return stopping_ || !started_.empty(); };
   for (;;) {
     if (posted_.empty()) {
-      changed_.wait(lock, has_work);
-    } else if (!changed_.wait_for(lock, kBetweenLooks, has_work)) {
+      to_post_.wait(lock, has_work);
+    } else if (!to_post_.wait_for(lock, kBetweenLooks, has_work)) {
       look(&lock);
       continue;
     }
@@ -165,13 +166,13 @@ void Exchange::post() {
       if (is_open) attempt(&item, [this, &item] { post_sends(&item); });
       lock.lock();
       posted_.push_back(std::move(item));
-      changed_.notify_all();
+      to_wait_.notify_one();
       lock.unlock();
     }
     lock.lock();
   }
   has_posted_all_ = true;
-  changed_.notify_all();
+  to_wait_.notify_one();
 }
 
 std::exception_ptr Exchange::lost(int peer) {
@@ -211,7 +212,7 @@ void Exchange::wait_for(Item* item) {
 void Exchange::wait() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return has_posted_all_ || !posted_.empty(); });
+    to_wait_.wait(lock, [this] { return has_posted_all_ || !posted_.empty(); });
     if (posted_.empty()) return;
     Item& item = posted_.front();  // stays there for the destructor
     if (stopping_ && !item.error) item.error = std::make_exception_ptr(std::runtime_error(kClosed));

@@ -79,7 +79,7 @@ class Exchange {
   int looked_at_ = 0;
 
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable to_post_, to_wait_;  // of the one thread each, so that neither wakes for the other
   int next_tag_ = 0;
   bool stopping_ = false;
   bool has_posted_all_ = false;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the engine and the codec with each sanitizer and runs the stress tests: engine_stress, whose lanes are threads
-# and which knows nothing of torch, and stream_stress, whose lanes are simulated streams and which needs the c10 of an
-# installed torch. That one is left out where PYTHON has no torch. c10 itself is not instrumented, and need not be: the
-# simulated device gives it streams and events, and what orders them is ours.
+# Builds the engine, the codec and the exchange with each sanitizer and runs the stress tests: engine_stress, whose lanes
+# are threads and which knows nothing of torch; exchange_stress and stream_stress, whose lanes are simulated streams,
+# which need an installed torch and are left out where PYTHON has none. torch itself is not instrumented, and need not be:
+# the simulated device and backend are ours, and so is what orders their streams, events and messages.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 CXX=${CXX:-g++}
@@ -28,7 +28,7 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
     csrc/cpu_lane.cpp csrc/inline_lane.cpp csrc/cpu_device.cpp -o "$binary" -pthread
   run "$binary"
   if [ -z "$torch" ]; then
-    echo "stream_stress: left out, since $PYTHON has no torch"
+    echo "stream_stress and exchange_stress: left out, since $PYTHON has no torch"
     continue
   fi
   binary="$build/stream_stress-${sanitizer//,/-}"
@@ -36,5 +36,10 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
     tests/native/stream_stress.cpp tests/native/sim_accelerator.cpp csrc/stream_lane.cpp csrc/stream_device.cpp \
     csrc/inline_lane.cpp csrc/cpu_lane.cpp csrc/cpu_device.cpp "${engine[@]}" \
     -o "$binary" -pthread -L"$torch/lib" -lc10 -Wl,-rpath,"$torch/lib"
+  run "$binary"
+  binary="$build/exchange_stress-${sanitizer//,/-}"
+  "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
+    -isystem "$torch/include/torch/csrc/api/include" tests/native/exchange_stress.cpp csrc/exchange.cpp \
+    -o "$binary" -pthread -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
   run "$binary"
 done
