@@ -76,10 +76,20 @@ class Transformer(nn.Module):
         return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
 
+class HandOver(Layer):
+    """Its gradient is in memory when the computation ends, as one that an accelerator has written."""
+
+    @staticmethod
+    def backward(context, output: Tensor) -> tuple:
+        context.compute()
+        # A tensor of its own, so that autograd takes it as it is; one that others hold would be copied.
+        return output, context.gradient.detach(), None, None
+
+
 class Waiting(nn.Module):
     """The matrices of a transformer's layers, whose computation takes no core, as if an accelerator did it: what a step
-    takes beyond it is not what communication takes from computing. What is left for cores to do is to write gradients,
-    DDP's copies, and the optimizer."""
+    takes beyond it is not what communication takes from computing. What is left for cores to do is DDP's copies and the
+    optimizer. Without bucket views DDP writes the mean into the gradients that are handed over."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -93,7 +103,7 @@ class Waiting(nn.Module):
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
             seconds = WAIT_S * len(samples) * self.size * weight.numel()
             time.sleep(seconds)
-            value = Layer.apply(value, weight, gradient, functools.partial(time.sleep, 2 * seconds))
+            value = HandOver.apply(value, weight, gradient, functools.partial(time.sleep, 2 * seconds))
         return value.expand(len(samples), -1)
 
     def batch(self, samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
