@@ -46,6 +46,20 @@ void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion
   done(nullptr);
 }
 
+// What a rank with some number on the channel is called.
+const char* peer_on(Channel channel) {
+  switch (channel) {
+    case Channel::kLocalScatter:
+    case Channel::kLocalGather:
+      return "the rank of this host with the number ";
+    case Channel::kCrossScatter:
+    case Channel::kCrossGather:
+      return "the rank with the same number on host ";
+    default:
+      return "rank ";
+  }
+}
+
 // Calls `end` on a thread and waits a while. It may wait for a peer that has gone: then that is left to the thread,
 // which keeps what it waits for. Whether it has ended, or there was no thread to be had.
 template <typename End>
@@ -108,7 +122,9 @@ WorkTransport::WorkTransport(BackendPtr scatter, BackendPtr gather)
 
 void WorkTransport::connect() {
   for (size_t i = 0; i < exchanges_.size(); ++i) {
-    if (backends()[i] && !exchanges_[i]) exchanges_[i] = std::make_shared<Exchange>(backends()[i]);
+    if (backends()[i] && !exchanges_[i]) {
+      exchanges_[i] = std::make_shared<Exchange>(backends()[i], peer_on(static_cast<Channel>(i)));
+    }
   }
 }
 

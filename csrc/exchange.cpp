@@ -26,8 +26,9 @@ void name_thread(std::thread* thread, const char* name) {
 
 }  // namespace
 
-Exchange::Exchange(BackendPtr backend)
+Exchange::Exchange(BackendPtr backend, std::string peer)
     : backend_(std::move(backend)),
+      peer_(std::move(peer)),
       timeout_(backend_->getBackendOptions()->timeout),
       lost_(static_cast<size_t>(backend_->getSize())) {}
 
@@ -96,17 +97,28 @@ void Exchange::attempt(Item* item, const Call& call) {
   }
 }
 
+template <typename Call>
+auto Exchange::between(int peer, const Call& call) const {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    throw std::runtime_error("between this rank and " + peer_ + std::to_string(peer) + ": " + error.what());
+  }
+}
+
 void Exchange::post_receives(Item* item) {
   for (const Message& message : item->receives) {
     std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
-    item->works.push_back({message.peer, backend_->recv(bytes, message.peer, item->tag)});
+    const auto receive = [&] { return backend_->recv(bytes, message.peer, item->tag); };
+    item->works.push_back({message.peer, between(message.peer, receive)});
   }
 }
 
 void Exchange::post_sends(Item* item) {
   for (const Message& message : item->sends) {
     std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
-    item->works.push_back({message.peer, backend_->send(bytes, message.peer, item->tag)});
+    const auto send = [&] { return backend_->send(bytes, message.peer, item->tag); };
+    item->works.push_back({message.peer, between(message.peer, send)});
   }
   copy_own(*item);
 }
@@ -132,7 +144,8 @@ void Exchange::look(std::unique_lock<std::mutex>* lock) {
     if (sentinel.ended) continue;
     try {
       sentinel.work->abort();
-      sentinel.work->wait();  // returns at once, or throws what has become of the connection
+      // Returns at once, or throws what has become of the connection.
+      between(sentinel.peer, [&] { return sentinel.work->wait(); });
     } catch (...) {
       sentinel.ended = true;
       lost.emplace_back(sentinel.peer, std::current_exception());
@@ -200,7 +213,7 @@ void Exchange::wait_for(Item* item) {
     for (Pending& pending : item->works) {
       if (!pending.ended && !lost(pending.peer)) {
         const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
-        pending.ended = pending.work->wait(std::max(left, kAtOnce));
+        pending.ended = between(pending.peer, [&] { return pending.work->wait(std::max(left, kAtOnce)); });
       }
       if (pending.ended) continue;
       all_ended = false;  // aborted, to look again

@@ -12,6 +12,7 @@
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -24,7 +25,8 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 class Exchange {
  public:
-  explicit Exchange(BackendPtr backend);
+  // `peer`: what another rank of the channel is called in errors, before its number on the channel.
+  explicit Exchange(BackendPtr backend, std::string peer = "rank ");
   // Ends what is under way with an error, and waits for its threads: not to be called on one of them.
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -62,6 +64,9 @@ class Exchange {
   void wait();
   template <typename Call>
   static void attempt(Item* item, const Call& call);
+  // What `call` throws has the peer in its text: a store that could tell who is missing may be gone with that rank.
+  template <typename Call>
+  auto between(int peer, const Call& call) const;
   // Gloo does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be
   // waited for behind others. So each peer has a receive that it never answers: that one is always told.
   void post_sentinels();
@@ -73,6 +78,7 @@ class Exchange {
   void post_sends(Item* item);
 
   const BackendPtr backend_;
+  const std::string peer_;
   const std::chrono::milliseconds timeout_;
   // Of the posting thread alone.
   std::vector<Pending> sentinels_;

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronise
 from torch.nn.parallel import DistributedDataParallel
+from two_hosts import needs_hosts, printed_by
 
 import fusedcomm
 from fusedcomm import config
@@ -115,6 +116,7 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
         if store_kind == "tcp" and victim == 0:
             assert ("the store fails" if fate == "killed" else "the store is silent") in report
             assert "a TCPStore at 127.0.0.1" in report and "hosted by rank 0 of the job" in report
+            assert "failed for bucket" in error and "between this rank and rank 0: " in error
         else:
             assert f"rank {victim} (process {pid} on " in report and "is missing: no answer within" in report
             assert report.count("is missing") == 1 and "is slow" not in report
@@ -391,3 +393,30 @@ def refused(rank, world_size):
 def test_an_impossible_stall_after_on_one_rank_is_an_error_on_all(ranks):
     errors = ranks.run(refused, world_size=2)
     assert errors[1].startswith("stall_after=0 is not possible") and "rank 1 cannot attach: stall_after=0" in errors[0]
+
+
+KILLED_UNDER_TORCHRUN = """
+import datetime, os, signal, torch, torch.distributed as dist, fusedcomm
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+ddp = DistributedDataParallel(torch.nn.Linear(2000, 500))
+comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+try:
+    for step in range(8):
+        loss = ddp(torch.ones(1, 2000)).sum()
+        if step == 5 and dist.get_rank() == {victim}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+except RuntimeError as error:
+    print("rank", dist.get_rank(), "has", str(error).splitlines()[0], flush=True)
+    os._exit(1)
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_on_another_host_is_named_although_torchruns_store_goes_with_it(tmp_path, capsys, victim):
+    printed = printed_by(KILLED_UNDER_TORCHRUN.format(victim=victim), tmp_path, capsys, ends_well=False)
+    (error,) = re.findall(r"\[host\d\] rank (\d has fusedcomm: .*)", printed)
+    assert error.startswith(f"{1 - victim} has fusedcomm: rank {1 - victim} of 2: the all-gather of chunk")
+    assert "failed for bucket " in error and f"between this rank and rank {victim}: " in error

@@ -14,10 +14,10 @@ PROBLEM = _namespaces.problem()
 needs_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
-def printed_by(script: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> str:
-    """What its two ranks print, one on each host. It has to end well."""
+def printed_by(script: str, tmp_path: Path, capsys: pytest.CaptureFixture, ends_well: bool = True) -> str:
+    """What its two ranks print, one on each host. It has to end well, or not to."""
     path = tmp_path / "script.py"
     path.write_text(script)
     with hosts.make(2, "100mbit") as cluster:
-        assert cluster.torchrun([str(path)]) == 0
+        assert (cluster.torchrun([str(path)]) == 0) == ends_well
     return capsys.readouterr().out
