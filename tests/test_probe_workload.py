@@ -46,6 +46,18 @@ def test_scripts_that_cannot_be_used(tmp_path):
 
 CPU = torch.device("cpu")
 LINEAR = torch.nn.Linear(3, 3)
+
+
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+HALF = Half()
 TWO = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
 DATA = torch.ones(2, 3)
 
@@ -61,7 +73,10 @@ DATA = torch.ones(2, 3)
         ((torch.nn.Linear(3, 3, dtype=torch.float64), lambda model: 0), "parameters of torch.float64"),
         ((LINEAR, lambda model: model(DATA)), r"returned a tensor of shape \(2, 3\): it must return the loss"),
         ((LINEAR, lambda model: 3.0), "returned a float"),
-        ((TWO, lambda model: model[0](DATA).sum()), r"does not use 2 parameter\(s\), 1.weight for example"),
+        ((HALF, lambda model: model(DATA).sum()), r"does not use 2 parameter\(s\), unused.weight for example"),
+        ((TWO, lambda model: model[0](DATA).sum()), "more of the model than its forward pass .* not subscriptable"),
+        ((HALF, lambda model: model.used(DATA).sum()), "more of the model than its forward pass .*'used'"),
+        ((LINEAR, lambda model: LINEAR(DATA).sum()), "does not call the model that it is given"),
         ((torch.nn.Linear(3, 3, device="meta"), lambda model: model(DATA).sum()), "has weight on meta: .* is cpu"),
         ((LINEAR, lambda model: model(DATA).sum().detach()), r"shape \(\) without a gradient"),
     ],

@@ -76,11 +76,25 @@ def checked(task: object, device: torch.device) -> Task:
     elsewhere = [(name, p.device) for name, p in model.named_parameters() if p.device.type != device.type]
     if elsewhere:
         raise ProbeError(f"make()'s model has {elsewhere[0][0]} on {elsewhere[0][1]}: this rank's device is {device}")
-    loss = step(model)
+    in_ddp = _InPlaceOfDdp(model)
+    try:
+        loss = step(in_ddp)
+    except (AttributeError, TypeError) as error:
+        if type(in_ddp).__name__ not in str(error):
+            raise
+        raise ProbeError(
+            f"step(model) needs more of the model than its forward pass ({error}): it is given the model in DDP, too, "
+            'where getattr(model, "module", model) is the model itself'
+        ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ProbeError(
             f"step(model) returned {_described(loss)}: it must return the loss, a tensor with one element that "
             "backward() can be called on"
+        )
+    if not in_ddp.num_calls:
+        raise ProbeError(
+            "step(model) does not call the model that it is given, but perhaps one that it has from elsewhere: DDP "
+            "could not synchronise that, and every choice would look like no communication at all"
         )
     loss.backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
@@ -91,6 +105,18 @@ def checked(task: object, device: torch.device) -> Task:
             "freeze them (requires_grad_(False)), or use them in the loss"
         )
     return model, step, optimizer
+
+
+class _InPlaceOfDdp(nn.Module):
+    """Around a model as DDP will be: with none of its attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.num_calls = module, 0
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.num_calls += 1
+        return self.module(*args, **kwargs)
 
 
 def _described(value: object) -> str:
