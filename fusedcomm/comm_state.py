@@ -56,7 +56,7 @@ class CommState:
         fallback_error: float | None = None,
         fallback_wire: str = "bf16",
         hosts: str | Sequence[Sequence[int]] | None = None,
-        local_wire: str = "bf16",
+        local_wire: str | None = None,
         stall_after: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,

@@ -18,6 +18,8 @@ ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = ("fp32", "bf16", "int8")
 FALLBACK_WIRES = ("fp32", "bf16", "fp16")
 LOCAL_WIRES = ("fp32", "bf16", "fp16")
+_LOCAL_WIRE = "bf16"
+"""By default, of a wire that rounds, too."""
 
 ONE_DIMENSIONAL = "1d"
 
@@ -69,7 +71,7 @@ class Config:
     fallback_error: float | None = None
     fallback_wire: str = "bf16"
     hosts: str | tuple[tuple[int, ...], ...] | None = None
-    local_wire: str = "bf16"
+    local_wire: str | None = None
 
     def __post_init__(self) -> None:
         _check_choice("wire", self.wire, WIRES)
@@ -187,16 +189,18 @@ class Config:
         self._check_fallback_wire()
 
     def _check_hosts(self) -> None:
+        if self.local_wire is None:
+            object.__setattr__(self, "local_wire", "fp32" if self.hosts and self.wire == "fp32" else _LOCAL_WIRE)
         _check_choice("local_wire", self.local_wire, LOCAL_WIRES)
         if self.hosts is None:
-            if self.local_wire != "bf16":
+            if self.local_wire != _LOCAL_WIRE:
                 raise ValueError(f"local_wire={self.local_wire!r} is for sums on two levels: it needs hosts")
             return
         if self.sum not in ("auto", "two-shot"):
             raise ValueError(f"sum={self.sum!r} has one level: use sum='auto' or 'two-shot' with hosts")
         if self.wire == "fp32" and self.local_wire != "fp32":
             raise ValueError(
-                f"local_wire={self.local_wire!r} would round what wire='fp32' does not: use local_wire='fp32' with it"
+                f"local_wire={self.local_wire!r} would round what wire='fp32' does not: leave it out, or use 'fp32'"
             )
         if self.hosts == hosts.AUTO:
             return

@@ -57,7 +57,7 @@ def attach(
     fallback_error: float | None = None,
     fallback_wire: str = "bf16",
     hosts: str | Sequence[Sequence[int]] | None = None,
-    local_wire: str = "bf16",
+    local_wire: str | None = None,
     wires: Sequence[str] | None = None,
     tuned: Tuning | str | os.PathLike | None = None,
     stall_after: float | None = None,
@@ -122,7 +122,8 @@ def attach(
             on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for all but small
             buckets; what is summed exactly goes over all ranks at once. The order of addition is another than without.
             None: one level; with wire="auto", unless it has error_feedback, two are tried where they can be had.
-        local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more.
+        local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more. None: "bf16", or
+            "fp32" with wire="fp32", which is not to be rounded on its way.
         wires: with wire="auto": what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32",
             unless another argument is not for it, and "bf16".
         tuned: with wire="auto": what ``tuning()`` has returned before, or the path where its ``save()`` has put it.

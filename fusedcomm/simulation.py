@@ -32,7 +32,7 @@ def simulate(
     step: int = 0,
     residuals: "Residuals | None" = None,
     hosts: int | Sequence[Sequence[int]] | None = None,
-    local_wire: str = "bf16",
+    local_wire: str | None = None,
 ) -> torch.Tensor:
     """The mean that every rank would end with if `grads` were one bucket's gradients on as many ranks.
 

@@ -68,9 +68,7 @@ class Space:
                     f"wire='auto' cannot try {candidate.wire!r} of wires={self.wires!r}: {error}"
                 ) from error
         of_off = {name: self._options[name] for name in _OF_OFF}
-        self.config_of_off = Config(
-            wire="fp32", local_wire="fp32" if of_off["hosts"] else "bf16", measure_every=0, **of_off
-        )
+        self.config_of_off = Config(wire="fp32", measure_every=0, **of_off)
         self.keeps_residuals = self.config(self.first[0]).error_feedback is not None
 
     def _first(self, wire: str) -> Candidate:
@@ -82,8 +80,6 @@ class Space:
         options = {**self._options, **dataclasses.asdict(candidate)}
         if options.pop("by_host"):
             options["hosts"] = hosts.AUTO
-            if candidate.wire == "fp32":  # which is not to be rounded on its way
-                options["local_wire"] = "fp32"
         return Config(**options)
 
     def is_possible(self, candidate: Candidate) -> bool:

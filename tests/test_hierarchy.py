@@ -459,8 +459,10 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, kwargs, world_size, text
 
 def test_an_fp32_wire_is_not_rounded_on_its_way():
     with pytest.raises(ValueError, match="local_wire='bf16' would round what wire='fp32' does not"):
-        Config(wire="fp32", hosts="auto")
+        Config(wire="fp32", hosts="auto", local_wire="bf16")
     assert Config(wire="fp32", hosts="auto", local_wire="fp32").hosts == "auto"
+    assert Config(wire="fp32", hosts="auto").local_wire == "fp32"
+    assert Config(wire="int8", hosts="auto").local_wire == "bf16"
 
 
 def in_a_subgroup(rank, world_size):
