@@ -1,4 +1,4 @@
-"""The codec's table in README.md, from the JSON of bench/codec.py. Nothing is typed by hand; the tests compare both.
+"""The codec's table in docs/overhead.md, from the JSON of bench/codec.py. Nothing is typed by hand; tests compare both.
 
 python bench/_codec_report.py
 """
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from _common import REPOSITORY
-from _steps_report import README, between_marks, processor
+from _steps_report import between_marks, processor
 
-RESULTS = REPOSITORY / "bench" / "results" / "cpu-codec.json"
+DOCUMENT, RESULTS = REPOSITORY / "docs" / "overhead.md", REPOSITORY / "bench" / "results" / "cpu-codec.json"
 NAME = "codec"
 _WIRES = {"bf16": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4", "int4-rotated": "rotated"}
 _STAGES = {
@@ -54,4 +54,4 @@ def _cell(name: str, of_sizes: list[float] | None) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(between_marks(README.read_text(), NAME, table()))
+    DOCUMENT.write_text(between_marks(DOCUMENT.read_text(), NAME, table()))

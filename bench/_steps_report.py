@@ -242,8 +242,6 @@ def case_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-OF_OTHERS = ("codec",)
-"""Tables between marks that other scripts write."""
 OF_ALL = {SPEED_UPS: speed_up_table, HEADLINE: headline_table}
 
 
@@ -279,7 +277,7 @@ def between_marks(text: str, name: str, table: str) -> str:
 
 def write_tables(document: Path, results: Sequence[Result]) -> None:
     text = document.read_text()
-    for name, table in tables(results, [name for name in blocks_of(text) if name not in OF_OTHERS]).items():
+    for name, table in tables(results, list(blocks_of(text))).items():
         text = between_marks(text, name, table)
     document.write_text(text)
 

@@ -39,14 +39,18 @@ import tempfile
 from pathlib import Path
 
 import hosts
+import torch.distributed as dist
 from _common import Report, Row, print_table, with_ratios
 from _models import MODELS
 from _namespaces import CONGESTION, NetworkError, line_s, problem
 from _ways import COMPUTE, DEFAULT, TUNED, ways_by_name
 
+THIS_BENCH = "this torch has it, but this bench starts gloo"
 NOT_MEASURED = {
-    "ddp over mpi": "torch's wheels are built without it, and mpi4py does not bring it",
-    "ddp over ucc": "torch's wheels are built without it",
+    "ddp over mpi": THIS_BENCH
+    if dist.is_mpi_available()
+    else "torch's wheels are built without it, and mpi4py does not bring it",
+    "ddp over ucc": THIS_BENCH if dist.is_ucc_available() else "torch's wheels are built without it",
     "horovod": "0.28.1, its last release, compiles as C++14, which the headers of torch 2.13 refuse",
 }
 

@@ -426,7 +426,7 @@ def test_a_much_faster_network_is_faster(wire):
 def test_agrees_with_measured_steps_on_one_gbit_s(impl, wire):
     """bench/ddp_step.py's two hosts: 1 Gbit/s of Ethernet, 0.949 of it payload of TCP; two ranks, two cores; the codec
     as bench/codec.py has measured it. α is assumed, and hardly matters: chunks overlap it."""
-    rows = {row["impl"]: row for row in json.loads((RESULTS / "ddp-step-2-hosts-1gbit-epyc.json").read_text())["rows"]}
+    rows = {row["impl"]: row for row in json.loads((RESULTS / "ddp-step-2-hosts-1gbit.json").read_text())["rows"]}
     compute_s, measured = rows["compute alone"]["median_s"], rows[impl]
     line = Cost(1e-3, 8 / (0.949 * 1e9))
     codec = Codec(Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9), Cost(1e-5, 0.2e-9), Cost(1e-5, 0.3e-9))
