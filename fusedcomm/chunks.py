@@ -22,6 +22,10 @@ _LARGER_AMONG_MANY = 1.5
 """A two-shot of more than two ranks, whose chunks cost more: each is a message to every other one. 4 hosts, 1 Gbit/s,
 all on two cores: bf16 in chunks of 128 KiB 886 ms a step, of 256 KiB 779, of 512 KiB 760; int8 546, 470, 474; int4 371,
 365, 331. That link is timed as 6 to 10 ns a byte: without this, chance chose between 256 and 128 KiB."""
+_MIN_NBYTES_AMONG_MANY = 256 << 10
+"""4 hosts, 100 Mbit/s, instead of 128 KiB, of which only half as many bytes are under way: 1,316 ms instead of 1,324 with
+bf16 (torch's fp16 hook: 1,303), 696 instead of 705 with int8, as long with int4; 128 KiB with as many bytes under way,
+1,321, 706 and as long."""
 _LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT = 4, 1 << 20
 """One all-reduce of two ranks cuts its message by itself and has one stage on its way: of larger chunks only the cost
 is less. Beside a step that computes, on 2 hosts at 1 Gbit/s: 0.24 ms of a core for each chunk. At 100 Mbit/s 256 KiB
@@ -77,7 +81,7 @@ def _nbytes(config: "Config", world_size: int, s_per_byte: float | None, ranks_p
     elif world_size <= 2 and config.sum == "direct":
         sent, least = sent * _LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT
     elif p > 2 and not transport_adds:
-        sent *= _LARGER_AMONG_MANY
+        sent, least = sent * _LARGER_AMONG_MANY, max(least, _MIN_NBYTES_AMONG_MANY)
     nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
     nbytes = min(max(nbytes, least), _MAX_NBYTES_PER_RANK * num_parts)
     if ranks_per_host > 1:

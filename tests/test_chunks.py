@@ -15,7 +15,7 @@ MBIT, GBIT = 8e-6, 8e-9
     ("world_size", "s_per_byte", "nbytes", "in_flight"),
     [
         (2, MBIT / 100, 64 * KIB, 16),  # no less than 32 KiB to each rank
-        (4, MBIT / 100, 128 * KIB, 16),
+        (4, MBIT / 100, 256 * KIB, 16),  # among more than two no less than this
         (2, GBIT, 256 * KIB, 16),  # a rank sends half of it: 250 kB take 2 ms
         (2, GBIT / 2, 512 * KIB, 8),
         (4, GBIT / 2, 512 * KIB, 8),
