@@ -23,9 +23,9 @@ _LARGER_AMONG_MANY = 1.5
 all on two cores: bf16 in chunks of 128 KiB 886 ms a step, of 256 KiB 779, of 512 KiB 760; int8 546, 470, 474; int4 371,
 365, 331. That link is timed as 6 to 10 ns a byte: without this, chance chose between 256 and 128 KiB."""
 _MIN_NBYTES_AMONG_MANY = 256 << 10
-"""4 hosts, 100 Mbit/s, instead of 128 KiB, of which only half as many bytes are under way: 1,316 ms instead of 1,324 with
-bf16 (torch's fp16 hook: 1,303), 696 instead of 705 with int8, as long with int4; 128 KiB with as many bytes under way,
-1,321, 706 and as long."""
+"""4 hosts, 100 Mbit/s, instead of 128 KiB, of which only half as many bytes are under way: 1,316 ms instead of 1,324
+with bf16 (torch's fp16 hook: 1,303), 696 instead of 705 with int8, as long with int4; 128 KiB with as many bytes under
+way took 1,321, 706 and as long."""
 _LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT = 4, 1 << 20
 """One all-reduce of two ranks cuts its message by itself and has one stage on its way: of larger chunks only the cost
 is less. Beside a step that computes, on 2 hosts at 1 Gbit/s: 0.24 ms of a core for each chunk. At 100 Mbit/s 256 KiB
