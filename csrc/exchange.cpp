@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iomanip>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -15,8 +17,9 @@ namespace {
 
 constexpr int kNumTags = 1 << 30;
 constexpr int kSentinelTag = 0;
-constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1};
+constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1}, kLong{5000};
 constexpr char kClosed[] = "its channel has been closed";
+constexpr size_t kNamedPeers = 8;
 
 void name_thread(std::thread* thread, const char* name) {
 #if defined(__linux__)
@@ -97,28 +100,37 @@ void Exchange::attempt(Item* item, const Call& call) {
   }
 }
 
+std::string Exchange::between(int peer) const { return "between this rank and " + peer_ + std::to_string(peer) + ": "; }
+
 template <typename Call>
 auto Exchange::between(int peer, const Call& call) const {
   try {
     return call();
   } catch (const std::exception& error) {
-    throw std::runtime_error("between this rank and " + peer_ + std::to_string(peer) + ": " + error.what());
+    throw std::runtime_error(between(peer) + error.what());
+  }
+}
+
+template <typename Begin>
+void Exchange::begin(Item* item, const Message& message, const Begin& begin) const {
+  std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
+  try {
+    item->works.push_back({message.peer, begin(bytes)});
+  } catch (const std::exception& error) {
+    item->not_begun.emplace(message.peer, between(message.peer) + error.what());
   }
 }
 
 void Exchange::post_receives(Item* item) {
+  item->posted = Clock::now();
   for (const Message& message : item->receives) {
-    std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
-    const auto receive = [&] { return backend_->recv(bytes, message.peer, item->tag); };
-    item->works.push_back({message.peer, between(message.peer, receive)});
+    begin(item, message, [&](auto& bytes) { return backend_->recv(bytes, message.peer, item->tag); });
   }
 }
 
 void Exchange::post_sends(Item* item) {
   for (const Message& message : item->sends) {
-    std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
-    const auto send = [&] { return backend_->send(bytes, message.peer, item->tag); };
-    item->works.push_back({message.peer, between(message.peer, send)});
+    begin(item, message, [&](auto& bytes) { return backend_->send(bytes, message.peer, item->tag); });
   }
   copy_own(*item);
 }
@@ -195,31 +207,80 @@ std::exception_ptr Exchange::lost(int peer) {
 }
 
 void Exchange::wait_for(Item* item) {
-  using Clock = std::chrono::steady_clock;
   const Clock::time_point timed_out = Clock::now() + timeout_;  // however often it is looked at
-  for (bool all_ended = false; !all_ended;) {
-    all_ended = true;
-    // All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will
-    // be, and a peer that has left after its last message is no error.
-    for (Pending& pending : item->works) {
-      const std::exception_ptr error = lost(pending.peer);
-      if (pending.ended || !error) continue;
-      try {
-        pending.ended = pending.work->wait(kAtOnce);
-      } catch (...) {
-        std::rethrow_exception(error);
+  int waiting_for = 0;
+  try {
+    if (const auto first = item->not_begun.begin(); first != item->not_begun.end()) {
+      waiting_for = first->first;
+      throw std::runtime_error(first->second);
+    }
+    for (bool all_ended = false; !all_ended;) {
+      all_ended = true;
+      // All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will
+      // be, and a peer that has left after its last message is no error.
+      for (Pending& pending : item->works) {
+        waiting_for = pending.peer;
+        const std::exception_ptr error = lost(pending.peer);
+        if (pending.ended || !error) continue;
+        try {
+          pending.ended = pending.work->wait(kAtOnce);
+        } catch (...) {
+          std::rethrow_exception(error);
+        }
+      }
+      for (Pending& pending : item->works) {
+        waiting_for = pending.peer;
+        if (!pending.ended && !lost(pending.peer)) {
+          const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
+          pending.ended = between(pending.peer, [&] { return pending.work->wait(std::max(left, kAtOnce)); });
+        }
+        if (pending.ended) continue;
+        all_ended = false;  // aborted, to look again
+        break;
       }
     }
-    for (Pending& pending : item->works) {
-      if (!pending.ended && !lost(pending.peer)) {
-        const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
-        pending.ended = between(pending.peer, [&] { return pending.work->wait(std::max(left, kAtOnce)); });
-      }
-      if (pending.ended) continue;
-      all_ended = false;  // aborted, to look again
-      break;
+  } catch (const std::exception& error) {
+    const bool is_closed_here = Clock::now() >= timed_out || lost(waiting_for);
+    throw std::runtime_error(error.what() + others_awaited(item, waiting_for, is_closed_here));
+  }
+}
+
+std::string Exchange::others_awaited(Item* item, int failed, bool is_closed_here) {
+  std::map<int, std::string> found = item->not_begun;
+  found.erase(failed);
+  for (const Pending& pending : item->works) {
+    if (pending.ended || pending.peer == failed || found.count(pending.peer) != 0) continue;
+    try {
+      if (const std::exception_ptr error = lost(pending.peer)) std::rethrow_exception(error);
+      if (is_closed_here) continue;
+      pending.work->abort();
+      between(pending.peer, [&] { return pending.work->wait(kAtOnce); });
+    } catch (const std::exception& error) {
+      found[pending.peer] = error.what();
     }
   }
+  // Only now: a wait that times out has the backend close all connections. And not for what may be on its way: those
+  // peers would take this rank for lost.
+  const Clock::duration waited = Clock::now() - item->posted;
+  const bool is_long = waited >= std::min<Clock::duration>(timeout_ / 2, kLong);
+  std::ostringstream seconds;
+  seconds << std::fixed << std::setprecision(1) << std::chrono::duration<double>(waited).count();
+  for (Pending& pending : item->works) {
+    if (!is_long || pending.ended || pending.peer == failed || found.count(pending.peer) != 0) continue;
+    try {
+      while (!pending.work->wait(kAtOnce)) continue;  // aborted: somebody looks for lost peers
+    } catch (const std::exception&) {
+      found[pending.peer] = between(pending.peer) + "not complete after " + seconds.str() + " s";
+    }
+  }
+  std::string text;
+  size_t num_left = found.size();
+  for (const auto& [peer, what] : found) {
+    if (num_left + kNamedPeers == found.size()) break;
+    text += "; " + what;
+    --num_left;
+  }
+  return num_left == 0 ? text : text + "; and " + std::to_string(num_left) + " more peers";
 }
 
 void Exchange::wait() {

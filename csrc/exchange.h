@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -41,6 +42,7 @@ class Exchange {
 
  private:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Clock = std::chrono::steady_clock;
   struct Message {
     int peer;
     WireSpan bytes;
@@ -55,7 +57,9 @@ class Exchange {
     WireSpan own_from, own_to;  // what this rank copies for itself, if anything
     Lane::Completion done;
     int tag = 0;
+    Clock::time_point posted = {};
     std::vector<Pending> works = {};
+    std::map<int, std::string> not_begun = {};  // errors, by peer
     std::exception_ptr error = nullptr;
   };
 
@@ -65,6 +69,7 @@ class Exchange {
   template <typename Call>
   static void attempt(Item* item, const Call& call);
   // What `call` throws has the peer in its text: a store that could tell who is missing may be gone with that rank.
+  std::string between(int peer) const;
   template <typename Call>
   auto between(int peer, const Call& call) const;
   // Gloo does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be
@@ -74,6 +79,11 @@ class Exchange {
   void look(std::unique_lock<std::mutex>* lock);
   std::exception_ptr lost(int peer);
   void wait_for(Item* item);
+  // After a wait for `failed` did not end well: what is known of all others whose messages are not complete. Those who
+  // wait for a lost rank fail as well, and who waits for one of them first would name it alone.
+  std::string others_awaited(Item* item, int failed, bool is_closed_here);
+  template <typename Begin>
+  void begin(Item* item, const Message& message, const Begin& begin) const;
   void post_receives(Item* item);
   void post_sends(Item* item);
 

@@ -121,6 +121,36 @@ def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, world_size):
         assert all("Connection" in error or "closed" in error or "reset" in error for error in errors)
 
 
+LONG_S = 6
+
+
+def lose_the_last_while(rank, world_size, others_have_begun):
+    """Rank 2 is killed when the others have waited for it for long; rank 0 waits for it first. Its error."""
+    exchange = make_exchange()
+    send, receive = (torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in range(2))
+    exchange.start(send=send, receive=receive).wait()
+    dist.barrier()
+    if rank == 2:
+        time.sleep(LONG_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and not others_have_begun:
+        time.sleep(LONG_S + 4)  # meanwhile its connections stay
+        return None
+    with pytest.raises(RuntimeError) as error:
+        exchange.start(send=send, receive=receive).wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("others_have_begun", [True, False])
+def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
+    """Whoever waits for a rank that fails, since it waits for another one, would be told of the wrong one."""
+    kind, error = ranks.outcomes(lose_the_last_while, others_have_begun, world_size=3, lost=2)[0]
+    assert kind == "value", error
+    assert error.startswith("between this rank and rank 2: ")
+    late = re.findall(r"; between this rank and rank 1: not complete after [67]\.\d s$", error)
+    assert len(late) == error.count("rank 1") == (not others_have_begun), error
+
+
 def refused(rank, world_size):
     exchange, bytes_ = make_exchange(), torch.zeros(8, dtype=torch.uint8)
     for send, receive in ((bytes_.float(), bytes_), (bytes_, bytes_[::2]), (bytes_[:3], bytes_), (bytes_, bytes_[:5])):

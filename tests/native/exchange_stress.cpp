@@ -1,6 +1,6 @@
 // Exchanges under a sanitizer: several ranks in one process over a backend of threads with random delays that behaves
-// as gloo does, and three scenes: all arrives, a rank is lost while messages to it and from it are half read, and
-// channels are closed with exchanges under way.
+// as gloo does, and four scenes: all arrives; a rank is lost while messages to it and from it are half read; a rank
+// fails because another is silent; channels are closed with exchanges under way.
 #include <unistd.h>
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr int kNumRanks = 3;
-constexpr auto kTimeout = 60s;
+constexpr auto kTimeout = 12s;
 
 // A message that was sent, received, or both.
 struct Letter {
@@ -248,6 +248,30 @@ void lost() {
   }
 }
 
+// One rank does not begin, and one fails for that: rank 0, which waits for the silent one first or last, is told of both.
+void cascade() {
+  for (int failing = 1; failing < kNumRanks; ++failing) {
+    on_all_ranks([failing](int rank, const BackendPtr& backend, Post& post) {
+      const int silent = kNumRanks - failing;
+      Exchange exchange(backend);
+      std::vector<Buffer> received(2, Buffer(0));
+      const std::string none = start(&exchange, rank, 0, 100, &received[0]).get();
+      REQUIRE(none.empty(), "the exchange failed on rank %d: %s", rank, none.c_str());
+      if (rank == silent) std::this_thread::sleep_for(kTimeout / 2 + 1s);  // its channel stays open
+      if (rank == failing) {
+        std::this_thread::sleep_for(kTimeout / 2);
+        post.lose(rank);
+      }
+      if (rank != 0) return;
+      const std::string error = start(&exchange, rank, 1, 100, &received[1]).get();
+      const auto named = [&error](int peer) {
+        return error.find("between this rank and rank " + std::to_string(peer) + ": ") != std::string::npos;
+      };
+      REQUIRE(named(failing) && named(silent), "rank 0 says: %s", error.c_str());
+    });
+  }
+}
+
 // What is under way ends with an error, and what is begun at any moment either so or well.
 void closed() {
   for (int repeat = 0; repeat < 20; ++repeat) {
@@ -276,7 +300,7 @@ void closed() {
 }  // namespace
 
 int main() {
-  const std::pair<const char*, void (*)()> scenes[] = {{"steady", steady}, {"lost", lost}, {"closed", closed}};
+  const std::pair<const char*, void (*)()> scenes[] = {{"steady", steady}, {"lost", lost}, {"cascade", cascade}, {"closed", closed}};
   for (const auto& [name, scene] : scenes) {
     alarm(120);  // a wait for what never comes would otherwise last
     const auto begin = std::chrono::steady_clock::now();
