@@ -248,7 +248,8 @@ void lost() {
   }
 }
 
-// One rank does not begin, and one fails for that: rank 0, which waits for the silent one first or last, is told of both.
+// One rank does not begin, and one fails for that: rank 0, which waits for the silent one first or last, is told of
+// both.
 void cascade() {
   for (int failing = 1; failing < kNumRanks; ++failing) {
     on_all_ranks([failing](int rank, const BackendPtr& backend, Post& post) {
@@ -300,7 +301,8 @@ void closed() {
 }  // namespace
 
 int main() {
-  const std::pair<const char*, void (*)()> scenes[] = {{"steady", steady}, {"lost", lost}, {"cascade", cascade}, {"closed", closed}};
+  const std::pair<const char*, void (*)()> scenes[] = {
+      {"steady", steady}, {"lost", lost}, {"cascade", cascade}, {"closed", closed}};
   for (const auto& [name, scene] : scenes) {
     alarm(120);  // a wait for what never comes would otherwise last
     const auto begin = std::chrono::steady_clock::now();
