@@ -115,16 +115,17 @@ std::vector<BackendPtr> C10dTransport::own_backends() const {
   return own;
 }
 
-WorkTransport::WorkTransport(BackendPtr scatter, BackendPtr gather)
-    : C10dTransport(std::move(scatter), std::move(gather)) {
+WorkTransport::WorkTransport(BackendPtr scatter, BackendPtr gather, int max_sending)
+    : C10dTransport(std::move(scatter), std::move(gather)), max_sending_(max_sending) {
   connect();
 }
 
 void WorkTransport::connect() {
   for (size_t i = 0; i < exchanges_.size(); ++i) {
-    if (backends()[i] && !exchanges_[i]) {
-      exchanges_[i] = std::make_shared<Exchange>(backends()[i], peer_on(static_cast<Channel>(i)));
-    }
+    if (!backends()[i] || exchanges_[i]) continue;
+    const auto channel = static_cast<Channel>(i);
+    const bool is_local = channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
+    exchanges_[i] = std::make_shared<Exchange>(backends()[i], is_local ? 0 : max_sending_, peer_on(channel));
   }
 }
 

@@ -65,7 +65,8 @@ class C10dTransport : public Transport {
 // model's own.
 class WorkTransport : public C10dTransport {
  public:
-  WorkTransport(BackendPtr scatter, BackendPtr gather);
+  // `max_sending`: as of an Exchange, on the channels that lead to other hosts, too.
+  WorkTransport(BackendPtr scatter, BackendPtr gather, int max_sending);
   WorkTransport(const WorkTransport&) = default;
   ~WorkTransport() override;
 
@@ -83,6 +84,7 @@ class WorkTransport : public C10dTransport {
   void connect() override;
   Exchange& exchange(Channel channel) const { return *exchanges_[static_cast<size_t>(channel)]; }
 
+  const int max_sending_;
   std::array<std::shared_ptr<Exchange>, kNumChannels> exchanges_;
   const pid_t process_ = getpid();
 };

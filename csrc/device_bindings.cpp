@@ -90,8 +90,9 @@ std::vector<std::string> kernel_params(const std::string& kernel) {
 }
 
 // Its threads may be releasing a tensor that Python knows, which takes the GIL.
-std::shared_ptr<Exchange> make_exchange(BackendPtr backend) {
-  return {new Exchange(std::move(backend)), [](Exchange* exchange) {
+std::shared_ptr<Exchange> make_exchange(BackendPtr backend, int max_sending) {
+  TORCH_CHECK_VALUE(max_sending >= 0, "max_sending must be 0 (any number) or more, not ", max_sending);
+  return {new Exchange(std::move(backend), max_sending), [](Exchange* exchange) {
             std::optional<py::gil_scoped_release> no_gil;
             if (PyGILState_Check()) no_gil.emplace();
             delete exchange;
@@ -156,11 +157,12 @@ void bind_devices(py::module_& m) {
 
   py::class_<Ended>(m, "Ended").def("wait", [](const Ended& ended) { ended.get(); }, NoGil());
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
-      .def(py::init(&make_exchange), py::arg("backend"))
+      .def(py::init(&make_exchange), py::arg("backend"), py::kw_only(), py::arg("max_sending"))
       .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
   py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
   py::class_<WorkTransport, C10dTransport, std::shared_ptr<WorkTransport>>(m, "WorkTransport")
-      .def(py::init<BackendPtr, BackendPtr>(), py::arg("scatter"), py::arg("gather"));
+      .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
+           py::arg("max_sending"));
   py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
       .def(py::init<BackendPtr, at::Device>(), py::arg("backend"), py::arg("device"));
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iomanip>
+#include <iterator>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -29,8 +30,9 @@ void name_thread(std::thread* thread, const char* name) {
 
 }  // namespace
 
-Exchange::Exchange(BackendPtr backend, std::string peer)
+Exchange::Exchange(BackendPtr backend, int max_sending, std::string peer)
     : backend_(std::move(backend)),
+      max_sending_(static_cast<size_t>(max_sending)),
       peer_(std::move(peer)),
       timeout_(backend_->getBackendOptions()->timeout),
       lost_(static_cast<size_t>(backend_->getSize())) {}
@@ -169,10 +171,14 @@ void Exchange::look(std::unique_lock<std::mutex>* lock) {
   for (const Pending& pending : posted_.front().works) pending.work->abort();
 }
 
+bool Exchange::may_send() const {
+  return !unsent_.empty() && (stopping_ || max_sending_ == 0 || posted_.size() < max_sending_);
+}
+
 void Exchange::post() {
   post_sentinels();
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto has_work = [this] { return stopping_ || !started_.empty(); };
+  const auto has_work = [this] { return stopping_ || !started_.empty() || may_send(); };
   for (;;) {
     if (posted_.empty()) {
       to_post_.wait(lock, has_work);
@@ -180,21 +186,24 @@ void Exchange::post() {
       look(&lock);
       continue;
     }
-    if (started_.empty()) break;
+    if (started_.empty() && unsent_.empty()) break;
     std::deque<Item> items = std::exchange(started_, {});
     const bool is_open = !stopping_;
     lock.unlock();
-    if (is_open) {
-      for (Item& item : items) attempt(&item, [this, &item] { post_receives(&item); });
-    }
     for (Item& item : items) {
+      if (is_open) attempt(&item, [this, &item] { post_receives(&item); });
+    }
+    lock.lock();
+    std::move(items.begin(), items.end(), std::back_inserter(unsent_));
+    while (may_send()) {
+      Item item = std::move(unsent_.front());
+      unsent_.pop_front();
+      lock.unlock();
       if (is_open) attempt(&item, [this, &item] { post_sends(&item); });
       lock.lock();
       posted_.push_back(std::move(item));
       to_wait_.notify_one();
-      lock.unlock();
     }
-    lock.lock();
   }
   has_posted_all_ = true;
   to_wait_.notify_one();
@@ -295,6 +304,7 @@ void Exchange::wait() {
     lock.lock();
     Item ended = std::move(item);
     posted_.pop_front();
+    if (may_send()) to_post_.notify_one();
     lock.unlock();
     ended.works.clear();  // the backend's hold on the bytes ends before somebody else may use them
     ended.done(ended.error);

@@ -26,8 +26,11 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 class Exchange {
  public:
+  // `max_sending`: of how many exchanges at once this rank sends its messages; 0: all. Their receives are posted when
+  // they are started. Of connections that share a line TCP prefers now one and now the other, for seconds: with few
+  // messages on each none gets far ahead, and the ranks end together.
   // `peer`: what another rank of the channel is called in errors, before its number on the channel.
-  explicit Exchange(BackendPtr backend, std::string peer = "rank ");
+  explicit Exchange(BackendPtr backend, int max_sending = 0, std::string peer = "rank ");
   // Ends what is under way with an error, and waits for its threads: not to be called on one of them.
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -64,6 +67,7 @@ class Exchange {
   };
 
   static void copy_own(const Item& item);
+  bool may_send() const;
   void post();
   void wait();
   template <typename Call>
@@ -88,6 +92,7 @@ class Exchange {
   void post_sends(Item* item);
 
   const BackendPtr backend_;
+  const size_t max_sending_;
   const std::string peer_;
   const std::chrono::milliseconds timeout_;
   // Of the posting thread alone.
@@ -101,6 +106,7 @@ class Exchange {
   bool has_posted_all_ = false;
   std::vector<std::exception_ptr> lost_;  // by peer; none: it is there
   std::deque<Item> started_;
+  std::deque<Item> unsent_;  // their receives are posted
   std::deque<Item> posted_;  // the first is being waited for
 
   // One begins, one waits: what is sent is copied into the socket by whoever begins it, and that must keep neither the

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fusedcomm import config, env, groups
+from fusedcomm import chunks, config, env, groups
 from fusedcomm.native import _C
 
 
@@ -35,4 +35,5 @@ class CpuPath:
         self.s_per_byte = groups.time_link(channels.scatter)
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
         self.codec = f"{native.isa} × {self._threads} thread(s)"
-        return native, _C.WorkTransport(channels.scatter, channels.gather)
+        max_sending = chunks.max_sending(channels.scatter.size(), self.s_per_byte)
+        return native, _C.WorkTransport(channels.scatter, channels.gather, max_sending=max_sending)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 
@@ -118,3 +119,11 @@ def test_chunks_that_were_asked_for_stay(device_type):
     assert (of_size.chunk_nbytes, of_size.chunks_in_flight) == (MIB, 4)
     so_many = Config(chunks_in_flight=7).resolved(4, device_type, 1e-9)
     assert so_many.chunks_in_flight == 7 and so_many.chunk_nbytes is not None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "s_per_byte", "expected"),
+    [(4, MBIT / 100, 2), (3, MBIT / 300, 2), (4, GBIT, 0), (2, MBIT / 100, 0), (4, None, 0)],
+)
+def test_few_exchanges_send_at_once_where_connections_share_a_slow_line(world_size, s_per_byte, expected):
+    assert chunks.max_sending(world_size, s_per_byte) == expected

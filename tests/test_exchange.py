@@ -18,11 +18,11 @@ pytestmark = pytest.mark.alone
 NBYTES, NUM_EXCHANGES = 40_003, 40
 
 
-def make_exchange():
+def make_exchange(max_sending=0):
     group, cpu = dist.group.WORLD, torch.device("cpu")
     channels = groups.make_channels(group, cpu, groups.private_store(group))
     dist.barrier()  # a channel let go of while another rank still connects it looks like a crash there
-    return _C.Exchange(channels.scatter)
+    return _C.Exchange(channels.scatter, max_sending=max_sending)
 
 
 def part(sender, receiver, number):
@@ -31,8 +31,8 @@ def part(sender, receiver, number):
     return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
 
 
-def all_to_all(rank, world_size):
-    exchange = make_exchange()
+def all_to_all(rank, world_size, max_sending):
+    exchange = make_exchange(max_sending)
     send = [torch.cat([part(rank, to, i) for to in range(world_size)]) for i in range(NUM_EXCHANGES)]
     receive = [torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in send]
     under_way = [exchange.start(send=s, receive=r) for s, r in zip(send, receive, strict=True)]
@@ -44,9 +44,9 @@ def all_to_all(rank, world_size):
     return len(under_way)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_part_arrives_where_it_belongs(ranks, world_size):
-    assert ranks.run(all_to_all, world_size=world_size) == [NUM_EXCHANGES] * world_size
+@pytest.mark.parametrize(("world_size", "max_sending"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_every_part_arrives_where_it_belongs(ranks, world_size, max_sending):
+    assert ranks.run(all_to_all, max_sending, world_size=world_size) == [NUM_EXCHANGES] * world_size
 
 
 def all_gather(rank, world_size, in_place):
@@ -66,8 +66,38 @@ def test_one_part_goes_to_all(ranks, world_size, in_place):
     assert all(ranks.run(all_gather, in_place, world_size=world_size))
 
 
-def close(rank, world_size):
-    exchange = make_exchange()
+def get_ahead(rank, world_size, max_sending, expected):
+    """What the first two ranks have of each other before the third begins, of four exchanges."""
+    exchange = make_exchange(max_sending)
+    send = torch.full((NBYTES,), rank + 1, dtype=torch.uint8)
+    receive = [torch.zeros(world_size, NBYTES, dtype=torch.uint8) for _ in range(4)]
+    under_way = []
+    if rank != 2:
+        under_way = [exchange.start(send=send, receive=r.view(-1)) for r in receive]
+        ahead, until = 0, time.monotonic() + 20
+        while ahead < expected and time.monotonic() < until:
+            time.sleep(0.1)
+            ahead = sum(bool(r[1 - rank].all()) for r in receive)
+        time.sleep(0.5)  # for more than is expected
+        ahead = [bool(r[1 - rank].all()) for r in receive]
+    dist.barrier()
+    if rank == 2:
+        under_way = [exchange.start(send=send, receive=r.view(-1)) for r in receive]
+    for ended in under_way:
+        ended.wait()
+    dist.barrier()
+    assert all(torch.equal(r[:, 0], torch.tensor([1, 2, 3], dtype=torch.uint8)) for r in receive)
+    return ahead if rank != 2 else None
+
+
+@pytest.mark.parametrize(("max_sending", "expected"), [(0, 4), (1, 1), (2, 2)])
+def test_no_peer_gets_further_ahead_than_it_may(ranks, max_sending, expected):
+    ahead = ranks.run(get_ahead, max_sending, expected, world_size=3)
+    assert ahead[0] == ahead[1] == [number < expected for number in range(4)]
+
+
+def close(rank, world_size, max_sending):
+    exchange = make_exchange(max_sending)
     both = [torch.zeros(2 * NBYTES, dtype=torch.uint8) for _ in range(2)]
     exchange.start(send=both[0], receive=both[1]).wait()
     if rank == 1:
@@ -86,8 +116,9 @@ def close(rank, world_size):
     return taken_s, found
 
 
-def test_what_is_under_way_ends_with_its_channel(ranks):
-    taken_s, found = ranks.run(close, world_size=2)[0]
+@pytest.mark.parametrize("max_sending", [0, 1])
+def test_what_is_under_way_ends_with_its_channel(ranks, max_sending):
+    taken_s, found = ranks.run(close, max_sending, world_size=2)[0]
     assert taken_s < 5  # the group's timeout is minutes
     assert found == ["its channel has been closed"] * 3
 
@@ -171,7 +202,7 @@ from fusedcomm import groups
 from fusedcomm.native import _C
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
-exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group)).scatter)
+exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group)).scatter, max_sending=0)
 send, receive = (torch.zeros({2 * MESSAGE_NBYTES}, dtype=torch.uint8) for _ in range(2))
 for _ in range(3):
     exchange.start(send=send, receive=receive).wait()

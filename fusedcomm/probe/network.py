@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fusedcomm import groups
+from fusedcomm import chunks, groups
 from fusedcomm.config import Config
 from fusedcomm.cost_model import DEFAULT_CAP_NBYTES, Cost, Network, TwoLevels
 from fusedcomm.hosts import AUTO, Hosts
@@ -143,8 +143,12 @@ class _Bench:
             self._channels[WITHIN] = [of_hosts.local_scatter, of_hosts.local_gather]
         # Gloo's messages are sent as the engine sends them.
         kinds = {"exchange", BETWEEN, WITHIN} & set(self._channels) if on_cpu else ()
-        self._exchanges = {kind: [_C.Exchange(channel) for channel in self._channels[kind]] for kind in kinds}
         self.s_per_byte = groups.time_link(self._channels["exchange"][0]) if on_cpu else None
+        self._exchanges = {kind: [self._exchange(kind, channel) for channel in self._channels[kind]] for kind in kinds}
+
+    def _exchange(self, kind: str, channel: "dist.Backend") -> "_C.Exchange":
+        max_sending = 0 if kind == WITHIN else chunks.max_sending(self.team.world_size, self.s_per_byte)
+        return _C.Exchange(channel, max_sending=max_sending)
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
         if kind == "all_reduce":

@@ -196,10 +196,10 @@ void on_all_ranks(const std::function<void(int rank, const BackendPtr& backend, 
   for (std::thread& thread : threads) thread.join();
 }
 
-void steady() {
+void steady(int max_sending) {
   constexpr int kNumExchanges = 120, kUnderWay = 8;
-  on_all_ranks([](int rank, const BackendPtr& backend, Post&) {
-    Exchange exchange(backend);
+  on_all_ranks([max_sending](int rank, const BackendPtr& backend, Post&) {
+    Exchange exchange(backend, max_sending);
     std::vector<Buffer> received(kUnderWay, Buffer(0));
     std::vector<Ended> ended(kUnderWay);
     const auto check = [&](int number) {
@@ -223,10 +223,10 @@ void steady() {
 }
 
 // A rank does not begin what the others do, and is lost: those find out, and at once what waits behind.
-void lost() {
+void lost(int max_sending) {
   for (int num_before = 0; num_before < 3; ++num_before) {
-    on_all_ranks([num_before](int rank, const BackendPtr& backend, Post& post) {
-      Exchange exchange(backend);
+    on_all_ranks([max_sending, num_before](int rank, const BackendPtr& backend, Post& post) {
+      Exchange exchange(backend, max_sending);
       std::vector<Buffer> received(8, Buffer(0));
       for (int number = 0; number < num_before; ++number) {
         const std::string error = start(&exchange, rank, number, 100, &received[0]).get();
@@ -250,11 +250,11 @@ void lost() {
 
 // One rank does not begin, and one fails for that: rank 0, which waits for the silent one first or last, is told of
 // both.
-void cascade() {
+void cascade(int max_sending) {
   for (int failing = 1; failing < kNumRanks; ++failing) {
-    on_all_ranks([failing](int rank, const BackendPtr& backend, Post& post) {
+    on_all_ranks([max_sending, failing](int rank, const BackendPtr& backend, Post& post) {
       const int silent = kNumRanks - failing;
-      Exchange exchange(backend);
+      Exchange exchange(backend, max_sending);
       std::vector<Buffer> received(2, Buffer(0));
       const std::string none = start(&exchange, rank, 0, 100, &received[0]).get();
       REQUIRE(none.empty(), "the exchange failed on rank %d: %s", rank, none.c_str());
@@ -274,14 +274,14 @@ void cascade() {
 }
 
 // What is under way ends with an error, and what is begun at any moment either so or well.
-void closed() {
+void closed(int max_sending) {
   for (int repeat = 0; repeat < 20; ++repeat) {
     std::atomic<int> num_failed{0};
-    on_all_ranks([&num_failed, repeat](int rank, const BackendPtr& backend, Post&) {
+    on_all_ranks([max_sending, &num_failed, repeat](int rank, const BackendPtr& backend, Post&) {
       std::vector<Buffer> received(12, Buffer(0));
       std::vector<Ended> ended;
       {
-        Exchange exchange(backend);
+        Exchange exchange(backend, max_sending);
         // The last rank begins only some of them.
         const int num_begun = rank == kNumRanks - 1 ? repeat % 5 : 12;
         for (int number = 0; number < num_begun; ++number) {
@@ -301,12 +301,12 @@ void closed() {
 }  // namespace
 
 int main() {
-  const std::pair<const char*, void (*)()> scenes[] = {
+  const std::pair<const char*, void (*)(int)> scenes[] = {
       {"steady", steady}, {"lost", lost}, {"cascade", cascade}, {"closed", closed}};
   for (const auto& [name, scene] : scenes) {
     alarm(120);  // a wait for what never comes would otherwise last
     const auto begin = std::chrono::steady_clock::now();
-    scene();
+    for (const int max_sending : {0, 2}) scene(max_sending);
     std::printf("exchange_stress: %s: %.1f s\n", name,
                 std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
     std::fflush(stdout);
