@@ -41,10 +41,11 @@ _MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 16
 
 _SLOW_S_PER_BYTE = 2e-8
 _MAX_SENDING_IF_SLOW = 2
-"""Exchanges of a channel. Several connections share a line unevenly, so ranks end at different times, the last one late.
-4 hosts, 100 Mbit/s, of three steps from a barrier on the slowest rank's (torch's fp16 hook: 1,286 to 1,292 ms): bf16
-1,287 to 1,291 ms, with three 1,288 to 1,293, with any number 1,296 to 1,303; int8 679 on average, 681 and 683; int4 as
-long. At 1 Gbit/s no difference that repeats, and at 10 Gbit/s bf16 takes 4% more, for want of messages to send."""
+"""Exchanges of a channel. TCP shares a line unevenly among connections, so that some ranks end a step later than
+others. 4 hosts, 100 Mbit/s, the slowest rank's first, second and third step after a barrier (torch's fp16 hook: 1,286,
+1,292 and 1,287 ms): with bf16 1,287, 1,291 and 1,289 ms, where three may send 1,293, 1,288 and 1,292, where all may
+1,303, 1,296 and 1,297. int8: 683, 684 and 681 ms instead of 692, 686 and 684; int4 no different. At 1 Gbit/s nothing
+that repeats; at 10 Gbit/s bf16 takes 4% longer for it."""
 
 # On an accelerator a chunk costs up to three launches and two collectives, so DDP's buckets (25 MiB of gradients) are
 # not cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
