@@ -113,11 +113,11 @@ auto Exchange::between(int peer, const Call& call) const {
   }
 }
 
-template <typename Begin>
-void Exchange::begin(Item* item, const Message& message, const Begin& begin) const {
+template <typename Call>
+void Exchange::begin(Item* item, const Message& message, const Call& call) const {
   std::vector<at::Tensor> bytes = {as_tensor(message.bytes, at::kByte)};
   try {
-    item->works.push_back({message.peer, begin(bytes)});
+    item->works.push_back({message.peer, call(bytes)});
   } catch (const std::exception& error) {
     item->not_begun.emplace(message.peer, between(message.peer) + error.what());
   }

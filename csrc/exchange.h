@@ -72,8 +72,8 @@ class Exchange {
   void wait();
   template <typename Call>
   static void attempt(Item* item, const Call& call);
-  // What `call` throws has the peer in its text: a store that could tell who is missing may be gone with that rank.
   std::string between(int peer) const;
+  // What `call` throws has the peer in its text: a store that could tell who is missing may be gone with that rank.
   template <typename Call>
   auto between(int peer, const Call& call) const;
   // Gloo does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be
@@ -86,8 +86,9 @@ class Exchange {
   // After a wait for `failed` did not end well: what is known of all others whose messages are not complete. Those who
   // wait for a lost rank fail as well, and who waits for one of them first would name it alone.
   std::string others_awaited(Item* item, int failed, bool is_closed_here);
-  template <typename Begin>
-  void begin(Item* item, const Message& message, const Begin& begin) const;
+  // `call` begins the message, whose bytes it is given as tensors. What it throws is told when the item is waited for.
+  template <typename Call>
+  void begin(Item* item, const Message& message, const Call& call) const;
   void post_receives(Item* item);
   void post_sends(Item* item);
 
