@@ -10,6 +10,7 @@
 #include "c10d_transport.h"
 #include "cuda_device.h"
 #include "grad_dtype.h"
+#include "link_timer.h"
 
 namespace fusedcomm {
 namespace {
@@ -159,6 +160,7 @@ void bind_devices(py::module_& m) {
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("backend"), py::kw_only(), py::arg("max_sending"))
       .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
+  m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
   py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
   py::class_<WorkTransport, C10dTransport, std::shared_ptr<WorkTransport>>(m, "WorkTransport")
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),

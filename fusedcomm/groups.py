@@ -4,13 +4,13 @@ import dataclasses
 import datetime
 import os
 import socket
-import time
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.hosts import Hosts
+from fusedcomm.native import _C
 
 # Threads of one channel's gloo context: as many of its all-reduces move at once. One of 8–32 MiB uses half of a link,
 # four chunks in flight fill it.
@@ -143,30 +143,13 @@ def time_link(backend: dist.Backend) -> float | None:
     if p == 1:
         return None
     (small, most), *larger = LINK_MESSAGES_NBYTES
-    small_s = _all_to_all_s(backend, min(small, most // p))
+    small_s = _C.all_to_all_s(backend, min(small, most // p), LINK_ROUNDS)
     for to_each, most in larger:
         nbytes = min(to_each, most // p)
-        beyond_s = max(_all_to_all_s(backend, nbytes) - small_s, 0.0)
+        beyond_s = max(_C.all_to_all_s(backend, nbytes, LINK_ROUNDS) - small_s, 0.0)
         if beyond_s >= LONG_ENOUGH_S:
             break
     return max(beyond_s / ((p - 1) * nbytes), MIN_S_PER_BYTE)
-
-
-def _all_to_all_s(backend: dist.Backend, nbytes: int) -> float:
-    """Of `nbytes` to each rank, on the rank for which it takes longest; the same on every rank."""
-    send, receive = (torch.zeros(backend.size() * nbytes, dtype=torch.uint8) for _ in range(2))
-    seconds = []
-    for _ in range(LINK_ROUNDS):
-        began = time.perf_counter()
-        backend.alltoall_base(receive, send, [], []).wait()
-        seconds.append(time.perf_counter() - began)
-    # Not the shortest: ranks do not begin together, so one may find all there already, and a shaped link carries its
-    # first bytes faster. Not the median: a thread that wakes late adds milliseconds to every fourth or so.
-    second = torch.tensor(sorted(seconds)[1], dtype=torch.float64)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    backend.allreduce([second], options).wait()
-    return second.item()
 
 
 def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:

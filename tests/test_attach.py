@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from models import Gradients, integers, refused, synchronise, threads_of_engine
+from scripts import LATE_THREADS, printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -219,7 +220,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from models import Gradients
 
-def main(rank, wire, store):
+def main(rank, store, wire):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     count = ctypes.CDLL(None).fc_large_allocations
@@ -268,25 +269,8 @@ def allocation_counter(tmp_path_factory):
 
 def count_large_allocations(library, folder, wire: str) -> list[int]:
     """Allocations of 4 KiB or more in 20 steady steps, on each of two ranks."""
-    (folder / "script.py").write_text(COUNTING_SCRIPT)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "FUSEDCOMM_QUIET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(folder / "script.py"), str(rank), wire, str(folder / f"store-{wire}")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    counts = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        counts.append(int(out.split("LARGE")[1]))
-    return counts
+    printed = printed_by_two_ranks(COUNTING_SCRIPT, folder, wire, LD_PRELOAD=str(library))
+    return [int(out.split("LARGE")[1]) for out in printed]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts allocations with LD_PRELOAD")
@@ -336,6 +320,36 @@ def test_a_script_that_forgets_to_detach_exits(tmp_path):
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert "trained" in done.stdout and "fusedcomm: wire int8" in done.stdout
+
+
+FORGETTING_SCRIPT = (
+    """
+import os, sys, threading
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import fusedcomm
+"""
+    + LATE_THREADS
+    + """
+rank, store, wire = sys.argv[1:]
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
+ddp = DistributedDataParallel(torch.nn.Linear(400, 400))
+fusedcomm.attach(ddp, wire=wire)
+for step in range(3):
+    if step == 2:
+        let_threads_be_late()
+    ddp(torch.ones(2, 400)).sum().backward()
+print("trained")
+"""
+)
+
+
+@pytest.mark.alone  # late threads get next to nothing of a core that others use
+@pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_ranks_that_forget_to_detach_end_well_while_threads_are_late(tmp_path, wire):
+    for printed in printed_by_two_ranks(FORGETTING_SCRIPT, tmp_path, wire):
+        assert printed == "trained\n"
 
 
 def test_without_the_extension_the_error_says_how_to_build_it():

@@ -1,8 +1,11 @@
 """Channels of our own beside the user's process group."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import LATE_THREADS, printed_by_two_ranks
 from two_hosts import needs_hosts, printed_by
 
 import fusedcomm
@@ -39,6 +42,29 @@ def test_ranks_have_chunks_of_one_size(ranks):
     assert found[0] == found[1] == found[2] and found[0][1] == 8192
 
 
+ENDING_SCRIPT = (
+    """
+import os, sys, threading
+import torch, torch.distributed as dist
+from fusedcomm import groups
+"""
+    + LATE_THREADS
+    + """
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+group, cpu = dist.group.WORLD, torch.device("cpu")
+channels = groups.make_channels(group, cpu, groups.private_store(group))
+let_threads_be_late()
+print(groups.time_link(channels.scatter))
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
+def test_a_process_may_end_once_its_link_was_timed(tmp_path):
+    first, second = printed_by_two_ranks(ENDING_SCRIPT, tmp_path)
+    assert first == second and float(first) > 0
+
+
 TIME_LINK = """
 import torch, torch.distributed as dist
 from fusedcomm import groups
@@ -47,7 +73,7 @@ group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = groups.make_channels(group, cpu, groups.private_store(group))
 print(f"s_per_byte={groups.time_link(channels.scatter)}", flush=True)
 dist.barrier()
-dist.destroy_process_group()  # without it, torch's gloo threads may abort a process that ends right after a collective
+dist.destroy_process_group()
 """
 
 
