@@ -25,6 +25,7 @@ from _ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedcomm import groups
 from fusedcomm.transport import tcp_nbytes_sent
 
 NUM_CHECKS = 3
@@ -429,7 +430,7 @@ def main() -> None:
         warnings.simplefilter("ignore")  # the quantisation hooks' observers warn in every step
         bench = Bench(argparse.Namespace(**json.loads(arguments)), results)
         bench.run()
-    dist.destroy_process_group()
+    groups.end_together()
 
 
 if __name__ == "__main__":

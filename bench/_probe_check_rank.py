@@ -12,6 +12,7 @@ from _common import Row, percentiles
 from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
 from _ways import COMPUTE, TOLERANCES, Way
 
+from fusedcomm import groups
 from fusedcomm.probe import choices, report
 from fusedcomm.probe.choices import OFF, Option, predict_option
 from fusedcomm.probe.command import ACCEPT
@@ -129,7 +130,7 @@ def main() -> None:
     bench.report.write()
     for runner in runners.values():
         runner.close()
-    dist.destroy_process_group()
+    groups.end_together()
 
 
 if __name__ == "__main__":

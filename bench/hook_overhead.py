@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import groups
 
 NUM_BUCKETS = 16
 
@@ -257,7 +258,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace, send: Callable
     if not arguments.check_only and (device == "cuda" or arguments.dry_run):
         for numel, impls in everything.items():
             count_launches(numel, list(impls.values()), device, send)
-    dist.destroy_process_group()
+    groups.end_together()
 
 
 def _rank(rank: int, store: str, arguments: argparse.Namespace, pipe) -> None:

@@ -1,6 +1,7 @@
 #include "ddp_hook.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalPythonObjects.h>
 
 #include <limits>
 #include <utility>
@@ -21,8 +22,24 @@ template struct HookAccess<&c10d::Reducer::comm_hook_>;
 
 namespace {
 
+// A collective of gloo's keeps the thread-local state of its caller for as long as a thread of gloo's has it. For
+// Python's part of that such a thread asks for the GIL, and aborts a process that is ending just then.
+class NoPythonObjects {
+ public:
+  NoPythonObjects() : before_(at::impl::ThreadLocalPythonObjects::get_state()) {
+    at::impl::ThreadLocalPythonObjects::set_state({});
+  }
+  ~NoPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(before_)); }
+  NoPythonObjects(const NoPythonObjects&) = delete;
+  NoPythonObjects& operator=(const NoPythonObjects&) = delete;
+
+ private:
+  at::impl::ThreadLocalPythonObjects before_;
+};
+
 c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& process_group, const at::Tensor& buffer) {
-  at::NoGradGuard no_grad;
+  const at::NoGradGuard no_grad;
+  const NoPythonObjects no_python_objects;
   std::vector<at::Tensor> tensors = {buffer};
   tensors.front().mul_(1.0 / process_group.getSize());
   return process_group.allreduce(tensors)->getFuture();

@@ -133,6 +133,16 @@ def make_host_channels(
     )
 
 
+def end_together() -> None:
+    """Ends the job's process group on all ranks, once each has come here. A collective call.
+
+    By then gloo's threads have long let go of what earlier collectives moved. A rank that ends right after one may be
+    ended with SIGABRT: with a DDP model, `destroy_process_group()` alone does not wait for those threads (torch 2.13).
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def time_link(backend: dist.Backend) -> float | None:
     """Seconds for each byte that a rank sends in an all-to-all, roughly; the same on every rank. None: one rank.
 

@@ -328,13 +328,17 @@ import os, sys, threading
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
+from fusedcomm.native import _C
 """
     + LATE_THREADS
     + """
 rank, store, wire = sys.argv[1:]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
-ddp = DistributedDataParallel(torch.nn.Linear(400, 400))
-fusedcomm.attach(ddp, wire=wire)
+ddp = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(6)]), bucket_cap_mb=1)
+if wire == "off":  # as wire="auto" leaves buckets to DDP's own all-reduce
+    _C.register_ddp_hook(ddp.reducer, _C.HookTarget(ddp.process_group))
+else:
+    fusedcomm.attach(ddp, wire=wire)
 for step in range(3):
     if step == 2:
         let_threads_be_late()
@@ -346,7 +350,7 @@ print("trained")
 
 @pytest.mark.alone  # late threads get next to nothing of a core that others use
 @pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "off"])
 def test_ranks_that_forget_to_detach_end_well_while_threads_are_late(tmp_path, wire):
     for printed in printed_by_two_ranks(FORGETTING_SCRIPT, tmp_path, wire):
         assert printed == "trained\n"

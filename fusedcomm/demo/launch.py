@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fusedcomm
-from fusedcomm import output
+from fusedcomm import groups, output
 from fusedcomm.cli import UsageError
 
 _DEFAULT_RANKS = 2
@@ -72,9 +72,11 @@ def _train_and_report(options: Options) -> None:
     from fusedcomm.demo.training import run_specs, train
 
     results = train(run_specs(options.seeds, options.wires), options.steps)
-    if dist.get_rank() == 0:
-        report(results, options.out)
-    dist.destroy_process_group()
+    try:
+        if dist.get_rank() == 0:
+            report(results, options.out)
+    finally:
+        groups.end_together()
 
 
 def _check_packages() -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from fusedcomm import output
+from fusedcomm import groups, output
 from fusedcomm.cli import UsageError
 from fusedcomm.config import WIRES
 from fusedcomm.probe import plot, report
-from fusedcomm.probe.run import Settings, probe
+from fusedcomm.probe.run import Findings, Settings, probe
 from fusedcomm.probe.team import ProbeError
 from fusedcomm.probe.workload import script_path
 
@@ -117,16 +117,22 @@ def _run(options: Options, device: torch.device) -> int:
             print(f"fusedcomm probe: {error}", file=sys.stderr, flush=True)
         dist.destroy_process_group()
         return 2
-    if is_first:
-        print(report.text(findings))
-        report.write_json(findings, options.json)
-        written = [str(options.json)]
-        if options.plot is not None:
-            try:
-                plot.picture(findings, options.plot)
-                written.append(str(options.plot))
-            except ImportError as error:
-                print(f"no picture: {error}")
-        print(f"Written: {' and '.join(written)}", flush=True)
-    dist.destroy_process_group()
+    try:
+        if is_first:
+            _say(findings, options)
+    finally:
+        groups.end_together()
     return 0
+
+
+def _say(findings: Findings, options: Options) -> None:
+    print(report.text(findings))
+    report.write_json(findings, options.json)
+    written = [str(options.json)]
+    if options.plot is not None:
+        try:
+            plot.picture(findings, options.plot)
+            written.append(str(options.plot))
+        except ImportError as error:
+            print(f"no picture: {error}")
+    print(f"Written: {' and '.join(written)}", flush=True)
