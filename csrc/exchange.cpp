@@ -215,6 +215,33 @@ std::exception_ptr Exchange::lost(int peer) {
   return lost_[static_cast<size_t>(peer)];
 }
 
+// All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will be,
+// and a peer that has left after its last message is no error.
+void Exchange::end_those_of_lost_peers(Item* item, int* waiting_for) {
+  for (Pending& pending : item->works) {
+    *waiting_for = pending.peer;
+    const std::exception_ptr error = lost(pending.peer);
+    if (pending.ended || !error) continue;
+    try {
+      pending.ended = pending.work->wait(kAtOnce);
+    } catch (...) {
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+bool Exchange::end_all(Item* item, Clock::time_point timed_out, int* waiting_for) {
+  for (Pending& pending : item->works) {
+    *waiting_for = pending.peer;
+    if (!pending.ended && !lost(pending.peer)) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
+      pending.ended = between(pending.peer, [&] { return pending.work->wait(std::max(left, kAtOnce)); });
+    }
+    if (!pending.ended) return false;
+  }
+  return true;
+}
+
 void Exchange::wait_for(Item* item) {
   const Clock::time_point timed_out = Clock::now() + timeout_;  // however often it is looked at
   int waiting_for = 0;
@@ -223,31 +250,9 @@ void Exchange::wait_for(Item* item) {
       waiting_for = first->first;
       throw std::runtime_error(first->second);
     }
-    for (bool all_ended = false; !all_ended;) {
-      all_ended = true;
-      // All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will
-      // be, and a peer that has left after its last message is no error.
-      for (Pending& pending : item->works) {
-        waiting_for = pending.peer;
-        const std::exception_ptr error = lost(pending.peer);
-        if (pending.ended || !error) continue;
-        try {
-          pending.ended = pending.work->wait(kAtOnce);
-        } catch (...) {
-          std::rethrow_exception(error);
-        }
-      }
-      for (Pending& pending : item->works) {
-        waiting_for = pending.peer;
-        if (!pending.ended && !lost(pending.peer)) {
-          const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(timed_out - Clock::now());
-          pending.ended = between(pending.peer, [&] { return pending.work->wait(std::max(left, kAtOnce)); });
-        }
-        if (pending.ended) continue;
-        all_ended = false;  // aborted, to look again
-        break;
-      }
-    }
+    do {
+      end_those_of_lost_peers(item, &waiting_for);
+    } while (!end_all(item, timed_out, &waiting_for));
   } catch (const std::exception& error) {
     const bool is_closed_here = Clock::now() >= timed_out || lost(waiting_for);
     throw std::runtime_error(error.what() + others_awaited(item, waiting_for, is_closed_here));

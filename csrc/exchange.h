@@ -83,6 +83,10 @@ class Exchange {
   void look(std::unique_lock<std::mutex>* lock);
   std::exception_ptr lost(int peer);
   void wait_for(Item* item);
+  // Its messages end, or it throws what prevents that of the one to or from `waiting_for`.
+  void end_those_of_lost_peers(Item* item, int* waiting_for);
+  // False: some have not, since a wait was aborted, to look again.
+  bool end_all(Item* item, Clock::time_point timed_out, int* waiting_for);
   // After a wait for `failed` did not end well: what is known of all others whose messages are not complete. Those who
   // wait for a lost rank fail as well, and who waits for one of them first would name it alone.
   std::string others_awaited(Item* item, int failed, bool is_closed_here);
