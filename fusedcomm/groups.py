@@ -136,8 +136,9 @@ def make_host_channels(
 def end_together() -> None:
     """Ends the job's process group on all ranks, once each has come here. A collective call.
 
-    By then gloo's threads have long let go of what earlier collectives moved. A rank that ends right after one may be
-    ended with SIGABRT: with a DDP model, `destroy_process_group()` alone does not wait for those threads (torch 2.13).
+    A rank that ends right after a collective may be ended with SIGABRT, by a thread of gloo's that has yet to let go of
+    it: with a DDP model, `destroy_process_group()` does not wait for those threads (torch 2.13). Nor does this, but
+    ranks that are done wait for the one that reports, or for the slowest: time enough but for a very busy machine.
     """
     dist.barrier()
     dist.destroy_process_group()

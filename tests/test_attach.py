@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from models import Gradients, integers, refused, synchronise, threads_of_engine
-from scripts import LATE_THREADS, printed_by_two_ranks
+from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -322,16 +322,14 @@ def test_a_script_that_forgets_to_detach_exits(tmp_path):
     assert "trained" in done.stdout and "fusedcomm: wire int8" in done.stdout
 
 
-FORGETTING_SCRIPT = (
-    """
-import os, sys, threading
+FORGETTING_SCRIPT = """
+import sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.native import _C
-"""
-    + LATE_THREADS
-    + """
+from scripts import let_threads_be_late
+
 rank, store, wire = sys.argv[1:]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
 ddp = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(6)]), bucket_cap_mb=1)
@@ -345,7 +343,6 @@ for step in range(3):
     ddp(torch.ones(2, 400)).sum().backward()
 print("trained")
 """
-)
 
 
 @pytest.mark.alone  # late threads get next to nothing of a core that others use

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from scripts import LATE_THREADS, printed_by_two_ranks
+from scripts import printed_by_two_ranks
 from two_hosts import needs_hosts, printed_by
 
 import fusedcomm
@@ -42,21 +42,18 @@ def test_ranks_have_chunks_of_one_size(ranks):
     assert found[0] == found[1] == found[2] and found[0][1] == 8192
 
 
-ENDING_SCRIPT = (
-    """
-import os, sys, threading
+ENDING_SCRIPT = """
+import sys
 import torch, torch.distributed as dist
 from fusedcomm import groups
-"""
-    + LATE_THREADS
-    + """
+from scripts import let_threads_be_late
+
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
 group, cpu = dist.group.WORLD, torch.device("cpu")
 channels = groups.make_channels(group, cpu, groups.private_store(group))
 let_threads_be_late()
 print(groups.time_link(channels.scatter))
 """
-)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
