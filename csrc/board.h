@@ -32,6 +32,7 @@ class Board {
     int64_t step = 0;
     int64_t num_chunks = 0;
     Clock::time_point handed;
+    Clock::time_point oldest_since;  // the hand-over, or the end of the one before it
     // Its last change: the moment from which a stall counts.
     Clock::time_point moved;
     // Of its stages under way the one that began first. On streams the host is through with them all at once.
@@ -98,6 +99,7 @@ class Board {
     view.step = oldest.step;
     view.num_chunks = oldest.num_chunks;
     view.handed = oldest.handed;
+    view.oldest_since = std::max(oldest.handed, last_ended_);
     view.moved = std::max(oldest.moved, last_ended_);
     if (oldest.is_through) view.at = View::At::kStream;
     for (const Entry& entry : stages_) {

@@ -1,6 +1,7 @@
 #include "roll_call.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iomanip>
 #include <sstream>
 #include <utility>
@@ -11,6 +12,11 @@ namespace {
 constexpr const char* kOnStream = "work on the device's streams";
 
 constexpr size_t kMaxFailure = 300;  // characters
+
+// Less than that may be about to leave. How much of all that has not left stands out; and with what difference one
+// rank's and what is for one end are as much, so that it is the same.
+constexpr int64_t kUnsentNbytes = 64 << 10;
+constexpr double kMostOfUnsent = 0.75, kAsMuch = 0.05;
 
 std::string one_line(std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');
@@ -27,6 +33,84 @@ std::string behind_text(const RankState& state) {
 }
 
 void add_line(std::string* text, const std::string& line) { *text += "\n  " + line; }
+
+std::string to_text(const std::map<std::string, int64_t>& numbers) {
+  std::string text;
+  for (const auto& [name, number] : numbers) text += (text.empty() ? "" : " ") + name + " " + std::to_string(number);
+  return text;
+}
+
+std::map<std::string, int64_t> numbers_from(const std::string& text) {
+  std::map<std::string, int64_t> numbers;
+  std::istringstream words(text);
+  int64_t number = 0;
+  for (std::string name; words >> name >> number;) numbers[name] = number;
+  return numbers;
+}
+
+std::string to_text(const std::set<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : " ") + name;
+  return text;
+}
+
+std::set<std::string> names_from(const std::string& text) {
+  std::set<std::string> names;
+  std::istringstream words(text);
+  for (std::string name; words >> name;) names.insert(name);
+  return names;
+}
+
+std::string kb_text(int64_t nbytes) { return std::to_string((nbytes + 500) / 1000) + " KB"; }
+
+// The largest.
+template <typename Key>
+std::pair<Key, int64_t> most_of(const std::map<Key, int64_t>& numbers) {
+  return *std::max_element(numbers.begin(), numbers.end(),
+                           [](const auto& one, const auto& other) { return one.second < other.second; });
+}
+
+// "rank 2", or "10.0.0.3" where none or several that have answered are there.
+std::string whose_text(const std::string& address, const std::map<int, RankState>& answers) {
+  std::vector<int> there;
+  for (const auto& [rank, state] : answers) {
+    if (state.own.count(address) != 0) there.push_back(rank);
+  }
+  return there.size() == 1 ? ranks_text(there) : address;
+}
+
+// Where the network is slow; empty if that cannot be told. Who waits for a slow rank is late itself, and is waited for
+// in its turn: what ranks wait for does not tell. But bytes pile up before what is slow.
+std::string slow_network_text(const std::map<int, RankState>& answers) {
+  std::map<int, int64_t> by_rank;
+  std::map<std::string, int64_t> by_end;
+  int64_t all = 0;
+  for (const auto& [rank, state] : answers) {
+    for (const auto& [end, nbytes] : state.unsent) {
+      by_rank[rank] += nbytes;
+      by_end[end] += nbytes;
+      all += nbytes;
+    }
+  }
+  if (all < kUnsentNbytes) return "";
+  const auto [rank, from_rank] = most_of(by_rank);
+  const auto [end, to_end] = most_of(by_end);
+  const double from_part = static_cast<double>(from_rank) / static_cast<double>(all);
+  const double to_part = static_cast<double>(to_end) / static_cast<double>(all);
+  if (std::max(from_part, to_part) < kMostOfUnsent) return "";
+  const std::string sender = "rank " + std::to_string(rank), receiver = whose_text(end, answers);
+  if (std::abs(from_part - to_part) < kAsMuch) {
+    return "the way from " + sender + " to " + receiver + " is slow: of what has been sent there " +
+           kb_text(answers.at(rank).unsent.at(end)) + " have not left, of all else " +
+           kb_text(all - answers.at(rank).unsent.at(end));
+  }
+  if (from_part > to_part) {
+    return sender + " is slow on the network: of what it has sent " + kb_text(from_rank) +
+           " have not left, of what others have " + kb_text(all - from_rank);
+  }
+  return receiver + " is slow on the network: of what has been sent there " + kb_text(to_end) +
+         " have not left, elsewhere " + kb_text(all - to_end);
+}
 
 }  // namespace
 
@@ -55,8 +139,9 @@ std::string RankState::to_text() const {
   std::ostringstream text;
   text << "num_handed " << num_handed << "\nnum_ended " << num_ended << "\nlast_step " << last_step << "\nidle_s "
        << idle_s << "\nstep " << step << "\nchunk " << chunk << "\nnum_chunks " << num_chunks << "\non_wire " << on_wire
-       << "\nwaits_s " << waits_s << "\nbucket " << one_line(bucket) << "\nstage " << one_line(stage) << "\nfailure "
-       << one_line(failure) << "\n";
+       << "\nwaits_s " << waits_s << "\nbucket " << one_line(bucket) << "\nstage " << one_line(stage) << "\nunsent "
+       << fusedcomm::to_text(unsent) << "\nown " << fusedcomm::to_text(own) << "\nfailure " << one_line(failure)
+       << "\n";
   return text.str();
 }
 
@@ -79,6 +164,8 @@ RankState RankState::from_text(const std::string& text) {
     if (name == "waits_s") number >> state.waits_s;
     if (name == "bucket") state.bucket = value;
     if (name == "stage") state.stage = value;
+    if (name == "unsent") state.unsent = numbers_from(value);
+    if (name == "own") state.own = names_from(value);
     if (name == "failure") state.failure = value;
   }
   return state;
@@ -227,8 +314,10 @@ Finding conclude(const RollCall& call) {
   }
   end_list("slow");
   if (call.absent.empty() && call.unread.empty() && !has_failed && !has_slow) {
-    add_line(&finding.text, waiting ? "every rank answered and none is behind: they wait for the network"
-                                    : "every rank answered, and none waits any more");
+    const std::string slow = slow_network_text(call.answers);
+    add_line(&finding.text, !slow.empty() ? slow
+                            : waiting     ? "every rank answered and none is behind: they wait for the network"
+                                          : "every rank answered, and none waits any more");
   }
   for (const auto& [what, who] : waiters) {
     const auto& [ranks, longest_s] = who;

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,11 @@ struct RankState {
   int64_t num_chunks = 0;
   bool on_wire = false;  // in the stage it waits for other ranks
   double waits_s = 0;    // since the hand-over
+
+  // Of its TCP connections (connections.h), if it waits for others: bytes that have not left, by the other end's
+  // address, and its own addresses.
+  std::map<std::string, int64_t> unsent;
+  std::set<std::string> own;
 
   std::string failure;  // empty: none
 

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "connections.h"
+
 namespace fusedcomm {
 namespace {
 
@@ -21,8 +23,17 @@ constexpr double kMaxPollS = 1;
 // A wait that takes so much longer than asked for says that the process was stopped, or the machine.
 constexpr Seconds kPause{0.5};
 
+// What a connection still holds after that is held up: a line of 1 Gbit/s has sent 12 MB.
+constexpr Seconds kMoment{0.1};
+
+// Of buckets that move only one that takes so much longer than any reported before is reported, too: on a link that is
+// as slow as that every bucket is.
+constexpr double kSlower = 2;
+
 // A roll call that was opened because of a failure, and not of a stall, says so.
 constexpr const char* kFailed = "after a failure: ";
+// Or of a bucket that moves, but slowly.
+constexpr const char* kMoves = " moves, but has been under way for ";
 
 double poll_s(const WatchOptions& options) {
   const double wanted = std::min({kMaxPollS, options.stall_after_s / 4, options.timeout_s / 12});
@@ -137,8 +148,26 @@ RankState Watch::state() const {
   return state_of(board_->view(Clock::now()), failure);
 }
 
+RankState Watch::answer() {
+  const Connections before = connections(kMaxListed);
+  if (!before.unsent.empty()) sleep(kMoment);
+  RankState answer = state();
+  if (!answer.on_wire) return answer;
+  Connections now = connections(kMaxListed);
+  answer.own = std::move(now.own);
+  for (const auto& [end, nbytes] : now.unsent) {
+    const auto earlier = before.unsent.find(end);
+    if (earlier != before.unsent.end()) answer.unsent[end] = std::min(nbytes, earlier->second);
+  }
+  return answer;
+}
+
 double Watch::stalled_s(const Board::View& view) const {
   return view.label ? Seconds(Clock::now() - std::max(view.moved, awake_since_)).count() : 0;
+}
+
+double Watch::under_way_s(const Board::View& view) const {
+  return view.label ? Seconds(Clock::now() - std::max(view.oldest_since, awake_since_)).count() : 0;
 }
 
 void Watch::answer_others() {
@@ -155,7 +184,7 @@ void Watch::answer_others() {
       seen->opened = store.get_to_str("call/" + number);
     });
     if (!problem.empty() || seen->opened.empty()) return;
-    const std::string own = state().to_text();
+    const std::string own = answer().to_text();
     send([=, rank = options_.rank](c10d::Store& store) { store.set(answer_key(number, rank), own); });
     ++next_call_;
     const Board::View view = board_->view(Clock::now());
@@ -166,10 +195,13 @@ void Watch::answer_others() {
     }
     // One that is over was not about now: this rank was stopped itself, say.
     const bool was_failure = seen->opened.find(kFailed) != std::string::npos;
-    const bool waits = view.label && (was_failure || stalled_s(view) > options_.stall_after_s / 2);
+    const bool is_crawl = !was_failure && seen->opened.find(kMoves) != std::string::npos;
+    const double waits_s = is_crawl ? under_way_s(view) : stalled_s(view);
+    const bool waits = view.label && (was_failure || waits_s > options_.stall_after_s / 2);
     if (seen->is_over || !(has_failed || waits)) continue;
-    keep(take_part(number, seen->opened), view);
-    if (!has_failed && reported_job_ != view.num_ended) warn_of_stall();
+    keep(take_part(number, seen->opened), view, !is_crawl);
+    const bool is_new = !is_crawl || under_way_s(view) >= kSlower * crawled_s_;
+    if (!has_failed && is_new && reported_job_ != view.num_ended) warn_of_stall();
   }
 }
 
@@ -193,15 +225,24 @@ void Watch::report_stall() {
   // A stream is asked only about what should have ended long ago.
   const auto stall_after = std::chrono::duration_cast<Clock::duration>(Seconds(options_.stall_after_s));
   const Board::View view = board_->view(Clock::now() - stall_after);
-  if (stalled_s(view) < options_.stall_after_s || reported_job_ == view.num_ended) return;
-  keep(call_roll("where nothing has moved for " + seconds_text(stalled_s(view)), patience_), view);
+  if (!view.label || reported_job_ == view.num_ended) return;
+  const bool is_stall = stalled_s(view) >= options_.stall_after_s;
+  // What is on streams has moved when it was ordered, and no more.
+  const bool is_crawl = view.at != Board::View::At::kStream &&
+                        under_way_s(view) >= std::max(options_.stall_after_s, kSlower * crawled_s_);
+  if (!is_stall && !is_crawl) return;
+  const std::string why = is_stall ? "where nothing has moved for " + seconds_text(stalled_s(view))
+                                   : "where " + view.label->text + " of step " + std::to_string(view.step) + kMoves +
+                                         seconds_text(under_way_s(view));
+  keep(call_roll(why, patience_), view, is_stall);
   warn_of_stall();
 }
 
 void Watch::warn_of_stall() {
   // A store that is silent is said once for a job; once it answers, the next look finds out for whom this rank waits.
   if (!known_->finding.store_is_silent) {
-    reported_job_ = known_->job;
+    if (known_->is_stall) reported_job_ = known_->job;
+    if (!known_->is_stall) crawled_s_ = std::max(crawled_s_, known_->under_way_s);
   } else if (std::exchange(silent_job_, known_->job) == known_->job) {
     return;
   }
@@ -214,7 +255,7 @@ void Watch::explain_failure() {
   // A stall that ends in a failure has been explained already, and who is asked later has also lost those who left.
   if (!known_ || !known_->finding.is_conclusive || known_->job != view.num_ended) {
     const Seconds patience = silent_job_ == view.num_ended ? Seconds{0} : patience_;
-    keep(call_roll(kFailed + state().failure, patience), view);
+    keep(call_roll(kFailed + state().failure, patience), view, /*is_stall=*/true);
   }
   std::string text = known_->finding.text;
   const double age_s = Seconds(Clock::now() - known_->when).count();
@@ -224,19 +265,19 @@ void Watch::explain_failure() {
   changed_.notify_all();
 }
 
-void Watch::keep(Finding finding, const Board::View& view) {
-  known_ = {std::move(finding), view.num_ended, Clock::now()};
+void Watch::keep(Finding finding, const Board::View& view, bool is_stall) {
+  known_ = {std::move(finding), view.num_ended, is_stall, under_way_s(view), Clock::now()};
 }
 
 Finding Watch::call_roll(const std::string& why, Seconds patience) {
   const std::string number = std::to_string(next_call_);
   const std::string own = opened_by(options_.rank) + why;
-  const RankState asked = state();
-  const std::string answer = asked.to_text();
+  const RankState asked = answer();
+  const std::string text = asked.to_text();
   auto opened = std::make_shared<std::string>();
   const auto open = [=, rank = options_.rank](c10d::Store& store) {
     *opened = store.compareSet("call/" + number, "", own);
-    store.set(answer_key(number, rank), answer);
+    store.set(answer_key(number, rank), text);
   };
   std::string problem = send(open);
   for (const auto deadline = Clock::now() + patience; is_silence(problem) && Clock::now() < deadline;) {
@@ -297,7 +338,7 @@ Finding Watch::collect(const std::string& number, const std::string& opened) {
   call.opened = opened;
   call.waited_s = now_s();
   answers->put_into(&call, late_.count(), deadline_s);
-  call.answers[options_.rank] = state();
+  call.answers[options_.rank] = answer();
   call.absent.erase(options_.rank);
   call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
   call.store_is_silent = is_silence(call.store_problem);

@@ -1,6 +1,6 @@
 // Notices that an engine waits for too long, or has failed, and finds out for which rank: it calls the roll.
 //
-//   a rank waits longer than stall_after, or a transfer failed
+//   a rank waits longer than stall_after, or its bucket moves and yet takes longer, or a transfer failed
 //     ──► it opens a roll call in the store ──► every rank's watch sees that within a poll and answers with what it has
 //     under way ──► who has not answered in time is missing, who has not handed over what others wait for is slow
 //     ──► the report goes to the store, so that all who wait say the same ──► a warning; after a failure, the error
@@ -57,11 +57,16 @@ class Watch {
   void loop();
   // Answers the roll calls that others have opened.
   void answer_others();
+  // Also of a bucket that moves, but takes as long: a link that crawls.
   void report_stall();
   void explain_failure();
 
   RankState state() const;
+  // And what its connections hold: takes a moment, since only what stays there tells.
+  RankState answer();
+  // For how long the oldest job has not moved, and for how long it has been the oldest.
   double stalled_s(const Board::View& view) const;
+  double under_way_s(const Board::View& view) const;
   // Opens one, or takes part in the one that another rank has just opened.
   // `patience`: for a store that is silent.
   Finding call_roll(const std::string& why, Seconds patience);
@@ -76,7 +81,7 @@ class Watch {
   // Whether what `send` returned may pass: the store has not failed, but has not answered.
   bool is_silence(const std::string& problem) const;
   // What was found concerns the job that is the oldest now.
-  void keep(Finding finding, const Board::View& view);
+  void keep(Finding finding, const Board::View& view, bool is_stall);
   std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
   // False when stopping.
   bool sleep(Seconds duration);
@@ -103,11 +108,14 @@ class Watch {
   Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
   int64_t next_call_ = 1;
   int64_t reported_job_ = -1;  // the stall that was warned of is of this job
+  double crawled_s_ = 0;       // how long one took that was warned of though it moved
   int64_t silent_job_ = -1;    // so is that the store was silent when it was to be looked into
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;
     int64_t job;
+    bool is_stall;
+    double under_way_s;
     Clock::time_point when;
   };
   std::optional<Known> known_;

@@ -131,8 +131,9 @@ def attach(
             allowed, which a warning says.
         stall_after: seconds. If a bucket is under way and nothing has moved for so long, the ranks are asked what they
             have under way, and each that waits warns once, naming the slow or missing rank, the step, the bucket and
-            the stage; training goes on. May differ between ranks. None: 60, or a third of the group's timeout if that
-            is less. A failure is explained in the same way, in the error's text.
+            the stage; training goes on. So it is if one moves, but has been the oldest under way for so long, as on a
+            link that crawls, and again when one takes twice as long. May differ between ranks. None: 60, or a third of
+            the group's timeout if that is less. A failure is explained in the same way, in the error's text.
         quiet: do not print the plan on rank 0.
 
     Returns:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from two_hosts import needs_hosts, printed_by
+from on_hosts import needs_hosts, printed_by
 
 from fusedcomm import groups
 from fusedcomm.native import _C

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from on_hosts import needs_hosts, printed_by
 from scripts import printed_by_two_ranks
-from two_hosts import needs_hosts, printed_by
 
 import fusedcomm
 from fusedcomm import groups

@@ -85,6 +85,55 @@ STREAMS = "work on the device's streams"
             ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
         ),
         (
+            "crawl",
+            [
+                "rank 1 is slow on the network: of what it has sent 1220 KB have not left, of what others have 29 KB",
+                f"ranks 0, 1, 2, 3 wait {WAITS}",
+            ],
+        ),
+        *[
+            (
+                scene,
+                [
+                    f"{whose} is slow on the network: of what has been sent there 1200 KB have not left, "
+                    "elsewhere 90 KB",
+                    f"ranks 0, 1, 2, 3 wait {WAITS}",
+                ],
+            )
+            for scene, whose in (("crawl to one", "rank 3"), ("crawl to a host", "fe80::4"))
+        ],
+        (
+            "crawl between two",
+            [
+                "the way from rank 1 to rank 0 is slow: of what has been sent there 900 KB have not left, "
+                "of all else 50 KB",
+                f"ranks 0, 1, 2, 3 wait {WAITS}",
+            ],
+        ),
+        (
+            "crawl of one to many",
+            [
+                "rank 1 is slow on the network: of what it has sent 100 KB have not left, of what others have 5 KB",
+                f"ranks 0, 1, 2, 3 wait {WAITS}",
+            ],
+        ),
+        *[
+            (
+                scene,
+                ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
+            )
+            for scene in ("everywhere", "little")
+        ],
+        (
+            # Who has not handed over is the reason, and not the network.
+            "unsent and behind",
+            [
+                "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
+                "nothing under way for 7.2 s, since step 4",
+                f"ranks 0, 2, 3 wait {WAITS}",
+            ],
+        ),
+        (
             "late",
             [
                 "rank 2 is slow: it took 1.8 s to answer, as if its process had been stopped",

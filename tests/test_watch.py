@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronise
+from on_hosts import needs_hosts, printed_by
 from torch.nn.parallel import DistributedDataParallel
-from two_hosts import needs_hosts, printed_by
 
 import fusedcomm
 from fusedcomm import config
@@ -420,3 +420,43 @@ def test_a_rank_killed_on_another_host_is_named_although_torchruns_store_goes_wi
     (error,) = re.findall(r"\[host\d\] rank (\d has fusedcomm: .*)", printed)
     assert error.startswith(f"{1 - victim} has fusedcomm: rank {1 - victim} of 2: the all-gather of chunk")
     assert "failed for bucket " in error and f"between this rank and rank {victim}: " in error
+
+
+CRAWLS = """
+import os, subprocess, torch, torch.distributed as dist, fusedcomm
+from torch.nn.parallel import DistributedDataParallel
+os.dup2(1, 2)  # its warnings are what this is about
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+ddp = DistributedDataParallel(torch.nn.Linear(1000, 2000, bias=False))
+comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", chunk_nbytes=384 << 10, stall_after=2, quiet=True)
+for step in range(5):
+    if step == 2 and rank == 2:
+        line = ["dev", os.environ["FUSEDCOMM_BENCH_INTERFACE"], "root", "tbf"]
+        subprocess.run(["tc", "qdisc", "replace", *line, *"rate 6mbit burst 64kb latency 50ms".split()], check=True)
+    ddp.zero_grad()
+    ddp(torch.full((1, 1000), rank + 1.0)).sum().backward()
+    assert (ddp.module.weight.grad == 2).all()
+print("rank", rank, "is through", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs_hosts
+def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys):
+    # Rank 2 sends 5.3 MB a step, which takes 7 s from step 2 on.
+    printed = printed_by(CRAWLS, tmp_path, capsys, num_hosts=3)
+    for rank in range(3):
+        lines = [line for line in printed.splitlines() if line.startswith(f"[host{rank}] ")]
+        assert f"[host{rank}] rank {rank} is through" in lines
+        opened = [line for line in lines if "fusedcomm: roll call" in line]
+        # Once after 2 s, and once more if it takes twice as long and longer; not in every step.
+        assert 1 <= len(opened) <= 2, opened
+        why = r"where bucket 0 \(weight; .*\) of step 2 moves, but has been under way for [2-5]\.\d s"
+        assert re.search("roll call 1 of 3 ranks, opened by rank [0-2], " + why, opened[0]), opened
+        found = [lines[lines.index(report) + 1].removeprefix(f"[host{rank}]   ") for report in opened]
+        assert found[0].startswith("rank 2 is slow on the network: of what it has sent "), found
+        # Later there may be something left for one other rank only, or nothing; but nobody else is accused.
+        said = ("rank 2 is slow on the network: ", "the way from rank 2 to ", "every rank answered and none is behind: ")
+        assert found[-1].startswith(said), found

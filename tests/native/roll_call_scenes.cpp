@@ -54,6 +54,31 @@ RollCall scene(const std::string& name) {
       call.answers.erase(rank);
       call.absent[rank] = rank == 20 ? "" : "process 1 on node";
     }
+  } else if (name == "crawl") {
+    call.answers[0].unsent = {{"10.0.0.2", 20'000}, {"10.0.0.4", 9'000}};
+    call.answers[1].unsent = {{"10.0.0.1", 130'000}, {"10.0.0.3", 950'000}, {"10.0.0.4", 140'000}};
+    for (auto& [rank, state] : call.answers) state = RankState::from_text(state.to_text());
+  } else if (name == "crawl to one" || name == "crawl to a host") {
+    for (auto& [rank, state] : call.answers) {
+      const bool is_there = rank == 3 || (rank == 2 && name == "crawl to a host");
+      if (rank < 3) state.unsent = {{"fe80::4", 400'000}, {"fe80::1", 30'000}};
+      state.own = {"127.0.0.1", is_there ? "fe80::4" : "fe80::1"};
+      state = RankState::from_text(state.to_text());
+    }
+  } else if (name == "crawl between two") {
+    call.answers[1].unsent = {{"10.0.0.1", 900'000}, {"10.0.0.3", 30'000}};
+    call.answers[3].unsent = {{"10.0.0.1", 20'000}};
+    call.answers[0].own = {"10.0.0.1"};
+  } else if (name == "crawl of one to many") {  // more of it to one than to others, and yet more of it from one
+    call.answers[1].unsent = {{"10.0.0.1", 80'000}, {"10.0.0.3", 20'000}};
+    call.answers[2].unsent = {{"10.0.0.1", 5'000}};
+  } else if (name == "everywhere") {
+    for (auto& [rank, state] : call.answers) state.unsent = {{"10.0.0." + std::to_string(1 + rank % 2), 300'000}};
+  } else if (name == "little") {
+    call.answers[1].unsent = {{"10.0.0.1", 60'000}};
+  } else if (name == "unsent and behind") {
+    for (const int rank : {0, 2, 3}) call.answers[rank].unsent = {{"10.0.0.2", 950'000}};
+    call.answers[1] = at(10, 10, "", false);
   } else if (name == "late") {
     call.late_s[2] = 1.75;
   } else if (name == "unread") {

@@ -1,4 +1,4 @@
-"""Two hosts on a line of 100 Mbit/s, for tests of what a line makes of messages. Shared by the tests."""
+"""Hosts on lines of 100 Mbit/s, for tests of what a line makes of messages. Shared by the tests."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,12 @@ PROBLEM = _namespaces.problem()
 needs_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
-def printed_by(script: str, tmp_path: Path, capsys: pytest.CaptureFixture, ends_well: bool = True) -> str:
-    """What its two ranks print, one on each host. It has to end well, or not to."""
+def printed_by(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture, ends_well: bool = True, num_hosts: int = 2
+) -> str:
+    """What its ranks print, one on each host. It has to end well, or not to."""
     path = tmp_path / "script.py"
     path.write_text(script)
-    with hosts.make(2, "100mbit") as cluster:
+    with hosts.make(num_hosts, "100mbit") as cluster:
         assert (cluster.torchrun([str(path)]) == 0) == ends_well
     return capsys.readouterr().out
