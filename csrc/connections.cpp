@@ -9,7 +9,6 @@
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -47,7 +46,7 @@ int64_t unsent_nbytes(int fd) {
 
 }  // namespace
 
-Connections connections(size_t max_ends) {
+Connections connections() {
   Connections found;
   const std::unique_ptr<DIR, int (*)(DIR*)> fds(opendir("/proc/self/fd"), closedir);
   if (!fds) return found;
@@ -61,10 +60,6 @@ Connections connections(size_t max_ends) {
     if (nbytes > 0) found.unsent[end] += nbytes;
     found.own.insert(end_of(fd, getsockname));
   }
-  while (found.unsent.size() > max_ends) {
-    found.unsent.erase(std::min_element(found.unsent.begin(), found.unsent.end(),
-                                        [](const auto& one, const auto& other) { return one.second < other.second; }));
-  }
   return found;
 }
 
@@ -73,7 +68,7 @@ Connections connections(size_t max_ends) {
 #else
 
 namespace fusedcomm {
-Connections connections(size_t) { return {}; }
+Connections connections() { return {}; }
 }  // namespace fusedcomm
 
 #endif

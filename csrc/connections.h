@@ -2,7 +2,6 @@
 // On a network that crawls all ranks wait for each other, and in turn; but only where it is slow do bytes pile up.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <set>
@@ -16,7 +15,6 @@ struct Connections {
   std::set<std::string> own;              // the addresses of this end
 };
 
-// `max_ends`: of how many other ends, those that have most.
-Connections connections(size_t max_ends);
+Connections connections();
 
 }  // namespace fusedcomm

@@ -18,6 +18,9 @@ constexpr size_t kMaxFailure = 300;  // characters
 constexpr int64_t kUnsentNbytes = 64 << 10;
 constexpr double kMostOfUnsent = 0.75, kAsMuch = 0.05;
 
+// A rank that moves is in a short stage of its own now and then; in one that takes so long it keeps others waiting.
+constexpr double kBusyS = 0.5;
+
 std::string one_line(std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   return text;
@@ -44,7 +47,7 @@ std::map<std::string, int64_t> numbers_from(const std::string& text) {
   std::map<std::string, int64_t> numbers;
   std::istringstream words(text);
   int64_t number = 0;
-  for (std::string name; words >> name >> number;) numbers[name] = number;
+  for (std::string name; words >> name >> number;) numbers[name] = std::max<int64_t>(0, number);
   return numbers;
 }
 
@@ -63,54 +66,76 @@ std::set<std::string> names_from(const std::string& text) {
 
 std::string kb_text(int64_t nbytes) { return std::to_string((nbytes + 500) / 1000) + " KB"; }
 
-// The largest.
-template <typename Key>
-std::pair<Key, int64_t> most_of(const std::map<Key, int64_t>& numbers) {
-  return *std::max_element(numbers.begin(), numbers.end(),
-                           [](const auto& one, const auto& other) { return one.second < other.second; });
-}
-
-// "rank 2", or "10.0.0.3" where none or several that have answered are there.
-std::string whose_text(const std::string& address, const std::map<int, RankState>& answers) {
-  std::vector<int> there;
-  for (const auto& [rank, state] : answers) {
-    if (state.own.count(address) != 0) there.push_back(rank);
-  }
-  return there.size() == 1 ? ranks_text(there) : address;
-}
-
-// Where the network is slow; empty if that cannot be told. Who waits for a slow rank is late itself, and is waited for
-// in its turn: what ranks wait for does not tell. But bytes pile up before what is slow.
-std::string slow_network_text(const std::map<int, RankState>& answers) {
-  std::map<int, int64_t> by_rank;
-  std::map<std::string, int64_t> by_end;
-  int64_t all = 0;
-  for (const auto& [rank, state] : answers) {
-    for (const auto& [end, nbytes] : state.unsent) {
-      by_rank[rank] += nbytes;
-      by_end[end] += nbytes;
-      all += nbytes;
+// Hosts, which are where ranks with a common address are, and the bytes that have not left from one for another.
+class Ways {
+ public:
+  explicit Ways(const std::map<int, RankState>& answers) {
+    for (const auto& [rank, state] : answers) place(rank, state.own);
+    for (const auto& [rank, state] : answers) {
+      for (const auto& [end, nbytes] : state.unsent) {
+        const auto to = host_of_.find(end);  // else it is for somebody who has no part in this
+        const size_t from = host_of_rank_[rank];
+        if (to == host_of_.end() || to->second == from) continue;
+        unsent_[{from, to->second}] += nbytes;
+        from_[from] += nbytes;
+        to_[to->second] += nbytes;
+        all_ += nbytes;
+      }
     }
   }
-  if (all < kUnsentNbytes) return "";
-  const auto [rank, from_rank] = most_of(by_rank);
-  const auto [end, to_end] = most_of(by_end);
-  const double from_part = static_cast<double>(from_rank) / static_cast<double>(all);
-  const double to_part = static_cast<double>(to_end) / static_cast<double>(all);
-  if (std::max(from_part, to_part) < kMostOfUnsent) return "";
-  const std::string sender = "rank " + std::to_string(rank), receiver = whose_text(end, answers);
-  if (std::abs(from_part - to_part) < kAsMuch) {
-    return "the way from " + sender + " to " + receiver + " is slow: of what has been sent there " +
-           kb_text(answers.at(rank).unsent.at(end)) + " have not left, of all else " +
-           kb_text(all - answers.at(rank).unsent.at(end));
+
+  // Where the network is slow; empty if that cannot be told. Who waits for a slow rank is late itself, and is waited
+  // for in its turn: what ranks wait for does not tell. But bytes pile up before what is slow.
+  std::string slow_text() const {
+    if (all_ < kUnsentNbytes) return "";
+    const auto [from, from_nbytes] = most_of(from_);
+    const auto [to, to_nbytes] = most_of(to_);
+    const double from_part = static_cast<double>(from_nbytes) / static_cast<double>(all_);
+    const double to_part = static_cast<double>(to_nbytes) / static_cast<double>(all_);
+    const auto way = unsent_.find({from, to});
+    if (std::max(from_part, to_part) < kMostOfUnsent) return "";
+    if (std::abs(from_part - to_part) < kAsMuch && way != unsent_.end()) {
+      return "the way from " + ranks_text(ranks_[from]) + " to " + ranks_text(ranks_[to]) +
+             " is slow: of what has been sent there " + kb_text(way->second) + " have not left, of all else " +
+             kb_text(all_ - way->second);
+    }
+    const bool sends = from_part > to_part;
+    const std::vector<int>& ranks = ranks_[sends ? from : to];
+    const std::string who = ranks_text(ranks) + (ranks.size() == 1 ? " is" : " are") + " slow on the network: of what ";
+    return sends ? who + (ranks.size() == 1 ? "it has sent " : "they have sent ") + kb_text(from_nbytes) +
+                       " have not left, of what others have " + kb_text(all_ - from_nbytes)
+                 : who + "has been sent there " + kb_text(to_nbytes) + " have not left, elsewhere " +
+                       kb_text(all_ - to_nbytes);
   }
-  if (from_part > to_part) {
-    return sender + " is slow on the network: of what it has sent " + kb_text(from_rank) +
-           " have not left, of what others have " + kb_text(all - from_rank);
+
+ private:
+  static bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
+
+  void place(int rank, const std::set<std::string>& own) {
+    size_t host = ranks_.size();
+    for (const std::string& address : own) {
+      if (const auto known = host_of_.find(address); known != host_of_.end()) host = known->second;
+    }
+    if (host == ranks_.size()) ranks_.emplace_back();
+    ranks_[host].push_back(rank);
+    host_of_rank_[rank] = host;
+    for (const std::string& address : own) {
+      if (!is_loopback(address)) host_of_[address] = host;
+    }
   }
-  return receiver + " is slow on the network: of what has been sent there " + kb_text(to_end) +
-         " have not left, elsewhere " + kb_text(all - to_end);
-}
+
+  static std::pair<size_t, int64_t> most_of(const std::map<size_t, int64_t>& nbytes) {
+    return *std::max_element(nbytes.begin(), nbytes.end(),
+                             [](const auto& one, const auto& other) { return one.second < other.second; });
+  }
+
+  std::vector<std::vector<int>> ranks_;    // by host
+  std::map<std::string, size_t> host_of_;  // by address
+  std::map<int, size_t> host_of_rank_;
+  std::map<std::pair<size_t, size_t>, int64_t> unsent_;  // by host: from, to
+  std::map<size_t, int64_t> from_, to_;
+  int64_t all_ = 0;
+};
 
 }  // namespace
 
@@ -139,9 +164,9 @@ std::string RankState::to_text() const {
   std::ostringstream text;
   text << "num_handed " << num_handed << "\nnum_ended " << num_ended << "\nlast_step " << last_step << "\nidle_s "
        << idle_s << "\nstep " << step << "\nchunk " << chunk << "\nnum_chunks " << num_chunks << "\non_wire " << on_wire
-       << "\nwaits_s " << waits_s << "\nbucket " << one_line(bucket) << "\nstage " << one_line(stage) << "\nunsent "
-       << fusedcomm::to_text(unsent) << "\nown " << fusedcomm::to_text(own) << "\nfailure " << one_line(failure)
-       << "\n";
+       << "\nwaits_s " << waits_s << "\nstage_s " << stage_s << "\nbucket " << one_line(bucket) << "\nstage "
+       << one_line(stage) << "\nunsent " << fusedcomm::to_text(unsent) << "\nown " << fusedcomm::to_text(own)
+       << "\nfailure " << one_line(failure) << "\n";
   return text.str();
 }
 
@@ -162,6 +187,7 @@ RankState RankState::from_text(const std::string& text) {
     if (name == "num_chunks") number >> state.num_chunks;
     if (name == "on_wire") number >> state.on_wire;
     if (name == "waits_s") number >> state.waits_s;
+    if (name == "stage_s") number >> state.stage_s;
     if (name == "bucket") state.bucket = value;
     if (name == "stage") state.stage = value;
     if (name == "unsent") state.unsent = numbers_from(value);
@@ -190,6 +216,7 @@ RankState state_of(const Board::View& view, const std::string& failure) {
     state.stage = stage_name(view.stage);
     state.chunk = view.chunk;
     state.on_wire = is_on_wire(view.stage);
+    state.stage_s = seconds_since(view.stage_began);
   }
   return state;
 }
@@ -290,7 +317,7 @@ Finding conclude(const RollCall& call) {
     oldest = state.num_ended;
     waiting = &state;
   }
-  bool has_slow = !call.late_s.empty();
+  bool has_slow = false;
   for (const auto& [rank, after_s] : call.late_s) {
     list("rank " + std::to_string(rank) + " is slow: it took " + seconds_text(after_s) +
          " to answer, as if its process had been stopped");
@@ -302,7 +329,7 @@ Finding conclude(const RollCall& call) {
       has_slow = true;
       list("rank " + std::to_string(rank) + " is slow: it has not handed over " + waiting->bucket + " of step " +
            std::to_string(waiting->step) + "; " + behind_text(state));
-    } else if (!state.on_wire && !state.stage.empty() && state.num_ended == oldest && state.failure.empty()) {
+    } else if (!state.on_wire && state.stage_s >= kBusyS && state.num_ended == oldest && state.failure.empty()) {
       has_slow = true;
       list("rank " + std::to_string(rank) + " is slow: in step " + std::to_string(state.step) + " busy with " +
            under_way_text(state) + ", handed over " + seconds_text(state.waits_s) + " ago");
@@ -314,10 +341,13 @@ Finding conclude(const RollCall& call) {
   }
   end_list("slow");
   if (call.absent.empty() && call.unread.empty() && !has_failed && !has_slow) {
-    const std::string slow = slow_network_text(call.answers);
-    add_line(&finding.text, !slow.empty() ? slow
-                            : waiting     ? "every rank answered and none is behind: they wait for the network"
-                                          : "every rank answered, and none waits any more");
+    const std::string slow = Ways(call.answers).slow_text();
+    if (!slow.empty()) {
+      add_line(&finding.text, slow);
+    } else if (call.late_s.empty()) {
+      add_line(&finding.text, waiting ? "every rank answered and none is behind: they wait for the network"
+                                      : "every rank answered, and none waits any more");
+    }
   }
   for (const auto& [what, who] : waiters) {
     const auto& [ranks, longest_s] = who;

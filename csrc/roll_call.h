@@ -34,11 +34,12 @@ struct RankState {
   int64_t num_chunks = 0;
   bool on_wire = false;  // in the stage it waits for other ranks
   double waits_s = 0;    // since the hand-over
+  double stage_s = 0;    // since the stage began
 
-  // Of its TCP connections (connections.h), if it waits for others: bytes that have not left, by the other end's
-  // address, and its own addresses.
-  std::map<std::string, int64_t> unsent;
+  // Of its TCP connections (connections.h): its own addresses and, if it waits for others, the bytes that have not
+  // left, by the other end's address.
   std::set<std::string> own;
+  std::map<std::string, int64_t> unsent;
 
   std::string failure;  // empty: none
 

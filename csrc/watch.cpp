@@ -149,16 +149,19 @@ RankState Watch::state() const {
 }
 
 RankState Watch::answer() {
-  const Connections before = connections(kMaxListed);
+  const Connections before = connections();
   if (!before.unsent.empty()) sleep(kMoment);
+  Connections now = connections();
   RankState answer = state();
-  if (!answer.on_wire) return answer;
-  Connections now = connections(kMaxListed);
   answer.own = std::move(now.own);
+  if (!answer.on_wire) return answer;
+  std::vector<std::pair<int64_t, std::string>> held;
   for (const auto& [end, nbytes] : now.unsent) {
     const auto earlier = before.unsent.find(end);
-    if (earlier != before.unsent.end()) answer.unsent[end] = std::min(nbytes, earlier->second);
+    if (earlier != before.unsent.end()) held.emplace_back(std::min(nbytes, earlier->second), end);
   }
+  std::sort(held.rbegin(), held.rend());
+  for (size_t i = 0; i < std::min(held.size(), kMaxListed); ++i) answer.unsent[held[i].second] = held[i].first;
   return answer;
 }
 
@@ -196,11 +199,12 @@ void Watch::answer_others() {
     // One that is over was not about now: this rank was stopped itself, say.
     const bool was_failure = seen->opened.find(kFailed) != std::string::npos;
     const bool is_crawl = !was_failure && seen->opened.find(kMoves) != std::string::npos;
-    const double waits_s = is_crawl ? under_way_s(view) : stalled_s(view);
-    const bool waits = view.label && (was_failure || waits_s > options_.stall_after_s / 2);
+    const double waited_s = under_way_s(view), half_s = options_.stall_after_s / 2;
+    const bool waits = view.label && (was_failure || (is_crawl ? waited_s : stalled_s(view)) > half_s);
     if (seen->is_over || !(has_failed || waits)) continue;
-    keep(take_part(number, seen->opened), view, !is_crawl);
-    const bool is_new = !is_crawl || under_way_s(view) >= kSlower * crawled_s_;
+    const bool is_stall = !is_crawl || stalled_s(view) >= half_s;
+    const bool is_new = is_stall || waited_s >= kSlower * crawled_s_;
+    keep(take_part(number, seen->opened), view, is_stall, waited_s);
     if (!has_failed && is_new && reported_job_ != view.num_ended) warn_of_stall();
   }
 }
@@ -226,24 +230,27 @@ void Watch::report_stall() {
   const auto stall_after = std::chrono::duration_cast<Clock::duration>(Seconds(options_.stall_after_s));
   const Board::View view = board_->view(Clock::now() - stall_after);
   if (!view.label || reported_job_ == view.num_ended) return;
+  const double waited_s = under_way_s(view);
   const bool is_stall = stalled_s(view) >= options_.stall_after_s;
-  // What is on streams has moved when it was ordered, and no more.
-  const bool is_crawl = view.at != Board::View::At::kStream &&
-                        under_way_s(view) >= std::max(options_.stall_after_s, kSlower * crawled_s_);
+  // What has not moved for a while may be a stall before long. On streams it has moved when it was ordered, and no
+  // more.
+  const bool is_crawl = view.at != Board::View::At::kStream && stalled_s(view) < options_.stall_after_s / 2 &&
+                        waited_s >= std::max(options_.stall_after_s, kSlower * crawled_s_);
   if (!is_stall && !is_crawl) return;
   const std::string why = is_stall ? "where nothing has moved for " + seconds_text(stalled_s(view))
                                    : "where " + view.label->text + " of step " + std::to_string(view.step) + kMoves +
-                                         seconds_text(under_way_s(view));
-  keep(call_roll(why, patience_), view, is_stall);
+                                         seconds_text(waited_s);
+  keep(call_roll(why, patience_), view, is_stall, waited_s);
   warn_of_stall();
 }
 
 void Watch::warn_of_stall() {
-  // A store that is silent is said once for a job; once it answers, the next look finds out for whom this rank waits.
+  if (!known_->is_stall) crawled_s_ = std::max({crawled_s_, known_->under_way_s, options_.stall_after_s});
   if (!known_->finding.store_is_silent) {
-    if (known_->is_stall) reported_job_ = known_->job;
-    if (!known_->is_stall) crawled_s_ = std::max(crawled_s_, known_->under_way_s);
+    // What has been found to be lost will stall as well.
+    if (known_->is_stall || known_->finding.is_conclusive) reported_job_ = known_->job;
   } else if (std::exchange(silent_job_, known_->job) == known_->job) {
+    // Said once for a job; once the store answers, the next look finds out for whom this rank waits.
     return;
   }
   // Nothing has been found if the watch was stopped meanwhile.
@@ -253,9 +260,11 @@ void Watch::warn_of_stall() {
 void Watch::explain_failure() {
   const Board::View view = board_->view(Clock::now());
   // A stall that ends in a failure has been explained already, and who is asked later has also lost those who left.
-  if (!known_ || !known_->finding.is_conclusive || known_->job != view.num_ended) {
+  // But one that moved has been under way since.
+  const bool is_explained = known_ && known_->finding.is_conclusive && known_->is_stall;
+  if (!is_explained || known_->job != view.num_ended) {
     const Seconds patience = silent_job_ == view.num_ended ? Seconds{0} : patience_;
-    keep(call_roll(kFailed + state().failure, patience), view, /*is_stall=*/true);
+    keep(call_roll(kFailed + state().failure, patience), view, /*is_stall=*/true, under_way_s(view));
   }
   std::string text = known_->finding.text;
   const double age_s = Seconds(Clock::now() - known_->when).count();
@@ -265,8 +274,8 @@ void Watch::explain_failure() {
   changed_.notify_all();
 }
 
-void Watch::keep(Finding finding, const Board::View& view, bool is_stall) {
-  known_ = {std::move(finding), view.num_ended, is_stall, under_way_s(view), Clock::now()};
+void Watch::keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s) {
+  known_ = {std::move(finding), view.num_ended, is_stall, under_way_s, Clock::now()};
 }
 
 Finding Watch::call_roll(const std::string& why, Seconds patience) {

@@ -81,7 +81,7 @@ class Watch {
   // Whether what `send` returned may pass: the store has not failed, but has not answered.
   bool is_silence(const std::string& problem) const;
   // What was found concerns the job that is the oldest now.
-  void keep(Finding finding, const Board::View& view, bool is_stall);
+  void keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s);
   std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
   // False when stopping.
   bool sleep(Seconds duration);
@@ -115,7 +115,7 @@ class Watch {
     Finding finding;
     int64_t job;
     bool is_stall;
-    double under_way_s;
+    double under_way_s;  // the job, when the roll was called
     Clock::time_point when;
   };
   std::optional<Known> known_;

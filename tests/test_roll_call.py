@@ -84,46 +84,60 @@ STREAMS = "work on the device's streams"
             "network",
             ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
         ),
+        *[
+            (scene, [line, f"ranks 0, 1, 2, 3 wait {WAITS}"])
+            for scene, line in (
+                (
+                    "crawl",
+                    "rank 1 is slow on the network: of what it has sent 1220 KB have not left, "
+                    "of what others have 29 KB",
+                ),
+                (
+                    "crawl of a host",
+                    "ranks 0, 1 are slow on the network: of what they have sent 1000 KB have not left, "
+                    "of what others have 8 KB",
+                ),
+                (
+                    "crawl to one",
+                    "rank 3 is slow on the network: of what has been sent there 1200 KB have not left, elsewhere 60 KB",
+                ),
+                (
+                    "crawl to a host",
+                    "ranks 2, 3 are slow on the network: of what has been sent there 800 KB have not left, "
+                    "elsewhere 0 KB",
+                ),
+                (
+                    "crawl between two",
+                    "the way from rank 1 to rank 0 is slow: of what has been sent there 900 KB have not left, "
+                    "of all else 50 KB",
+                ),
+                (
+                    "crawl of one to many",
+                    "rank 1 is slow on the network: of what it has sent 100 KB have not left, of what others have 5 KB",
+                ),
+                # What does not go from one of their hosts to another tells nothing.
+                *[
+                    (scene, "every rank answered and none is behind: they wait for the network")
+                    for scene in ("everywhere", "little", "one host", "upload")
+                ],
+            )
+        ],
         (
-            "crawl",
+            "late crawl",
             [
+                "rank 1 is slow: it took 1.8 s to answer, as if its process had been stopped",
                 "rank 1 is slow on the network: of what it has sent 1220 KB have not left, of what others have 29 KB",
                 f"ranks 0, 1, 2, 3 wait {WAITS}",
             ],
         ),
-        *[
-            (
-                scene,
-                [
-                    f"{whose} is slow on the network: of what has been sent there 1200 KB have not left, "
-                    "elsewhere 90 KB",
-                    f"ranks 0, 1, 2, 3 wait {WAITS}",
-                ],
-            )
-            for scene, whose in (("crawl to one", "rank 3"), ("crawl to a host", "fe80::4"))
-        ],
         (
-            "crawl between two",
+            "passing",
             [
-                "the way from rank 1 to rank 0 is slow: of what has been sent there 900 KB have not left, "
-                "of all else 50 KB",
-                f"ranks 0, 1, 2, 3 wait {WAITS}",
+                "every rank answered and none is behind: they wait for the network",
+                f"ranks 0, 1, 3 wait {WAITS}",
+                f"rank 2 waits {WAITS.replace('all-to-all', 'pack')}",
             ],
         ),
-        (
-            "crawl of one to many",
-            [
-                "rank 1 is slow on the network: of what it has sent 100 KB have not left, of what others have 5 KB",
-                f"ranks 0, 1, 2, 3 wait {WAITS}",
-            ],
-        ),
-        *[
-            (
-                scene,
-                ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
-            )
-            for scene in ("everywhere", "little")
-        ],
         (
             # Who has not handed over is the reason, and not the network.
             "unsent and behind",

@@ -456,7 +456,7 @@ def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys)
         why = r"where bucket 0 \(weight; .*\) of step 2 moves, but has been under way for [2-5]\.\d s"
         assert re.search("roll call 1 of 3 ranks, opened by rank [0-2], " + why, opened[0]), opened
         found = [lines[lines.index(report) + 1].removeprefix(f"[host{rank}]   ") for report in opened]
-        assert found[0].startswith("rank 2 is slow on the network: of what it has sent "), found
-        # Later there may be something left for one other rank only, or nothing; but nobody else is accused.
-        unknown = "every rank answered and none is behind: "
-        assert found[-1].startswith(("rank 2 is slow on the network: ", "the way from rank 2 to ", unknown)), found
+        # All of it may be for one of the others by then. Later there may be nothing left; but nobody else is accused.
+        named = ("rank 2 is slow on the network: of what it has sent ", "the way from rank 2 to ")
+        assert found[0].startswith(named), found
+        assert found[-1].startswith((*named, "every rank answered and none is behind: ")), found

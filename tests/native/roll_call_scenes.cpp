@@ -27,7 +27,7 @@ RankState at(int64_t num_handed, int64_t num_ended, const std::string& stage, bo
     state.on_wire = on_wire;
     state.waits_s = 3;
   }
-  return RankState::from_text("of a later version\n" + state.to_text());  // as it comes out of the store
+  return RankState::from_text("of a later version\n" + state.to_text());
 }
 
 RollCall scene(const std::string& name) {
@@ -36,9 +36,13 @@ RollCall scene(const std::string& name) {
   call.world_size = name == "many" ? 40 : 4;
   call.opened = "opened by rank 0";
   call.waited_s = 2;
-  for (int rank = 0; rank < call.world_size; ++rank) call.answers[rank] = at(12, 10, "all-to-all", true);
+  for (int rank = 0; rank < call.world_size; ++rank) {
+    call.answers[rank] = at(12, 10, "all-to-all", true);
+    call.answers[rank].own = {"127.0.0.1", "10.0.0." + std::to_string(rank + 1)};
+  }
   if (name == "busy") {
     call.answers[2] = at(12, 10, "pack", false);
+    call.answers[2].stage_s = 2;
   } else if (name == "behind") {
     call.answers[1] = at(10, 10, "", false);
     call.answers[3] = at(11, 11, "", false);  // is through with what the others wait for
@@ -54,26 +58,42 @@ RollCall scene(const std::string& name) {
       call.answers.erase(rank);
       call.absent[rank] = rank == 20 ? "" : "process 1 on node";
     }
-  } else if (name == "crawl") {
+  } else if (name == "crawl" || name == "late crawl") {
+    if (name == "late crawl") call.late_s[1] = 1.75;
     call.answers[0].unsent = {{"10.0.0.2", 20'000}, {"10.0.0.4", 9'000}};
     call.answers[1].unsent = {{"10.0.0.1", 130'000}, {"10.0.0.3", 950'000}, {"10.0.0.4", 140'000}};
-    for (auto& [rank, state] : call.answers) state = RankState::from_text(state.to_text());
-  } else if (name == "crawl to one" || name == "crawl to a host") {
-    for (auto& [rank, state] : call.answers) {
-      const bool is_there = rank == 3 || (rank == 2 && name == "crawl to a host");
-      if (rank < 3) state.unsent = {{"fe80::4", 400'000}, {"fe80::1", 30'000}};
-      state.own = {"127.0.0.1", is_there ? "fe80::4" : "fe80::1"};
-      state = RankState::from_text(state.to_text());
+  } else if (name == "crawl of a host") {
+    for (const int rank : {0, 1}) {
+      call.answers[rank].own = {"10.0.0.1", "10.0.1." + std::to_string(rank)};
+      call.answers[rank].unsent = {{"10.0.0.1", 999'000}, {"10.0.0.3", 200'000}, {"10.0.0.4", 300'000}};
     }
+    call.answers[3].unsent = {{"10.0.0.1", 8'000}};
+  } else if (name == "crawl to one") {
+    for (auto& [rank, state] : call.answers) {
+      state.own = {"127.0.0.1", "fe80::" + std::to_string(rank + 1)};
+      if (rank < 3) state.unsent = {{"fe80::4", 400'000}, {"fe80::1", 30'000}};
+    }
+  } else if (name == "crawl to a host") {
+    for (const int rank : {0, 1}) call.answers[rank].unsent = {{"10.0.0.3", 400'000}};
+    for (const int rank : {2, 3}) call.answers[rank].own = {"10.0.0.3"};
   } else if (name == "crawl between two") {
     call.answers[1].unsent = {{"10.0.0.1", 900'000}, {"10.0.0.3", 30'000}};
     call.answers[3].unsent = {{"10.0.0.1", 20'000}};
-    call.answers[0].own = {"10.0.0.1"};
   } else if (name == "crawl of one to many") {  // more of it to one than to others, and yet more of it from one
     call.answers[1].unsent = {{"10.0.0.1", 80'000}, {"10.0.0.3", 20'000}};
     call.answers[2].unsent = {{"10.0.0.1", 5'000}};
+  } else if (name == "one host") {
+    for (auto& [rank, state] : call.answers) state.own = {"127.0.0.1", "10.0.0.1"};
+    call.answers[1].unsent = {{"127.0.0.1", 900'000}, {"10.0.0.1", 900'000}};
+  } else if (name == "upload") {
+    call.answers[1].unsent = {{"192.0.2.1", 900'000}};
+  } else if (name == "passing") {
+    call.answers[2] = at(12, 10, "pack", false);
+    call.answers[2].stage_s = 0.1;
   } else if (name == "everywhere") {
-    for (auto& [rank, state] : call.answers) state.unsent = {{"10.0.0." + std::to_string(1 + rank % 2), 300'000}};
+    for (auto& [rank, state] : call.answers) {
+      state.unsent = {{"10.0.0." + std::to_string((rank + 1) % 4 + 1), 300'000}};
+    }
   } else if (name == "little") {
     call.answers[1].unsent = {{"10.0.0.1", 60'000}};
   } else if (name == "unsent and behind") {
@@ -96,6 +116,7 @@ RollCall scene(const std::string& name) {
   } else if (name != "network") {
     throw std::invalid_argument(name);
   }
+  for (auto& [rank, state] : call.answers) state = RankState::from_text(state.to_text());  // as out of the store
   return call;
 }
 
