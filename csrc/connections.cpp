@@ -5,6 +5,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <linux/sockios.h>
+#include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -44,6 +45,13 @@ int64_t unsent_nbytes(int fd) {
   return ioctl(fd, SIOCOUTQNSD, &nbytes) == 0 ? nbytes : -1;
 }
 
+int64_t arrived_nbytes(int fd) {
+  tcp_info info{};  // an older system fills in less of it
+  socklen_t size = sizeof(info);
+  const bool is_known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+  return is_known ? static_cast<int64_t>(info.tcpi_bytes_acked) : 0;
+}
+
 }  // namespace
 
 Connections connections() {
@@ -58,6 +66,7 @@ Connections connections() {
     const std::string end = nbytes < 0 ? "" : end_of(fd, getpeername);
     if (end.empty()) continue;
     if (nbytes > 0) found.unsent[end] += nbytes;
+    found.arrived[end] += arrived_nbytes(fd);
     found.own.insert(end_of(fd, getsockname));
   }
   return found;

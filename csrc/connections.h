@@ -1,5 +1,5 @@
 // What this process has given to its TCP connections and they have not sent: the line, or the other end, takes no more.
-// On a network that crawls all ranks wait for each other, and in turn; but only where it is slow do bytes pile up.
+// On a network that crawls all ranks wait for each other, and in turn; but bytes pile up where it is slow.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,9 @@ namespace fusedcomm {
 
 // Addresses are numbers, without ports. Empty where the system (not Linux) does not tell.
 struct Connections {
-  std::map<std::string, int64_t> unsent;  // bytes, by the other end's address
-  std::set<std::string> own;              // the addresses of this end
+  // Bytes, by the other end's address: what has not left, and what has arrived since the connections were made.
+  std::map<std::string, int64_t> unsent, arrived;
+  std::set<std::string> own;  // the addresses of this end
 };
 
 Connections connections();

@@ -76,39 +76,38 @@ class Ways {
         const auto to = host_of_.find(end);  // else it is for somebody who has no part in this
         const size_t from = host_of_rank_[rank];
         if (to == host_of_.end() || to->second == from) continue;
-        unsent_[{from, to->second}] += nbytes;
-        from_[from] += nbytes;
-        to_[to->second] += nbytes;
-        all_ += nbytes;
+        const auto per_s = state.per_s.find(end);
+        for (Held* held : {&ways_[{from, to->second}], &from_[from], &to_[to->second], &all_}) {
+          held->unsent += nbytes;
+          held->per_s += per_s == state.per_s.end() ? 0 : per_s->second;
+        }
       }
     }
   }
 
-  // Where the network is slow; empty if that cannot be told. Who waits for a slow rank is late itself, and is waited
-  // for in its turn: what ranks wait for does not tell. But bytes pile up before what is slow.
-  std::string slow_text() const {
-    if (all_ < kUnsentNbytes) return "";
-    const auto [from, from_nbytes] = most_of(from_);
-    const auto [to, to_nbytes] = most_of(to_);
-    const double from_part = static_cast<double>(from_nbytes) / static_cast<double>(all_);
-    const double to_part = static_cast<double>(to_nbytes) / static_cast<double>(all_);
-    const auto way = unsent_.find({from, to});
+  // Where bytes pile up; empty if nowhere more than elsewhere. Who waits for a slow rank is late itself, and is waited
+  // for in its turn: what ranks wait for does not tell where the network is slow. But there bytes pile up, and few get
+  // through.
+  std::string pile_text() const {
+    if (all_.unsent < kUnsentNbytes) return "";
+    const auto from = most_of(from_), to = most_of(to_);
+    const double from_part = part_of(from->second), to_part = part_of(to->second);
+    const auto way = ways_.find({from->first, to->first});
     if (std::max(from_part, to_part) < kMostOfUnsent) return "";
-    if (std::abs(from_part - to_part) < kAsMuch && way != unsent_.end()) {
-      return "the way from " + ranks_text(ranks_[from]) + " to " + ranks_text(ranks_[to]) +
-             " is slow: of what has been sent there " + kb_text(way->second) + " have not left, of all else " +
-             kb_text(all_ - way->second);
+    const std::string sender = ranks_text(ranks_[from->first]), receiver = ranks_text(ranks_[to->first]);
+    const char* sends = ranks_[from->first].size() == 1 ? " sends" : " send";
+    if (std::abs(from_part - to_part) < kAsMuch && way != ways_.end()) {
+      return "what " + sender + sends + " to " + receiver + held_text(way->second);
     }
-    const bool sends = from_part > to_part;
-    const std::vector<int>& ranks = ranks_[sends ? from : to];
-    const std::string who = ranks_text(ranks) + (ranks.size() == 1 ? " is" : " are") + " slow on the network: of what ";
-    return sends ? who + (ranks.size() == 1 ? "it has sent " : "they have sent ") + kb_text(from_nbytes) +
-                       " have not left, of what others have " + kb_text(all_ - from_nbytes)
-                 : who + "has been sent there " + kb_text(to_nbytes) + " have not left, elsewhere " +
-                       kb_text(all_ - to_nbytes);
+    return from_part > to_part ? "what " + sender + sends + held_text(from->second)
+                               : "what is sent to " + receiver + held_text(to->second);
   }
 
  private:
+  struct Held {
+    int64_t unsent = 0, per_s = 0;
+  };
+
   static bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
 
   void place(int rank, const std::set<std::string>& own) {
@@ -124,17 +123,26 @@ class Ways {
     }
   }
 
-  static std::pair<size_t, int64_t> most_of(const std::map<size_t, int64_t>& nbytes) {
-    return *std::max_element(nbytes.begin(), nbytes.end(),
-                             [](const auto& one, const auto& other) { return one.second < other.second; });
+  static std::map<size_t, Held>::const_iterator most_of(const std::map<size_t, Held>& held) {
+    return std::max_element(held.begin(), held.end(),
+                            [](const auto& one, const auto& other) { return one.second.unsent < other.second.unsent; });
+  }
+
+  double part_of(const Held& held) const { return static_cast<double>(held.unsent) / static_cast<double>(all_.unsent); }
+
+  std::string held_text(const Held& held) const {
+    std::ostringstream text;
+    text << " piles up: " << kb_text(held.unsent) << " have not left, " << std::fixed << std::setprecision(1)
+         << static_cast<double>(held.per_s) / 1e6 << " MB/s arrive; elsewhere " << kb_text(all_.unsent - held.unsent);
+    return text.str();
   }
 
   std::vector<std::vector<int>> ranks_;    // by host
   std::map<std::string, size_t> host_of_;  // by address
   std::map<int, size_t> host_of_rank_;
-  std::map<std::pair<size_t, size_t>, int64_t> unsent_;  // by host: from, to
-  std::map<size_t, int64_t> from_, to_;
-  int64_t all_ = 0;
+  std::map<std::pair<size_t, size_t>, Held> ways_;  // by host: from, to
+  std::map<size_t, Held> from_, to_;
+  Held all_;
 };
 
 }  // namespace
@@ -165,8 +173,8 @@ std::string RankState::to_text() const {
   text << "num_handed " << num_handed << "\nnum_ended " << num_ended << "\nlast_step " << last_step << "\nidle_s "
        << idle_s << "\nstep " << step << "\nchunk " << chunk << "\nnum_chunks " << num_chunks << "\non_wire " << on_wire
        << "\nwaits_s " << waits_s << "\nstage_s " << stage_s << "\nbucket " << one_line(bucket) << "\nstage "
-       << one_line(stage) << "\nunsent " << fusedcomm::to_text(unsent) << "\nown " << fusedcomm::to_text(own)
-       << "\nfailure " << one_line(failure) << "\n";
+       << one_line(stage) << "\nunsent " << fusedcomm::to_text(unsent) << "\nper_s " << fusedcomm::to_text(per_s)
+       << "\nown " << fusedcomm::to_text(own) << "\nfailure " << one_line(failure) << "\n";
   return text.str();
 }
 
@@ -191,6 +199,7 @@ RankState RankState::from_text(const std::string& text) {
     if (name == "bucket") state.bucket = value;
     if (name == "stage") state.stage = value;
     if (name == "unsent") state.unsent = numbers_from(value);
+    if (name == "per_s") state.per_s = numbers_from(value);
     if (name == "own") state.own = names_from(value);
     if (name == "failure") state.failure = value;
   }
@@ -341,12 +350,13 @@ Finding conclude(const RollCall& call) {
   }
   end_list("slow");
   if (call.absent.empty() && call.unread.empty() && !has_failed && !has_slow) {
-    const std::string slow = Ways(call.answers).slow_text();
-    if (!slow.empty()) {
-      add_line(&finding.text, slow);
-    } else if (call.late_s.empty()) {
-      add_line(&finding.text, waiting ? "every rank answered and none is behind: they wait for the network"
-                                      : "every rank answered, and none waits any more");
+    const std::string pile = Ways(call.answers).pile_text(), network = "they wait for the network";
+    if (call.late_s.empty()) {
+      add_line(&finding.text,
+               waiting ? "every rank answered and none is behind: " + network + (pile.empty() ? "" : ", where " + pile)
+                       : "every rank answered, and none waits any more");
+    } else if (!pile.empty()) {
+      add_line(&finding.text, network + ", where " + pile);
     }
   }
   for (const auto& [what, who] : waiters) {

@@ -36,10 +36,10 @@ struct RankState {
   double waits_s = 0;    // since the hand-over
   double stage_s = 0;    // since the stage began
 
-  // Of its TCP connections (connections.h): its own addresses and, if it waits for others, the bytes that have not
-  // left, by the other end's address.
+  // Of its TCP connections (connections.h): its own addresses and, if it waits for others, by the other end's address,
+  // the bytes that have not left, and how many arrive there in a second meanwhile.
   std::set<std::string> own;
-  std::map<std::string, int64_t> unsent;
+  std::map<std::string, int64_t> unsent, per_s;
 
   std::string failure;  // empty: none
 

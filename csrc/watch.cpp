@@ -23,8 +23,8 @@ constexpr double kMaxPollS = 1;
 // A wait that takes so much longer than asked for says that the process was stopped, or the machine.
 constexpr Seconds kPause{0.5};
 
-// What a connection still holds after that is held up: a line of 1 Gbit/s has sent 12 MB.
-constexpr Seconds kMoment{0.1};
+// What a connection holds before and after that waits for the line, or for the other end: 1 Gbit/s are 25 MB in it.
+constexpr Seconds kMoment{0.2};
 
 // Of buckets that move only one that takes so much longer than any reported before is reported, too: on a link that is
 // as slow as that every bucket is.
@@ -149,9 +149,11 @@ RankState Watch::state() const {
 }
 
 RankState Watch::answer() {
+  const auto began = Clock::now();
   const Connections before = connections();
   if (!before.unsent.empty()) sleep(kMoment);
   Connections now = connections();
+  const double passed_s = Seconds(Clock::now() - began).count();
   RankState answer = state();
   answer.own = std::move(now.own);
   if (!answer.on_wire) return answer;
@@ -161,7 +163,12 @@ RankState Watch::answer() {
     if (earlier != before.unsent.end()) held.emplace_back(std::min(nbytes, earlier->second), end);
   }
   std::sort(held.rbegin(), held.rend());
-  for (size_t i = 0; i < std::min(held.size(), kMaxListed); ++i) answer.unsent[held[i].second] = held[i].first;
+  for (size_t i = 0; i < std::min(held.size(), kMaxListed); ++i) {
+    const auto& [nbytes, end] = held[i];
+    answer.unsent[end] = nbytes;
+    const auto arrived = static_cast<double>(now.arrived.at(end) - before.arrived.at(end));
+    answer.per_s[end] = static_cast<int64_t>(arrived / passed_s);
+  }
   return answer;
 }
 

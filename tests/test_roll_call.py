@@ -26,6 +26,7 @@ WAITS = (
     "in step 5 for the all-to-all of chunk 3/4 of bucket 0 (layer.weight; 1 parameters, 1 MiB), handed over 3.0 s ago"
 )
 
+CRAWL = "what rank 1 sends piles up: 1220 KB have not left, 0.7 MB/s arrive; elsewhere 29 KB"
 STREAMS = "work on the device's streams"
 
 
@@ -85,48 +86,44 @@ STREAMS = "work on the device's streams"
             ["every rank answered and none is behind: they wait for the network", f"ranks 0, 1, 2, 3 wait {WAITS}"],
         ),
         *[
-            (scene, [line, f"ranks 0, 1, 2, 3 wait {WAITS}"])
-            for scene, line in (
-                (
-                    "crawl",
-                    "rank 1 is slow on the network: of what it has sent 1220 KB have not left, "
-                    "of what others have 29 KB",
-                ),
+            (
+                scene,
+                [
+                    "every rank answered and none is behind: they wait for the network" + (pile and f", where {pile}"),
+                    f"ranks 0, 1, 2, 3 wait {WAITS}",
+                ],
+            )
+            for scene, pile in (
+                ("crawl", CRAWL),
                 (
                     "crawl of a host",
-                    "ranks 0, 1 are slow on the network: of what they have sent 1000 KB have not left, "
-                    "of what others have 8 KB",
+                    "what ranks 0, 1 send piles up: 1000 KB have not left, 0.0 MB/s arrive; elsewhere 8 KB",
                 ),
                 (
                     "crawl to one",
-                    "rank 3 is slow on the network: of what has been sent there 1200 KB have not left, elsewhere 60 KB",
+                    "what is sent to rank 3 piles up: 1200 KB have not left, 0.6 MB/s arrive; elsewhere 60 KB",
                 ),
                 (
                     "crawl to a host",
-                    "ranks 2, 3 are slow on the network: of what has been sent there 800 KB have not left, "
-                    "elsewhere 0 KB",
+                    "what is sent to ranks 2, 3 piles up: 800 KB have not left, 0.0 MB/s arrive; elsewhere 0 KB",
                 ),
                 (
                     "crawl between two",
-                    "the way from rank 1 to rank 0 is slow: of what has been sent there 900 KB have not left, "
-                    "of all else 50 KB",
+                    "what rank 1 sends to rank 0 piles up: 900 KB have not left, 12.0 MB/s arrive; elsewhere 50 KB",
                 ),
                 (
                     "crawl of one to many",
-                    "rank 1 is slow on the network: of what it has sent 100 KB have not left, of what others have 5 KB",
+                    "what rank 1 sends piles up: 100 KB have not left, 0.0 MB/s arrive; elsewhere 5 KB",
                 ),
                 # What does not go from one of their hosts to another tells nothing.
-                *[
-                    (scene, "every rank answered and none is behind: they wait for the network")
-                    for scene in ("everywhere", "little", "one host", "upload")
-                ],
+                *[(scene, "") for scene in ("everywhere", "little", "one host", "upload")],
             )
         ],
         (
             "late crawl",
             [
                 "rank 1 is slow: it took 1.8 s to answer, as if its process had been stopped",
-                "rank 1 is slow on the network: of what it has sent 1220 KB have not left, of what others have 29 KB",
+                f"they wait for the network, where {CRAWL}",
                 f"ranks 0, 1, 2, 3 wait {WAITS}",
             ],
         ),

@@ -62,6 +62,7 @@ RollCall scene(const std::string& name) {
     if (name == "late crawl") call.late_s[1] = 1.75;
     call.answers[0].unsent = {{"10.0.0.2", 20'000}, {"10.0.0.4", 9'000}};
     call.answers[1].unsent = {{"10.0.0.1", 130'000}, {"10.0.0.3", 950'000}, {"10.0.0.4", 140'000}};
+    call.answers[1].per_s = {{"10.0.0.1", 300'000}, {"10.0.0.3", 260'000}, {"10.0.0.4", 150'000}};
   } else if (name == "crawl of a host") {
     for (const int rank : {0, 1}) {
       call.answers[rank].own = {"10.0.0.1", "10.0.1." + std::to_string(rank)};
@@ -72,12 +73,14 @@ RollCall scene(const std::string& name) {
     for (auto& [rank, state] : call.answers) {
       state.own = {"127.0.0.1", "fe80::" + std::to_string(rank + 1)};
       if (rank < 3) state.unsent = {{"fe80::4", 400'000}, {"fe80::1", 30'000}};
+      if (rank < 3) state.per_s = {{"fe80::4", 200'000}};
     }
   } else if (name == "crawl to a host") {
     for (const int rank : {0, 1}) call.answers[rank].unsent = {{"10.0.0.3", 400'000}};
     for (const int rank : {2, 3}) call.answers[rank].own = {"10.0.0.3"};
   } else if (name == "crawl between two") {
     call.answers[1].unsent = {{"10.0.0.1", 900'000}, {"10.0.0.3", 30'000}};
+    call.answers[1].per_s = {{"10.0.0.1", 12'000'000}, {"10.0.0.3", 40'000}};
     call.answers[3].unsent = {{"10.0.0.1", 20'000}};
   } else if (name == "crawl of one to many") {  // more of it to one than to others, and yet more of it from one
     call.answers[1].unsent = {{"10.0.0.1", 80'000}, {"10.0.0.3", 20'000}};
