@@ -92,12 +92,11 @@ class Ways {
     if (all_.unsent < kUnsentNbytes) return "";
     const auto from = most_of(from_), to = most_of(to_);
     const double from_part = part_of(from->second), to_part = part_of(to->second);
-    const auto way = ways_.find({from->first, to->first});
     if (std::max(from_part, to_part) < kMostOfUnsent) return "";
     const std::string sender = ranks_text(ranks_[from->first]), receiver = ranks_text(ranks_[to->first]);
     const char* sends = ranks_[from->first].size() == 1 ? " sends" : " send";
-    if (std::abs(from_part - to_part) < kAsMuch && way != ways_.end()) {
-      return "what " + sender + sends + " to " + receiver + held_text(way->second);
+    if (std::abs(from_part - to_part) < kAsMuch) {  // together more than all: some is from the one to the other
+      return "what " + sender + sends + " to " + receiver + held_text(ways_.at({from->first, to->first}));
     }
     return from_part > to_part ? "what " + sender + sends + held_text(from->second)
                                : "what is sent to " + receiver + held_text(to->second);

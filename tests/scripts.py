@@ -1,10 +1,16 @@
-"""Scripts in processes of their own, for tests of what a process does as a whole: its allocations, its end."""
+"""Scripts and programs in processes of their own, for tests of what a process does as a whole: its allocations, its
+end."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
 
 
 def let_threads_be_late() -> None:
@@ -42,3 +48,19 @@ def printed_by_two_ranks(script: str, folder: Path, *args: str, **environment: s
         assert process.returncode == 0, err
         printed.append(out)
     return printed
+
+
+def cxx() -> str:
+    """The C++ compiler. Skips the test without one."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
+    return compiler
+
+
+def compiled(folder: Path, *sources: str) -> Path:
+    """A program of ours without torch, of `sources` from the checkout's root. Skips the test without a compiler."""
+    binary = folder / "program"
+    paths = [ROOT / source for source in sources]
+    subprocess.run([cxx(), "-std=c++17", "-O1", *paths, "-o", binary, "-pthread"], check=True)
+    return binary

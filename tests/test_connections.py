@@ -1,24 +1,15 @@
 """What a process knows of its TCP connections: what has not left them."""
 
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from scripts import compiled
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 def test_what_the_other_end_does_not_take_has_not_left(tmp_path):
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
-    binary = tmp_path / "scene"
-    sources = [ROOT / "tests/native/connections_scene.cpp", ROOT / "csrc/connections.cpp"]
-    subprocess.run([compiler, "-std=c++17", "-O1", *sources, "-o", binary], check=True)
+    binary = compiled(tmp_path, "tests/native/connections_scene.cpp", "csrc/connections.cpp")
     printed = subprocess.run([binary], capture_output=True, text=True, check=True).stdout.splitlines()
     given, (unsent, arrived, *own), (unsent_later, arrived_later, *own_later) = (
         int(printed[0]),

@@ -1,25 +1,15 @@
 """What is concluded from the answers to a roll call: slow ranks, missing ones, and a store too slow to tell."""
 
-import os
 import re
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from scripts import compiled
 
 
 @pytest.fixture(scope="module")
 def roll_call_scenes(tmp_path_factory):
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
-    binary = tmp_path_factory.mktemp("roll_call") / "scenes"
-    sources = [ROOT / "tests/native/roll_call_scenes.cpp", ROOT / "csrc/roll_call.cpp"]
-    subprocess.run([compiler, "-std=c++17", "-O1", *sources, "-o", binary, "-pthread"], check=True)
-    return binary
+    return compiled(tmp_path_factory.mktemp("roll_call"), "tests/native/roll_call_scenes.cpp", "csrc/roll_call.cpp")
 
 
 WAITS = (

@@ -1,14 +1,13 @@
 """The engine over streams, where there is no GPU: compiles tests/native/stream_stress.cpp, whose accelerator is
 simulated, against the installed c10 and runs it."""
 
-import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from scripts import cxx
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [
@@ -30,9 +29,7 @@ def run(*command, timeout_s: int = 200) -> str:
 
 @pytest.fixture(scope="module")
 def stream_stress(made_once) -> Path:
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
+    compiler = cxx()
     return made_once("streams", lambda folder: build(compiler, folder)) / "stream_stress"
 
 
