@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.ddp_module import refuse_delayed
 from fusedcomm.session import NamedParameter, Session, named_parameters
 from fusedcomm.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.stats import Stats
@@ -95,6 +96,7 @@ class CommState:
         self._module = module
         self._local = LocalOptions(isa, codec_threads, sm_limit, stall_after)
         self._session: Session | None = None
+        self._has_seen_a_pass = False  # so that every parameter has been in a bucket
         self._loaded: dict | None = None  # until there is a session
         self._lost: list[str] = []  # of a copy: arguments that could not be copied
 
@@ -126,6 +128,12 @@ class CommState:
             self._loaded = None
         self._session.say_notices()
         return self._session
+
+    def look_at(self, bucket: dist.GradBucket) -> None:
+        """Refuses, in the first pass, what cannot be combined with a hook that sees no DDP module."""
+        if not self._has_seen_a_pass:
+            refuse_delayed(bucket.parameters())
+            self._has_seen_a_pass = bucket.is_last()
 
     def state_dict(self, consolidated: bool = False) -> dict:
         """As :meth:`fusedcomm.handle.Handle.state_dict`; RuntimeError before the first bucket."""
@@ -177,6 +185,7 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
             "python reducer does, which ignores the result: set torch._dynamo.config.optimize_ddp to something other "
             "than 'python_reducer'"
         )
+    state.look_at(bucket)
     # The reducer takes nothing but a Python object from a hook that was registered in Python.
     return state.session(bucket.buffer().device).hook.run(bucket).then(_value)
 

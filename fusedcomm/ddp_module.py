@@ -1,10 +1,12 @@
 """What has to be known of a DDP module to attach to it, some of it in fields of DDP's own, and which modules cannot be
 attached to. One place for what another version of torch may change."""
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import Config
@@ -53,6 +55,63 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
             f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
             "so wrap the model in a new DistributedDataParallel"
         )
+
+
+class DelayedAllReduce:
+    """DDP's tensor hook for ``delay_all_reduce_named_params``, with a backward pass that waits for what it starts.
+
+    DDP drops the Work of that all-reduce: its buckets follow on the same group, and usually end later. Buckets that go
+    over other channels do not, and even DDP's own need not, on a group with several threads. Gradients that are read
+    before the all-reduce has ended differ between ranks.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        group, buffer = self._ddp.process_group, self._ddp._delay_grad_buffer
+        buffer.div_(group.size())
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        Variable._execution_engine.queue_callback(work.wait)
+        return gradient
+
+
+def wait_for_delayed(ddp: DistributedDataParallel) -> None:
+    """Has every backward pass end only when the all-reduce of ``delay_all_reduce_named_params`` has. Idempotent; it
+    stays so when the module is detached. RuntimeError if this torch starts that all-reduce in a way that is not known.
+    """
+    if not getattr(ddp, "_delay_all_reduce_params", None):
+        return
+    hooks = list(_delaying_hooks(ddp.module.parameters()))
+    for of_parameter, key, hook in hooks:
+        if not isinstance(hook, DelayedAllReduce):
+            of_parameter[key] = DelayedAllReduce(ddp)
+    if not hooks:
+        raise RuntimeError(
+            "fusedcomm: DDP's all-reduce of delay_all_reduce_named_params was not found at any parameter of the "
+            f"module (torch {torch.__version__}), so nothing would wait for it: make param_to_hook_all_reduce one of "
+            "the module's parameters, or leave out delay_all_reduce_named_params"
+        )
+
+
+def refuse_delayed(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError if nothing waits for an all-reduce that DDP starts when it meets one of these parameters."""
+    if any(not isinstance(hook, DelayedAllReduce) for _, _, hook in _delaying_hooks(parameters)):
+        raise RuntimeError(
+            "fusedcomm: nothing waits for DDP's all-reduce of delay_all_reduce_named_params where a communication hook "
+            "moves the other gradients, so ranks would read different ones: use fusedcomm.attach(ddp, …), which waits, "
+            "instead of register_comm_hook, or leave out delay_all_reduce_named_params"
+        )
+
+
+def _delaying_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[OrderedDict, int, object]]:
+    """(a parameter's hooks, key, hook) of those that start DDP's delayed all-reduce: its own or a DelayedAllReduce."""
+    own = DistributedDataParallel._delayed_all_reduce_hook
+    for parameter in parameters:
+        hooks = parameter._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, DelayedAllReduce) or getattr(hook, "__func__", None) is own:
+                yield hooks, key, hook
 
 
 def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:

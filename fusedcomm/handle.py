@@ -21,6 +21,7 @@ from fusedcomm.ddp_module import (
     refuse_options,
     refuse_sparse,
     synchronised_parameters,
+    wait_for_delayed,
 )
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
@@ -188,6 +189,7 @@ def attach(
     parameters, problem = [], None
     try:
         refuse_options(ddp)
+        wait_for_delayed(ddp)
         parameters = synchronised_parameters(named, configs)
         if space is not None:
             refuse_sparse(ddp, device)

@@ -1,0 +1,218 @@
+"""What DDP does on its own process group beside the hook: after 50 steps every rank has the same bits. docs/ddp.md has
+the list, and why each is right."""
+
+import hashlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+STEPS = 50
+NUMEL = 256
+
+
+class Normalised(nn.Module):
+    """With buffers that differ between ranks until they are broadcast."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 32), norm(32), nn.ReLU(), nn.Linear(32, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Branches(nn.Module):
+    """Every rank leaves out a branch of its own, another one in every step; nobody uses the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(10, 5) for _ in range(4))
+        self.num_steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        left_out = (dist.get_rank() + self.num_steps) % 3
+        return sum(branch(x) for index, branch in enumerate(self.branches[:3]) if index != left_out)
+
+
+class Square(nn.Module):
+    """Matrices whose all-reduce takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(NUMEL, NUMEL, bias=False) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def delayed(model: Square) -> dict:
+    """The second matrix is reduced when the first one's gradient is there."""
+    return {
+        "delay_all_reduce_named_params": [("layers.1.weight", model.layers[1].weight)],
+        "param_to_hook_all_reduce": model.layers[0].weight,
+    }
+
+
+def digest(module: nn.Module) -> str:
+    """Of all parameters and buffers, bit for bit."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def train(ddp: DistributedDataParallel, rank: int, steps: int = STEPS, accumulate: int = 1) -> list[str]:
+    """Returns what this rank's optimizer read in each step: its gradients' digest. Ranks are skewed in time, and so are
+    their data."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    width = next(ddp.parameters()).shape[1]
+    read = []
+    for step in range(steps):
+        if (step + rank) % 10 == 0:
+            time.sleep(0.003)
+        optimizer.zero_grad(set_to_none=True)
+        for micro in range(accumulate):
+            context = ddp.no_sync() if micro + 1 < accumulate else torch.enable_grad()
+            with context:
+                ddp(torch.randn(8, width, generator=generator)).square().mean().backward()
+        gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
+        read.append(hashlib.sha256(b"".join(g.clone().numpy().tobytes() for g in gradients)).hexdigest())
+        optimizer.step()
+    return read
+
+
+CASES = {
+    "buffers broadcast before the forward pass": lambda: (Normalised(nn.BatchNorm1d), {}),
+    "buffers broadcast after the forward pass": lambda: (Normalised(nn.BatchNorm1d), {}),
+    "collectives of SyncBatchNorm": lambda: (Normalised(nn.BatchNorm1d), {}),
+    "bitmap of unused parameters": lambda: (Branches(), {"find_unused_parameters": True}),
+    "static graph": lambda: (Mlp(), {"static_graph": True}),
+    "buckets rebuilt": lambda: (Mlp(), {"bucket_cap_mb": 0.005}),
+    "buffers broadcast beside no_sync": lambda: (Normalised(nn.BatchNorm1d), {}),
+    "delayed all-reduce": lambda: (model := Square(), delayed(model)),
+}
+
+
+def in_lockstep(rank: int, world_size: int, case: str, wire: str) -> tuple[str, list[str]]:
+    """This rank's digests after 50 steps, and in every one of them."""
+    model, kwargs = CASES[case]()
+    for buffer in model.buffers():
+        buffer.add_(rank)  # DDP has them from rank 0
+    ddp = DistributedDataParallel(model, **kwargs)
+    fusedcomm.attach(ddp, wire=wire, exempt=())
+    if case == "buffers broadcast after the forward pass":
+        ddp._register_buffer_comm_hook(None, broadcast_buffers)
+    if case == "collectives of SyncBatchNorm":
+        for module in ddp.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                sum_statistics(module)
+    read = train(ddp, rank, accumulate=2 if "no_sync" in case else 1)
+    if "after" not in case:  # DDP broadcasts buffers when the next forward pass begins
+        with torch.no_grad():
+            ddp(torch.zeros(8, next(ddp.parameters()).shape[1]))
+    return digest(ddp.module), read
+
+
+def broadcast_buffers(state: object, buffers: dict[str, torch.Tensor]) -> list[torch.futures.Future]:
+    """A buffer hook, as users write them: asynchronous, on DDP's group."""
+    return [dist.broadcast(buffer, 0, async_op=True).get_future() for buffer in buffers.values()]
+
+
+def sum_statistics(norm: nn.BatchNorm1d) -> None:
+    """SyncBatchNorm takes no CPU tensors; its collectives, one in the forward and one in the backward pass on DDP's
+    group, do."""
+
+    def forward(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        mean = output.detach().mean(0)
+        dist.all_reduce(mean)
+        if output.requires_grad:
+            output.register_hook(backward)
+        return output - mean / dist.get_world_size()
+
+    def backward(gradient: torch.Tensor) -> torch.Tensor:
+        mean = gradient.mean(0)
+        dist.all_reduce(mean)
+        return gradient - mean / dist.get_world_size()
+
+    norm.register_forward_hook(forward)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_have_the_same_bits_after_fifty_steps_beside(ranks, case, wire):
+    results = ranks.run(in_lockstep, case, wire, world_size=3)
+    differing = [step for step in range(STEPS) if len({read[step] for _, read in results}) > 1]
+    assert not differing, f"gradients differed between ranks in {len(differing)} of {STEPS} steps: {differing}"
+    assert len({digest for digest, _ in results}) == 1
+
+
+def joined(rank: int, world_size: int, wire: str, unused: bool) -> str:
+    """Ranks run out of data at different times: the last makes 50 steps."""
+    model, kwargs = (Branches(), {"find_unused_parameters": True}) if unused else (Normalised(nn.BatchNorm1d), {})
+    ddp = DistributedDataParallel(model, **kwargs)
+    fusedcomm.attach(ddp, wire=wire, exempt=())
+    with Join([ddp]):
+        train(ddp, rank, steps=STEPS - 7 * rank)
+    return digest(ddp.module)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("unused", [False, True])
+def test_ranks_have_the_same_bits_after_joining(ranks, wire, unused):
+    assert len(set(ranks.run(joined, wire, unused, world_size=3))) == 1
+
+
+def delayed_twice(rank: int, world_size: int) -> list[str]:
+    """Detached, attached again, detached again: what waits for the all-reduce stays, and is there once."""
+    model = Square()
+    ddp = DistributedDataParallel(model, **delayed(model))
+    fusedcomm.attach(ddp, wire="bf16").detach()
+    comm = fusedcomm.attach(ddp, wire="int8")
+    assert len(model.layers[0].weight._backward_hooks) == 1
+    read = train(ddp, rank, steps=10)
+    comm.detach()
+    return read + train(ddp, rank, steps=10)
+
+
+def test_a_delayed_all_reduce_is_awaited_after_detaching_too(ranks):
+    first, second = ranks.run(delayed_twice, world_size=2)
+    assert first == second
+
+
+def delayed_through_a_state(rank: int, world_size: int) -> str:
+    model = Square()
+    ddp = DistributedDataParallel(model, **delayed(model))
+    ddp.register_comm_hook(fusedcomm.CommState(wire="int8"), fusedcomm.comm_hook)
+    try:
+        train(ddp, rank, steps=1)
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_registered_hook_refuses_a_delayed_all_reduce_by_name(ranks):
+    for error in ranks.run(delayed_through_a_state, world_size=2):
+        assert "delay_all_reduce_named_params" in error and "fusedcomm.attach" in error
+
+
+def test_a_delayed_all_reduce_that_is_not_found_is_refused_by_name(ranks):
+    for error in ranks.run(delayed_by_a_foreign_tensor, world_size=2):
+        assert "delay_all_reduce_named_params" in error and "param_to_hook_all_reduce" in error
+
+
+def delayed_by_a_foreign_tensor(rank: int, world_size: int) -> str:
+    model, other = Square(), nn.Parameter(torch.zeros(3))
+    ddp = DistributedDataParallel(model, **{**delayed(model), "param_to_hook_all_reduce": other})
+    try:
+        fusedcomm.attach(ddp, wire="int8")
+    except RuntimeError as error:
+        return str(error)
+    return "attached"
