@@ -97,6 +97,11 @@ def interleave(functions: dict[str, Callable[[int], object]], rounds: int, warmu
     return seconds
 
 
+def worst(errors: Sequence[float]) -> float:
+    """The greatest, NaN if one is; max() passes over a NaN that does not come first."""
+    return next((error for error in errors if error != error), max(errors))
+
+
 def make_row(case: str, impl: str, numel: int, traffic_bytes: int, seconds: Sequence[float], checked: bool) -> Row:
     return Row(case, impl, numel, traffic_bytes, statistics.median(seconds), min(seconds), checked)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import Report, Row, keep_memory, percentiles
+from _common import Report, Row, keep_memory, percentiles, worst
 from _models import make_model, numel_of
 from _ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
@@ -275,7 +275,7 @@ class Bench:
         for index in range(3, 3 + NUM_CHECKS):
             runner.synchronise_alone(known.own)
             error = known.error_of(runner.gradients())
-            runner.error = max(runner.error, error)
+            runner.error = worst([runner.error, error])
             if not error <= runner.way.tolerance:
                 problems.append(f"step {index}: relative error {error:.2e}, more than {runner.way.tolerance:.0e}")
             digests = self._gather(digest(runner.gradients()))

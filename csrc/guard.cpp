@@ -2,12 +2,34 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 namespace fusedcomm {
 namespace {
 
 constexpr size_t kMaxVerifications = 256;
+
+at::Tensor squared_norm(const at::Tensor& x) { return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_(); }
+
+// Writes a Verification's norms. `result`: a bucket's mean in its own dtype. `exact`: fp32.
+void compare(const at::Tensor& result, const at::Tensor& exact, const at::Tensor& norms) {
+  norms[0].copy_(squared_norm(at::sub(result.to(at::kFloat), exact)));
+  norms[1].copy_(squared_norm(exact));
+  const at::Tensor is_finite = at::isfinite(result);
+  const at::Tensor should_be = at::isfinite(exact.to(result.scalar_type()));  // as the bucket can hold it
+  const at::Tensor lost = at::logical_and(is_finite, should_be.logical_not()).sum();
+  const at::Tensor made = at::logical_and(is_finite.logical_not(), should_be).sum();
+  norms[2].copy_(lost + at::where(should_be.all(), made, at::zeros_like(made)));
+}
+
+// Inf if the result is not finite where it should be, or the other way round; else ‖result − exact‖₂ / ‖exact‖₂, which
+// is NaN in a pass with overflows, and not finite where the exact mean is zeros: then it tells nothing.
+std::optional<double> relative_error_of(const at::Tensor& norms) {
+  if (norms[2].item<double>() != 0) return std::numeric_limits<double>::infinity();
+  const double error = std::sqrt(norms[0].item<double>() / norms[1].item<double>());
+  return std::isfinite(error) ? std::optional<double>(error) : std::nullopt;
+}
 
 }  // namespace
 
@@ -24,7 +46,7 @@ void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int
   }
   at::NoGradGuard no_grad;
   const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
-  const auto norms = at::empty({2}, buffer.options().dtype(at::kDouble));
+  const auto norms = at::empty({3}, buffer.options().dtype(at::kDouble));
   for (const at::Tensor& tensor : {exact, norms}) engine_->device().will_use(tensor);
   auto check = std::make_shared<BucketJob>();
   check->owner = job->owner;
@@ -44,14 +66,11 @@ void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int
   // On the lane, and so after the end, of the bucket's own unpacking.
   stages.unpack = [this, verification, exact, buffer] {
     at::NoGradGuard inner_no_grad;
-    const auto norm = [](const at::Tensor& x) {
-      return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_();
-    };
-    verification.norms[0].copy_(norm(at::sub(buffer.to(at::kFloat), exact)));
-    verification.norms[1].copy_(norm(exact));
+    compare(buffer, exact, verification.norms);
     std::lock_guard<std::mutex> lock(mutex_);
     verifications_.push_back(verification);
     if (verifications_.size() > kMaxVerifications) verifications_.pop_front();
+    if (!has_said_) unseen_.push_back(verification);
   };
   engine_->submit(std::move(job));
   engine_->submit_foreign(std::move(check), std::move(stages));
@@ -64,15 +83,35 @@ std::vector<Guard::Failing> Guard::begin_pass(int64_t pass) {
   for (; !pending_.empty() && pending_.front().shared.defined(); pending_.pop_front()) {
     const Pending& oldest = pending_.front();
     const at::Tensor norms = oldest.shared.cpu();
-    const double relative_error = std::sqrt(norms[0].item<double>() / norms[1].item<double>());
-    // A pass with overflows, or in which all gradients were zeros, tells nothing.
-    if (!std::isfinite(relative_error) || relative_error <= options_.fallback_error) continue;
-    failing.push_back({oldest.record, oldest.verification.step, relative_error});
+    const std::optional<double> relative_error = relative_error_of(norms);
+    if (!relative_error || *relative_error <= options_.fallback_error) continue;
+    failing.push_back({oldest.record, oldest.verification.step, *relative_error});
   }
   for (Pending& pending : pending_) {
     if (pass > pending.verification.step) share(&pending);
   }
   return failing;
+}
+
+std::string Guard::take_notice(int64_t pass) {
+  for (;;) {
+    Verification seen;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (unseen_.empty() || unseen_.front().step >= pass) return "";
+      seen = std::move(unseen_.front());
+      unseen_.pop_front();
+    }
+    const auto num_wrong = static_cast<int64_t>(seen.norms[2].item<double>());
+    if (num_wrong == 0) continue;
+    std::lock_guard<std::mutex> lock(mutex_);
+    has_said_ = true;
+    unseen_.clear();
+    return c10::str("fusedcomm: ", num_wrong, " elements of the mean of ", seen.label->text, " in step ", seen.step,
+                    " are NaN or Inf and those of an exact sum are not, or the other way round: the wire cannot hold "
+                    "these gradients (fp16 ends at 65504), or a kernel is wrong. Use wire='bf16', and "
+                    "comm.stats().verified to see whether it happens again. This is said once");
+  }
 }
 
 // The ranks' norms are of the same numbers, but need not have been added up in the same order.

@@ -27,7 +27,10 @@ struct GuardOptions {
 struct Verification {
   int64_t step = 0;
   std::shared_ptr<const BucketLabel> label;
-  at::Tensor norms;  // float64 [2], on the gradients' device: ‖result − exact‖₂², ‖exact‖₂²
+  // float64 [3], on the gradients' device: ‖result − exact‖₂², ‖exact‖₂², and how many elements of the result are not
+  // finite though they should be, or finite though they should not. Where the exact mean has elements that are not
+  // finite, others of the result may be so, too: a scale takes its block along.
+  at::Tensor norms;
 };
 
 // What this rank's pack of a bucket left out.
@@ -58,11 +61,14 @@ class Guard {
   struct Failing {
     std::shared_ptr<const BucketRecord> record;
     int64_t pass;
-    double relative_error;
+    double relative_error;  // Inf if the result is not finite where the exact mean is, or the other way round
   };
   // Once at the beginning of each backward pass, before its first bucket is submitted. What is found in one pass is
   // told to the other ranks in the next, and returned in the one after: a decision must not depend on who was first.
   std::vector<Failing> begin_pass(int64_t pass);
+  // What is to be said to the user of results that are not finite where the exact mean is, or the other way round, in
+  // passes before this one: of the first only. Empty if there is nothing. Waits for the device.
+  std::string take_notice(int64_t pass);
 
   // The last of them, oldest first.
   std::vector<Verification> verifications() const;
@@ -84,6 +90,9 @@ class Guard {
   std::deque<Verification> verifications_;
   std::map<std::string, Measurement> measurements_;
   std::deque<Pending> pending_;  // only where there is a fallback
+  // Those that take_notice() has not looked at yet; none once it has said something.
+  std::deque<Verification> unseen_;
+  bool has_said_ = false;
 };
 
 }  // namespace fusedcomm

@@ -13,7 +13,8 @@ class Verified:
     step: int
     bucket: str
     relative_error: float
-    """‖result − exact‖₂ / ‖exact‖₂; NaN where gradients were not finite, 0 where result and exact are zeros."""
+    """‖result − exact‖₂ / ‖exact‖₂; 0 where both are zeros. Inf where an element of one is finite and that of the other
+    is not; NaN where gradients were not finite, and are not in the result either."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +91,9 @@ def collect(hook: "_C.GradHook", world_size: int) -> Stats:
 
 
 def _verified(verification: "_C.Verification") -> Verified:
-    error, exact = verification.norms.sqrt().tolist()
-    return Verified(verification.step, verification.bucket, _ratio(error, exact))
+    error, exact, num_wrong = verification.norms.sqrt().tolist()
+    relative = float("inf") if num_wrong else _ratio(error, exact)
+    return Verified(verification.step, verification.bucket, relative)
 
 
 def _ratio(error: float, norm: float) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -94,6 +94,11 @@ def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple
     seen = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in shapes], steps=5)
     expected = (world_size + 1) / 2
     return all(abs(g - expected).max().item() < 0.02 * expected for g in seen), set(seen_sums)
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The greatest, NaN if one is; max() passes over a NaN that does not come first."""
+    return torch.tensor(list(errors)).max().item()
 
 
 def normal(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:

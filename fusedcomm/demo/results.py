@@ -1,6 +1,7 @@
 """What a run measured, and what the runs of all seeds say together."""
 
 import dataclasses
+import math
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class Spread:
 
     @staticmethod
     def of(values: list[float]) -> "Spread":
+        if any(math.isnan(value) for value in values):
+            return Spread(math.nan, math.nan, math.nan)
         return Spread(sum(values) / len(values), min(values), max(values))
 
 
