@@ -21,6 +21,26 @@ constexpr double kMostOfUnsent = 0.75, kAsMuch = 0.05;
 // A rank that moves is in a short stage of its own now and then; in one that takes so long it keeps others waiting.
 constexpr double kBusyS = 0.5;
 
+bool is_call(const RankState& state) { return !state.bucket.empty() && state.num_chunks == 0; }
+
+// "handed over 3.0 s ago"
+std::string since_text(const RankState& state, double seconds) {
+  return (is_call(state) ? "called " : "handed over ") + seconds_text(seconds) + " ago";
+}
+
+// "it has not handed over bucket 0 (…) of step 5"
+std::string not_begun_text(const RankState& waiting) {
+  if (is_call(waiting)) return "it has not called " + waiting.bucket + ", as every rank has to";
+  return "it has not handed over " + waiting.bucket + " of step " + std::to_string(waiting.step);
+}
+
+// Where ranks are that answered, by a text that they share.
+struct Group {
+  std::vector<int> ranks;
+  double longest_s = 0;
+  const RankState* state = nullptr;
+};
+
 std::string one_line(std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   return text;
@@ -144,6 +164,24 @@ class Ways {
   Held all_;
 };
 
+// All have answered and none is slow. `waiting`: a rank with the oldest job, null if there is none. `some_work`: on it
+// some pack, reduce or unpack, so it need not be the network that the others wait for.
+void add_network_line(const RollCall& call, const RankState* waiting, bool some_work, std::string* text) {
+  const std::string pile = Ways(call.answers).pile_text();
+  const std::string network = "they wait for the network" + (pile.empty() ? "" : ", where " + pile);
+  const bool is_network = !pile.empty() || !some_work;
+  if (!call.late_s.empty()) {
+    if (!pile.empty()) add_line(text, network);
+  } else if (!waiting) {
+    add_line(text, "every rank answered, and none waits any more");
+  } else if (is_call(*waiting)) {
+    add_line(text, "every rank answered and none is behind");
+  } else {
+    add_line(text, "every rank answered and none is behind: " +
+                       (is_network ? network : "some are at work, and the others wait for them"));
+  }
+}
+
 }  // namespace
 
 std::string seconds_text(double seconds) {
@@ -161,6 +199,7 @@ std::string ranks_text(const std::vector<int>& ranks) {
 }
 
 std::string under_way_text(const RankState& state) {
+  if (is_call(state)) return "the others in " + state.bucket;
   const std::string chunk = "chunk " + std::to_string(state.chunk + 1) + "/" + std::to_string(state.num_chunks);
   if (state.stage.empty()) return "the next stage of " + state.bucket;
   if (state.stage == kOnStream) return state.stage + " of " + state.bucket;
@@ -330,38 +369,38 @@ Finding conclude(const RollCall& call) {
     list("rank " + std::to_string(rank) + " is slow: it took " + seconds_text(after_s) +
          " to answer, as if its process had been stopped");
   }
-  std::map<std::string, std::pair<std::vector<int>, double>> waiters;  // by what they wait for: who, how long
+  std::map<std::string, Group> at_work, waiters;  // by what they do or wait for
   for (const auto& [rank, state] : call.answers) {
+    const bool is_oldest = state.num_ended == oldest && state.failure.empty();
     if (state.bucket.empty()) {
       if (!waiting || state.num_handed > oldest || !state.failure.empty()) continue;
       has_slow = true;
-      list("rank " + std::to_string(rank) + " is slow: it has not handed over " + waiting->bucket + " of step " +
-           std::to_string(waiting->step) + "; " + behind_text(state));
-    } else if (!state.on_wire && state.stage_s >= kBusyS && state.num_ended == oldest && state.failure.empty()) {
+      list("rank " + std::to_string(rank) + " is slow: " + not_begun_text(*waiting) + "; " + behind_text(state));
+    } else if (!state.on_wire && state.stage_s >= kBusyS && is_oldest) {
       has_slow = true;
       list("rank " + std::to_string(rank) + " is slow: in step " + std::to_string(state.step) + " busy with " +
-           under_way_text(state) + ", handed over " + seconds_text(state.waits_s) + " ago");
+           under_way_text(state) + ", " + since_text(state, state.waits_s));
     } else {
-      auto& [ranks, longest_s] = waiters["in step " + std::to_string(state.step) + " for " + under_way_text(state)];
-      ranks.push_back(rank);
-      longest_s = std::max(longest_s, state.waits_s);
+      const bool works = !state.on_wire && !state.stage.empty() && is_oldest;
+      Group& group = (works ? at_work : waiters)["in step " + std::to_string(state.step) +
+                                                 (works ? " with " : " for ") + under_way_text(state)];
+      group.ranks.push_back(rank);
+      group.longest_s = std::max(group.longest_s, state.waits_s);
+      group.state = &state;
     }
   }
   end_list("slow");
   if (call.absent.empty() && call.unread.empty() && !has_failed && !has_slow) {
-    const std::string pile = Ways(call.answers).pile_text(), network = "they wait for the network";
-    if (call.late_s.empty()) {
-      add_line(&finding.text,
-               waiting ? "every rank answered and none is behind: " + network + (pile.empty() ? "" : ", where " + pile)
-                       : "every rank answered, and none waits any more");
-    } else if (!pile.empty()) {
-      add_line(&finding.text, network + ", where " + pile);
-    }
+    add_network_line(call, waiting, !at_work.empty(), &finding.text);
   }
-  for (const auto& [what, who] : waiters) {
-    const auto& [ranks, longest_s] = who;
-    list(ranks_text(ranks) + (ranks.size() == 1 ? " waits " : " wait ") + what + ", handed over " +
-         seconds_text(longest_s) + " ago");
+  for (const auto& [what, group] : at_work) {
+    list(ranks_text(group.ranks) + (group.ranks.size() == 1 ? " is busy " : " are busy ") + what + ", " +
+         since_text(*group.state, group.longest_s));
+  }
+  end_list("at work");
+  for (const auto& [what, group] : waiters) {
+    list(ranks_text(group.ranks) + (group.ranks.size() == 1 ? " waits " : " wait ") + what + ", " +
+         since_text(*group.state, group.longest_s));
   }
   end_list("waiting elsewhere");
   finding.store_is_silent = call.store_is_silent;

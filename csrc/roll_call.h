@@ -31,10 +31,10 @@ struct RankState {
   int64_t step = 0;
   std::string stage;  // empty: waits for a lane
   int64_t chunk = 0;
-  int64_t num_chunks = 0;
-  bool on_wire = false;  // in the stage it waits for other ranks
-  double waits_s = 0;    // since the hand-over
-  double stage_s = 0;    // since the stage began
+  int64_t num_chunks = 0;  // 0: no bucket but a collective call between steps, named by `bucket`
+  bool on_wire = false;    // in the stage it waits for other ranks
+  double waits_s = 0;      // since the hand-over
+  double stage_s = 0;      // since the stage began
 
   // Of its TCP connections (connections.h): its own addresses and, if it waits for others, by the other end's address,
   // the bytes that have not left, and how many arrive there in a second meanwhile.
@@ -99,7 +99,7 @@ Finding conclude(const RollCall& call);
 // "rank 2", "ranks 0, 1 and 5 more".
 std::string ranks_text(const std::vector<int>& ranks);
 std::string seconds_text(double seconds);
-// "the all-to-all of chunk 1/4 of bucket 0 (…)": of a state with a bucket.
+// "the all-to-all of chunk 1/4 of bucket 0 (…)": of a state with a bucket. Of one with a call "the others in …".
 std::string under_way_text(const RankState& state);
 
 }  // namespace fusedcomm

@@ -32,6 +32,47 @@ STREAMS = "work on the device's streams"
             ],
         ),
         (
+            "working",
+            [
+                "every rank answered and none is behind: some are at work, and the others wait for them",
+                f"rank 1 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
+                f"rank 2 is busy {WAITS.replace('for the all-to-all', 'with the reduce')}",
+                f"ranks 0, 3 wait {WAITS}",
+            ],
+        ),
+        (
+            "all working",
+            [
+                "every rank answered and none is behind: some are at work, and the others wait for them",
+                f"ranks 0, 1, 3 are busy {WAITS.replace('for the all-to-all', 'with the pack')}",
+                f"rank 2 is busy {WAITS.replace('for the all-to-all', 'with the reduce')}",
+            ],
+        ),
+        (
+            "working crawl",
+            [
+                "every rank answered and none is behind: they wait for the network, where what rank 0 sends to rank 2 "
+                "piles up: 950 KB have not left, 0.3 MB/s arrive; elsewhere 0 KB",
+                f"rank 1 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
+                f"ranks 0, 2, 3 wait {WAITS}",
+            ],
+        ),
+        (
+            "call",
+            [
+                "rank 2 is slow: it has not called state_dict(), as every rank has to; nothing under way for 7.2 s, "
+                "since step 4",
+                "ranks 0, 1, 3 wait in step 5 for the others in state_dict(), called 3.0 s ago",
+            ],
+        ),
+        (
+            "call of all",
+            [
+                "every rank answered and none is behind",
+                "ranks 0, 1, 2, 3 wait in step 5 for the others in state_dict(), called 3.0 s ago",
+            ],
+        ),
+        (
             "behind",
             [
                 "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
@@ -120,9 +161,9 @@ STREAMS = "work on the device's streams"
         (
             "passing",
             [
-                "every rank answered and none is behind: they wait for the network",
+                "every rank answered and none is behind: some are at work, and the others wait for them",
                 f"ranks 0, 1, 3 wait {WAITS}",
-                f"rank 2 waits {WAITS.replace('all-to-all', 'pack')}",
+                f"rank 2 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
             ],
         ),
         (

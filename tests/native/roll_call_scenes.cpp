@@ -43,6 +43,23 @@ RollCall scene(const std::string& name) {
   if (name == "busy") {
     call.answers[2] = at(12, 10, "pack", false);
     call.answers[2].stage_s = 2;
+  } else if (name == "working" || name == "all working") {
+    for (const int rank : {1, 2}) call.answers[rank] = at(12, 10, rank == 1 ? "pack" : "reduce", false);
+    if (name == "all working") call.answers[0] = call.answers[3] = call.answers[1];
+  } else if (name == "working crawl") {
+    call.answers[1] = at(12, 10, "pack", false);
+    call.answers[0].unsent = {{"10.0.0.3", 950'000}};
+    call.answers[0].per_s = {{"10.0.0.3", 260'000}};
+  } else if (name == "call" || name == "call of all") {
+    for (auto& [rank, state] : call.answers) {
+      if (name == "call" && rank == 2) {
+        state = at(10, 10, "", false);
+        continue;
+      }
+      state = at(11, 10, "", false);
+      state.bucket = "state_dict()";
+      state.num_chunks = 0;
+    }
   } else if (name == "behind") {
     call.answers[1] = at(10, 10, "", false);
     call.answers[3] = at(11, 11, "", false);  // is through with what the others wait for
