@@ -91,6 +91,29 @@ void bind_hosts(py::module_& m) {
       py::arg("cross_gather"));
 }
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& other) {
+    return other.what();
+  }
+}
+
+void bind_peers(py::module_& m) {
+  py::class_<PeerSentinels>(m, "PeerSentinels")
+      .def(py::init<BackendPtr, int>(), py::kw_only(), py::arg("backend"), py::arg("tag"), NoGil())
+      .def(
+          "look",
+          [](PeerSentinels& sentinels) {
+            std::map<int, std::string> lost;
+            for (const auto& [peer, error] : sentinels.look()) lost[peer] = text_of(error);
+            return lost;
+          },
+          NoGil());
+}
+
 void bind_hook(py::module_& m) {
   py::class_<EngineStats>(m, "EngineStats")
       .def_readonly("num_steps", &EngineStats::num_steps)
@@ -198,6 +221,8 @@ void bind_hook(py::module_& m) {
       .def(
           "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())
       .def("max_over_ranks", &GradHook::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      .def("begin_call", &GradHook::begin_call, py::arg("what"), NoGil())
+      .def("end_call", &GradHook::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("name_like", &GradHook::name_like, py::arg("other"), NoGil())
       .def("take_notices", &GradHook::take_notices, NoGil())
       .def_property_readonly("transport", &GradHook::transport)
@@ -254,5 +279,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_plan(m);
   fusedcomm::bind_devices(m);
   fusedcomm::bind_hosts(m);
+  fusedcomm::bind_peers(m);
   fusedcomm::bind_hook(m);
 }

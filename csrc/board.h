@@ -63,6 +63,12 @@ class Board {
     drop_ended(now);
   }
 
+  // As if it had never been handed over; no other job has been since.
+  void withdraw(int64_t job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1 == job) jobs_.pop_back();
+  }
+
   // Returns a number for leave().
   size_t enter(int64_t job, Stage stage, int64_t chunk) {
     const auto now = Clock::now();

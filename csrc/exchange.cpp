@@ -137,32 +137,16 @@ void Exchange::post_sends(Item* item) {
   copy_own(*item);
 }
 
-void Exchange::post_sentinels() {
-  for (int peer = 0; peer < backend_->getSize(); ++peer) {
-    if (peer == backend_->getRank()) continue;
-    const auto byte = std::make_shared<std::byte>();
-    std::vector<at::Tensor> bytes = {as_tensor({byte.get(), 1, byte}, at::kByte)};
-    try {
-      sentinels_.push_back({peer, backend_->recv(bytes, peer, kSentinelTag)});
-    } catch (...) {  // lost by now: what is posted next fails alike
-    }
-  }
-}
-
 void Exchange::look(std::unique_lock<std::mutex>* lock) {
   const int tag = posted_.empty() ? 0 : posted_.front().tag;
   if (tag == 0 || tag != std::exchange(looked_at_, tag)) return;
   lock->unlock();
-  std::vector<std::pair<int, std::exception_ptr>> lost;
-  for (Pending& sentinel : sentinels_) {
-    if (sentinel.ended) continue;
+  auto lost = sentinels_->look();
+  for (auto& [peer, error] : lost) {
     try {
-      sentinel.work->abort();
-      // Returns at once, or throws what has become of the connection.
-      between(sentinel.peer, [&] { return sentinel.work->wait(); });
+      between(peer, [&error = error] { std::rethrow_exception(error); });
     } catch (...) {
-      sentinel.ended = true;
-      lost.emplace_back(sentinel.peer, std::current_exception());
+      error = std::current_exception();
     }
   }
   lock->lock();
@@ -176,7 +160,7 @@ bool Exchange::may_send() const {
 }
 
 void Exchange::post() {
-  post_sentinels();
+  sentinels_ = std::make_unique<PeerSentinels>(backend_, kSentinelTag);
   std::unique_lock<std::mutex> lock(mutex_);
   const auto has_work = [this] { return stopping_ || !started_.empty() || may_send(); };
   for (;;) {

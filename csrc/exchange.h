@@ -12,17 +12,17 @@
 #include <deque>
 #include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "peer_sentinels.h"
 #include "transport.h"
 
 namespace fusedcomm {
-
-using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
 class Exchange {
  public:
@@ -76,10 +76,9 @@ class Exchange {
   // What `call` throws has the peer in its text: a store that could tell who is missing may be gone with that rank.
   template <typename Call>
   auto between(int peer, const Call& call) const;
-  // Gloo does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be
-  // waited for behind others. So each peer has a receive that it never answers: that one is always told.
-  void post_sentinels();
-  // If the first item has not moved since the last look: looks for peers that are lost, and has it look again.
+  // If the first item has not moved since the last look: looks for peers that are lost, and has it look again. Gloo
+  // does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be waited
+  // for behind others.
   void look(std::unique_lock<std::mutex>* lock);
   std::exception_ptr lost(int peer);
   void wait_for(Item* item);
@@ -101,7 +100,7 @@ class Exchange {
   const std::string peer_;
   const std::chrono::milliseconds timeout_;
   // Of the posting thread alone.
-  std::vector<Pending> sentinels_;
+  std::unique_ptr<PeerSentinels> sentinels_;
   int looked_at_ = 0;
 
   std::mutex mutex_;

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <cmath>
 #include <new>
 #include <tuple>
 #include <utility>
@@ -187,6 +188,10 @@ void GradHook::begin_pass() {
   const int64_t pass = num_passes_;
   lock.unlock();
   for (const Guard::Failing& failing : guard_.begin_pass(pass)) fall_back(failing);
+  std::string notice = guard_.take_notice(pass);
+  if (notice.empty() || transport_->rank() != 0) return;
+  lock.lock();
+  notices_.push_back(std::move(notice));
 }
 
 void GradHook::fall_back(const Guard::Failing& failing) {
@@ -207,9 +212,11 @@ void GradHook::fall_back(const Guard::Failing& failing) {
     const auto label = record->label;
     record = nullptr;
     if (transport_->rank() != 0) continue;
-    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " was off by ", failing.relative_error,
-                                " of the exact one in step ", failing.pass,
-                                ", more than fallback_error=", options_.guard.fallback_error,
+    const std::string off = std::isinf(failing.relative_error)
+                                ? "has elements that are not finite where the exact one's are, or the other way round, "
+                                : c10::str("was off by ", failing.relative_error, " of the exact one, ");
+    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " ", off,
+                                "more than fallback_error=", options_.guard.fallback_error, ", in step ", failing.pass,
                                 ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
   }
 }
@@ -358,6 +365,15 @@ double GradHook::max_over_ranks(double value, const std::string& what) const {
   engine_->submit_foreign(std::move(job), std::move(stages));
   future->waitAndThrow();
   return values.max().item<double>();
+}
+
+int64_t GradHook::begin_call(const std::string& what) const {
+  return engine_->board()->hand_over(std::make_shared<const BucketLabel>(what, what), step(), /*is_last=*/false,
+                                     /*num_chunks=*/0);
+}
+
+void GradHook::end_call(int64_t call, bool all_took_part) const {
+  all_took_part ? engine_->board()->end(call, nullptr) : engine_->board()->withdraw(call);
 }
 
 EngineStats GradHook::stats() const {

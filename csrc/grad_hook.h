@@ -46,6 +46,11 @@ class GradHook {
   // The largest of the ranks' values. A collective call, between backward passes; waits. `what` it is, for reports of
   // stalls and failures.
   double max_over_ranks(double value, const std::string& what) const;
+  // This rank takes part in a collective call between backward passes: `what` it is, for reports of stalls and
+  // failures. Returns a number for end_call(). Every rank begins the same calls, in the same order as its buckets.
+  int64_t begin_call(const std::string& what) const;
+  // `all_took_part`: else it counts as not made.
+  void end_call(int64_t call, bool all_took_part) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
 

@@ -7,12 +7,11 @@ alike, with the same text.
 import contextlib
 import datetime
 import json
-import time
-import warnings
 
 import torch.distributed as dist
 
-_OK = "ok"
+from fusedcomm.peers import PeerLostError, Peers
+
 # The key of a record that says nothing but why its rank cannot attach.
 PROBLEM = "problem"
 # Beside it: when, in seconds since the epoch. What comes later may be what the first has led to.
@@ -22,52 +21,57 @@ _MAX_SHOWN = 300  # characters of a value in an error
 _MARGIN = datetime.timedelta(seconds=15)
 
 
-def agree(store: dist.Store, rank: int, world_size: int, record: dict, timeout: datetime.timedelta) -> None:
+def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> None:
     """Returns when all ranks have published an equal `record` (JSON-serialisable, the same keys everywhere).
+
+    Args:
+        store: for this call alone.
+        what: what a rank does meanwhile, "attaching" for example.
 
     Raises:
         RuntimeError: on every rank, naming the first rank that differs, the field and both values; or naming the
-            ranks that did not attach within `timeout`.
+            ranks that did not attach within the group's timeout.
+        PeerLostError: a rank is lost that has not published its record, or rank 0.
     """
-    store.set(f"record/{rank}", json.dumps(record))
-    began = time.monotonic()
-    if rank == 0:
-        verdict = _compare(store, world_size, record, timeout)
-        store.set("verdict", verdict)
-    else:
+    store.set(f"record/{peers.rank}", json.dumps(record))
+    if peers.rank == 0:
         try:
-            store.wait(["verdict"], timeout + _MARGIN)
-        except (RuntimeError, dist.DistStoreError) as error:
-            _raise_if_the_store_failed(error, began, timeout)
+            verdict = {"problem": _compare(peers, store, record, what), "is_loss": False}
+        except PeerLostError as error:
+            verdict = {"problem": str(error), "is_loss": True}
+        store.set("verdict", json.dumps(verdict))
+    else:
+        timeout = peers.timeout + _MARGIN
+        if peers.wait(store, {0: "verdict"}, what, timeout):
             raise RuntimeError(
-                f"fusedcomm: rank {rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
-                "attaching: attach must be called on every rank of the process group"
-            ) from error
-        verdict = store.get("verdict").decode()
-    if verdict != _OK:
-        raise RuntimeError(verdict)
+                f"fusedcomm: rank {peers.rank} got no answer from rank 0 within {timeout.total_seconds():.0f} s while "
+                f"{what}: attach must be called on every rank of the process group"
+            )
+        verdict = json.loads(store.get("verdict"))
+    if verdict["problem"]:
+        raise (PeerLostError if verdict["is_loss"] else RuntimeError)(verdict["problem"])
 
 
-def gather(store: dist.Store, rank: int, world_size: int, record: object, timeout: datetime.timedelta) -> list[object]:
+def gather(peers: Peers, store: dist.Store, record: object, what: str, is_watched: bool = False) -> list[object]:
     """Every rank's `record` (JSON-serialisable), in rank order. On every rank, each time with a store of its own.
 
+    Args:
+        what, is_watched: as for :meth:`fusedcomm.peers.Peers.wait`.
+
     Raises:
-        RuntimeError: naming the ranks that did not call within `timeout`. The call then counts as not made.
+        RuntimeError: naming the ranks that did not call within the group's timeout. The call then counts as not made.
+        PeerLostError: a rank is lost that has not called.
     """
-    keys = [f"record/{other}" for other in range(world_size)]
-    began = time.monotonic()
-    store.set(keys[rank], json.dumps(record))
-    try:
-        store.wait(keys, timeout)
-    except (RuntimeError, dist.DistStoreError) as error:
-        _raise_if_the_store_failed(error, began, timeout)
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        forget(store, rank)
+    keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
+    store.set(keys[peers.rank], json.dumps(record))
+    missing = peers.wait(store, keys, what, is_watched=is_watched)
+    if missing:
+        forget(store, peers.rank)
         raise RuntimeError(
-            f"fusedcomm: rank(s) {missing} did not take part within {timeout.total_seconds():.0f} s: this is a "
+            f"fusedcomm: rank(s) {missing} did not take part within {peers.timeout.total_seconds():.0f} s: this is a "
             "collective call, which every rank of the process group has to make"
-        ) from error
-    return [json.loads(store.get(key)) for key in keys]
+        )
+    return [json.loads(store.get(key)) for key in keys.values()]
 
 
 def forget(store: dist.Store, rank: int) -> None:
@@ -76,32 +80,20 @@ def forget(store: dist.Store, rank: int) -> None:
         store.delete_key(f"record/{rank}")
 
 
-def _raise_if_the_store_failed(error: Exception, began: float, timeout: datetime.timedelta) -> None:
-    waited_s = time.monotonic() - began
-    if waited_s < 0.9 * timeout.total_seconds():
-        raise RuntimeError(
-            f"fusedcomm: the process group's store failed after {waited_s:.1f} s: {error}. The process that hosts it "
-            "may be gone: look at its log, and restart the job"
-        ) from error
-
-
-def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.timedelta) -> str:
-    keys = [f"record/{rank}" for rank in range(world_size)]
+def _compare(peers: Peers, store: dist.Store, own: dict, what: str) -> str:
+    """What prevents the ranks from going on; empty if nothing does."""
+    keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
     if PROBLEM in own:  # so that none can attach; it may be that another has had one before
-        return _first_problem([json.loads(store.get(key)) if store.check([key]) else {} for key in keys])
-    began = time.monotonic()
-    try:
-        store.wait(keys, timeout)
-    except (RuntimeError, dist.DistStoreError) as error:
-        _raise_if_the_store_failed(error, began, timeout)
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return _first_problem([json.loads(store.get(key)) if store.check([key]) else {} for key in keys.values()])
+    missing = peers.wait(store, keys, what)
+    if missing:
         return (
-            f"fusedcomm: rank(s) {missing} did not attach within {timeout.total_seconds():.0f} s: attach must be "
+            f"fusedcomm: rank(s) {missing} did not attach within {peers.timeout.total_seconds():.0f} s: attach must be "
             "called on every rank of the process group, the same number of times"
         )
     # As the others' records, so that tuples and lists compare equal.
     own = json.loads(json.dumps(own))
-    records = [json.loads(store.get(key)) for key in keys]
+    records = [json.loads(store.get(key)) for key in keys.values()]
     if any(PROBLEM in record for record in records):
         return _first_problem(records)
     for rank, record in enumerate(records):
@@ -113,7 +105,7 @@ def _compare(store: dist.Store, world_size: int, own: dict, timeout: datetime.ti
                 f"fusedcomm: the ranks do not agree: {field} is {on_rank_0} on rank 0 and {on_rank} on rank "
                 f"{rank}. Give every rank the same arguments, model and versions."
             )
-    return _OK
+    return ""
 
 
 def _first_problem(records: list[dict]) -> str:
@@ -137,9 +129,3 @@ def _first_difference(left: object, right: object, field: str = "") -> tuple[str
                 return found
         return None
     return None if left == right else (field, left, right)
-
-
-def warn_alone(text: str, stacklevel: int) -> None:
-    """On one rank, which must not fail alone where warnings are errors. stacklevel: of warnings.warn, here."""
-    with contextlib.suppress(Warning):
-        warnings.warn(text, stacklevel=stacklevel)

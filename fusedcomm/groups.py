@@ -1,5 +1,6 @@
 """Process-group plumbing: the user's group in, channels of our own over the same ranks, or some of them, out."""
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -78,6 +79,13 @@ def private_store(process_group: dist.ProcessGroup) -> dist.Store:
     return dist.PrefixStore(str(count), ours)
 
 
+def own_client(store: dist.Store) -> dist.Store:
+    """The same store through a connection of its own: a wait on it that never ends keeps nobody from using `store`."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # stores written in Python need not have clone()
+        return store.clone()
+    return store
+
+
 def describe_store(process_group: dist.ProcessGroup) -> str:
     """What the group's store is and, as far as can be known, whose process hosts it: the end of "It is …"."""
     _, store = c10d._world.pg_map[process_group]
@@ -97,6 +105,14 @@ def describe_process(process_group: dist.ProcessGroup) -> str:
     """Which process this rank is, for whoever has to look for it."""
     text = f"process {os.getpid()} on {socket.gethostname()}"
     return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
+
+
+def gloo_backend(process_group: dist.ProcessGroup) -> dist.Backend | None:
+    """The group's backend for CPU tensors, if that is gloo."""
+    with contextlib.suppress(RuntimeError):  # it has none for them
+        backend = process_group._get_backend(torch.device("cpu"))
+        return backend if backend.name() == "gloo" else None
+    return None
 
 
 def group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:

@@ -1,14 +1,14 @@
 """Traces of a running engine: this rank's into a file, or all ranks' into one, on rank 0."""
 
 import contextlib
-import datetime
 import os
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from fusedcomm import agreement, timeline, trace
+from fusedcomm import timeline, trace
 from fusedcomm.native import _C
+from fusedcomm.peers import Peers, warn_alone
 
 
 class Recorder:
@@ -23,13 +23,10 @@ class Recorder:
         self,
         hook: "_C.GradHook",
         store: dist.Store,
-        rank: int,
-        world_size: int,
+        peers: Peers,
         place: tuple[int, int],
-        timeout: datetime.timedelta,
     ) -> None:
-        self._hook, self._store, self._timeout = hook, store, timeout
-        self._rank, self._world_size, self._place = rank, world_size, place
+        self._hook, self._store, self._peers, self._place = hook, store, peers, place
         self._num_gathered = 0
 
     @contextlib.contextmanager
@@ -37,7 +34,7 @@ class Recorder:
         """See :meth:`fusedcomm.handle.Handle.trace`."""
         if all_ranks and trace.RANK_FIELD in str(path):
             raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
-        own_path = trace.path_for(path, self._rank)
+        own_path = trace.path_for(path, self._peers.rank)
         self._num_gathered += all_ranks  # what one rank records by itself is no other's business
         if own_path is None and not all_ranks:
             yield
@@ -54,7 +51,7 @@ class Recorder:
             document = self._document(spans, first_step)
         except BaseException as error:
             # Of the user's block or of ours: rank 0 must not wait for a trace that does not come.
-            if all_ranks and self._rank != 0:
+            if all_ranks and self._peers.rank != 0:
                 with contextlib.suppress(Exception):  # it is the error above that counts
                     self._gather(None, repr(error))
             raise
@@ -64,12 +61,12 @@ class Recorder:
         try:
             trace.write(own_path, timeline.merge(documents) if all_ranks else document)
         except OSError as error:  # a full disk: no reason to leave the other ranks
-            agreement.warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
+            warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
 
     def _document(self, spans: list, first_step: int) -> dict:
         run = f"{self._store.get('run').decode()}/{first_step}"
-        return trace.document(spans, self._rank, self._world_size, run, self._place)
+        return trace.document(spans, self._peers.rank, self._peers.world_size, run, self._place)
 
     def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
         store = dist.PrefixStore(f"trace/{self._num_gathered}", self._store)
-        return timeline.gather(store, self._rank, self._world_size, document, problem, self._timeout)
+        return timeline.gather(self._peers, store, document, problem)

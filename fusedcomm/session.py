@@ -8,22 +8,29 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import agreement, env, groups, hosts, plan
-from fusedcomm.config import Config, LocalOptions, choose_stall_after
+from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
+from fusedcomm.peers import Peers, warn_alone
 from fusedcomm.recorder import Recorder
 from fusedcomm.stats import NonFinite, Stats, collect, nonfinite_rows
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those that have a wire format."""
+
+T = TypeVar("T")
+
+_GIVEN_UP = "given up"
+"""A key that is there once a rank cannot attach, for those that are connecting and would wait for it."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -79,6 +86,7 @@ class Session:
     Raises:
         RuntimeError: no path for the device over the group's backend, or the ranks do not agree (the same text on
             every rank).
+        PeerLostError: a rank is lost before it has attached.
     """
 
     def __init__(
@@ -109,14 +117,15 @@ class Session:
             path = self._agree_on_plan(announce, also_agree, problem)
         else:
             beside._num_beside += 1
+            self.peers = beside.peers
             self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
             self._names_store = beside._names_store
             self.hosts = beside.hosts if cfg.hosts == beside.config.hosts else self._hosts()
-            self._stall_after_s = beside._stall_after_s
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
         hook, problem = None, None
         try:
+            self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
             hook = _C.GradHook(
                 config=self.native_config,
@@ -137,6 +146,7 @@ class Session:
         chunks = (self.effective_config.chunk_nbytes, self.effective_config.chunks_in_flight) if hook else None
         found = {"hosts": self.hosts.groups if self.hosts else None, "chunks": chunks}
         try:
+            self.peers.doing("attaching: its engine is ready")
             self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
         except Exception:
             if hook is not None:  # not with the error, which somebody may keep
@@ -146,9 +156,9 @@ class Session:
         self.hook = hook
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        timeout = groups.group_timeout(process_group, device)
-        self._recorder = Recorder(hook, self._store, self.rank, self.world_size, place, timeout)
+        self._recorder = Recorder(hook, self._store, self.peers, place)
         _made.add(self)
+        self.peers.doing("in training, attached")
         if watched:
             self.watch()
 
@@ -156,19 +166,21 @@ class Session:
         self, announce: bool, also_agree: dict | None, problem: Exception | None
     ) -> "CpuPath | CudaPath":
         """Sets the session's store and hosts, too."""
+        self._store = store = groups.private_store(self.process_group)
         # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
-        record, path = {}, None
+        record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
         try:
             if problem is not None:
                 raise problem
             groups.check_backend(self.process_group, self.device)
+            timeout = groups.group_timeout(self.process_group, self.device)
+            stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            timeout_s = groups.group_timeout(self.process_group, self.device).total_seconds()
-            self._stall_after_s = choose_stall_after(self.local.stall_after, timeout_s)
             record = {**self._record(), **path.must_agree, **(also_agree or {})}
         except Exception as error:
             problem = error
-        self._store = store = groups.private_store(self.process_group)
+        self.peers = Peers(self.process_group, store, timeout, stall_after_s)
+        self.peers.doing("attaching: comparing its configuration with the others'")
         hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
         # The ranks have agreed, and so has each published its name: none waits for another from here on.
@@ -177,10 +189,28 @@ class Session:
         return path
 
     def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
-        self.native_device, self._transport = path.connect(self.process_group, self.device, self._store)
+        store = groups.own_client(self._store)
+
+        def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
+            with self._on_device():
+                return path.connect(self.process_group, self.device, store)
+
+        self.native_device, self._transport = self._while_connecting(connect)
         self._s_per_byte = path.s_per_byte
         self.codec = path.codec
         return self._connect_hosts()
+
+    def _while_connecting(self, connect: Callable[[], T]) -> T:
+        """What `connect` returns, unless another rank is lost, or says that it cannot attach."""
+        return self.peers.call(
+            connect,
+            "connecting with the other ranks to attach",
+            was_given_up=lambda: self._store.check([_GIVEN_UP]),
+        )
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """For threads: which device is the current one is a matter of each."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
         if self.device.type == "cpu" or self._kernels_of(self.config) == self._kernels_of(beside.config):
@@ -201,15 +231,13 @@ class Session:
         try:
             self.hook.watch(
                 store=dist.PrefixStore("watch", self._store),
-                stall_after_s=self._stall_after_s,
-                timeout_s=groups.group_timeout(self.process_group, self.device).total_seconds(),
+                stall_after_s=self.peers.stall_after_s,
+                timeout_s=self.peers.timeout.total_seconds(),
                 store_text=groups.describe_store(self.process_group),
             )
         except (RuntimeError, NotImplementedError) as error:
             # A store written in Python need not have clone().
-            agreement.warn_alone(
-                f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6
-            )
+            warn_alone(f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6)
             return
         self._is_watched = True
 
@@ -253,7 +281,13 @@ class Session:
         """The transport, with channels for sums on two levels if there are to be two."""
         if self.ranks_per_host == 1:
             return self._transport
-        channels = groups.make_host_channels(self.process_group, self.device, self._store, self.hosts)
+        store = groups.own_client(self._store)
+
+        def make_channels() -> groups.HostChannels:
+            with self._on_device():
+                return groups.make_host_channels(self.process_group, self.device, store, self.hosts)
+
+        channels = self._while_connecting(make_channels)
         local_rank, host = self.hosts.place(self.rank)
         return _C.with_hosts(
             self._transport,
@@ -271,14 +305,12 @@ class Session:
         """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
         if problem is not None:
             record = {agreement.PROBLEM: str(problem), agreement.AT: time.time()}
-            if what == "ready":  # the others may be connecting, and learn of it only when they give up
-                agreement.warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
+            if what == "ready":
+                with contextlib.suppress(RuntimeError):  # the store is gone, too
+                    self._store.set(_GIVEN_UP, "")
+                warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
         try:
-            timeout = groups.group_timeout(self.process_group, self.device)
-        except Exception:  # the group has no backend for the device, which is the problem
-            timeout = dist.default_pg_timeout
-        try:
-            agreement.agree(dist.PrefixStore(what, store), self.rank, self.world_size, record, timeout)
+            agreement.agree(self.peers, dist.PrefixStore(what, store), record, "attaching")
         except RuntimeError as error:
             if problem is None:
                 raise
@@ -318,20 +350,51 @@ class Session:
     def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.handle.Handle.nonfinite_report`."""
         rows = [dataclasses.astuple(row) for row in nonfinite_rows(self.hook, self.rank)]
-        everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows) for row in rows]
+        everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows, "nonfinite_report()") for row in rows]
         return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
 
-    def gather(self, what: str, record: object) -> list:
-        """Every rank's `record` (JSON-serialisable), in rank order. A collective call."""
+    def gather(self, what: str, record: object, call: str) -> list:
+        """Every rank's `record` (JSON-serialisable), in rank order. A collective call.
+
+        Args:
+            what: the records are, for the store.
+            call: the user has made, for reports.
+        """
         store = dist.PrefixStore(f"{what}/{self._num_gathered + 1}", self._store)
-        timeout = groups.group_timeout(self.process_group, self.device)
-        everybodys = agreement.gather(store, self.rank, self.world_size, record, timeout)
+        with self.calling(call):
+            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
         self._num_gathered += 1
         # All ranks have made this call, so each has read what the one before it needed.
         if self._gathered is not None:
             agreement.forget(self._gathered, self.rank)
         self._gathered = store
         return everybodys
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Around what every rank has to do between steps: other ranks and the watch see that this one is there."""
+        self.peers.doing(f"in {what}")
+        call = self.hook.begin_call(what)
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        finally:
+            self.hook.end_call(call, has_ended)
+            self.peers.doing(f"in training, after step {self.hook.step - 1}" if self.hook.step else "in training")
+
+    def sum_over_ranks(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """In place, in fp32 or float64. A collective call of all ranks; `what` it is, for reports."""
+
+        def reduce() -> None:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=self.process_group)
+
+        with self.calling(what):
+            if self.device.type == "cpu":
+                self.peers.call(reduce, f"in {what}", is_watched=self._is_watched)
+            else:
+                reduce()  # is enqueued, and waits for nobody
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
         """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them.
@@ -370,7 +433,7 @@ class Session:
     def say_notices(self) -> None:
         """Warns of what the engine has to say since the last time."""
         for text in self.hook.take_notices():
-            agreement.warn_alone(text, stacklevel=4)
+            warn_alone(text, stacklevel=4)
 
     def _kernels_of(self, config: Config) -> dict:
         """What of a configuration an accelerator's kernels depend on, at most."""

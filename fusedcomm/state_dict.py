@@ -3,7 +3,6 @@
 import warnings
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.session import Session
 
@@ -100,13 +99,13 @@ def _is_count(value: object) -> bool:
 
 def _mean_over_ranks(session: Session, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """By parameter name; one that some ranks lack counts there as zeros. A collective call."""
+    what = "state_dict(consolidated=True)"
     sizes = {name: values.numel() for name, values in residuals.items()}
-    sizes = {name: numel for theirs in session.gather("residuals", sizes) for name, numel in theirs.items()}
-    means = {}
+    sizes = {name: numel for theirs in session.gather("residuals", sizes, what) for name, numel in theirs.items()}
+    sums = {}
     for name in sorted(sizes):
-        mean = torch.zeros(sizes[name], dtype=torch.float32, device=session.device)
+        sums[name] = torch.zeros(sizes[name], dtype=torch.float32, device=session.device)
         if name in residuals:
-            mean.copy_(residuals[name])
-        dist.all_reduce(mean, group=session.process_group)
-        means[name] = mean / session.world_size
-    return means
+            sums[name].copy_(residuals[name])
+    session.sum_over_ranks(list(sums.values()), what)
+    return {name: total / session.world_size for name, total in sums.items()}

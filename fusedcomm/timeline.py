@@ -11,7 +11,6 @@ is what is taken: half their difference is the most by which it can be wrong. (M
 delays are symmetric, but guarantee nothing, and might show a collective that ends before it has begun.)
 """
 
-import datetime
 import json
 import zlib
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import trace
+from fusedcomm.peers import Peers
 
 _PIECE_NBYTES = 1 << 20
 """What one value in the store holds; a TCPStore takes up to 8 MiB."""
@@ -203,9 +203,7 @@ def merge_files(paths: Sequence[Path], out: Path) -> dict:
 # ---- from all ranks
 
 
-def gather(
-    store: dist.Store, rank: int, world_size: int, document: dict | None, problem: str, timeout: datetime.timedelta
-) -> list[dict] | None:
+def gather(peers: Peers, store: dist.Store, document: dict | None, problem: str) -> list[dict] | None:
     """Every rank's document on rank 0, in rank order; None on the others, which wait for nobody.
 
     Args:
@@ -213,26 +211,26 @@ def gather(
         document: None if there is none because of the `problem`, which rank 0 then raises.
 
     Raises:
-        RuntimeError: on rank 0: a rank has no document, or did not give it within `timeout`.
+        RuntimeError: on rank 0: a rank has no document, or did not give it within the group's timeout.
+        PeerLostError: on rank 0: a rank that has not given it is lost.
     """
     text = json.dumps({"document": document, "problem": problem})
     packed = zlib.compress(text.encode())
     pieces = [packed[at : at + _PIECE_NBYTES] for at in range(0, len(packed), _PIECE_NBYTES)]
     for index, piece in enumerate(pieces):
-        store.set(f"{rank}/{index}", piece)
-    store.set(f"{rank}/count", str(len(pieces)))
-    if rank != 0:
+        store.set(f"{peers.rank}/{index}", piece)
+    store.set(f"{peers.rank}/count", str(len(pieces)))
+    if peers.rank != 0:
         return None
     documents = []
-    try:
-        store.wait([f"{other}/count" for other in range(world_size)], timeout)
-    except (RuntimeError, dist.DistStoreError) as error:
-        missing = [other for other in range(world_size) if not store.check([f"{other}/count"])]
+    counts = {other: f"{other}/count" for other in range(peers.world_size)}
+    missing = peers.wait(store, counts, "gathering the traces of all ranks")
+    if missing:
         raise RuntimeError(
-            f"fusedcomm: the traces of rank(s) {missing} did not come within {timeout.total_seconds():.0f} s: with "
-            "all_ranks=True every rank has to trace"
-        ) from error
-    for other in range(world_size):
+            f"fusedcomm: the traces of rank(s) {missing} did not come within {peers.timeout.total_seconds():.0f} s: "
+            "with all_ranks=True every rank has to trace"
+        )
+    for other in counts:
         keys = [f"{other}/{index}" for index in range(int(store.get(f"{other}/count")))]
         record = json.loads(zlib.decompress(b"".join(store.get(key) for key in keys)))
         for key in keys:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from fusedcomm import agreement, autotune, bucket_cap, hosts
+from fusedcomm import autotune, bucket_cap, hosts
 from fusedcomm.autotune import OFF, Candidate, Search, Tuning
 from fusedcomm.config import WIRES, Config, LocalOptions
 from fusedcomm.native import _C
+from fusedcomm.peers import PeerLostError, warn_alone
 from fusedcomm.plan import Plan
 from fusedcomm.session import NamedParameter, Session, trainable
 from fusedcomm.state_dict import take_over
@@ -191,7 +192,7 @@ class Tuner:
         self.session = self._off
         """Of the candidate that runs; for off, of what it has been handed over to keep."""
         if misfit is not None and self._off.rank == 0:
-            agreement.warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
+            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
         self._sessions = {OFF: self._off}
         self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None
@@ -318,12 +319,15 @@ class Tuner:
         if candidate in self._impossible:
             return False
         if candidate not in self._sessions:
+            self._off.peers.doing(f"making {candidate} for wire='auto'")
             try:
                 self._make(candidate)
+            except PeerLostError:
+                raise
             except Exception as error:  # on every rank, since a session is made on all of them or on none
                 self._impossible[candidate] = error.with_traceback(None)  # which has what was made until then
                 if self._off.rank == 0:
-                    agreement.warn_alone(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
+                    warn_alone(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
                 return False
         return True
 

@@ -27,10 +27,9 @@ TIMEOUT_S = 6
 
 
 @contextlib.contextmanager
-def group_over(store_kind, rank, world_size, victim):
+def group_over(store_kind, rank, world_size, victim, timeout=datetime.timedelta(seconds=TIMEOUT_S)):
     """A process group of its own on the store at hand, or with a TCPStore that rank 0 hosts until the others have left,
     but for the victim: else one that is slower than rank 0 would have to say that the store is gone."""
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if store_kind == "file":
         yield dist.new_group(list(range(world_size)), timeout=timeout)
         return
