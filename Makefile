@@ -3,8 +3,9 @@
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
 #   make test    run the tests; those that need a GPU skip themselves                       ARGS="-k codec -x"
 #   make bench   run every benchmark in bench/: an hour, with ARGS=--quick some minutes     ARGS=--quick
-#   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, measure, within nine minutes; the
-#                result is in bench/results/<gpu>-torch<version>.json                       ARGS="--seconds 300"
+#   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, measure: twenty minutes at most. Or in
+#                three calls of nine minutes at most each, the most valuable first: --call 1, then 2, then 3. The result,
+#                which each call adds to, is bench/results/<gpu>-torch<version>.json        ARGS="--call 1"
 #   make build, sanitize, lint, format, clean
 #
 # Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables:
@@ -70,9 +71,10 @@ bench: build
 	failed=; for file in bench/[!_]*.py; do echo "== $$file"; $(PY) "$$file" $(ARGS) || failed+=" $$file"; done; \
 	[ -z "$$failed" ] || { echo "Not measured:$$failed. What needs root and network namespaces says so above." >&2; exit 1; }
 
-# Builds by calling make again, with the variables given here, so that the build has its share of the nine minutes.
+# Builds by calling make again, with the variables given here, so that the build has its share of a call. A dry run, of
+# the benchmarks alone, needs no GPU, but what is built.
 gpu: PACKAGES += triton>=3.6 pytest hypothesis tqdm
-gpu: | $(READY)
+gpu: | $(READY) $(if $(findstring --dry-run,$(ARGS)),build $(KERNELS))
 	$(PY) bench/_gpu.py $(ARGS)
 
 sanitize:

@@ -1,117 +1,97 @@
-"""`make gpu`: builds, tests and measures on the GPU of this machine, within --seconds, and goes on whatever fails.
+"""`make gpu`: builds, tests and measures on the GPU of this machine, and goes on whatever fails.
 
-Every part is a process with a time limit of its own, so that a hang costs no more than that. What the parts have
-measured is merged into one document, bench/results/<gpu>-torch<version>.json, every few seconds; it, and the parts'
-logs, are copied to $OUT if that is set. Exits with 1 if any part failed, after a short table of everything.
+Every part is a process with a time limit of its own, so that a hang costs no more than that. All parts run, one after
+another; --call runs those of one of three calls, for machines that are lent for nine minutes at a time, and --parts
+those that are named. With --seconds, a part is started if at least half of its limit is left.
+
+What the parts have measured is written into one document, bench/results/<gpu>-torch<version>.json, every few seconds
+and as each part ends; it, and the parts' logs, are copied to $OUT if that is set. A document of the same sources, GPU
+and libraries that is there already is added to (if the machine keeps nothing, bring it there from $OUT before the next
+call); any other is moved into --folder. Exits with 1 if any part failed, after a short table of everything and the
+commands for what is left.
 """
 
 import argparse
 import contextlib
-import dataclasses
-import importlib.util
+import hashlib
 import json
+import math
 import os
 import re
-import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from _common import REPOSITORY, write_document
+from _gpu_plan import (
+    BENCH,
+    BUILD,
+    CALL_S,
+    CALLS,
+    ENDED,
+    FINISH_S,
+    PLAN,
+    Part,
+    advice,
+    describe,
+    json_of,
+    log_of,
+    parts,
+)
 
-BENCH = Path(__file__).resolve().parent
-TESTS = REPOSITORY / "tests"
-FINISH_S = 8
-"""Kept back for merging and for stopping a part."""
 MAX_LOG_NBYTES = 2 << 20
-TESTS_LIMIT_S, CALL_LIMIT_S = 220, 120
 
+# What has to be the same for the results of two calls to stand in one document.
+SAME = ("commit", "sources", "gpu", "driver", "torch", "cuda", "nccl", "triton")
 
-@dataclasses.dataclass
-class Part:
-    name: str
-    commands: list[list[str]]
-    """Run beside each other."""
-    limit_s: float
-    state: str = "not run"
-    detail: str = ""
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        return self.state == "ok"
-
-
-def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
-    python = sys.executable
-
-    def bench(name: str, script: str, limit_s: float, *options: str) -> Part:
-        dry = ["--dry-run"] if arguments.dry_run else []
-        command = [python, str(BENCH / script), *options, *dry, "--json", str(json_of(folder, name))]
-        return Part(name, [command], limit_s)
-
-    def kernels(name: str, limit_s: float, *of: str) -> Part:
-        return bench(name, "kernels.py", limit_s, "--seconds", f"{0.75 * limit_s:.0f}", "--parts", *of)
-
-    cuda = [] if arguments.dry_run else ["--device", "cuda"]
-    tests = [python, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-v", "--durations=10"]
-    if importlib.util.find_spec("pytest_timeout"):
-        # More than a call of ranks may take; and the session ends itself, so that what has failed is printed.
-        tests += [f"--timeout={CALL_LIMIT_S}", f"--session-timeout={TESTS_LIMIT_S - 30}"]
-    # Most of their time goes into compiling kernels, which as many cores can do at once.
-    files = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    built = [
-        Part("build", [shlex.split(arguments.build)], 170),
-        Part("compile", [[python, str(BENCH / "_compile.py")]], 60),
-        Part(
-            "tests",
-            [[*tests, *spread(path), str(path), *shlex.split(arguments.pytest)] for path in files],
-            TESTS_LIMIT_S,
-        ),
-    ]
-    measured = [
-        kernels("kernels", 130, "flat", "reduce", "programs", "scale"),
-        bench("hooks", "hook_overhead.py", 80, *cuda, "--numel", "1024", "65536", "6553600", "--rounds", "100"),
-        kernels("kernels-ragged", 70, "ragged"),
-        bench("overlap", "overlap.py", 60, "--seconds", "40"),
-        bench("hooks-2-ranks", "hook_overhead.py", 45, *cuda, "--ranks", "2", "--check-only", "--numel", "1024"),
-    ]
-    return measured if arguments.dry_run else built + measured
-
-
-def spread(path: Path) -> list[str]:
-    """Options by which a file's tests share the cores: of those hundreds that compile a kernel or two each."""
-    if path.name != "test_kernels.py" or not importlib.util.find_spec("xdist"):
-        return []
-    return ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "worksteal"]
-
-
-def json_of(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"
-
-
-def log_of(folder: Path, name: str) -> Path:
-    return folder / f"{name}.log"
+SOURCES = ("csrc", "kernels", "fusedcomm", "tests", "bench", "Makefile", "setup.py", "pyproject.toml")
+SOURCE_SUFFIXES = (".cpp", ".h", ".cu", ".py")
 
 
 # ---- running
 
 
+def take_env() -> dict[str, object]:
+    code = "import json, _common; print(json.dumps(_common.env()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, timeout=100)
+    if done.returncode:
+        raise SystemExit(f"torch cannot be asked what there is:\n{done.stderr}")
+    return {**json.loads(done.stdout.splitlines()[-1]), "sources": digest_of_sources()}
+
+
+def digest_of_sources() -> str:
+    """Of all that is built, tested and measured. A commit does not tell what has been changed since, and a copy of the
+    files has none."""
+    paths = [path for path in (REPOSITORY / name for name in SOURCES) if path.is_file()]
+    for name in SOURCES:
+        for folder, _, names in os.walk(REPOSITORY / name):
+            paths += [Path(folder, file) for file in names if file.endswith(SOURCE_SUFFIXES)]
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(f"{path.relative_to(REPOSITORY)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 class Run:
-    """All parts, and the document that they make."""
+    """The parts of one call, and the document that they and those of earlier calls make."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.folder = Path(arguments.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in os.listdir(self.folder):
-            if name.endswith((".json", ".log")):
-                (self.folder / name).unlink()
         self.deadline = time.monotonic() + arguments.seconds
         self.parts = parts(arguments, self.folder)
+        for part in self.parts:
+            for path in (json_of(self.folder, part.name), log_of(self.folder, part.name)):
+                path.unlink(missing_ok=True)
         self.dry_run = arguments.dry_run
         self.env: dict[str, object] = {}
+        self.earlier = empty_document()
+        self.replaced = ""
+        """Says why the document of earlier calls is not added to; empty if it is, or if there was none."""
         self.processes: list[subprocess.Popen] = []
 
     @property
@@ -125,35 +105,47 @@ class Run:
 
     def run(self) -> None:
         self.env = self._take_env()
+        self._take_earlier()
         try:
             for part in self.parts:
                 self._run_part(part)
                 self.write()
         finally:
             self._stop()
+            for part in self.parts:
+                if part.state == "running":
+                    part.state, part.detail = "cut off", "this call was stopped"
             self.write()
 
     def _take_env(self) -> dict[str, object]:
-        code = "import json, _common; print(json.dumps(_common.env()))"
-        done = subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, timeout=100)
-        if done.returncode:
-            raise SystemExit(f"torch cannot be asked what there is:\n{done.stderr}")
-        env = json.loads(done.stdout.splitlines()[-1])
+        env = take_env()
         if env["gpu"] is None and not self.dry_run:
             raise SystemExit("make gpu needs a CUDA GPU, and torch sees none here (try ARGS=--dry-run)")
         return env
 
+    def _take_earlier(self) -> None:
+        """The document of earlier calls, to be added to; one that cannot be is moved into the folder."""
+        if not self.results.exists():
+            return
+        try:
+            self.earlier = earlier_document(self.results.read_text(), self.env, self.dry_run)
+        except ValueError as error:
+            moved = Path(shutil.move(self.results, self.folder / f"replaced-{self.results.name}"))
+            self.replaced = f"{shown(self.results)} is begun anew, the old one is now {shown(moved)}: {error}"
+            print(self.replaced, flush=True)
+
     def _run_part(self, part: Part) -> None:
-        limit_s = min(part.limit_s, self.deadline - FINISH_S - time.monotonic())
-        if limit_s < min(10, part.limit_s):
-            part.detail = "no time left"
-        elif any(other.name == "build" and not other.ok for other in self.parts[: self.parts.index(part)]):
+        left_s = self.deadline - FINISH_S - time.monotonic()
+        limit_s = min(part.limit_s, left_s)
+        if any(other.name == BUILD.name and other.state != "ok" for other in self.parts[: self.parts.index(part)]):
             part.detail = "the build failed"
+        elif left_s < part.limit_s / 2 and part.name != BUILD.name:
+            part.detail = f"no time left: {max(0, left_s):.0f} s of {part.limit_s:.0f}"
         else:
             print(f"== {part.name}, at most {limit_s:.0f} s", flush=True)
             self._start_and_wait(part, limit_s)
         print(f"   {part.name}: {part.state} {part.detail} ({part.seconds:.0f} s)".replace("  (", " ("), flush=True)
-        if part.state in ("failed", "timed out"):
+        if part.failed:
             log = log_of(self.folder, part.name).read_text(errors="replace").splitlines()
             print("\n".join(f"   | {line[:200]}" for line in log[-15:]), flush=True)
 
@@ -163,7 +155,7 @@ class Run:
         with open(log_of(self.folder, part.name), "wb") as log:
             for command in part.commands:
                 process = subprocess.Popen(
-                    command,
+                    [word if isinstance(word, str) else word(limit_s) for word in command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -186,7 +178,7 @@ class Run:
         bad = [code for code in codes if code]
         part.state = "timed out" if None in codes else "failed" if bad else "ok"
         part.detail = f"after {limit_s:.0f} s" if None in codes else f"with exit status {bad[0]}" if bad else ""
-        if part.name == "tests":
+        if part.name.startswith("tests"):
             part.detail = test_summary(log_of(self.folder, part.name)) or part.detail
 
     def _stop(self) -> None:
@@ -206,17 +198,21 @@ class Run:
     # ---- what there is so far
 
     def document(self) -> dict:
-        document = {
-            "env": self.env,
-            "dry_run": self.dry_run,
-            "parts": [
-                {"name": p.name, "state": p.state, "detail": p.detail, "seconds": round(p.seconds, 1)}
-                for p in self.parts
-            ],
-            "benches": {},
-            "not_measured": [],
-            "rows": [],
-        }
+        """What earlier calls have found, less the parts that were run again, and what this one has."""
+        anew = self.names_run()
+        entries = {entry["name"]: entry for entry in self.earlier["parts"]}
+        for part in self.parts:
+            if part.name in anew or part.name not in entries:
+                entries[part.name] = {
+                    "name": part.name,
+                    "state": part.state,
+                    "detail": part.detail,
+                    "seconds": round(part.seconds, 1),
+                }
+        document = {"env": self.env, "dry_run": self.dry_run, **empty_document(), "parts": list(entries.values())}
+        for key in ("not_measured", "rows"):
+            document[key] = [entry for entry in self.earlier[key] if entry["bench"] not in anew]
+        document["benches"] = {name: bench for name, bench in self.earlier["benches"].items() if name not in anew}
         for part in self.parts:
             path = json_of(self.folder, part.name)
             if not path.exists():
@@ -227,6 +223,13 @@ class Run:
             bench.pop("env")
             document["benches"][part.name] = bench
         return document
+
+    def names_run(self) -> set[str]:
+        return {part.name for part in self.parts if part.state != "not run"}
+
+    def of_earlier_calls(self) -> set[str]:
+        """The parts of the document that this call has not run again."""
+        return {entry["name"] for entry in self.earlier["parts"]} - self.names_run()
 
     def write(self) -> None:
         document = self.document()
@@ -245,6 +248,34 @@ class Run:
         return "\n".join(texts)
 
 
+def empty_document() -> dict:
+    return {"parts": [], "benches": {}, "not_measured": [], "rows": []}
+
+
+def earlier_document(text: str, env: dict[str, object], dry_run: bool) -> dict:
+    """The document that earlier calls have left. Raises ValueError if results of `env` cannot stand beside its own."""
+    document = json.loads(text)
+    if not isinstance(document, dict) or not {"env", "dry_run", *empty_document()} <= document.keys():
+        raise ValueError("it is no document of this program")
+    now, before = {**env, "dry run": dry_run}, {**document["env"], "dry run": document["dry_run"]}
+    different = [
+        f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in ("dry run", *SAME)
+        if before.get(name) != now.get(name)
+    ]
+    if different:
+        raise ValueError("; ".join(different))
+    document["parts"] = [entry for entry in document["parts"] if entry["state"] != "not run"]
+    for entry in document["parts"]:
+        if entry["state"] == "running":
+            entry.update(state="cut off", detail="its call ended before it did")
+    return document
+
+
+def shown(path: Path) -> str:
+    return os.path.relpath(path, REPOSITORY)
+
+
 def test_summary(log: Path) -> str:
     """pytest's last lines, one for each file that came to its end, or the test it was at when it was stopped."""
     lines = log.read_text(errors="replace").splitlines()
@@ -259,7 +290,8 @@ def test_summary(log: Path) -> str:
 # ---- the table
 
 
-def print_summary(document: dict) -> None:
+def print_summary(document: dict, of_earlier_calls: Collection[str]) -> None:
+    """All that the document has; those named are marked as an earlier call's."""
     rows: dict[str, list[dict]] = {}
     for row in document["rows"]:
         rows.setdefault(row["bench"], []).append(row)
@@ -274,7 +306,8 @@ def print_summary(document: dict) -> None:
         print(f"\n2 ranks, buckets of {numel} elements, right: {', '.join(names) or 'none'}")
     print()
     for part in document["parts"]:
-        print(f"{part['name']:<16} {part['state']:<10} {part['seconds']:6.1f} s  {part['detail']}")
+        earlier = "(an earlier call) " if part["name"] in of_earlier_calls else ""
+        print(f"{part['name']:<16} {part['state']:<10} {part['seconds']:6.1f} s  {earlier}{part['detail']}")
     missing = sorted(document["not_measured"], key=lambda entry: not entry["failed"])
     for entry in missing[:12]:
         print(f"not measured: {entry['bench']} {entry['case']} {entry['impl']}: {entry['reason'][:110]}")
@@ -331,21 +364,42 @@ def print_overlap(rows: list[dict]) -> None:
         print(f"{case:<28} product {by['product']:.2f}, codec {by['codec']:.2f}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=525, help="in all (525)")
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=describe(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    names = [planned.name for planned in (BUILD, *PLAN)]
+    chosen.add_argument("--call", type=int, choices=CALLS, help="only the parts of this call, which fit nine minutes")
+    chosen.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help="only these: " + ", ".join(names))
+    parser.add_argument("--seconds", type=float, help=f"in all (with --call {CALL_S}, else as long as it takes)")
     parser.add_argument("--build", default="make build", metavar="COMMAND", help="that builds the extension")
     parser.add_argument("--pytest", default="", metavar="OPTIONS", help="further options for pytest")
     parser.add_argument("--folder", default=str(REPOSITORY / "build" / "gpu"), help="for the logs (build/gpu)")
     parser.add_argument("--dry-run", action="store_true", help="the benchmarks alone, tiny, on a CPU")
     arguments = parser.parse_args()
+    if arguments.seconds is None:
+        arguments.seconds = math.inf if arguments.call is None else CALL_S
+    if not parts(arguments, Path(arguments.folder)):
+        able = ", ".join(planned.name for planned in PLAN if planned.in_dry_run)
+        parser.error(f"a dry run has nothing of what was chosen: it has {able}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     run = Run(arguments)
     run.run()
     document = run.document()
-    print_summary(document)
-    print(f"written: {os.path.relpath(run.results, REPOSITORY)}")
-    failed = [f"{part.name} ({part.state} {part.detail})".replace(" )", ")") for part in run.parts if not part.ok]
+    print_summary(document, run.of_earlier_calls())
+    print(f"written: {shown(run.results)}")
+    if run.replaced:
+        print(run.replaced)
+    ended = [part["name"] for part in document["parts"] if part["state"] in ENDED]
+    if left := advice(ended, arguments.dry_run):
+        print(left)
+    failed = [f"{part.name} ({part.state} {part.detail})".replace(" )", ")") for part in run.parts if part.failed]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

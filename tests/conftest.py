@@ -55,6 +55,12 @@ def made_once(tmp_path_factory):
     return made_once
 
 
+@pytest.fixture
+def bench_modules(monkeypatch):
+    """Lets a test import what lies in bench/."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Four long-lived ranks; pass world_size= to use the first few."""

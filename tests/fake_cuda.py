@@ -146,7 +146,7 @@ class FakeCuda:
     def _interpret(self, kernel, num_programs: int, args: list) -> None:
         from triton.runtime.interpreter import GridExecutor
 
-        interpreter.patch_once_a_launch()
+        interpreter.mend()
 
         class InPlace(GridExecutor):
             """Leaves out the copies to the host and back: the arguments are there, and their sizes are not known."""

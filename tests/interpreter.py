@@ -1,12 +1,36 @@
-"""Triton's interpreter, for many small launches: half of its time went into patching triton.language anew in every call
-of one jitted function by another, which changes nothing within a launch."""
+"""Mends Triton's interpreter for the rest of this process: it takes every numpy, and many small launches are quick."""
 
 import functools
 
 
 @functools.cache
+def mend() -> None:
+    convert_one_element()
+    patch_once_a_launch()
+
+
+@functools.cache
+def convert_one_element() -> None:
+    """Lets Triton 3.6 use a value as a number, such as a bound of ``range``, with numpy 2.4 or later: the value is an
+    array of shape [1], and numpy converts only arrays without dimensions. Later Tritons remove the dimension."""
+    from triton.runtime import interpreter
+
+    patch_tensor = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch_tensor is None:  # not as any Triton that is known patches
+        return
+
+    def patch_lang_tensor(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+@functools.cache
 def patch_once_a_launch() -> None:
-    """For the rest of this process. Without effect where this Triton does not patch as those that are known do."""
+    """Half of the interpreter's time went into patching triton.language anew in every call of one jitted function by
+    another, which changes nothing within a launch. Without effect where this Triton does not patch as those that are
+    known do."""
     from triton.runtime import interpreter
 
     patch = getattr(interpreter, "_patch_lang", None)

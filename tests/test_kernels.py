@@ -29,7 +29,7 @@ from fusedcomm.kernels.reduce import reduce  # noqa: E402
 from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
 from fusedcomm.kernels.unpack import unpack  # noqa: E402
 
-interpreter.patch_once_a_launch()
+interpreter.mend()
 
 # numpy, under the interpreter, remarks on every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

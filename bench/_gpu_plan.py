@@ -1,0 +1,181 @@
+"""What `make gpu` runs: every part, its limit, and the call that it belongs to, the most valuable first."""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from _common import REPOSITORY
+
+Word = str | Callable[[float], str]
+"""Of a command. A function makes one of the seconds that the part is given."""
+BENCH = Path(__file__).resolve().parent
+TESTS = REPOSITORY / "tests"
+
+# What a call may take in all. Of its nine minutes, 15 s are for make and for the start of Python.
+CALL_S = 525
+
+# Kept back of it, for merging and for stopping a part.
+FINISH_S = 8
+
+FAILED = ("failed", "timed out")
+ENDED = ("ok", *FAILED)
+"""States of a part. The others are "not run" and "running", and "cut off" where a call was ended while it ran."""
+
+# More than a call of ranks may take, so that a test that hangs is told by name.
+TEST_LIMIT_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    name: str
+    call: int
+    limit_s: float
+    in_dry_run: bool = True
+    """A dry run has the benchmarks alone."""
+
+
+BUILD = Planned("build", 0, 160, in_dry_run=False)
+"""Comes first in every call, since the machine may be another each time."""
+
+PLAN = (
+    Planned("compile", 1, 60, in_dry_run=False),
+    Planned("tests-hooks", 1, 180, in_dry_run=False),
+    Planned("hooks-2-ranks", 1, 45),
+    Planned("overlap", 1, 60),
+    Planned("hooks", 2, 80),
+    Planned("kernels", 2, 160),
+    Planned("kernels-ragged", 2, 90),
+    Planned("tests-kernels", 3, 330, in_dry_run=False),
+)
+CALLS = tuple(sorted({planned.call for planned in PLAN}))
+
+# Hundreds of tests that compile a kernel or two each. All other files with GPU tests are about hooks.
+KERNEL_TESTS = ("test_kernels.py", "test_ragged_cuda.py")
+
+
+def of_call(call: int) -> list[Planned]:
+    return [planned for planned in PLAN if planned.call == call]
+
+
+def call_limit_s(call: int) -> float:
+    """What the parts of a call may take in all."""
+    return BUILD.limit_s + sum(planned.limit_s for planned in of_call(call))
+
+
+def describe() -> str:
+    """The calls with their parts and limits, for --help."""
+    lines = [f"{BUILD.name}, {BUILD.limit_s:.0f} s at most, comes first, always; then, the most valuable first:"]
+    for call in CALLS:
+        names = ", ".join(f"{planned.name} ({planned.limit_s:.0f} s)" for planned in of_call(call))
+        lines.append(f"  --call {call}, {call_limit_s(call):.0f} s at most in all: {names}")
+    return "\n".join(lines)
+
+
+def advice(ended: Sequence[str], dry_run: bool) -> str:
+    """What of the plan has not come to an end, and the commands that run it; empty if all has."""
+    wanted = [planned for planned in PLAN if planned.in_dry_run or not dry_run]
+    left = [planned for planned in wanted if planned.name not in ended]
+    if not left:
+        return ""
+    names = ", ".join(planned.name for planned in left)
+    calls = sorted({planned.call for planned in left})
+    options = [f"--call {call}" for call in calls]
+    if len(left) < sum(planned.call in calls for planned in wanted):
+        options = [f"--parts {' '.join(planned.name for planned in left)}"]
+    dry = " --dry-run" if dry_run else ""
+    return f"left: {names}. To run: " + ", then ".join(f'make gpu ARGS="{option}{dry}"' for option in options)
+
+
+# ---- parts
+
+
+@dataclasses.dataclass
+class Part:
+    name: str
+    commands: list[list[Word]]
+    """Run beside each other."""
+    limit_s: float
+    state: str = "not run"
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.state in FAILED
+
+
+def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
+    """Those chosen by arguments.call or arguments.parts, or else all, in the order of the plan, after the build."""
+    everything = [BUILD, *PLAN]
+    if arguments.call is not None:
+        everything = [BUILD, *of_call(arguments.call)]
+    elif arguments.parts is not None:
+        everything = [BUILD, *(planned for planned in PLAN if planned.name in arguments.parts)]
+    chosen = [planned for planned in everything if planned.in_dry_run or not arguments.dry_run]
+    return [Part(planned.name, commands(planned.name, arguments, folder), planned.limit_s) for planned in chosen]
+
+
+def commands(name: str, arguments: argparse.Namespace, folder: Path) -> list[list[Word]]:
+    python = sys.executable
+
+    def bench(script: str, *options: Word) -> list[list[Word]]:
+        dry = ["--dry-run"] if arguments.dry_run else []
+        return [[python, str(BENCH / script), *options, *dry, "--json", str(json_of(folder, name))]]
+
+    def kernels(*of: str) -> list[list[Word]]:
+        return bench("kernels.py", "--seconds", lambda limit_s: f"{0.75 * limit_s:.0f}", "--parts", *of)
+
+    cuda = [] if arguments.dry_run else ["--device", "cuda"]
+    match name:
+        case "build":
+            return [shlex.split(arguments.build)]
+        case "compile":
+            return [[python, str(BENCH / "_compile.py")]]
+        case "tests-hooks" | "tests-kernels":
+            return [pytest_command(path, arguments.pytest) for path in test_files(name)]
+        case "hooks-2-ranks":
+            return bench("hook_overhead.py", *cuda, "--ranks", "2", "--check-only", "--numel", "1024")
+        case "overlap":
+            return bench("overlap.py", "--seconds", lambda limit_s: f"{limit_s * 2 / 3:.0f}")
+        case "hooks":
+            return bench("hook_overhead.py", *cuda, "--numel", "1024", "65536", "6553600", "--rounds", "100")
+        case "kernels":
+            return kernels("flat", "reduce", "programs", "scale")
+        case "kernels-ragged":
+            return kernels("ragged")
+    raise ValueError(f"{name}: in the plan, but nothing says what it runs")
+
+
+def test_files(name: str) -> list[Path]:
+    """The files with GPU tests of "tests-hooks" or "tests-kernels". They run beside each other, since most of their
+    time goes into compiling kernels, which as many cores can do at once."""
+    files = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    return [path for path in files if (path.name in KERNEL_TESTS) == (name == "tests-kernels")]
+
+
+def pytest_command(path: Path, options: str) -> list[Word]:
+    command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-v", "--durations=10"]
+    if importlib.util.find_spec("pytest_timeout"):
+        # The session ends itself, so that what has failed is printed.
+        command += [f"--timeout={TEST_LIMIT_S}", lambda limit_s: f"--session-timeout={max(10, limit_s - 30):.0f}"]
+    return [*command, *spread(path), str(path), *shlex.split(options)]
+
+
+def spread(path: Path) -> list[str]:
+    """Options by which a file's tests share the cores: of those hundreds that compile a kernel or two each."""
+    if path.name != "test_kernels.py" or not importlib.util.find_spec("xdist"):
+        return []
+    return ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "worksteal"]
+
+
+def json_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.json"
+
+
+def log_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.log"
