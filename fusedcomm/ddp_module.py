@@ -1,7 +1,7 @@
 """What has to be known of a DDP module to attach to it, some of it in fields of DDP's own, and which modules cannot be
 attached to. One place for what another version of torch may change."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -68,21 +68,37 @@ def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
             )
 
 
-def named_tensors(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """The module's parameters that are neither ignored nor delayed, in the order of named_parameters()."""
-    delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
-    return [
-        (name, tensor)
-        for name, tensor in ddp.module.named_parameters()
-        if name not in ddp.parameters_to_ignore and id(tensor) not in delayed
-    ]
+def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that DDP's reducer takes if they require gradients: all but the `ignored`. In the order of
+    named_parameters(), a tied parameter once by each of its names.
+
+    As DDP does, it leaves out a tied parameter only if all its names are ignored, and, for a parameter of `module`
+    itself, looks for a name that begins with a dot.
+    """
+    taken = {
+        id(tensor)
+        for path, child in module.named_modules()
+        for name, tensor in child.named_parameters(recurse=False)
+        if f"{path}.{name}" not in ignored
+    }
+    return [(name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False) if id(tensor) in taken]
+
+
+def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+    """Where the gradients are, or will be when parameters are no longer frozen."""
+    return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
+
+
+def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Those that require gradients, or all if none does: any may be trained later."""
+    return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
 
 
 def synchronised_parameters(
     named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
 ) -> list[NamedParameter]:
     """What the reducer has; see :func:`fusedcomm.session.named_parameters`. RuntimeError: on several devices."""
-    devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
+    devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
     return named_parameters(named, configs)

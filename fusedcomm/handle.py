@@ -16,6 +16,7 @@ from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ddp_module import (
     bucket_nbytes_caps,
+    device_of,
     named_tensors,
     native_hook,
     refuse_options,
@@ -76,15 +77,17 @@ def attach(
             sum of a part of all ranks' encoded chunks, in rank order, and encodes it again), "one-shot" (every rank
             gets all ranks' encoded chunks and takes the fp32 sum: of two ranks as many bytes, rounded once), or "auto":
             by world size and bucket size, as the printed plan says.
-        exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
-            None means ("1d",) for wires with scales, unless wire_for has a wire for "1d", and () for the others.
+        exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards, of
+            a tied parameter any of its names. None means ("1d",) for wires with scales, unless wire_for has a wire for
+            "1d", and () for the others.
         block: wires with scales only: elements that share a scale of `wire`; a power of two from 32 to 4096. None: 128,
             for int4 32. Those of wire_for have the default.
         rotate: wires with scales only: runs of 32 elements are multiplied by a Hadamard matrix before they are
             quantised and by its inverse afterwards, so that an outlier costs its block less. Helps int4 on
             heavy-tailed gradients (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
-        wire_for: wires of their own for some parameters, in the same payload: {"lm_head.*": "bf16", "embed*": "int8"}.
-            Patterns as for exempt, which goes first; then the first that matches. "fp32" is as exempt.
+        wire_for: wires of their own for some parameters, in the same payload: {"lm_head.*": "bf16", "*.mlp.*": "int4"}.
+            Patterns as for exempt, which goes first; then the first that matches. "fp32" is as exempt. Two that give a
+            tied parameter, by different names, different wires are an error.
         rounding: "nearest", or "stochastic": up or down by chance, such that the mean of many roundings is right.
             Nearest has half the worst error; stochastic does not lose what is small in the same direction every time.
         seed: rounding="stochastic" only: the same seed, step and buckets give the same bits, on any device.
@@ -183,8 +186,8 @@ def attach(
                 )
         configs = [Config(wire=wire, **options)]
     _check_module(ddp)
-    named = named_tensors(ddp)
-    device = next((tensor.device for _, tensor in named if tensor.requires_grad), torch.device("cpu"))
+    named = named_tensors(ddp.module, ddp.parameters_to_ignore)
+    device = device_of(named)
     parameters, problem = [], None
     try:
         refuse_options(ddp)

@@ -18,7 +18,7 @@ from fusedcomm.autotune import OFF, Candidate, Search, Tuning
 from fusedcomm.config import WIRES, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.plan import Plan
-from fusedcomm.session import NamedParameter, Session, trainable
+from fusedcomm.session import NamedParameter, Session, numbered, trainable
 from fusedcomm.state_dict import take_over
 
 DEFAULT_WIRES = ("fp32", "bf16")
@@ -178,7 +178,7 @@ class Tuner:
         self._off = Session(
             config,
             process_group,
-            _numbered(parameters, config),
+            numbered(parameters, config),
             local,
             device,
             announce,
@@ -373,7 +373,7 @@ class Tuner:
         session = Session(
             config,
             self._off.process_group,
-            _numbered(self._off.parameters, config),
+            numbered(self._off.parameters, config),
             self._off.local,
             self._off.device,
             self._announce,
@@ -444,10 +444,6 @@ class Tuner:
 def model_digest(parameters: Sequence[NamedParameter]) -> str:
     described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trainable(parameters)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-
-
-def _numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
-    return [dataclasses.replace(p, wire=config.wire_number(p.name, p.tensor)) for p in parameters]
 
 
 def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
