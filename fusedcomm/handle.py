@@ -223,7 +223,12 @@ def attach(
 
 
 class Handle:
-    """One attachment of fusedcomm to a DDP module; made by :func:`attach`."""
+    """One attachment of fusedcomm to a DDP module; made by :func:`attach`.
+
+    A copy of it, as in ``copy.deepcopy(trainer)`` or ``torch.save(ddp)`` where one of these holds the handle, is
+    attached to nothing, as the copied module is: ``detach()`` does nothing and all else raises RuntimeError. Call
+    ``attach`` on the copied module for a handle of its own. The original stays attached.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookTarget") -> None:
         self._ddp = weakref.ref(ddp)
@@ -349,6 +354,10 @@ class Handle:
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
         old = self._runs
+    def __reduce__(self) -> tuple:
+        # Process groups, threads and connections stay with the original.
+        return _CopiedHandle, ()
+
         if isinstance(old, Tuner):
             self._runs = old.moved(ddp.process_group)
         else:
@@ -392,6 +401,20 @@ class _ForwardGuard:
                 _targets[ddp].set(None, ddp.process_group)  # as DDP's default would, follow its group
         elif handle is None and not self._is_detached:
             self._warn_lost()
+class _CopiedHandle(Handle):
+    """What copying or pickling makes of a handle."""
+
+    def __init__(self) -> None:
+        self._attached = False
+
+    @property
+    def _runs(self) -> Session | Tuner:
+        raise RuntimeError(
+            "fusedcomm: this handle is a copy, made with copy or pickle, and is attached to nothing: call "
+            "fusedcomm.attach on the copied module, and use the handle that it returns"
+        )
+
+
         elif handle is not None:
             handle._before_forward(ddp)
             self._is_detached = not handle._is_hooked

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, integers, refused, synchronise, threads_of_engine
+from models import Gradients, integers, mean_of_integers, refused, synchronise, threads_of_engine
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,6 +192,46 @@ def printed_nowhere(rank, world_size):
 
 def test_a_plan_that_cannot_be_printed_does_not_part_rank_0_from_the_others(ranks):
     assert ranks.run(printed_nowhere, world_size=2) == [1, 1]
+class Trainer:
+    """As trainers do, it holds the handle; so does its module."""
+
+    def __init__(self, wire):
+        self.ddp = DistributedDataParallel(Gradients((128, 64)))
+        self.comm = self.ddp.comm = fusedcomm.attach(self.ddp, wire=wire, quiet=True)
+
+
+def copies_of_a_trainer(rank, world_size, wire):
+    trainer = Trainer(wire)
+    gradients = [integers(rank, (128, 64))]
+    synchronise(trainer.ddp, gradients)
+    buffer = io.BytesIO()
+    torch.save(trainer, buffer)
+    buffer.seek(0)
+    said, means = [], []
+    for other in (copy.deepcopy(trainer), torch.load(buffer, weights_only=False)):
+        assert other.comm is other.ddp.comm is not trainer.comm
+        for handle in (other.comm, copy.deepcopy(other.comm)):
+            for method in ("stats", "plan", "tuning", "nonfinite_report", "state_dict"):
+                with pytest.raises(RuntimeError) as error:
+                    getattr(handle, method)()
+                said.append(str(error.value))
+            handle.detach()
+        other.comm = fusedcomm.attach(other.ddp, wire="fp32", quiet=True)
+        means += synchronise(other.ddp, gradients)
+        assert other.comm.stats().steps == 1
+    synchronise(trainer.ddp, gradients)
+    return said, means, trainer.comm.plan().buckets[0].parameters
+
+
+@pytest.mark.parametrize("wire", ["bf16", "auto"])
+def test_a_copied_handle_is_attached_to_nothing_and_says_so(ranks, wire):
+    for said, means, parameters in ranks.run(copies_of_a_trainer, wire, world_size=2):
+        assert len(said) == 20
+        assert all("this handle is a copy" in text and "call fusedcomm.attach on the copied" in text for text in said)
+        assert all(torch.equal(mean, mean_of_integers(2, (128, 64))) for mean in means)
+        assert parameters == ("weights.0",)  # the original goes on
+
+
 
 
 # --- no allocation in a steady state --------------------------------------------------------------------------------
