@@ -104,6 +104,34 @@ def synchronised_parameters(
     return named_parameters(named, configs)
 
 
+def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:
+    """The options by which DDP decides what its ranks exchange, JSON-serialisable: where they differ, DDP fails or
+    waits for ever.
+
+    ``gradient_as_bucket_view`` and ``batched_grad_copy`` may differ, and so may ``bucket_cap_mb`` where DDP begins with
+    one bucket and rebuilds it as rank 0 does.
+    """
+    options = {
+        "bucket_cap_mb_list": _in_mib(ddp.bucket_bytes_cap_list),
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+    }
+    if next(ddp.module.buffers(), None) is not None:
+        # The second is its name in older versions of torch.
+        name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+        options[name] = getattr(ddp, name)
+    agreed: dict[str, object] = {"ddp": options}
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        # Not among `options`: these are compared first, so this is there on all ranks or on none.
+        agreed["ddp.bucket_cap_mb"] = _in_mib(dict.fromkeys(bucket_nbytes_caps(ddp)))
+    return agreed
+
+
+def _in_mib(caps_nbytes: Iterable[int]) -> str:
+    """One for each bucket, the last for all that follow; empty if there are none."""
+    return ", ".join(f"{nbytes / (1 << 20):.10g}" for nbytes in caps_nbytes)
+
+
 def bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
     """The caps by which DDP rebuilds its buckets: one for each bucket, the last for all that follow."""
     if ddp is None:

@@ -19,6 +19,7 @@ from fusedcomm.ddp_module import (
     device_of,
     named_tensors,
     native_hook,
+    options_to_agree,
     refuse_options,
     refuse_sparse,
     synchronised_parameters,
@@ -197,7 +198,16 @@ def attach(
     except (RuntimeError, ValueError) as error:  # of this rank, maybe: the others have to know
         problem = error
     if space is None:
-        runs = Session(configs[0], ddp.process_group, parameters, local, device, announce=not quiet, problem=problem)
+        runs = Session(
+            configs[0],
+            ddp.process_group,
+            parameters,
+            local,
+            device,
+            announce=not quiet,
+            also_agree=options_to_agree(ddp),
+            problem=problem,
+        )
     else:
         runs = _tuner(ddp, space, parameters, local, device, tuned, announce=not quiet, problem=problem)
     target = _targets.get(ddp)
@@ -344,6 +354,10 @@ class Handle:
         """
         load_state_dict(self._session, state)
 
+    def __reduce__(self) -> tuple:
+        # Process groups, threads and connections stay with the original.
+        return _CopiedHandle, ()
+
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._session.process_group is not ddp.process_group:
             self._follow_process_group(ddp)
@@ -354,14 +368,17 @@ class Handle:
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
         old = self._runs
-    def __reduce__(self) -> tuple:
-        # Process groups, threads and connections stay with the original.
-        return _CopiedHandle, ()
-
         if isinstance(old, Tuner):
             self._runs = old.moved(ddp.process_group)
         else:
-            self._runs = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
+            self._runs = Session(
+                old.config,
+                ddp.process_group,
+                old.parameters,
+                old.local,
+                old.device,
+                also_agree=options_to_agree(ddp),  # with ranks that attach only now
+            )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
         self._run_on(ddp)
@@ -384,6 +401,20 @@ class Handle:
             self._target.set(self._session.hook, ddp.process_group)
 
 
+class _CopiedHandle(Handle):
+    """What copying or pickling makes of a handle."""
+
+    def __init__(self) -> None:
+        self._attached = False
+
+    @property
+    def _runs(self) -> Session | Tuner:
+        raise RuntimeError(
+            "fusedcomm: this handle is a copy, made with copy or pickle, and is attached to nothing: call "
+            "fusedcomm.attach on the copied module, and use the handle that it returns"
+        )
+
+
 class _ForwardGuard:
     """Forward pre-hook: notices, once a step, what a communication hook cannot see. Copied with the module."""
 
@@ -401,20 +432,6 @@ class _ForwardGuard:
                 _targets[ddp].set(None, ddp.process_group)  # as DDP's default would, follow its group
         elif handle is None and not self._is_detached:
             self._warn_lost()
-class _CopiedHandle(Handle):
-    """What copying or pickling makes of a handle."""
-
-    def __init__(self) -> None:
-        self._attached = False
-
-    @property
-    def _runs(self) -> Session | Tuner:
-        raise RuntimeError(
-            "fusedcomm: this handle is a copy, made with copy or pickle, and is attached to nothing: call "
-            "fusedcomm.attach on the copied module, and use the handle that it returns"
-        )
-
-
         elif handle is not None:
             handle._before_forward(ddp)
             self._is_detached = not handle._is_hooked
@@ -468,6 +485,7 @@ def _tuner(
         local,
         device,
         announce=announce,
+        also_agree=options_to_agree(ddp),
         caps=lambda: bucket_nbytes_caps(module()),
         tuned=tuned,
         problem=problem,

@@ -144,6 +144,7 @@ class Tuner:
 
     Args:
         announce: whether rank 0 may print.
+        also_agree: as for :class:`Session`.
         tuned: what an earlier search has found, to begin with that.
         problem: why this rank cannot take part.
         caps: DDP's caps on buckets by now, in bytes, None when the module is gone.
@@ -161,12 +162,14 @@ class Tuner:
         *,
         announce: bool,
         caps: Callable[[], list[int] | None],
+        also_agree: Mapping[str, object] | None = None,
         tuned: Tuning | None = None,
         problem: Exception | None = None,
     ) -> None:
         self._space = space
         self._announce = announce
         self._caps = caps
+        self._also_agree = also_agree or {}
         self._target: _C.HookTarget | None = None
         self._model = model_digest(parameters)
         misfit = None if tuned is None else self._misfit(tuned, process_group.size(), device)
@@ -182,7 +185,7 @@ class Tuner:
             local,
             device,
             announce,
-            also_agree={"auto": auto},
+            also_agree={"auto": auto, **self._also_agree},
             watched=False,
             problem=problem,
         )
@@ -260,6 +263,7 @@ class Tuner:
             old.device,
             announce=self._announce,
             caps=self._caps,
+            also_agree=self._also_agree,
             tuned=tuned,
         )
         take_over(new.session, old)
