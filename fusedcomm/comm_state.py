@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fusedcomm.autotune import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
-from fusedcomm.ddp_module import refuse_delayed
+from fusedcomm.ddp_module import named_tensors, refuse_delayed
 from fusedcomm.session import NamedParameter, Session, named_parameters
 from fusedcomm.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.stats import Stats
@@ -156,8 +156,7 @@ class CommState:
         if self._module is None:
             return None
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
-        named = [(name, tensor) for name, tensor in self._module.named_parameters() if name not in ignored]
-        return named_parameters(named, [self.config])
+        return named_parameters(named_tensors(self._module, ignored), [self.config])
 
     def __getstate__(self) -> dict:
         # A copy is a configuration; the engine, the group and the model stay with the original.

@@ -1,15 +1,15 @@
 """What a user can choose, checked when it is chosen."""
 
 import dataclasses
-import fnmatch
 import math
 import os
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from fusedcomm import chunks, env, hosts
+from fusedcomm import chunks, env, hosts, patterns
 from fusedcomm.native import _C
+from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
@@ -20,8 +20,6 @@ FALLBACK_WIRES = ("fp32", "bf16", "fp16")
 LOCAL_WIRES = ("fp32", "bf16", "fp16")
 _LOCAL_WIRE = "bf16"
 """By default, of a wire that rounds, too."""
-
-ONE_DIMENSIONAL = "1d"
 
 # Biases and norms: a fraction of a percent of the elements, and most of the damage when they are quantised.
 _DEFAULT_EXEMPT = dict.fromkeys(WITH_SCALES, (ONE_DIMENSIONAL,))
@@ -258,13 +256,20 @@ class Config:
         """The number of a wire that parameters may have; see csrc/plan.h."""
         return self.wires.index(wire) if wire in self.wires else _C.EXACT_WIRE
 
-    def wire_number(self, name: str, parameter: torch.Tensor) -> int:
-        if self.is_exempt(name, parameter):
-            return _C.EXACT_WIRE
-        for pattern, wire in self.wire_for.items():
-            if _matches(pattern, name, parameter):
-                return self.number_of(wire)
-        return 0
+    @property
+    def rules(self) -> list[Rule]:
+        """The patterns, in their order."""
+        return [
+            *(Rule("exempt", pattern, "fp32") for pattern in self.exempt),
+            *(Rule("wire_for", pattern, wire) for pattern, wire in self.wire_for.items()),
+        ]
+
+    def wire_number(self, name: str, parameter: torch.Tensor, other_names: Sequence[str] = ()) -> int:
+        """See csrc/plan.h. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
+        rule = patterns.rule_for(self.rules, (name, *other_names), parameter)
+        if rule is None:
+            return 0
+        return _C.EXACT_WIRE if rule.field == "exempt" else self.number_of(rule.wire)
 
     @property
     def wire_number_1d(self) -> int:
@@ -325,39 +330,11 @@ class Config:
         return tuple(pattern for pattern in (*self.exempt, *self.wire_for) if pattern != ONE_DIMENSIONAL)
 
     def is_exempt(self, name: str, parameter: torch.Tensor) -> bool:
-        return any(_matches(pattern, name, parameter) for pattern in self.exempt)
+        return any(rule.field == "exempt" and rule.matches(name, parameter) for rule in self.rules)
 
     def check_patterns(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError for a pattern that has no effect on parameters of these names: one that matches none, as a
-        typo does, or only what `exempt` or patterns before it have given another wire. "1d" and "*" may be for what
-        another model has."""
-        first: dict[str, str] = {}  # by the parameter's name: the pattern that it goes to
-        for field, patterns in (("exempt", self.exempt), ("wire_for", self.wire_for)):
-            for pattern in patterns:
-                matching = {name: parameter for name, parameter in parameters if _matches(pattern, name, parameter)}
-                what = f"{field} pattern {pattern!r}"
-                if not matching and pattern != ONE_DIMENSIONAL:
-                    raise ValueError(
-                        f"{what} matches none of the {len(parameters)} parameters that DDP synchronises, for example "
-                        f"{', '.join(name for name, _ in parameters[:3])}"
-                    )
-                if field == "wire_for" and pattern != "*" and matching.keys() <= first.keys():
-                    number = self.number_of(self.wire_for[pattern])
-                    other = next((name for name in matching if self.wire_number(name, matching[name]) != number), None)
-                    if other is not None:
-                        raise ValueError(
-                            f"{what} has no effect: all {len(matching)} parameters that it matches have gone to "
-                            f"patterns before it, {other!r} to the {first[other]}, for example: put it before those of "
-                            f"wire_for, change exempt={self.exempt!r}, or leave it out"
-                        )
-                for name in matching:
-                    first.setdefault(name, what)
-
-
-def _matches(pattern: str, name: str, parameter: torch.Tensor) -> bool:
-    if pattern == ONE_DIMENSIONAL:
-        return parameter.dim() <= 1
-    return fnmatch.fnmatchcase(name, pattern)
+        """See :func:`fusedcomm.patterns.check`."""
+        patterns.check(self.rules, parameters)
 
 
 def residual_name(error_feedback: bool | str | None) -> str | None:

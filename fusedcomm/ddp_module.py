@@ -2,7 +2,7 @@
 attached to. One place for what another version of torch may change."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -127,24 +127,68 @@ def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
             )
 
 
-def named_tensors(ddp: DistributedDataParallel) -> list[tuple[str, torch.Tensor]]:
-    """The module's parameters that are neither ignored nor delayed, in the order of named_parameters()."""
-    delayed = {id(parameter) for parameter in getattr(ddp, "_delay_all_reduce_params", [])}
-    return [
-        (name, tensor)
-        for name, tensor in ddp.module.named_parameters()
-        if name not in ddp.parameters_to_ignore and id(tensor) not in delayed
-    ]
+def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that DDP's reducer takes if they require gradients: all but the `ignored`. In the order of
+    named_parameters(), a tied parameter once by each of its names.
+
+    As DDP does, it leaves out a tied parameter only if all its names are ignored, and, for a parameter of `module`
+    itself, looks for a name that begins with a dot.
+    """
+    taken = {
+        id(tensor)
+        for path, child in module.named_modules()
+        for name, tensor in child.named_parameters(recurse=False)
+        if f"{path}.{name}" not in ignored
+    }
+    return [(name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False) if id(tensor) in taken]
+
+
+def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+    """Where the gradients are, or will be when parameters are no longer frozen."""
+    return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
+
+
+def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Those that require gradients, or all if none does: any may be trained later."""
+    return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
 
 
 def synchronised_parameters(
     named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
 ) -> list[NamedParameter]:
     """What the reducer has; see :func:`fusedcomm.session.named_parameters`. RuntimeError: on several devices."""
-    devices = sorted({str(tensor.device) for _, tensor in named if tensor.requires_grad})
+    devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
     return named_parameters(named, configs)
+
+
+def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:
+    """The options by which DDP decides what its ranks exchange, JSON-serialisable: where they differ, DDP fails or
+    waits for ever.
+
+    ``gradient_as_bucket_view`` and ``batched_grad_copy`` may differ, and so may ``bucket_cap_mb`` where DDP begins with
+    one bucket and rebuilds it as rank 0 does.
+    """
+    options = {
+        "bucket_cap_mb_list": _in_mib(ddp.bucket_bytes_cap_list),
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+    }
+    if next(ddp.module.buffers(), None) is not None:
+        # The second is its name in older versions of torch.
+        name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+        options[name] = getattr(ddp, name)
+    agreed: dict[str, object] = {"ddp": options}
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        # Not among `options`: these are compared first, so this is there on all ranks or on none.
+        agreed["ddp.bucket_cap_mb"] = _in_mib(dict.fromkeys(bucket_nbytes_caps(ddp)))
+    return agreed
+
+
+def _in_mib(caps_nbytes: Iterable[int]) -> str:
+    """One for each bucket, the last for all that follow; empty if there are none."""
+    return ", ".join(f"{nbytes / (1 << 20):.10g}" for nbytes in caps_nbytes)
 
 
 def bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:

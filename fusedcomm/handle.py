@@ -16,8 +16,10 @@ from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ddp_module import (
     bucket_nbytes_caps,
+    device_of,
     named_tensors,
     native_hook,
+    options_to_agree,
     refuse_options,
     refuse_sparse,
     synchronised_parameters,
@@ -77,15 +79,17 @@ def attach(
             sum of a part of all ranks' encoded chunks, in rank order, and encodes it again), "one-shot" (every rank
             gets all ranks' encoded chunks and takes the fp32 sum: of two ranks as many bytes, rounded once), or "auto":
             by world size and bucket size, as the printed plan says.
-        exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards.
-            None means ("1d",) for wires with scales, unless wire_for has a wire for "1d", and () for the others.
+        exempt: parameters that travel exactly, in the same payload: "1d" (biases, norms) and names with wildcards, of
+            a tied parameter any of its names. None means ("1d",) for wires with scales, unless wire_for has a wire for
+            "1d", and () for the others.
         block: wires with scales only: elements that share a scale of `wire`; a power of two from 32 to 4096. None: 128,
             for int4 32. Those of wire_for have the default.
         rotate: wires with scales only: runs of 32 elements are multiplied by a Hadamard matrix before they are
             quantised and by its inverse afterwards, so that an outlier costs its block less. Helps int4 on
             heavy-tailed gradients (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
-        wire_for: wires of their own for some parameters, in the same payload: {"lm_head.*": "bf16", "embed*": "int8"}.
-            Patterns as for exempt, which goes first; then the first that matches. "fp32" is as exempt.
+        wire_for: wires of their own for some parameters, in the same payload: {"lm_head.*": "bf16", "*.mlp.*": "int4"}.
+            Patterns as for exempt, which goes first; then the first that matches. "fp32" is as exempt. Two that give a
+            tied parameter, by different names, different wires are an error.
         rounding: "nearest", or "stochastic": up or down by chance, such that the mean of many roundings is right.
             Nearest has half the worst error; stochastic does not lose what is small in the same direction every time.
         seed: rounding="stochastic" only: the same seed, step and buckets give the same bits, on any device.
@@ -184,8 +188,8 @@ def attach(
                 )
         configs = [Config(wire=wire, **options)]
     _check_module(ddp)
-    named = named_tensors(ddp)
-    device = next((tensor.device for _, tensor in named if tensor.requires_grad), torch.device("cpu"))
+    named = named_tensors(ddp.module, ddp.parameters_to_ignore)
+    device = device_of(named)
     parameters, problem = [], None
     try:
         refuse_options(ddp)
@@ -196,7 +200,16 @@ def attach(
     except (RuntimeError, ValueError) as error:  # of this rank, maybe: the others have to know
         problem = error
     if space is None:
-        runs = Session(configs[0], ddp.process_group, parameters, local, device, announce=not quiet, problem=problem)
+        runs = Session(
+            configs[0],
+            ddp.process_group,
+            parameters,
+            local,
+            device,
+            announce=not quiet,
+            also_agree=options_to_agree(ddp),
+            problem=problem,
+        )
     else:
         runs = _tuner(ddp, space, parameters, local, device, tuned, announce=not quiet, problem=problem)
     target = _targets.get(ddp)
@@ -222,7 +235,12 @@ def attach(
 
 
 class Handle:
-    """One attachment of fusedcomm to a DDP module; made by :func:`attach`."""
+    """One attachment of fusedcomm to a DDP module; made by :func:`attach`.
+
+    A copy of it, as in ``copy.deepcopy(trainer)`` or ``torch.save(ddp)`` where one of these holds the handle, is
+    attached to nothing, as the copied module is: ``detach()`` does nothing and all else raises RuntimeError. Call
+    ``attach`` on the copied module for a handle of its own. The original stays attached.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookTarget") -> None:
         self._ddp = weakref.ref(ddp)
@@ -338,6 +356,10 @@ class Handle:
         """
         load_state_dict(self._session, state)
 
+    def __reduce__(self) -> tuple:
+        # Process groups, threads and connections stay with the original.
+        return _CopiedHandle, ()
+
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._session.process_group is not ddp.process_group:
             self._follow_process_group(ddp)
@@ -351,7 +373,14 @@ class Handle:
         if isinstance(old, Tuner):
             self._runs = old.moved(ddp.process_group)
         else:
-            self._runs = Session(old.config, ddp.process_group, old.parameters, old.local, old.device)
+            self._runs = Session(
+                old.config,
+                ddp.process_group,
+                old.parameters,
+                old.local,
+                old.device,
+                also_agree=options_to_agree(ddp),  # with ranks that attach only now
+            )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
         self._run_on(ddp)
@@ -372,6 +401,20 @@ class Handle:
             self._tuner.start(self._target)
         else:
             self._target.set(self._session.hook, ddp.process_group)
+
+
+class _CopiedHandle(Handle):
+    """What copying or pickling makes of a handle."""
+
+    def __init__(self) -> None:
+        self._attached = False
+
+    @property
+    def _runs(self) -> Session | Tuner:
+        raise RuntimeError(
+            "fusedcomm: this handle is a copy, made with copy or pickle, and is attached to nothing: call "
+            "fusedcomm.attach on the copied module, and use the handle that it returns"
+        )
 
 
 class _ForwardGuard:
@@ -444,6 +487,7 @@ def _tuner(
         local,
         device,
         announce=announce,
+        also_agree=options_to_agree(ddp),
         caps=lambda: bucket_nbytes_caps(module()),
         tuned=tuned,
         problem=problem,

@@ -1,6 +1,8 @@
 """What fusedcomm will do, in words: printed by rank 0 at attach and returned by ``Handle.plan()``."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,9 @@ from fusedcomm.autotune import Tuning
 from fusedcomm.config import Config
 from fusedcomm.hosts import Hosts, advice
 from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.session import NamedParameter
 
 _MIB = 1 << 20
 
@@ -52,6 +57,8 @@ class Plan:
     """What wire="auto" has found."""
     ranks_on_host: int | None = None
     """As torchrun says; None: nobody said."""
+    frozen: bool = False
+    """Whether no parameter requires gradients now. There are no buckets then, or those of the last backward pass."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -89,7 +96,20 @@ class Plan:
                 lines.append(f"  {self.tuning.bucket_cap}")
         if self.hosts is not None and self.hosts.flat_reason and not self.off:
             lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.hosts!r})")
-        lines.append(f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters")
+        if self.frozen:
+            lines.append("  no parameter requires gradients: nothing is sent until one does")
+        if self.buckets or not self.frozen:
+            lines += self._table()
+        if self.exempt:
+            shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
+            lines.append(f"  exact in the same payload: {shown}")
+        if self.predicted and not self.frozen:
+            later = "" if self.off else "; plan() after two steps shows them as they are"
+            lines.append(f"  buckets as DDP is expected to cut them{later}")
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        lines = [f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"]
         for index, row in enumerate(self.buckets):
             first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
             names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
@@ -108,13 +128,7 @@ class Plan:
             )
         elif any(row.sum == "two-shot" for row in self.buckets) and not self._has_tried_two_levels:
             lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
-        if self.exempt:
-            shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
-            lines.append(f"  exact in the same payload: {shown}")
-        if self.predicted:
-            later = "" if self.off else "; plan() after two steps shows them as they are"
-            lines.append(f"  buckets as DDP is expected to cut them{later}")
-        return "\n".join(lines)
+        return lines
 
     @property
     def _has_tried_two_levels(self) -> bool:
@@ -133,29 +147,30 @@ def predicted_rows(
     native: "_C.WireConfig | None",
     world_size: int,
     hosts: Hosts | None,
-    parameters: list[tuple[str, torch.nn.Parameter]],
+    parameters: Sequence["NamedParameter"],
     bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
-    """Rows for `parameters` (name, tensor) cut as DDP cuts them: from the last parameter to the first.
+    """Rows for `parameters` cut as DDP cuts them: from the last parameter to the first.
 
     Args:
         native: None for DDP's own all-reduce.
     """
+    if not parameters:  # of which torch's function makes an assertion fail
+        return ()
     backwards = parameters[::-1]
-    indices, _ = dist._compute_bucket_assignment_by_size([tensor for _, tensor in backwards], bucket_nbytes_caps)
+    indices, _ = dist._compute_bucket_assignment_by_size([p.tensor for p in backwards], bucket_nbytes_caps)
     rows = []
     for bucket in indices:
         members = [backwards[index] for index in bucket]
         exact, lossy = 0, [0] * len(config.wires)
-        for name, tensor in members:
-            numel = tensor.numel() * (2 if tensor.is_complex() else 1)
-            number = config.wire_number(name, tensor)
-            if number == _C.EXACT_WIRE:
+        for parameter in members:
+            numel = parameter.tensor.numel() * (2 if parameter.tensor.is_complex() else 1)
+            if parameter.wire == _C.EXACT_WIRE:
                 exact += numel
             else:
-                lossy[number] += numel
-        dtype = members[0][1].dtype
-        names = tuple(name for name, _ in members)
+                lossy[parameter.wire] += numel
+        dtype = members[0].tensor.dtype
+        names = tuple(parameter.name for parameter in members)
         dtype = dtype.to_real() if dtype.is_complex else dtype
         rows.append(_row(native, world_size, hosts, names, dtype, exact, lossy))
     return tuple(rows)

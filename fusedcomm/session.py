@@ -20,6 +20,7 @@ from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_a
 from fusedcomm.cpu import CpuPath
 from fusedcomm.cuda import CudaPath
 from fusedcomm.native import _C
+from fusedcomm.patterns import by_tensor
 from fusedcomm.peers import Peers, warn_alone
 from fusedcomm.recorder import Recorder
 from fusedcomm.stats import NonFinite, Stats, collect, nonfinite_rows
@@ -41,26 +42,38 @@ class NamedParameter:
     tensor: torch.Tensor
     wire: int
     """Its number, see csrc/plan.h."""
+    other_names: tuple[str, ...] = ()
+    """Of a tied parameter. Patterns know it by them, too; state, plan and the ranks by `name` alone."""
 
 
 def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequence[Config]) -> list[NamedParameter]:
     """Those that require gradients first, then the others, which DDP may have had from before they were frozen. Wires
     by the first of `configs`.
 
+    Args:
+        named: a tied parameter once by each of its names.
+
     Raises:
-        ValueError: a pattern has no effect on parameters that require gradients, whichever of `configs` is used.
+        ValueError: a pattern has no effect on parameters that require gradients (on any, if all are frozen), or two
+            disagree over a tied one, whichever of `configs` is used.
     """
     named = sorted(named, key=lambda pair: not pair[1].requires_grad)
-    with_gradients = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+    checked = [(name, tensor) for name, tensor in named if tensor.requires_grad] or named
     errors = []
     for each in configs:
         try:
-            each.check_patterns(with_gradients)
+            each.check_patterns(checked)
         except ValueError as error:
             errors.append(error)
     if len(errors) == len(configs):
         raise errors[0]
-    return [NamedParameter(name, tensor, configs[0].wire_number(name, tensor)) for name, tensor in named]
+    parameters = [NamedParameter(name, tensor, 0, tuple(others)) for (name, *others), tensor in by_tensor(named)]
+    return numbered(parameters, configs[0])
+
+
+def numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
+    """With the wires that they have by `config`."""
+    return [dataclasses.replace(p, wire=config.wire_number(p.name, p.tensor, p.other_names)) for p in parameters]
 
 
 def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParameter]:
@@ -402,24 +415,25 @@ class Session:
         Args:
             off: the buckets do not come here but go through DDP's own all-reduce.
         """
+        now = trainable(self.parameters)
         rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
         predicted = not rows
         if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
-            named = [(p.name, p.tensor) for p in trainable(self.parameters)]
             native = None if off else self.native_config
-            rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, named, bucket_nbytes_caps)
+            rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, now, bucket_nbytes_caps)
         return plan.Plan(
             config=self.effective_config,
             world_size=self.world_size,
             device_type=self.device.type,
             codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
-            exempt=tuple(p.name for p in trainable(self.parameters) if p.wire == _C.EXACT_WIRE),
+            exempt=tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,
             off=off,
             ranks_on_host=env.local_world_size(),
+            frozen=self.parameters is not None and not now,
         )
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from fusedcomm.config import WIRES, Config, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.peers import PeerLostError, warn_alone
 from fusedcomm.plan import Plan
-from fusedcomm.session import NamedParameter, Session, trainable
+from fusedcomm.session import NamedParameter, Session, numbered, trainable
 from fusedcomm.state_dict import take_over
 
 DEFAULT_WIRES = ("fp32", "bf16")
@@ -145,6 +145,7 @@ class Tuner:
 
     Args:
         announce: whether rank 0 may print.
+        also_agree: as for :class:`Session`.
         tuned: what an earlier search has found, to begin with that.
         problem: why this rank cannot take part.
         caps: DDP's caps on buckets by now, in bytes, None when the module is gone.
@@ -162,12 +163,14 @@ class Tuner:
         *,
         announce: bool,
         caps: Callable[[], list[int] | None],
+        also_agree: Mapping[str, object] | None = None,
         tuned: Tuning | None = None,
         problem: Exception | None = None,
     ) -> None:
         self._space = space
         self._announce = announce
         self._caps = caps
+        self._also_agree = also_agree or {}
         self._target: _C.HookTarget | None = None
         self._model = model_digest(parameters)
         misfit = None if tuned is None else self._misfit(tuned, process_group.size(), device)
@@ -179,11 +182,11 @@ class Tuner:
         self._off = Session(
             config,
             process_group,
-            _numbered(parameters, config),
+            numbered(parameters, config),
             local,
             device,
             announce,
-            also_agree={"auto": auto},
+            also_agree={"auto": auto, **self._also_agree},
             watched=False,
             problem=problem,
         )
@@ -261,6 +264,7 @@ class Tuner:
             old.device,
             announce=self._announce,
             caps=self._caps,
+            also_agree=self._also_agree,
             tuned=tuned,
         )
         take_over(new.session, old)
@@ -377,7 +381,7 @@ class Tuner:
         session = Session(
             config,
             self._off.process_group,
-            _numbered(self._off.parameters, config),
+            numbered(self._off.parameters, config),
             self._off.local,
             self._off.device,
             self._announce,
@@ -448,10 +452,6 @@ class Tuner:
 def model_digest(parameters: Sequence[NamedParameter]) -> str:
     described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trainable(parameters)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
-
-
-def _numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
-    return [dataclasses.replace(p, wire=config.wire_number(p.name, p.tensor)) for p in parameters]
 
 
 def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:

@@ -41,9 +41,9 @@ def attach_to(model: nn.Module, wire: str = "int4", ddp_kwargs: dict | None = No
     return ddp, fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True, **kwargs)
 
 
-def refused(rank: int, world_size: int, kwargs: dict) -> str:
+def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
     """What attach says to arguments that are not possible."""
-    ddp = DistributedDataParallel(Gradients((50, 2), (3,)))
+    ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
         fusedcomm.attach(ddp, **kwargs)
     except ValueError as error:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from models import Gradients, integers, refused, synchronise, threads_of_engine
+from models import Gradients, integers, mean_of_integers, refused, synchronise, threads_of_engine
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +95,67 @@ def test_an_environment_variable_out_of_range_is_named(monkeypatch):
     assert config.choose_codec_threads(1, 2) == 1
 
 
+class Normed(Gradients):
+    """Has buffers, which DDP broadcasts."""
+
+    def __init__(self):
+        super().__init__((50, 2), (3,))
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+def attached_with_other_options(rank, world_size, of_ranks, wire):
+    options = dict(of_ranks[rank])
+    broadcasts = options.pop("broadcast_buffers", True)
+    ddp = DistributedDataParallel(Normed(), **options)
+    ddp.broadcast_buffers = broadcasts  # given to the constructor, it would make that wait already
+    try:
+        fusedcomm.attach(ddp, wire=wire, quiet=True)
+    except RuntimeError as error:
+        return str(error)
+    return "attached"
+
+
+UNUSED = {"find_unused_parameters": True}
+
+
+@pytest.mark.parametrize("wire", ["int8", "auto"])
+@pytest.mark.parametrize(
+    ("of_ranks", "words"),
+    [
+        (({}, UNUSED), "ddp.find_unused_parameters is False on rank 0 and True on rank 1"),
+        (({"static_graph": True}, {}), "ddp.static_graph is True on rank 0 and False on rank 1"),
+        ((UNUSED, {**UNUSED, "bucket_cap_mb": 30}), "ddp.bucket_cap_mb is '1, 25' on rank 0 and '30' on rank 1"),
+        (({"bucket_cap_mb_list": [1, 2.5]}, {}), "ddp.bucket_cap_mb_list is '1, 2.5' on rank 0 and '' on rank 1"),
+        (({"broadcast_buffers": False}, {}), "_buffers is False on rank 0 and True on rank 1"),
+    ],
+    ids=str,
+)
+def test_options_of_ddp_that_differ_between_ranks_are_named(ranks, of_ranks, words, wire):
+    for error in ranks.run(attached_with_other_options, of_ranks, wire, world_size=2):
+        assert "fusedcomm: the ranks do not agree: ddp." in error and f"{words}. Give every rank" in error
+
+
+def trained_with_other_options(rank, world_size, of_ranks):
+    ddp = DistributedDataParallel(Gradients((128, 64), (9,)), **of_ranks[rank])
+    fusedcomm.attach(ddp, wire="fp32", quiet=True)
+    return synchronise(ddp, [integers(rank, (128, 64)), integers(rank, (9,))], steps=4)
+
+
+@pytest.mark.parametrize(
+    "of_ranks",
+    [
+        ({"gradient_as_bucket_view": True}, {}),
+        ({"bucket_cap_mb": 0.01}, {"bucket_cap_mb": 1}),
+        ({"static_graph": True}, {"static_graph": True, "bucket_cap_mb": 0.01}),
+        ({"broadcast_buffers": False}, {}),  # of no buffers
+    ],
+    ids=str,
+)
+def test_options_of_ddp_that_change_nothing_for_other_ranks_may_differ(ranks, of_ranks):
+    for means in ranks.run(trained_with_other_options, of_ranks, world_size=2):
+        assert all(torch.equal(mean, mean_of_integers(2, mean.shape)) for mean in means)
+
+
 # --- the handle -----------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +190,46 @@ def test_stats_plan_detach_and_attach_again(ranks):
         for seen in (after_detach, after_attach):
             assert all(torch.equal(a, b) for a, b in zip(seen, means, strict=True))
         assert buckets == 1
+
+
+class Trainer:
+    """As trainers do, it holds the handle; so does its module."""
+
+    def __init__(self, wire):
+        self.ddp = DistributedDataParallel(Gradients((128, 64)))
+        self.comm = self.ddp.comm = fusedcomm.attach(self.ddp, wire=wire, quiet=True)
+
+
+def copies_of_a_trainer(rank, world_size, wire):
+    trainer = Trainer(wire)
+    gradients = [integers(rank, (128, 64))]
+    synchronise(trainer.ddp, gradients)
+    buffer = io.BytesIO()
+    torch.save(trainer, buffer)
+    buffer.seek(0)
+    said, means = [], []
+    for other in (copy.deepcopy(trainer), torch.load(buffer, weights_only=False)):
+        assert other.comm is other.ddp.comm is not trainer.comm
+        for handle in (other.comm, copy.deepcopy(other.comm)):
+            for method in ("stats", "plan", "tuning", "nonfinite_report", "state_dict"):
+                with pytest.raises(RuntimeError) as error:
+                    getattr(handle, method)()
+                said.append(str(error.value))
+            handle.detach()
+        other.comm = fusedcomm.attach(other.ddp, wire="fp32", quiet=True)
+        means += synchronise(other.ddp, gradients)
+        assert other.comm.stats().steps == 1
+    synchronise(trainer.ddp, gradients)
+    return said, means, trainer.comm.plan().buckets[0].parameters
+
+
+@pytest.mark.parametrize("wire", ["bf16", "auto"])
+def test_a_copied_handle_is_attached_to_nothing_and_says_so(ranks, wire):
+    for said, means, parameters in ranks.run(copies_of_a_trainer, wire, world_size=2):
+        assert len(said) == 20
+        assert all("this handle is a copy" in text and "call fusedcomm.attach on the copied" in text for text in said)
+        assert all(torch.equal(mean, mean_of_integers(2, (128, 64))) for mean in means)
+        assert parameters == ("weights.0",)  # the original goes on
 
 
 def checkpointed(rank, world_size):
