@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 _TAG = 0x66757365
 """Of messages that nobody sends on the user's group ("fuse")."""
-_POLL_S = 0.25
-"""Between two looks at the connections, and at most between two requests of a waiting rank to the store…"""
+_FIRST_POLL_S, _POLL_S = 1e-3, 0.25
+"""Between two requests of a waiting rank to the store, at first and in the end; the latter between two looks at
+connections, too."""
 _POLLS_PER_S = 500
-"""…of which all ranks together make no more."""
+"""Most requests of all waiting ranks together, in the end."""
 _GRACE_S = 1.0
 """A rank that leaves when it has given what others wait for is no loss: what they wait for may just be arriving."""
 _ANSWER_S = 2.0
@@ -93,18 +94,22 @@ class Peers:
             return [rank for rank, key in keys.items() if not store.check([key])]
 
         def wait_for_all() -> list[int]:
-            began = time.monotonic()
+            # Not store.wait(), of whose time-outs a TCPStore writes lines to stderr.
+            began, pause_s = time.monotonic(), _FIRST_POLL_S
             while not given_up.is_set():
-                asked = time.monotonic()
-                patience_s = min(2 * self._poll_s, max(began + limit_s - asked, 0.01))
+                waited_s = time.monotonic() - began
                 try:
-                    store.wait(list(keys.values()), datetime.timedelta(seconds=patience_s))
-                    return []
-                except (RuntimeError, dist.DistStoreError) as error:
-                    if time.monotonic() - asked < 0.9 * patience_s:
-                        raise _store_failure(error, time.monotonic() - began) from error
-                if time.monotonic() - began >= limit_s:
-                    return missing()
+                    if store.check(list(keys.values())):
+                        return []
+                    if waited_s >= limit_s:
+                        return missing()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"fusedcomm: the process group's store failed after {waited_s:.1f} s: {error}. The process "
+                        "that hosts it may be gone: look at its log, and restart the job"
+                    ) from error
+                given_up.wait(pause_s)
+                pause_s = min(2 * pause_s, self._poll_s)
             return []
 
         try:
@@ -167,8 +172,8 @@ class Peers:
         others = f" So are ranks {sorted(lost)[1:]}." if len(lost) > 1 else ""
         return PeerLostError(
             f"fusedcomm: rank {self.rank} of {self.world_size}: {self._name(rank)} is lost, and this rank waits for it "
-            f"while {what}: {cause}. {self._last_seen(rank)}.{others} If it died, its own log says why; restart the "
-            "job from a checkpoint."
+            f"while {what}. {self._last_seen(rank)}.{others} If it died, its own log says why; restart the job from a "
+            f"checkpoint. Its connection: {cause}"
         )
 
     def _report_stall(self, what: str, needed: Callable[[], Collection[int]] | None, waited_s: float) -> None:
@@ -270,10 +275,3 @@ def _answer(function: Callable[[], T]) -> T | None:
 
 def _text(store: dist.Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _store_failure(error: Exception, waited_s: float) -> RuntimeError:
-    return RuntimeError(
-        f"fusedcomm: the process group's store failed after {waited_s:.1f} s: {error}. The process that hosts it "
-        "may be gone: look at its log, and restart the job"
-    )
