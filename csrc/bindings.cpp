@@ -101,8 +101,16 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
+// A backend that ends joins its threads, and those may be waiting for the GIL.
+struct DeleteWithoutGil {
+  void operator()(PeerSentinels* sentinels) const {
+    const py::gil_scoped_release no_gil;
+    delete sentinels;
+  }
+};
+
 void bind_peers(py::module_& m) {
-  py::class_<PeerSentinels>(m, "PeerSentinels")
+  py::class_<PeerSentinels, std::unique_ptr<PeerSentinels, DeleteWithoutGil>>(m, "PeerSentinels")
       .def(py::init<BackendPtr, int>(), py::kw_only(), py::arg("backend"), py::arg("tag"), NoGil())
       .def(
           "look",
