@@ -39,7 +39,8 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   run "$binary"
   binary="$build/exchange_stress-${sanitizer//,/-}"
   "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
-    -isystem "$torch/include/torch/csrc/api/include" tests/native/exchange_stress.cpp csrc/exchange.cpp \
+    -isystem "$torch/include/torch/csrc/api/include" \
+    tests/native/exchange_stress.cpp csrc/exchange.cpp csrc/peer_sentinels.cpp \
     -o "$binary" -pthread -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
   run "$binary"
 done
