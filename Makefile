@@ -114,9 +114,13 @@ $(VENV)/.torch: | check-tools
 	$(PY) -m pip install $(PIP_ARGS) $(TORCH)
 	echo '$(TORCH)' > $@
 
-# Not for every machine: where there is no wheel of them, the tests that need them skip themselves.
+# Not for every machine: where there is no wheel of them, the tests that need them skip themselves. The oldest Triton
+# that pyproject.toml allows has a folder of its own, where tests/test_kernel_constants.py looks for it.
 $(VENV)/.kernels: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
+	oldest=$$(sed -n 's/.*"triton>=\([0-9.]*\),.*/\1/p' pyproject.toml); \
+	$(PY) -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-oldest "triton==$$oldest.*" \
+	  || echo "The test that compiles the GPU kernels with Triton $$oldest will skip itself." >&2
 	touch $@
 
 $(VENV)/.lint: pyproject.toml $(VENV)/.torch

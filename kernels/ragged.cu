@@ -52,6 +52,17 @@ __device__ __forceinline__ T greater(T a, T b) {
   return a < b ? b : a;
 }
 
+// Of all lanes, which must all take part.
+__device__ __forceinline__ u32 warp_max(u32 value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value = greater(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+#else
+  return __reduce_max_sync(kAllLanes, value);
+#endif
+}
+
 // ---- elements
 
 #ifdef __CUDACC_RTC__
@@ -418,7 +429,7 @@ __device__ __forceinline__ u32 block_absmax(const float (&y)[kLaneNumel], int la
       u32 top = 0;
 #pragma unroll
       for (int k = 0; k < kBlockVectors; ++k) top = greater(top, tops[(block * kBlockVectors + k) % kNumVectors]);
-      top = __reduce_max_sync(kAllLanes, top);
+      top = warp_max(top);
       if (lane == block) absmax = top;
     }
   } else {
@@ -550,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const bool any_nonfinite = __any_sync(kAllLanes, top >= kInfBits);
     if constexpr (WIRE == kInt8 && BLOCK >= kRunNumel) {
       if (!tile.exact) {
-        top = __reduce_max_sync(kAllLanes, top);
+        top = warp_max(top);
         if constexpr (BLOCK > kRunNumel) {
           if (lane == 0) run_tops[turn][warp] = top;
           __syncthreads();

@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def minus_zeros(shape: tl.constexpr, dtype: tl.constexpr):
-    """-0: adding it changes nothing, not even the sign of a zero. By bits, for Triton makes a literal -0.0 +0.
+def minus_zero_unless(present, dtype: tl.constexpr):
+    """-0, or +0 if `present`: a scalar of dtype fp32, or its bits in an integer as wide as its float.
 
-    Of dtype fp32; or its bits, in an integer of its float's width.
+    Adding -0 changes nothing, not even the sign of a zero. By bits, for Triton makes a literal -0.0 +0. Chosen at run
+    time, for Triton 3.6 to 3.8 load a constant of 16 bits wrongly: sign-extended, where a register holds it twice.
     """
+    bits = tl.where(present, 0, -(2 ** (dtype.primitive_bitwidth - 1)))
     if dtype == tl.float32:
-        return tl.full(shape, -(2**31), tl.int32).to(tl.float32, bitcast=True)
+        return bits.to(tl.float32, bitcast=True)
     else:
-        SIGN_BIT: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
-        return tl.full(shape, SIGN_BIT, dtype)
+        return bits.to(dtype)
 
 
 @triton.jit
@@ -57,17 +58,18 @@ def load_rank(
     Values that decode to -0 if there is no such rank.
     """
     PER_CODE: tl.constexpr = per_code(WIRE)
-    numel = tl.where(rank < world_size, numel, 0)
+    present = rank < world_size
+    numel = tl.where(present, numel, 0)
     lane = code_lane(TILE, VEC, WIRE)
     mask = lane < numel // VEC * (VEC // PER_CODE)
     codes = section_of(codes_in, in_stride, rank) + begin // VEC * (VEC // PER_CODE)
     if has_scales(WIRE):
         # Code 0 is +0 in every wire.
         scales = section_of(scales_in, in_stride, rank) + begin // BLOCK
-        none = minus_zeros([TILE // VEC], scales_in.dtype.element_ty)
+        none = minus_zero_unless(present, scales_in.dtype.element_ty)
         return tl.load(codes + lane, mask=mask, other=0), load_scales(scales, 0, numel, none, VEC, BLOCK, TILE)
     else:
-        none = minus_zeros([TILE], codes_in.dtype.element_ty)
+        none = minus_zero_unless(present, codes_in.dtype.element_ty)
         return tl.load(codes + lane, mask=mask, other=none), 0.0
 
 
@@ -110,7 +112,7 @@ def reduce_tile(
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
     kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK)
-    total = minus_zeros([TILE], tl.float32)
+    total = tl.full([TILE], minus_zero_unless(False, tl.float32), tl.float32)
     # With scales and residuals, four at a time are more than the registers hold.
     AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
     for rank in range(0, world_size, AT_A_TIME):
@@ -243,7 +245,13 @@ def reduce_kernel(
     key = (noise_seed, noise_parameter, noise_step, noise_source)
     num_exact_units = 0
     if HAS_EXACT:
-        num_exact_units = num_parts * tiles_of(part_exact_numel, TILE)
+        # Triton gives all accesses of one shape the widest layout among them. Where the lossy stream's is wider than
+        # four elements of 4 bytes, the exact stream's tiles have another shape, lest they go through shared memory.
+        VEC: tl.constexpr = vector_numel(
+            codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual.dtype.element_ty
+        )
+        EXACT_TILE: tl.constexpr = TILE if VEC == 4 else TILE // 4
+        num_exact_units = num_parts * tiles_of(part_exact_numel, EXACT_TILE)
         reduce_stream(
             scales_in,
             exact_in,
@@ -262,7 +270,7 @@ def reduce_kernel(
             FP32,
             FP32,
             BLOCK,
-            TILE,
+            EXACT_TILE,
             False,
             False,
             0,

@@ -273,6 +273,13 @@ def check_arithmetic_and_resources(code):
     assert code["cubin_begin"] == base64.b64encode(b"\x7fELF").decode()
 
 
+def test_sums_need_no_shared_memory(compiled):
+    """A thread adds the elements that it has loaded, and stores them."""
+    reduces = {key: code for key, code in compiled.items() if key.startswith("reduce-")}
+    assert len(reduces) > len(CAPABILITIES) * len(WIRES)
+    assert [key for key, code in reduces.items() if code["shared_nbytes"] or "bar.sync" in code["ptx"]] == []
+
+
 POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
 SECTIONS = POINTER * 3
 ENCODING = POINTER * 2 + I64 + I32 * 3

@@ -165,13 +165,16 @@ DRIVER = """
 CUDA_ON_CPU_EXPORT(ragged_pack_kernel, kNumThreads)
 CUDA_ON_CPU_EXPORT(ragged_unpack_kernel, kNumThreads)
 """
-# (wire, gradients, block, tile, epilogue); tiles of 8192 are the engine's.
+OLDEST_CAPABILITY = 75
+# (block, capability): the oldest one shuffles where later ones have an instruction.
+BLOCKS = (*((block, 80) for block in (32, 64, 256, 512, 1024)), (256, OLDEST_CAPABILITY), (1024, OLDEST_CAPABILITY))
+# (wire, gradients, block, tile, epilogue, capability); tiles of 8192 are the engine's.
 BUILDS = (
-    *((wire, dtype, 128, SMALL, 1) for wire in WIRES for dtype in DTYPES),
-    *(("int8", torch.float32, block, SMALL, 1) for block in (32, 64, 256, 512, 1024)),
-    *(("int8", torch.bfloat16, block, 8192, 0) for block in (32, 256, 4096)),
-    ("int8", torch.float16, 2048, 8192, 1),
-    ("bf16", torch.float32, 128, 8192, 1),
+    *((wire, dtype, 128, SMALL, 1, 80) for wire in WIRES for dtype in DTYPES),
+    *(("int8", torch.float32, block, SMALL, 1, capability) for block, capability in BLOCKS),
+    *(("int8", torch.bfloat16, block, 8192, 0, 80) for block in (32, 256, 4096)),
+    ("int8", torch.float16, 2048, 8192, 1, 80),
+    ("bf16", torch.float32, 128, 8192, 1, 80),
 )
 
 
@@ -193,10 +196,10 @@ def build_all(compiler, folder):
     (folder / "driver.cpp").write_text(DRIVER)
 
     def build(key):
-        wire, dtype, block, tile, epilogue = key
+        wire, dtype, block, tile, epilogue, capability = key
         path = folder / name_of(key)
         macros = {"WIRE": WIRES.index(wire), "GRAD": DTYPES.index(dtype), "BLOCK": block, "TILE": tile}
-        macros["EPILOGUE"] = epilogue
+        macros |= {"EPILOGUE": epilogue, "__CUDA_ARCH__": 10 * capability}
         command = [compiler, "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
         # A longjmp from one stack to another is what the check of fortified ones is against.
         command += ["-fsanitize=alignment", "-U_FORTIFY_SOURCE", "-fvisibility=hidden"]
@@ -285,12 +288,12 @@ class OnCpu:
 
 @pytest.fixture
 def on_cpu(libraries):
-    """runner(setup) → its kernels, built for a tile and with an epilogue."""
+    """runner(setup) → its kernels, built for a tile, with an epilogue, as for a compute capability."""
 
-    def make(tile=SMALL, epilogue=1):
+    def make(tile=SMALL, epilogue=1, capability=80):
         def runner(setup):
-            block = setup.layout.block_numel
-            return OnCpu(libraries[setup.layout.wire, setup.memory.dtype, block, tile, epilogue], setup, tile)
+            build = (setup.layout.wire, setup.memory.dtype, setup.layout.block_numel, tile, epilogue, capability)
+            return OnCpu(libraries[build], setup, tile)
 
         return runner
 
@@ -326,17 +329,18 @@ def test_any_bytes_are_decoded(on_cpu, wire, dtype):
     check_unpack(on_cpu(), setup, 0.5, random_parts(setup))
 
 
-@pytest.mark.parametrize("block", [32, 64, 256, 512, 1024])
-def test_blocks(on_cpu, block):
+@pytest.mark.parametrize(("block", "capability"), BLOCKS)
+def test_blocks(on_cpu, block, capability):
+    kernels = on_cpu(capability=capability)
     for gap, seed in ((0, 1), (4, 2), (3, 3)):
         setup = make_setup("int8", torch.float32, block, [2600, 3, 1], [100], chunk_nbytes=3000, gap=gap, seed=seed)
-        check_pack(on_cpu(), setup, 1.0)
-        check_unpack(on_cpu(), setup, 1.0, packed(setup, 1.0))
+        check_pack(kernels, setup, 1.0)
+        check_unpack(kernels, setup, 1.0, packed(setup, 1.0))
 
 
 @pytest.mark.parametrize(
     ("wire", "dtype", "block", "epilogue"),
-    [(wire, dtype, block, epilogue) for wire, dtype, block, tile, epilogue in BUILDS if tile == 8192],
+    [(wire, dtype, block, epilogue) for wire, dtype, block, tile, epilogue, _ in BUILDS if tile == 8192],
     ids=str,
 )
 def test_tiles_of_the_engine(on_cpu, wire, dtype, block, epilogue):
@@ -408,9 +412,14 @@ def lane_nbytes(wire, dtype):
 
 CODE = [
     *((wire, dtype, 128, 90) for wire in WIRES for dtype in DTYPES),
-    *((wire, torch.float32, 128, capability) for wire in ("bf16", "int8") for capability in (80, 100, 120)),
+    *(
+        (wire, torch.float32, 128, capability)
+        for wire in ("bf16", "int8")
+        for capability in (OLDEST_CAPABILITY, 80, 100, 120)
+    ),
     ("int8", torch.bfloat16, 32, 120),
     ("int8", torch.bfloat16, 4096, 80),
+    ("int8", torch.bfloat16, 4096, OLDEST_CAPABILITY),
 ]
 
 
