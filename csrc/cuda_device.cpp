@@ -162,10 +162,7 @@ void CudaDevice::will_use(const at::Tensor& tensor) const {
   for (const c10::Stream& stream : streams()) tensor.record_stream(stream);
 }
 
-void CudaDevice::check_caller() const {
-  if (!on_streams()) return;
-  TORCH_CHECK(!driver_->is_capturing(current_stream().native_handle()), kRefusedCapture);
-}
+void CudaDevice::check_caller() const { TORCH_CHECK(!driver_->is_capturing(stream_handle()), kRefusedCapture); }
 
 void CudaDevice::enter_watching_thread() const {
   if (!on_streams()) return;
@@ -190,16 +187,17 @@ const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& la
   return layout.lossy_numel == 0 ? kernels_.at_any_encoding(key) : kernels_.at(key);
 }
 
+void* CudaDevice::stream_handle() const { return on_streams() ? current_stream().native_handle() : nullptr; }
+
 template <typename Launch>
 void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args) {
   if (num_tiles == 0) return;
-  void* stream = on_streams() ? current_stream().native_handle() : nullptr;
-  launch(*driver_, kernel, std::min(num_tiles, max_programs_), stream, args);
+  launch(*driver_, kernel, std::min(num_tiles, max_programs_), stream_handle(), args);
   ++num_launches_;
 }
 
 void CudaDevice::warm_up() {
-  void* stream = on_streams() ? current_stream().native_handle() : nullptr;
+  void* stream = stream_handle();
   for (const auto& [key, kernel] : kernels_.kernels) {
     const auto warm = [&, &kernel = kernel](auto args) { launch(*driver_, kernel, 1, stream, args); };
     if (key.kernel == PackLaunch::kName) warm(PackLaunch{});

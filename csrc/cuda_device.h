@@ -49,6 +49,8 @@ class CudaDevice : public StreamDevice {
   int64_t num_launches() const { return num_launches_; }
 
  private:
+  // Of the current stream, for the driver; null on CPU.
+  void* stream_handle() const;
   const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
   void launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args);

@@ -69,6 +69,15 @@ class FakeCuda:
     def fail(self, call: str, result: int) -> None:
         self.library.fake_fail(call.encode(), result)
 
+    @contextlib.contextmanager
+    def capturing(self):
+        """Within it the driver says that streams are being captured into a graph."""
+        self.library.fake_capture(1)
+        try:
+            yield
+        finally:
+            self.library.fake_capture(0)
+
     def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
         from fusedcomm.kernels import compile, constants
 

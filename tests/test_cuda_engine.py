@@ -12,7 +12,7 @@ from models import Gradients, Mlp, Sparse, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import cuda
+from fusedcomm import cuda, handle
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 
@@ -280,6 +280,34 @@ def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
     assert "the pack of chunk 1/1 failed for bucket 0 (weights.0; 1 parameters" in error
     assert "cuLaunchKernel failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)" in error
     assert "FUSEDCOMM_SYNC=1 finds the stage" in error
+
+
+def captured(rank, world_size, library, is_watched):
+    """What a backward pass under capture raises, what had been done for it by then, and the gradient after it."""
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    begun = []
+    with fake.takes_over(wire="bf16"):
+        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        target = handle._targets[ddp]
+        if is_watched:  # as while wire="auto" searches
+            target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
+        (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+        with fake.capturing(), pytest.raises(RuntimeError) as raised:
+            ddp.reducer._run_comm_hook(bucket).wait()
+        done = len(fake.launches), len(begun), len(target.take_seen())
+        (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+        num_seen = len(target.take_seen())
+        comm.detach()
+    return str(raised.value), done, seen.unique().tolist(), num_seen
+
+
+@pytest.mark.parametrize("is_watched", [False, True], ids=["alone", "searching"])
+def test_a_captured_step_is_refused_before_anything_is_done(ranks, library, is_watched):
+    ((error, done, gradient, num_seen),) = ranks.run(captured, library, is_watched, world_size=1)
+    assert "captured into a CUDA graph" in error
+    assert done == (0, 0, 0)
+    assert gradient == [3.0] and num_seen == int(is_watched)
 
 
 def test_a_missing_driver_is_named():

@@ -17,6 +17,7 @@ Launch on_launch = nullptr;
 std::vector<std::string> functions;  // "image:symbol", by number − 1
 std::string failing_call;
 Result failing_result = 0;
+int capture_status = 0;
 
 Result result_of(const char* call) { return failing_call == call ? failing_result : 0; }
 
@@ -33,6 +34,9 @@ void fake_fail(const char* call, Result result) {
   failing_call = call;
   failing_result = result;
 }
+
+// What cuStreamIsCapturing says of every stream: 0, not captured; 1, captured.
+void fake_capture(int status) { capture_status = status; }
 
 const char* fake_function_name(int64_t function) { return functions[static_cast<size_t>(function) - 1].c_str(); }
 
@@ -72,7 +76,7 @@ Result cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned
 }
 
 Result cuStreamIsCapturing(void*, int* status) {
-  *status = 0;
+  *status = capture_status;
   return result_of("cuStreamIsCapturing");
 }
 
