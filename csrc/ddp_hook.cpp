@@ -86,6 +86,8 @@ std::vector<SeenBucket> HookTarget::take_seen() {
 }
 
 std::shared_ptr<PassWatch::Seen> PassWatch::hand_over(c10d::GradBucket& bucket) {
+  // Before anything that a capture would record or be broken by: what begin_pass does, and the stamp.
+  device_->check_caller();
   if (between_passes_) begin_pass_();
   between_passes_ = bucket.isLast();
   const at::Tensor buffer = bucket.getBuffer();

@@ -1,4 +1,5 @@
-// The native DDP communication hook: no Python and no GIL between the backward pass and the wire.
+// The native DDP communication hook: no Python between the backward pass and the wire. On CUDA the GIL is waited for
+// nevertheless, once a collective, where torch's flight recorder is on (see submit_mutex_ in engine.h).
 #pragma once
 
 #include <functional>
@@ -25,8 +26,9 @@ struct SeenBucket {
 // communication hook is called on every rank alike, under Join and under no_sync.
 class PassWatch : public std::enable_shared_from_this<PassWatch> {
  public:
-  // device: whose time it is. begin_pass: called before the first bucket of each pass; what it throws fails the pass.
-  // With static_graph the first two passes are one, since the first does not say which bucket is its last.
+  // device: whose time it is, and which says first whether it can take over a bucket. begin_pass: called before the
+  // first bucket of each pass; what it throws fails the pass. With static_graph the first two passes are one, since the
+  // first does not say which bucket is its last.
   PassWatch(std::shared_ptr<Device> device, std::function<void()> begin_pass)
       : device_(std::move(device)), begin_pass_(std::move(begin_pass)) {}
 

@@ -17,6 +17,13 @@ class NoAutocast {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
+// `value` as a tensor to divide `like` by. A number, or a tensor with no dimensions on the CPU, is another matter:
+// CUDA's kernels multiply by its reciprocal (is_cpu_scalar in torch's BinaryDivTrueKernel.cu), which for 127 changes
+// the last bit of every twentieth quotient. The reference, the CPU codec and the device kernels divide.
+at::Tensor divisor(double value, const at::Tensor& like) {
+  return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
+}
+
 // Elements [begin, begin + numel) of a residual of `total` elements, fp32; may be a view of it.
 at::Tensor load(const at::Tensor& bytes, ResidualFormat format, int64_t block_numel, int64_t total, int64_t begin,
                 int64_t numel) {
@@ -51,8 +58,10 @@ void store(const at::Tensor& bytes, const at::Tensor& values, ResidualFormat for
       constexpr double kGreatest = 127, kLeastAbsmax = 0x1p-100;  // of reference.py
       const at::Tensor blocks = values.view({-1, block_numel});
       const at::Tensor absmax = blocks.abs().amax(1, /*keepdim=*/true);
-      const at::Tensor scales = at::where(absmax >= kLeastAbsmax, absmax / kGreatest, 0.0);
-      const at::Tensor codes = at::where(scales > 0, blocks / scales, 0.0).round().clamp(-kGreatest, kGreatest);
+      const at::Tensor greatest = divisor(kGreatest, absmax), is_normal = absmax >= kLeastAbsmax;
+      const at::Tensor scales = at::where(is_normal, absmax / greatest, 0.0);
+      const at::Tensor codes =
+          at::where(is_normal, blocks * (greatest / absmax), 0.0).round().clamp(-kGreatest, kGreatest);
       bytes.narrow(0, 0, values.numel()).view(at::kChar).copy_(codes.view(-1));
       bytes.slice(0, residual_scale_offset(values.numel())).view(at::kFloat).copy_(scales.view(-1));
     }
@@ -119,10 +128,10 @@ at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
     if (second.numel() > 0) {
       const int64_t at = chunk * part_numel + second.begin - of_part.begin;
       values.narrow(0, second.begin - begin, second.numel())
-          .add_(of_means(at, second.numel()), 1 / static_cast<double>(reduce_scale_));
+          .add_(of_means(at, second.numel()) / divisor(reduce_scale_, values));
     }
   }
-  return values.div_(pack_scale_);
+  return values.div_(divisor(pack_scale_, values));
 }
 
 at::Tensor StreamResidual::of_means(int64_t begin, int64_t numel) const {
@@ -152,7 +161,8 @@ at::Tensor StreamResidual::set_values(const at::Tensor& values) {
 at::Tensor StreamResidual::first_norm() const {
   const NoAutocast no_autocast;
   const at::Tensor values = load(first_, format_, layout_.block_numel, first_numel(), 0, first_numel());
-  return at::linalg_vector_norm(values, 2, {}, false, at::kDouble).div_(pack_scale_);
+  const at::Tensor norm = at::linalg_vector_norm(values, 2, {}, false, at::kDouble);
+  return norm.div_(divisor(pack_scale_, norm));
 }
 
 }  // namespace fusedcomm

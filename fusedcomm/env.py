@@ -21,6 +21,10 @@ REGISTERED_MEMORY = "FUSEDCOMM_REGISTERED_MEMORY"
 every rank or on none."""
 
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""CUDA's own: hardware queues that all streams of a device share; 8 by default. ``fusedcomm doctor`` reads it."""
+
+
 def isa() -> str:
     return os.environ.get(ISA, "auto")
 
@@ -44,6 +48,11 @@ def sync() -> bool:
 
 def registered_memory() -> bool:
     return os.environ.get(REGISTERED_MEMORY, "0") not in ("", "0")
+
+
+def connections() -> int | None:
+    text = os.environ.get(CONNECTIONS)
+    return int(text) if text and text.isdigit() else None
 
 
 def local_world_size() -> int | None:

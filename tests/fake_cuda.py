@@ -58,10 +58,13 @@ class FakeCuda:
         self.library = ctypes.CDLL(library)
         self.library.fake_function_name.restype = ctypes.c_char_p
         self.library.fake_function_name.argtypes = [ctypes.c_int64]
+        self.library.fake_num_loads.restype = ctypes.c_int64
+        self.library.fake_set_context.argtypes = [ctypes.c_int64]
         self.driver = _C.CudaDriver(library)
         self.launches: list[tuple[str, dict]] = []  # kernel, its arguments by name
         self.grids: list[int] = []  # their numbers of programs
         self.errors: list[BaseException] = []
+        self.max_programs_of_last = MAX_PROGRAMS
         self._variants = {}
         self._callback = _LAUNCH(self._launch)  # held: the library has only its address
         self.library.fake_on_launch(self._callback)
@@ -69,12 +72,21 @@ class FakeCuda:
     def fail(self, call: str, result: int) -> None:
         self.library.fake_fail(call.encode(), result)
 
+    @contextlib.contextmanager
+    def capturing(self):
+        """Within it the driver says that streams are being captured into a graph."""
+        self.library.fake_capture(1)
+        try:
+            yield
+        finally:
+            self.library.fake_capture(0)
+
     def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
         from fusedcomm.kernels import compile, constants
 
         loader = _C.KernelLoader(self.driver, TILE)
-        for index, variant in enumerate(cuda.kernel_variants(cfg, world_size, grad_dtypes)):
-            image = f"variant {index} of {id(loader)}"
+        for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes):
+            image = str(variant)
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
                 loader,
@@ -97,6 +109,7 @@ class FakeCuda:
             device=torch.device("cpu"),
             isa="fake",
             max_programs=MAX_PROGRAMS,
+            max_programs_of_last=self.max_programs_of_last,
             forced_sync=False,
             backend=backend,
             register_memory=False,

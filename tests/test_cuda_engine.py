@@ -3,7 +3,10 @@
 Streams are not in it (tests/test_streams.py simulates those), nor the compiler (tests/test_kernel_code.py).
 """
 
+import itertools
 import shutil
+import threading
+import time
 
 import fake_cuda
 import pytest
@@ -12,7 +15,7 @@ from models import Gradients, Mlp, Sparse, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import cuda
+from fusedcomm import cuda, handle
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 
@@ -179,6 +182,40 @@ def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
         assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
 
 
+def grids_by_bucket(rank, world_size, library, kwargs):
+    """The gradients with the last bucket on no more and on more multiprocessors, and the grids of the last step."""
+    fake = fake_cuda.gpu(library)
+    shapes = ((9000,), (9000,), (9000,))
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
+    seen, grids = [], []
+    for most in (fake_cuda.MAX_PROGRAMS, 2 * fake_cuda.MAX_PROGRAMS):
+        fake.max_programs_of_last = most
+        ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
+        with fake.takes_over(**kwargs):
+            comm = fusedcomm.attach(ddp, **kwargs)
+            seen.append(synchronise(ddp, gradients, steps=2))
+            num_before = len(fake.grids)
+            seen.append(synchronise(ddp, gradients))
+            num_buckets = len(comm.plan().buckets)
+            comm.detach()
+        grids.append(fake.grids[num_before:])
+    fake.max_programs_of_last = fake_cuda.MAX_PROGRAMS
+    assert all(torch.equal(a, b) for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
+    return grids, num_buckets
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
+def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
+    kwargs = {**CONFIGS[name], "chunk_nbytes": 1 << 20}
+    for (bounded, grids), num_buckets in ranks.run(grids_by_bucket, library, kwargs, world_size=2):
+        assert num_buckets == 3 and len(grids) == len(bounded)
+        num_of_last = len(grids) // num_buckets
+        assert grids[:-num_of_last] == bounded[:-num_of_last]
+        assert max(bounded) == fake_cuda.MAX_PROGRAMS
+        for few, more in zip(bounded[-num_of_last:], grids[-num_of_last:], strict=True):
+            assert few < more <= 2 * fake_cuda.MAX_PROGRAMS
+
+
 def other_models(rank, world_size, library):
     results = []
     fake = fake_cuda.gpu(library)
@@ -282,6 +319,74 @@ def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
     assert "FUSEDCOMM_SYNC=1 finds the stage" in error
 
 
+def with_the_gil_under_the_lock(rank, world_size, library):
+    """Calls of another thread that ended, while a launch, within the hook call, waited for the GIL."""
+    fake = fake_cuda.gpu(library)
+    entered, own_run, ended = threading.Event(), fake._run, []
+
+    def run(*args):
+        entered.set()
+        time.sleep(0.2)  # without the GIL, and then waits for it: as in a collective that the flight recorder notes
+        own_run(*args)
+
+    with fake.takes_over(wire="bf16"):
+        ddp = DistributedDataParallel(Gradients((3000,)))
+        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        hook = comm._session.hook
+
+        def call():
+            entered.wait()
+            for binding in (hook.start_trace, hook.stop_trace, hook.stats, hook.buckets, hook.take_notices):
+                binding()
+                ended.append(binding.__name__)
+            hook.max_over_ranks(1.0, "a value")  # waits for the lock that the hook call has
+            ended.append("max_over_ranks")
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        fake._run = run
+        try:
+            synchronise(ddp, [torch.ones(3000)])
+        finally:
+            fake._run = own_run
+        thread.join()
+        comm.detach()
+    return ended
+
+
+def test_nobody_waits_for_the_engine_with_the_gil_in_hand(ranks, library):
+    (ended,) = ranks.run(with_the_gil_under_the_lock, library, world_size=1)
+    assert ended == ["start_trace", "stop_trace", "stats", "buckets", "take_notices", "max_over_ranks"]
+
+
+def captured(rank, world_size, library, is_watched):
+    """What a backward pass under capture raises, what had been done for it by then, and the gradient after it."""
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    begun = []
+    with fake.takes_over(wire="bf16"):
+        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        target = handle._targets[ddp]
+        if is_watched:  # as while wire="auto" searches
+            target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
+        (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+        with fake.capturing(), pytest.raises(RuntimeError) as raised:
+            ddp.reducer._run_comm_hook(bucket).wait()
+        done = len(fake.launches), len(begun), len(target.take_seen())
+        (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+        num_seen = len(target.take_seen())
+        comm.detach()
+    return str(raised.value), done, seen.unique().tolist(), num_seen
+
+
+@pytest.mark.parametrize("is_watched", [False, True], ids=["alone", "searching"])
+def test_a_captured_step_is_refused_before_anything_is_done(ranks, library, is_watched):
+    ((error, done, gradient, num_seen),) = ranks.run(captured, library, is_watched, world_size=1)
+    assert "captured into a CUDA graph" in error
+    assert done == (0, 0, 0)
+    assert gradient == [3.0] and num_seen == int(is_watched)
+
+
 def test_a_missing_driver_is_named():
     with pytest.raises(RuntimeError, match=r"no CUDA driver: libno-such-cuda.so: cannot open .* need an NVIDIA driver"):
         _C.CudaDriver("libno-such-cuda.so")
@@ -294,6 +399,29 @@ def test_a_cubin_that_does_not_load_is_an_error(fake, call):
     fake.fail(call, 209)
     with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
         fake.loader(Config(), 3, (torch.float32,))
+
+
+def loaded_by_attaching(rank, world_size, library):
+    """Modules loaded: by attaching, by attaching again, with another wire, and in another context; launches worked."""
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    numbers = [fake.library.fake_num_loads()]
+    for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # of no other test
+        fake.library.fake_set_context(context)
+        with fake.takes_over(wire=wire):
+            comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+            (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+            comm.detach()
+        assert (seen - 3).abs().max() < 1e-2 and fake.launches
+        numbers.append(fake.library.fake_num_loads())
+    fake.library.fake_set_context(1)
+    return [later - earlier for earlier, later in itertools.pairwise(numbers)]
+
+
+def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
+    ((first, again, other_wire, other_context),) = ranks.run(loaded_by_attaching, library, world_size=1)
+    assert first > 1 and again == 0 and other_context == first
+    assert other_wire == first - 1  # all but the kernel that scales in place
 
 
 def test_kernels_of_another_version_are_refused(fake):
@@ -332,6 +460,8 @@ def test_the_sm_limit_is_a_share_of_the_gpu():
     assert cuda.choose_sm_limit(None, 132) == 16
     assert cuda.choose_sm_limit(None, 4) == 1
     assert cuda.choose_sm_limit(132, 132) == 132
+    assert cuda.sm_limit_of_last(None, 132) == 132
+    assert cuda.sm_limit_of_last(20, 132) == 20
 
 
 @pytest.mark.parametrize("ahead", [frozenset(), frozenset({"pack"}), frozenset({"pack", "unpack"})], ids=sorted)

@@ -1,13 +1,18 @@
 """Error feedback and stochastic rounding from end to end: real ranks over gloo, through everything that DDP does to
 buckets."""
 
+import contextlib
+
 import pytest
 import torch
 from models import Gradients, attach_to, normal, synchronise
 from torch.distributed.algorithms.join import Join
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
+from fusedcomm import reference
 from fusedcomm.config import residual_name
+from fusedcomm.native import _C
 
 SHAPE = (20011,)
 
@@ -83,6 +88,79 @@ def test_bits_do_not_depend_on_chunks_or_threads(ranks):
     outcomes = [ranks.run(bits_by_chunks, *how, world_size=3)[0] for how in ((4096, 1), (1 << 20, 1), (10000, 3))]
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+class CudaArithmetic(TorchDispatchMode):
+    """Divides on the CPU as torch does on CUDA, where a quotient by a number, or by a tensor without dimensions that is
+    on the CPU, is a product with the reciprocal, and where x + alpha·y is rounded once. On CUDA a tensor without
+    dimensions may be on the device; here none can be told from a number."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        is_division = function in (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar)
+        if is_division and args[0].is_floating_point() and (not torch.is_tensor(args[1]) or args[1].dim() == 0):
+            reciprocal = torch.ones(1, dtype=args[0].dtype) / torch.full((1,), float(args[1]), dtype=args[0].dtype)
+            product = args[0] * reciprocal.squeeze()
+            return args[0].copy_(product) if function in (aten.div_.Tensor, aten.div_.Scalar) else product
+        alpha = kwargs.get("alpha", 1)
+        if function is aten.add_.Tensor and alpha != 1:
+            return args[0].copy_(args[0].double() + float(torch.tensor(alpha, dtype=torch.float32)) * args[1].double())
+        return function(*args, **kwargs)
+
+
+def test_the_stand_in_for_cudas_arithmetic_is_none_of_the_cpus():
+    x = torch.linspace(0.5, 200, 10_000)
+    with CudaArithmetic():
+        as_cuda = x / 127.0
+    assert 0.03 < (as_cuda != x / 127.0).float().mean() < 0.07
+    with CudaArithmetic():
+        assert torch.equal(x / torch.full((1,), 127.0), torch.div(x, torch.full_like(x, 127.0)))
+
+
+def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
+    """What one step delivers of loaded residuals alone, and what it leaves out, with the state's arithmetic of the CPU
+    or of CUDA."""
+    ddp, comm = attach_to(Gradients(SHAPE), wire, **kwargs)
+    state = {**comm.state_dict(), "residuals": {"weights.0": normal(rank, 0, SHAPE)}}
+    comm.load_state_dict(state)
+    with CudaArithmetic() if as_cuda else contextlib.nullcontext():
+        (delivered,) = synchronise(ddp, [torch.zeros(SHAPE)])
+        return delivered, comm.state_dict()["residuals"]["weights.0"]
+
+
+@pytest.mark.parametrize(
+    ("wire", "kwargs", "world_size"),
+    [
+        ("int8", {"error_feedback": "int8", "sum": "two-shot"}, 3),
+        ("int4", {"error_feedback": "int8", "rotate": True, "sum": "two-shot"}, 3),
+        ("fp16", {"error_feedback": True, "predivide": 3, "sum": "two-shot"}, 3),
+        ("fp16", {"error_feedback": True, "predivide": 0.7, "sum": "one-shot"}, 2),
+    ],
+    ids=str,
+)
+def test_states_have_the_same_bits_with_cudas_arithmetic(ranks, wire, kwargs, world_size):
+    on_cpu, on_cuda = (
+        ranks.run(loaded_and_saved, wire, kwargs, as_cuda, world_size=world_size) for as_cuda in (False, True)
+    )
+    for (delivered, left_out), (delivered_cuda, left_out_cuda) in zip(on_cpu, on_cuda, strict=True):
+        assert torch.equal(delivered, delivered_cuda)
+        assert torch.equal(left_out, left_out_cuda)
+
+
+@pytest.mark.parametrize("as_cuda", [False, True], ids=["cpu", "cuda"])
+def test_int8_residuals_are_loaded_as_the_reference_stores_them(ranks, as_cuda):
+    """A rank alone, whose gradient is zero, sends what it has loaded."""
+    block = _C.DEFAULT_BLOCK_NUMEL
+    numel = -(-SHAPE[0] // block) * block
+    kwargs = {"error_feedback": "int8", "sum": "two-shot"}
+    ((delivered, _),) = ranks.run(loaded_and_saved, "int8", kwargs, as_cuda, world_size=1)
+    stored = torch.zeros(_C.residual_nbytes("int8", block, numel), dtype=torch.uint8)
+    padded = torch.nn.functional.pad(normal(0, 0, SHAPE), (0, numel - SHAPE[0]))
+    reference.store_residual(stored, padded, 0, "int8", numel, block)
+    expected = reference.load_residual(stored, "int8", numel, block)
+    for _ in range(2):  # sent, summed and sent again
+        expected = reference.decode(*reference.encode(expected, "int8"), "int8")
+    assert torch.equal(delivered, expected[: SHAPE[0]])
 
 
 # ---- nothing is lost
