@@ -46,7 +46,7 @@ class Board {
   int64_t hand_over(std::shared_ptr<const BucketLabel> label, int64_t step, bool is_last, int64_t num_chunks) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
-    drop_ended(now);
+    drop_ended(now, /*asks=*/false);
     jobs_.push_back({std::move(label), step, is_last, num_chunks, now, now});
     last_handed_ = now;
     return num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1;
@@ -60,7 +60,8 @@ class Board {
     ended.is_through = true;
     ended.done = std::move(done);
     ended.moved = now;
-    drop_ended(now);
+    // One question to the device a pass, not one a job.
+    drop_ended(now, /*asks=*/ended.is_last);
   }
 
   // Returns a number for leave().
@@ -82,11 +83,11 @@ class Board {
     stages_[entry].job = -1;
   }
 
-  // Asks the device about what was handed over before `asked_since` only: others end unasked, when the next job comes.
+  // Asks the device about what was handed over before `asked_since` only: others end unasked, at the end of a pass.
   View view(Clock::time_point asked_since) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!jobs_.empty() && jobs_.front().moved <= asked_since) drop_ended(now);
+    if (!jobs_.empty() && jobs_.front().moved <= asked_since) drop_ended(now, /*asks=*/true);
     View view;
     view.num_ended = num_dropped_;
     view.num_handed = num_dropped_ + static_cast<int64_t>(jobs_.size());
@@ -134,11 +135,12 @@ class Board {
     if (job >= num_dropped_) jobs_[static_cast<size_t>(job - num_dropped_)].moved = now;
   }
 
-  void drop_ended(Clock::time_point now) {
+  // asks: the device, where it is not known yet whether a job has been reached.
+  void drop_ended(Clock::time_point now, bool asks) {
     for (; !jobs_.empty() && jobs_.front().is_through; jobs_.pop_front()) {
       const Job& oldest = jobs_.front();
       try {
-        if (oldest.done && !oldest.done->reached()) return;
+        if (oldest.done && !(asks ? oldest.done->reached() : oldest.done->is_known_reached())) return;
       } catch (...) {  // a device that has failed; the next stage says so, with the bucket's name
       }
       if (oldest.is_last) last_step_ = oldest.step;

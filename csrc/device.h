@@ -22,6 +22,8 @@ class Device {
 
   // What the codec stages run on, for people: an instruction set, an architecture.
   virtual const std::string& isa() const = 0;
+  // Whether lanes for collectives may run codec stages, too. Queues without a thread of their own must not.
+  virtual bool wire_runs_stages() const { return false; }
   // Lives as long as the device does; roles may share a stream.
   virtual std::unique_ptr<Lane> make_lane(LaneRole role) = 0;
   // Aligned to at least 64 bytes and zeroed; freed with the last owner.
@@ -33,8 +35,8 @@ class Device {
 
   // Throws if buckets cannot be taken over as the calling thread hands them over now.
   virtual void check_caller() const {}
-  // What the calling thread has enqueued so far, gradients included; null where nothing is ever enqueued.
-  virtual EventPtr caller_event() { return nullptr; }
+  // The end of what the calling thread has enqueued so far, gradients included.
+  virtual Moment caller_moment() { return {nullptr, stamp()}; }
   // Now, for the calling thread; within a lane's task, on that lane.
   virtual StampPtr stamp() = 0;
   // Called once on a thread that does nothing with the device but ask whether stamps have been reached.

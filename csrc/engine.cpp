@@ -194,8 +194,9 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   }
   if (!error) {
     try {
-      job->submitted = device_->stamp();
-      pack_lane_->wait(device_->caller_event());
+      Moment handed = device_->caller_moment();
+      job->submitted = std::move(handed.stamp);
+      pack_lane_->wait(std::move(handed.event));
     } catch (...) {
       error = failure_->fail(*job, "hand-over", 0, std::current_exception());
     }
@@ -242,20 +243,20 @@ void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages
   } else {
     end = pack_lane_->run(nullptr, [] {});
   }
-  end = scatter_lane_->start(end, wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter)));
-  if (stages.reduce) end = reduce_lane_->run(end, stage(job, Stage::kReduce, 0, std::move(stages.reduce)));
+  end = scatter_lane_->start(std::move(end), wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter)));
+  if (stages.reduce) end = reduce_lane_->run(std::move(end), stage(job, Stage::kReduce, 0, std::move(stages.reduce)));
   if (stages.gather) {
-    end = gather_lane_->start(end, wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather)));
+    end = gather_lane_->start(std::move(end), wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather)));
   }
-  if (stages.unpack) end = unpack_lane_->run(end, stage(job, Stage::kUnpack, 0, std::move(stages.unpack)));
+  if (stages.unpack) end = unpack_lane_->run(std::move(end), stage(job, Stage::kUnpack, 0, std::move(stages.unpack)));
   unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
 EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
   if (job->payloads.front().streams.lossy.numel() == 0) return nullptr;
   EventPtr scaled = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, [this, job] {
-                                      job->num_nonfinite =
-                                          device_->scale_in_place(job->payloads.front().streams, job->plan.pack_scale);
+                                      job->num_nonfinite = device_->scale_in_place(job->payloads.front().streams,
+                                                                                   job->plan.pack_scale);
                                       if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
                                     }));
   return scatter_lane_->start(scaled, wire_stage(job, Stage::kAllReduce, 0, [this, job](Lane::Completion done) {
@@ -324,29 +325,32 @@ Engine::Underway Engine::submit_first_leg(const std::shared_ptr<BucketJob>& job,
       slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, packed] { pack(*job, chunk, packed); }));
   if (plan.sum == Sum::kOneShot) {
     const WireSpan all{incoming, plan.chunk_nbytes() * plan.num_messages, slot.incoming};
-    underway.event = scatter_lane_->start(underway.event,
+    underway.event = scatter_lane_->start(std::move(underway.event),
                                           wire_stage(job, Stage::kAllGather, chunk, [this, all](Lane::Completion done) {
                                             transport_->all_gather_in_place(Channel::kScatter, all, std::move(done));
                                           }));
   } else if (plan.sum != Sum::kTwoShot) {
     const WireSpan span{outgoing, plan.chunk_nbytes(), slot.outgoing};
     underway.event = scatter_lane_->start(
-        underway.event, wire_stage(job, Stage::kAllReduce, chunk, [this, job, span](Lane::Completion done) {
+        std::move(underway.event), wire_stage(job, Stage::kAllReduce, chunk, [this, job, span](Lane::Completion done) {
           transport_->all_reduce(Channel::kScatter, span, job->plan.layouts.front().wire, std::move(done));
         }));
   } else if (plan.on_two_levels()) {
     underway.event = all_to_all(*scatter_lane_, job, Stage::kLocalAllToAll, Channel::kLocalScatter,
-                                plan.host_chunk_nbytes(), underway);
-    underway.event = local_reduce_lane_->run(
-        underway.event, stage(job, Stage::kLocalReduce, chunk, [this, job, chunk, outgoing, incoming] {
-          local_reduce(*job, chunk, incoming, outgoing);
-        }));
+                                plan.host_chunk_nbytes(), &underway);
+    underway.event = sum_lane(*job, *local_reduce_lane_)
+                         .run(std::move(underway.event),
+                              stage(job, Stage::kLocalReduce, chunk, [this, job, chunk, outgoing, incoming] {
+                                local_reduce(*job, chunk, incoming, outgoing);
+                              }));
   } else {
     underway.event =
-        all_to_all(*scatter_lane_, job, Stage::kAllToAll, Channel::kScatter, plan.chunk_nbytes(), underway);
-    underway.event = reduce_lane_->run(
-        underway.event, stage(job, Stage::kReduce, chunk,
-                              [this, job, chunk, outgoing, incoming] { reduce(*job, chunk, incoming, outgoing); }));
+        all_to_all(*scatter_lane_, job, Stage::kAllToAll, Channel::kScatter, plan.chunk_nbytes(), &underway);
+    underway.event =
+        sum_lane(*job, *reduce_lane_)
+            .run(std::move(underway.event), stage(job, Stage::kReduce, chunk, [this, job, chunk, outgoing, incoming] {
+                   reduce(*job, chunk, incoming, outgoing);
+                 }));
   }
   return underway;
 }
@@ -359,50 +363,57 @@ void Engine::submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* un
   ++underway->num_legs;
   if (plan.on_two_levels() && underway->num_legs == 2) {
     underway->event = all_to_all(*cross_scatter_lane_, job, Stage::kAllToAll, Channel::kCrossScatter,
-                                 place_.num_hosts * part_nbytes, *underway);
-    underway->event = reduce_lane_->run(
-        underway->event, stage(job, Stage::kReduce, chunk,
-                               [this, job, chunk, outgoing, incoming] { reduce(*job, chunk, incoming, outgoing); }));
+                                 place_.num_hosts * part_nbytes, underway);
+    underway->event =
+        sum_lane(*job, *reduce_lane_)
+            .run(std::move(underway->event), stage(job, Stage::kReduce, chunk, [this, job, chunk, outgoing, incoming] {
+                   reduce(*job, chunk, incoming, outgoing);
+                 }));
     return;
   }
   if (plan.on_two_levels()) {
     underway->event = all_gather(*cross_gather_lane_, job, Stage::kAllGather, Channel::kCrossGather, part_nbytes,
-                                 *underway, /*back=*/false);
+                                 underway, /*back=*/false);
     underway->event = all_gather(*gather_lane_, job, Stage::kLocalAllGather, Channel::kLocalGather,
-                                 place_.num_hosts * part_nbytes, *underway, /*back=*/true);
+                                 place_.num_hosts * part_nbytes, underway, /*back=*/true);
   } else if (plan.sum == Sum::kTwoShot) {
     underway->event =
-        all_gather(*gather_lane_, job, Stage::kAllGather, Channel::kGather, part_nbytes, *underway, /*back=*/false);
+        all_gather(*gather_lane_, job, Stage::kAllGather, Channel::kGather, part_nbytes, underway, /*back=*/false);
     result = incoming;
   } else if (plan.sum == Sum::kOneShot) {
     result = incoming;
   }
-  underway->event = underway->slot->free = unpack_lane_->run(
-      underway->event, stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] { unpack(*job, chunk, result); }));
+  underway->event = underway->slot->free =
+      unpack_lane_->run(std::move(underway->event),
+                        stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] { unpack(*job, chunk, result); }));
+}
+
+Lane& Engine::sum_lane(const BucketJob& job, Lane& own) const {
+  return device_->wire_runs_stages() && job.plan.num_chunks() == 1 ? *scatter_lane_ : own;
 }
 
 EventPtr Engine::all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
-                            int64_t nbytes, const Underway& underway) {
-  const Slot& slot = *underway.slot;
+                            int64_t nbytes, Underway* underway) {
+  const Slot& slot = *underway->slot;
   const WireSpan outgoing{slot.outgoing.get(), nbytes, slot.outgoing};
   const WireSpan incoming{slot.incoming.get(), nbytes, slot.incoming};
-  return lane.start(underway.event,
-                    wire_stage(job, stage, underway.chunk, [this, channel, outgoing, incoming](Lane::Completion done) {
+  return lane.start(std::move(underway->event),
+                    wire_stage(job, stage, underway->chunk, [this, channel, outgoing, incoming](Lane::Completion done) {
                       transport_->all_to_all(channel, outgoing, incoming, std::move(done));
                     }));
 }
 
 EventPtr Engine::all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
-                            int64_t part_nbytes, const Underway& underway, bool back) {
-  const Slot& slot = *underway.slot;
+                            int64_t part_nbytes, Underway* underway, bool back) {
+  const Slot& slot = *underway->slot;
   const auto &from = back ? slot.incoming : slot.outgoing, &to = back ? slot.outgoing : slot.incoming;
   const int64_t num_ranks = channel == Channel::kGather        ? world_size()
                             : channel == Channel::kLocalGather ? place_.ranks_per_host
                                                                : place_.num_hosts;
   const WireSpan send{from.get(), part_nbytes, from};
   const WireSpan receive{to.get(), part_nbytes * num_ranks, to};
-  return lane.start(underway.event,
-                    wire_stage(job, stage, underway.chunk, [this, channel, send, receive](Lane::Completion done) {
+  return lane.start(std::move(underway->event),
+                    wire_stage(job, stage, underway->chunk, [this, channel, send, receive](Lane::Completion done) {
                       transport_->all_gather(channel, send, receive, std::move(done));
                     }));
 }
@@ -441,24 +452,42 @@ void Engine::account(const BucketJob& job, const StampPtr& done) {
   stats_.num_nonfinite += job.num_nonfinite;
   if (job.is_last) stats_.num_steps += 1;
   untimed_.push_back({job.submitted, done, job.is_last});
-  take_times();
+  if (job.is_last) take_times();
 }
 
 void Engine::take_times() {
-  for (; !untimed_.empty() && untimed_.front().done->reached(); untimed_.pop_front()) {
-    const Interval& bucket = untimed_.front();
-    const double ms = bucket.done->ms_since(*bucket.submitted);
-    const double busy_ms = last_done_ ? std::min(ms, bucket.done->ms_since(*last_done_)) : ms;
-    last_done_ = bucket.done;
-    stats_.busy_ms += busy_ms;
-    step_busy_ms_ += busy_ms;
-    if (bucket.is_last) {
-      push_recent(&stats_.recent_exposed_ms, num_timed_steps_, ms);
-      push_recent(&stats_.recent_busy_ms, num_timed_steps_, step_busy_ms_);
-      ++num_timed_steps_;
-      step_busy_ms_ = 0;
+  for (;;) {
+    const auto last = std::find_if(untimed_.begin(), untimed_.end(), [](const Interval& b) { return b.is_last; });
+    if (last == untimed_.end() || !last->done->reached()) return;
+    take_pass(static_cast<size_t>(last - untimed_.begin()) + 1);
+  }
+}
+
+// A bucket is handed over after the one before it, and is done after it. So the time in which at least one is under way
+// is all from the first one's hand-over on, without what lies between a bucket's end and the next one's hand-over.
+void Engine::take_pass(size_t num_buckets) {
+  const auto begin = untimed_.begin(), end = begin + static_cast<std::ptrdiff_t>(num_buckets);
+  // All of them lie before the last one's end, which has been reached.
+  std::for_each(begin, end, [](const Interval& bucket) {
+    bucket.submitted->mark_reached();
+    bucket.done->mark_reached();
+  });
+  const Interval& last = *(end - 1);
+  double busy_ms = last.done->ms_since(*begin->submitted);
+  const double exposed_ms = num_buckets == 1 ? busy_ms : last.done->ms_since(*last.submitted);
+  for (auto bucket = begin; bucket != end; ++bucket) {
+    if (bucket != begin) {
+      busy_ms -= std::max(0.0, bucket->submitted->ms_since(*(bucket - 1)->done));
+    } else if (last_done_) {
+      busy_ms -= std::max(0.0, last_done_->ms_since(*bucket->submitted));
     }
   }
+  last_done_ = last.done;
+  untimed_.erase(begin, end);
+  stats_.busy_ms += busy_ms;
+  push_recent(&stats_.recent_exposed_ms, num_timed_steps_, exposed_ms);
+  push_recent(&stats_.recent_busy_ms, num_timed_steps_, busy_ms);
+  ++num_timed_steps_;
 }
 
 Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body) {

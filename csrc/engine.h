@@ -14,8 +14,9 @@
 // A bucket travels as chunks through a small ring of workspaces. Every lane takes the chunks of all buckets in the same
 // order, so the order of collectives on each channel is a matter of the buckets alone and never of timing; and while
 // chunk k is on the wire, chunk k+1, of this bucket or the next, is packed. Where the lanes are streams, chunk k+1's
-// all-to-all is enqueued before chunk k's all-gather, so the wire has work while chunk k is reduced. Nothing here
-// waits: submit() returns at once, and on_done is called from the unpack lane. No torch in here.
+// all-to-all is enqueued before chunk k's all-gather, so the wire has work while chunk k is reduced; a bucket of one
+// chunk has nothing to put there, and is reduced on the wire's own stream. Nothing here waits: submit() returns at
+// once, and on_done is called from the unpack lane. No torch in here.
 #pragma once
 
 #include <condition_variable>
@@ -193,10 +194,13 @@ class Engine {
   void submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* underway);
   // From a slot's outgoing buffer to its incoming one.
   EventPtr all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel, int64_t nbytes,
-                      const Underway& underway);
+                      Underway* underway);
   // The same way; `back`: the other way.
   EventPtr all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
-                      int64_t part_nbytes, const Underway& underway, bool back);
+                      int64_t part_nbytes, Underway* underway, bool back);
+  // The lane for a sum of the bucket's: `own`, or the wire's if nothing else goes over it between the collectives
+  // before and after the sum. There these need no events to wait for each other.
+  Lane& sum_lane(const BucketJob& job, Lane& own) const;
   // The stages of a chunk, one payload after another. `out` and `parts` are messages.
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
   void local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
@@ -205,7 +209,9 @@ class Engine {
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
   // Of a bucket without an error: the statistics.
   void account(const BucketJob& job, const StampPtr& done);
+  // Of passes that are through. One question to the device for each, not one for each bucket.
   void take_times();
+  void take_pass(size_t num_buckets);
 
   // A task or transfer whose error goes through the failure latch and whose time through the tracer.
   Lane::Task stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body);
@@ -232,7 +238,6 @@ class Engine {
   EngineStats stats_;
   std::deque<Interval> untimed_;
   StampPtr last_done_;
-  double step_busy_ms_ = 0;
   int64_t num_timed_steps_ = 0;
 
   int64_t submitted_steps_ = 0;

@@ -23,11 +23,21 @@ using EventPtr = std::shared_ptr<Event>;
 class Stamp {
  public:
   virtual ~Stamp() = default;
+  // May ask the device, which costs a call.
   virtual bool reached() const = 0;
-  // Both of one device; waits until they are reached.
+  // Whether that is known without asking, and what says so to the others: one that lies before another is reached, too.
+  virtual bool is_known_reached() const { return true; }
+  virtual void mark_reached() const {}
+  // Both of one device; waits until they are reached. Negative if `earlier` was the later one.
   virtual double ms_since(const Stamp& earlier) const = 0;
 };
 using StampPtr = std::shared_ptr<Stamp>;
+
+// An event, null where nothing is ever enqueued, and when it is reached.
+struct Moment {
+  EventPtr event;
+  StampPtr stamp;
+};
 
 // Which stage of a bucket a lane is for. Those of the second row are made only for sums on two levels (engine.h).
 enum class LaneRole : uint8_t { kPack, kScatter, kReduce, kGather, kUnpack, kLocalReduce, kCrossScatter, kCrossGather };

@@ -10,23 +10,26 @@ StreamDevice::StreamDevice(c10::Device device, bool forced_sync) : device_(devic
   if (device.is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
   constexpr int kHighPriority = -1;
-  for (int i = 0; i < 3; ++i) streams_.push_back(guard.getNewStream(device, kHighPriority));
+  for (int i = 0; i < 3; ++i) {
+    streams_.push_back(guard.getNewStream(device, kHighPriority));
+    lane_streams_.push_back(std::make_shared<LaneStream>(streams_.back(), events_));
+  }
 }
 
 std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
   if (!on_streams()) return std::make_unique<InlineLane>();
   switch (role) {
     case LaneRole::kPack:
-      return std::make_unique<StreamLane>(streams_[0], events_);
+      return std::make_unique<StreamLane>(lane_streams_[0]);
     // One stream for all collectives, of whichever communicator: so every rank runs them in one order.
     case LaneRole::kScatter:
     case LaneRole::kGather:
     case LaneRole::kCrossScatter:
     case LaneRole::kCrossGather:
-      return std::make_unique<StreamLane>(streams_[1], events_);
+      return std::make_unique<StreamLane>(lane_streams_[1]);
     // Sums and unpack share a stream: each waits for the wire, in the same order as the wire works.
     default:
-      return std::make_unique<StreamLane>(streams_[2], events_);
+      return std::make_unique<StreamLane>(lane_streams_[2]);
   }
 }
 
@@ -34,9 +37,20 @@ c10::Stream StreamDevice::current_stream() const {
   return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
-EventPtr StreamDevice::caller_event() { return on_streams() ? events_->record(current_stream()) : nullptr; }
+Moment StreamDevice::caller_moment() {
+  if (!on_streams()) return {nullptr, host_stamp()};
+  const StreamEventPtr now = events_->now(current_stream());
+  return {now, now};
+}
 
-StampPtr StreamDevice::stamp() { return on_streams() ? std::make_shared<StreamStamp>(current_stream()) : host_stamp(); }
+StampPtr StreamDevice::stamp() {
+  if (!on_streams()) return host_stamp();
+  const c10::Stream stream = current_stream();
+  for (const auto& ours : lane_streams_) {
+    if (ours->stream() == stream) return ours->stamp();
+  }
+  return events_->now(stream);
+}
 
 void StreamDevice::enter_watching_thread() const {
   // Or asking about an event would make a context on the first device.

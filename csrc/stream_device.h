@@ -2,8 +2,8 @@
 // subclass is memory and kernels.
 //
 //   pack stream     waits for the gradients' stream, then pack
-//   wire stream     all collectives
-//   unpack stream   sums, unpack; a bucket's future is completed on it
+//   wire stream     all collectives, and the sums of a bucket of one chunk, which lie between two of them
+//   unpack stream   other sums, unpack; a bucket's future is completed on it
 #pragma once
 
 #include <c10/core/Device.h>
@@ -24,7 +24,8 @@ class StreamDevice : public Device {
   StreamDevice(c10::Device device, bool forced_sync);
 
   std::unique_ptr<Lane> make_lane(LaneRole role) override;
-  EventPtr caller_event() override;
+  bool wire_runs_stages() const override { return on_streams(); }
+  Moment caller_moment() override;
   StampPtr stamp() override;
   void enter_watching_thread() const override;
   void settle() override;
@@ -41,6 +42,7 @@ class StreamDevice : public Device {
  private:
   const bool forced_sync_;
   std::vector<c10::Stream> streams_;
+  std::vector<std::shared_ptr<LaneStream>> lane_streams_;  // the same
   const std::shared_ptr<StreamEvents> events_ = std::make_shared<StreamEvents>();
 };
 

@@ -19,6 +19,7 @@ SOURCES = [
     *(f"csrc/{name}.cpp" for name in ("codec", "codec_portable", "codec_avx2", "codec_avx512", "codec_neon")),
 ]
 SCENES = ["steady", "host_never_waits", "traced", "failing", "faulted", "stopped", "calls_fail", "two_levels"]
+SCENES += ["calls", "lane_streams"]
 
 
 def run(*command, timeout_s: int = 200) -> str:

@@ -109,6 +109,8 @@ struct DeviceState {
   std::map<std::pair<const void*, int>, std::vector<PastAccess>> past;
   std::atomic<bool> faulted{false};
   std::atomic<int64_t> num_launches{0}, num_calls{0}, failing_call{0};
+  std::mutex calls_mutex;
+  Calls calls;
 };
 
 DeviceState& state(int index) {
@@ -131,6 +133,12 @@ void check_fault(const DeviceState& device) {
   if (device.faulted) throw std::runtime_error("simulated fault: an earlier kernel failed on this device");
 }
 
+void count(DeviceState& device, int64_t Calls::* kind) {
+  if (!t_count_calls) return;
+  std::lock_guard<std::mutex> lock(device.calls_mutex);
+  ++(device.calls.*kind);
+}
+
 void check_call(DeviceState& device) {
   check_fault(device);
   if (t_count_calls && ++device.num_calls == device.failing_call) {
@@ -139,7 +147,7 @@ void check_call(DeviceState& device) {
 }
 
 struct SimEvent {
-  explicit SimEvent(const DeviceState& recorded_on) : device(recorded_on) {}
+  explicit SimEvent(DeviceState& recorded_on) : device(recorded_on) {}
 
   std::shared_ptr<Recording> get() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -151,7 +159,7 @@ struct SimEvent {
     return time;
   }
 
-  const DeviceState& device;
+  DeviceState& device;
   std::mutex mutex;
   std::shared_ptr<Recording> last;
 };
@@ -242,7 +250,11 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
             stream.device_index());
     DeviceState& sim = state(stream.device_index());
     check_call(sim);
-    if (*event == nullptr) *event = new SimEvent(sim);
+    count(sim, &Calls::recorded);
+    if (*event == nullptr) {
+      count(sim, &Calls::created);
+      *event = new SimEvent(sim);
+    }
     auto* recorded = static_cast<SimEvent*>(*event);
     std::lock_guard<std::mutex> lock(sim.mutex);
     auto recording = enqueue_recording(sim, stream.id());
@@ -252,6 +264,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     DeviceState& sim = state(stream.device_index());
     check_call(sim);
+    count(sim, &Calls::waited);
     auto recording = static_cast<SimEvent*>(event)->get();
     std::lock_guard<std::mutex> lock(sim.mutex);
     merge(&sim.clocks[stream.id()], recording->clock);
@@ -259,13 +272,19 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     check_fault(static_cast<SimEvent*>(event)->device);
+    count(static_cast<SimEvent*>(event)->device, &Calls::asked);
     return static_cast<SimEvent*>(event)->get()->is_reached();
   }
-  void synchronizeEvent(void* event) const override { static_cast<SimEvent*>(event)->wait(); }
+  void synchronizeEvent(void* event) const override {
+    count(static_cast<SimEvent*>(event)->device, &Calls::waited_on_host);
+    static_cast<SimEvent*>(event)->wait();
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    count(static_cast<SimEvent*>(event)->device, &Calls::destroyed);
     delete static_cast<SimEvent*>(event);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    count(static_cast<SimEvent*>(from)->device, &Calls::timed);
     const SteadyTime begin = static_cast<SimEvent*>(from)->wait();
     return std::chrono::duration<double, std::milli>(static_cast<SimEvent*>(to)->wait() - begin).count();
   }
@@ -286,6 +305,7 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
   DeviceState& sim = state(stream.device_index());
   check_fault(sim);
   ++sim.num_launches;
+  count(sim, &Calls::launched);
   std::lock_guard<std::mutex> lock(sim.mutex);
   check_order(sim, stream.id(), what, accesses);
   thread_of(sim, stream.id()).push([&sim, work = std::move(work)] {
@@ -316,6 +336,11 @@ CountCalls::CountCalls(bool count) : before_(std::exchange(t_count_calls, count)
 CountCalls::~CountCalls() { t_count_calls = before_; }
 void fail_call(int index, int64_t number) { state(index).failing_call = number; }
 int64_t num_calls(int index) { return state(index).num_calls; }
+Calls calls(int index) {
+  DeviceState& sim = state(index);
+  std::lock_guard<std::mutex> lock(sim.calls_mutex);
+  return sim.calls;
+}
 
 void reset() {
   for (int index = 0; index < kNumDevices; ++index) {
@@ -328,6 +353,7 @@ void reset() {
     sim.num_launches = 0;
     sim.num_calls = 0;
     sim.failing_call = 0;
+    sim.calls = {};
   }
 }
 

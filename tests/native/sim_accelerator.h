@@ -45,8 +45,17 @@ void keep_until_reached(const c10::Stream& stream, std::shared_ptr<void> memory)
 // default stream.
 void set_pause(int index, int stream, int microseconds);
 
-// While it lives, in this thread: calls that record an event or make a stream wait count, and the one whose number,
-// from 1, was given to fail_call throws.
+// Calls that a driver would have got, by kind. Setting and asking for the current device or stream is none: CUDA's
+// runtime answers that itself.
+struct Calls {
+  int64_t launched = 0, recorded = 0, waited = 0;
+  int64_t created = 0, destroyed = 0;                // events
+  int64_t asked = 0, timed = 0, waited_on_host = 0;  // of events: whether they are reached, what lies between two
+  int64_t total() const { return launched + recorded + waited + created + destroyed + asked + timed + waited_on_host; }
+};
+
+// While it lives, in this thread: calls count, and of those that record an event or make a stream wait the one whose
+// number, from 1, was given to fail_call throws.
 class CountCalls {
  public:
   explicit CountCalls(bool count);
@@ -58,7 +67,8 @@ class CountCalls {
   const bool before_;
 };
 void fail_call(int index, int64_t number);
-int64_t num_calls(int index);
+int64_t num_calls(int index);  // that record or wait
+Calls calls(int index);
 
 // Ends all streams when they have nothing left to do, and starts over.
 void reset();

@@ -4,6 +4,7 @@
 // the optimizer reads them there after the wait that DDP's future enqueues; the host waits for nothing.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -87,7 +88,7 @@ class SimDevice : public StreamDevice {
   }
 
   void reduce(const ReduceArgs& args) override {
-    check_stream(2);
+    check_stream(args.to.num_chunks == 1 ? 1 : 2);
     sim::launch(current_stream(), "reduce",
                 {{args.parts, 0, 0, args.from.chunk_nbytes(), false},
                  {args.out, 0, 0, args.to.part_stride * args.num_parts, true}},
@@ -135,7 +136,7 @@ class SimDevice : public StreamDevice {
 
 // ---- collectives on streams
 
-enum class Kind { kAllToAll, kAllGather, kAllReduce };
+enum class Kind { kAllToAll, kAllGather, kAllReduce, kAllReduceBf16 };
 
 // A communicator: of all ranks, of a host's (1), or of those with one place (2).
 struct Communicator {
@@ -174,6 +175,9 @@ class Network {
           break;
         case Kind::kAllReduce:
           add_all_reduce(meeting.parts);
+          break;
+        case Kind::kAllReduceBf16:
+          add_all_reduce_bf16(meeting.parts);
           break;
       }
       meetings_.erase({communicator.level, group.id, sequence});
@@ -234,8 +238,9 @@ class SimTransport : public Transport {
     enqueue(channel, Kind::kAllGather, "all-gather", {all.data + rank_ * nbytes, nbytes, all.owner}, all, done);
   }
   void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) override {
-    REQUIRE(dtype == Wire::kFp32, "this network adds floats only");
-    enqueue(channel, Kind::kAllReduce, "all-reduce", data, data, done);
+    REQUIRE(dtype == Wire::kFp32 || dtype == Wire::kBf16, "this network adds floats and bf16 only");
+    const Kind kind = dtype == Wire::kFp32 ? Kind::kAllReduce : Kind::kAllReduceBf16;
+    enqueue(channel, kind, "all-reduce", data, data, done);
   }
 
  private:
@@ -253,8 +258,9 @@ class SimTransport : public Transport {
       return;
     }
     if (network_->is_down()) throw std::runtime_error("Connection closed by peer");
+    const sim::CountCalls not_the_engine(false);
     sim::launch(sim::current_stream(rank_), what,
-                {{send.data, 0, 0, send.nbytes, kind == Kind::kAllReduce}, {receive.data, 0, 0, receive.nbytes, true}},
+                {{send.data, 0, 0, send.nbytes, send.data == receive.data}, {receive.data, 0, 0, receive.nbytes, true}},
                 [network = network_, communicator, sequence, kind, part = Part{send.data, receive.data, send.nbytes}] {
                   network->meet(communicator, sequence, kind, part);
                 });
@@ -763,13 +769,124 @@ void calls_fail() {
   }
 }
 
+// What handing over one pass's buckets takes of the driver, on rank 0, once events are there to be used again. Nothing
+// of the pass is reached until all of it has been handed over, and all of the pass before has been.
+sim::Calls calls_of_a_pass(const WireConfig& config, const Shapes& shapes) {
+  Setup setup;
+  setup.config = config;
+  setup.world_size = 2;
+  setup.shapes = shapes;
+  sim::Calls counted;
+  with_ranks(setup, [&](Rank& rank, int index, Network&) {
+    constexpr int kWarmUp = 4;
+    for (int step = 0; step <= kWarmUp; ++step) {
+      std::promise<void> gate;
+      sim::launch(rank.compute(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
+      const sim::Calls before = sim::calls(index);
+      REQUIRE(rank.step(step) == rank.num_buckets(), "step %d: %s", step, text_of(rank.last_error()).c_str());
+      const sim::Calls after = sim::calls(index);
+      gate.set_value();
+      rank.synchronize();
+      if (index != 0 || step != kWarmUp) continue;
+      for (const auto kind :
+           {&sim::Calls::launched, &sim::Calls::recorded, &sim::Calls::waited, &sim::Calls::created,
+            &sim::Calls::destroyed, &sim::Calls::asked, &sim::Calls::timed, &sim::Calls::waited_on_host}) {
+        counted.*kind = after.*kind - before.*kind;
+      }
+    }
+  });
+  return counted;
+}
+
+// An event that nobody needed at first is recorded where its stream was then, not where it has got to since.
+void lane_streams() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+  const auto events = std::make_shared<StreamEvents>();
+  LaneStream first(guard.getNewStream(sim::device(0), 0), events),
+      second(guard.getNewStream(sim::device(0), 0), events);
+  const sim::CountCalls counted(true);
+  const auto recorded = [] { return sim::calls(0).recorded; };
+  first.wait_for(static_cast<StreamEvent&>(*first.end()));
+  REQUIRE(recorded() == 0 && sim::calls(0).waited == 0, "a stream waits for itself");
+  first.go_on();
+  REQUIRE(recorded() == 0, "an event was recorded for nobody");
+
+  const EventPtr end = first.end();
+  const StampPtr stamp = first.stamp();
+  REQUIRE(recorded() == 1 && dynamic_cast<StreamEvent*>(end.get()) == dynamic_cast<const StreamEvent*>(stamp.get()),
+          "the end of a stream and its moment are two events");
+
+  const EventPtr before = first.end();
+  std::promise<void> gate;
+  first.go_on();
+  REQUIRE(recorded() == 2, "the stream goes on, and what it had been given before cannot be waited for");
+  sim::launch(first.stream(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
+  second.wait_for(static_cast<StreamEvent&>(*before));
+  second.stream().synchronize();  // forever, if it waits for the gate
+  const EventPtr behind = second.end();
+  first.wait_for(static_cast<StreamEvent&>(*behind));
+  REQUIRE(recorded() == 3 && sim::calls(0).waited == 2, "%ld recordings", static_cast<long>(recorded()));
+
+  // A wait is work, too: the end of what came before it is not the end of the wait.
+  const EventPtr ready = second.end(), blocked = first.end();
+  second.wait_for(static_cast<StreamEvent&>(*blocked));
+  first.go_on();
+  LaneStream third(guard.getNewStream(sim::device(0), 0), events);
+  third.wait_for(static_cast<StreamEvent&>(*ready));
+  third.stream().synchronize();
+  gate.set_value();
+  second.stream().synchronize();
+  sim::reset();
+}
+
+void print_calls(const char* what, const sim::Calls& calls, double per) {
+  const auto each = [per](int64_t count) { return static_cast<double>(count) / per; };
+  std::printf(
+      "stream_stress: calls: %s: %.1f (launched %.1f, recorded %.1f, waited %.1f, created %.1f, destroyed %.1f, "
+      "asked %.1f, timed %.1f, waited on host %.1f)\n",
+      what, each(calls.total()), each(calls.launched), each(calls.recorded), each(calls.waited), each(calls.created),
+      each(calls.destroyed), each(calls.asked), each(calls.timed), each(calls.waited_on_host));
+}
+
+// The number of calls that a bucket takes, which docs/overhead.md tells. What c10's future takes is not in it, nor the
+// question whether the step is captured.
+void calls() {
+  constexpr int kNumBuckets = 8;
+  struct Case {
+    const char* name;
+    Wire wire;
+    Sum sum;
+    double most;
+  };
+  for (const Case& c :
+       {Case{"int8 two-shot", Wire::kInt8, Sum::kTwoShot, 13}, Case{"int8 one-shot", Wire::kInt8, Sum::kOneShot, 12},
+        Case{"bf16 direct", Wire::kBf16, Sum::kDirect, 12}, Case{"fp32 exact", Wire::kFp32, Sum::kExact, 10}}) {
+    const WireConfig config = wire_config(c.wire, c.sum, 4);
+    const sim::Calls pass = calls_of_a_pass(config, Shapes(kNumBuckets, {1500, 0}));
+    print_calls(c.name, pass, kNumBuckets);
+    REQUIRE(static_cast<double>(pass.total()) / kNumBuckets <= c.most, "more than %g calls a bucket: %s", c.most,
+            c.name);
+  }
+  const WireConfig config = wire_config(Wire::kInt8, Sum::kTwoShot, 4);
+  const auto of_bucket = [&config](int64_t numel) {
+    const int64_t num_chunks = plan_bucket(config, 2, GradDtype::kFloat32, 0, {numel}).num_chunks();
+    return std::pair{calls_of_a_pass(config, {{numel, 0}}), num_chunks};
+  };
+  const auto [shorter, num_shorter] = of_bucket(60000);
+  const auto [longer, num_longer] = of_bucket(120000);
+  const double per_chunk = static_cast<double>(longer.total() - shorter.total()) / (num_longer - num_shorter);
+  std::printf("stream_stress: calls: a further chunk of int8 two-shot: %.1f\n", per_chunk);
+  REQUIRE(per_chunk <= 13, "%g calls a chunk", per_chunk);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::map<std::string, void (*)()> scenes = {{"steady", steady},   {"host_never_waits", host_never_waits},
                                                     {"traced", traced},   {"failing", failing},
                                                     {"stopped", stopped}, {"calls_fail", calls_fail},
-                                                    {"faulted", faulted}, {"two_levels", two_levels}};
+                                                    {"faulted", faulted}, {"two_levels", two_levels},
+                                                    {"calls", calls},     {"lane_streams", lane_streams}};
   for (const auto& [name, scene] : scenes) {
     if (argc > 1 && name != argv[1]) continue;
     alarm(120);  // a wait for what never comes would otherwise last

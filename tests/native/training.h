@@ -137,4 +137,21 @@ inline void add_all_reduce(const std::vector<Part>& parts) {
   }
 }
 
+// In bf16, of sums that it has.
+inline void add_all_reduce_bf16(const std::vector<Part>& parts) {
+  const size_t numel = static_cast<size_t>(parts[0].nbytes) / 2;
+  for (size_t i = 0; i < numel; ++i) {
+    float sum = 0;
+    for (const Part& part : parts) {
+      const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<uint16_t*>(part.send)[i]) << 16;
+      float value;
+      std::memcpy(&value, &bits, sizeof(value));
+      sum += value;
+    }
+    uint32_t bits;
+    std::memcpy(&bits, &sum, sizeof(bits));
+    for (const Part& part : parts) reinterpret_cast<uint16_t*>(part.send)[i] = static_cast<uint16_t>(bits >> 16);
+  }
+}
+
 }  // namespace training
