@@ -83,6 +83,7 @@ struct PackArgs {
   float scale;
   std::byte* out;  // a message of layout.chunk_nbytes(): this layout's piece of every part is written, padding zeroed
   Encoding encoding = {};  // a residual of layout.padded_numel() elements
+  bool is_last = false;    // of a backward pass's buckets: what is left of the pass waits for it
 };
 
 // Sums a part of `from` and encodes it as parts of `to`. These are one layout in a two-shot on one level; else `to` has
@@ -98,6 +99,7 @@ struct ReduceArgs {
   int64_t chunk = 0;       // the rest is used by `encoding` only. A residual of to.num_chunks · num_parts parts
   int64_t first_part = 0;  // of the `to` parts in a chunk, that which is written first
   Encoding encoding = {};
+  bool is_last = false;  // see PackArgs
 };
 
 struct UnpackArgs {
@@ -107,6 +109,7 @@ struct UnpackArgs {
   float scale;
   const BucketStreams& streams;  // written
   int64_t num_messages = 1;      // more than one of layouts with one part only
+  bool is_last = false;          // see PackArgs
 };
 
 // Instruction sets this build can dispatch to and this machine can run, slowest first; always has "portable".

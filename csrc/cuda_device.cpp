@@ -135,17 +135,19 @@ const CudaTables& tables_of(const BucketStreams& streams) {
 }  // namespace
 
 CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
-                       std::string isa, int64_t max_programs, bool forced_sync, bool registered_memory,
-                       Allocate allocate)
+                       std::string isa, int64_t max_programs, int64_t max_programs_of_last, bool forced_sync,
+                       bool registered_memory, Allocate allocate)
     : StreamDevice(device, forced_sync),
       driver_(std::move(driver)),
       kernels_(kernels),
       isa_(std::move(isa)),
       max_programs_(max_programs),
+      max_programs_of_last_(max_programs_of_last),
       registered_memory_(registered_memory),
       allocate_(std::move(allocate)),
       profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
-  TORCH_CHECK_VALUE(max_programs_ >= 1, "fusedcomm: max_programs=", max_programs_, " is not possible: use 1 or more");
+  TORCH_CHECK_VALUE(max_programs_ >= 1 && max_programs_of_last_ >= 1, "fusedcomm: max_programs=", max_programs_,
+                    ", max_programs_of_last=", max_programs_of_last_, " is not possible: use 1 or more");
   TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: the kernels have no tile size");
 }
 
@@ -190,9 +192,9 @@ const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& la
 void* CudaDevice::stream_handle() const { return on_streams() ? current_stream().native_handle() : nullptr; }
 
 template <typename Launch>
-void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args) {
+void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, bool is_last, const Launch& args) {
   if (num_tiles == 0) return;
-  launch(*driver_, kernel, std::min(num_tiles, max_programs_), stream_handle(), args);
+  launch(*driver_, kernel, std::min(num_tiles, is_last ? max_programs_of_last_ : max_programs_), stream_handle(), args);
   ++num_launches_;
 }
 
@@ -225,7 +227,7 @@ int64_t CudaDevice::pack(const PackArgs& args) {
   KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);
-  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
   return 0;
 }
 
@@ -253,7 +255,7 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   key.rotated = to.rotated && !from.rotated;  // what has been rotated stays so
   key.flat = to.part.exact_numel == 0;
   key.in_wire = from.wire;
-  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), launch);
+  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), args.is_last, launch);
 }
 
 void CudaDevice::unpack(const UnpackArgs& args) {
@@ -273,10 +275,10 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   key.sums = args.num_messages > 1;
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);
-  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), launch);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
 }
 
-int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale) {
+int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale, bool is_last) {
   const CudaTables& tables = tables_of(streams);
   TORCH_CHECK(tables.flat && streams.lossy.dtype() == GradDtype::kFloat32,
               "fusedcomm: only one run of fp32 gradients can be summed in place");
@@ -287,7 +289,7 @@ int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale) {
   launch.starts = tables.lossy.starts;
   launch.counts = tables.lossy.counts;
   launch.num_slices = tables.lossy.num_slices;
-  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), launch);
+  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), is_last, launch);
   return 0;
 }
 

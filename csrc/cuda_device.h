@@ -20,11 +20,13 @@ class CudaDevice : public StreamDevice {
   // A workspace, zeroed; from the process group's registered memory where it has some.
   using Allocate = std::function<at::Tensor(int64_t nbytes)>;
 
-  // max_programs: how many programs a kernel has at most, each of which fills one multiprocessor.
+  // max_programs: how many programs a kernel has at most, each of which fills one multiprocessor. max_programs_of_last:
+  // the same for a pass's last bucket, beside which the model computes nothing more.
   // registered_memory: what `allocate` gives is registered with the network.
   // `device` may be the CPU, with a driver that runs kernels there.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
-             int64_t max_programs, bool forced_sync, bool registered_memory, Allocate allocate);
+             int64_t max_programs, int64_t max_programs_of_last, bool forced_sync, bool registered_memory,
+             Allocate allocate);
 
   const std::string& isa() const override { return isa_; }
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
@@ -37,7 +39,7 @@ class CudaDevice : public StreamDevice {
   int64_t pack(const PackArgs& args) override;
   void reduce(const ReduceArgs& args) override;
   void unpack(const UnpackArgs& args) override;
-  int64_t scale_in_place(const BucketStreams& streams, float scale) override;
+  int64_t scale_in_place(const BucketStreams& streams, float scale, bool is_last) override;
 
   void range_push(const std::string& name) override;
   void range_pop() override;
@@ -53,13 +55,13 @@ class CudaDevice : public StreamDevice {
   void* stream_handle() const;
   const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>
-  void launch_kernel(const Kernel& kernel, int64_t num_tiles, const Launch& args);
+  void launch_kernel(const Kernel& kernel, int64_t num_tiles, bool is_last, const Launch& args);
   int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
 
   const std::shared_ptr<const CudaDriver> driver_;
   const CudaKernels kernels_;
   const std::string isa_;
-  const int64_t max_programs_;
+  const int64_t max_programs_, max_programs_of_last_;
   const bool registered_memory_;
   const Allocate allocate_;
   const bool profiler_ranges_;

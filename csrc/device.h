@@ -54,7 +54,7 @@ class Device {
   virtual int64_t pack(const PackArgs& args) = 0;
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;
-  virtual int64_t scale_in_place(const BucketStreams& streams, float scale) = 0;
+  virtual int64_t scale_in_place(const BucketStreams& streams, float scale, bool is_last) = 0;
 
   // A named range around a stage, for profilers that show them.
   virtual void range_push(const std::string& /*name*/) {}
@@ -75,7 +75,7 @@ class CpuDevice : public Device {
   int64_t pack(const PackArgs& args) override { return codec_.pack(args); }
   void reduce(const ReduceArgs& args) override { codec_.reduce(args); }
   void unpack(const UnpackArgs& args) override { codec_.unpack(args); }
-  int64_t scale_in_place(const BucketStreams& streams, float scale) override {
+  int64_t scale_in_place(const BucketStreams& streams, float scale, bool /*is_last*/) override {
     return codec_.scale_in_place(streams.lossy, scale);
   }
 

@@ -143,14 +143,17 @@ void bind_devices(py::module_& m) {
       .def(py::init<const std::string&, int, bool>(), py::kw_only(), py::arg("isa"), py::arg("codec_threads"),
            py::arg("forced_sync"));
   py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
-      .def(py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
-                       bool forced_sync, const BackendPtr& backend, bool register_memory) {
-             const bool registered = register_memory && registers_memory(backend, device);
-             return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
-                                                 forced_sync, registered, allocator(backend, device, registered));
-           }),
-           py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
-           py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"), NoGil())
+      .def(
+          py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
+                      int64_t max_programs_of_last, bool forced_sync, const BackendPtr& backend, bool register_memory) {
+            const bool registered = register_memory && registers_memory(backend, device);
+            return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
+                                                max_programs_of_last, forced_sync, registered,
+                                                allocator(backend, device, registered));
+          }),
+          py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
+          py::arg("max_programs_of_last"), py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"),
+          NoGil())
       .def("warm_up", &CudaDevice::warm_up, NoGil())
       .def_property_readonly("registered_memory", &CudaDevice::registered_memory)
       .def_property_readonly("streams", &CudaDevice::streams)

@@ -256,7 +256,7 @@ EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
   if (job->payloads.front().streams.lossy.numel() == 0) return nullptr;
   EventPtr scaled = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, [this, job] {
                                       job->num_nonfinite = device_->scale_in_place(job->payloads.front().streams,
-                                                                                   job->plan.pack_scale);
+                                                                                   job->plan.pack_scale, job->is_last);
                                       if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
                                     }));
   return scatter_lane_->start(scaled, wire_stage(job, Stage::kAllReduce, 0, [this, job](Lane::Completion done) {
@@ -273,7 +273,7 @@ void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   const std::vector<BucketLayout>& layouts = job.plan.packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    count += device_->pack({layouts[i], chunk, payload.streams, job.plan.pack_scale, out, payload.pack});
+    count += device_->pack({layouts[i], chunk, payload.streams, job.plan.pack_scale, out, payload.pack, job.is_last});
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
@@ -288,6 +288,7 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.chunk = chunk;
     args.first_part = place_.local_rank * place_.num_hosts;
     args.encoding = job.payloads[i].local_reduce;
+    args.is_last = job.is_last;
     device_->reduce(args);
   }
   if (chunk == job.plan.num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
@@ -302,6 +303,7 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
     args.chunk = chunk;
     args.first_part = place_.part();
     args.encoding = job.payloads[i].reduce;
+    args.is_last = job.is_last;
     device_->reduce(args);
   }
 }
@@ -310,7 +312,8 @@ void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts)
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketStreams& streams = payload.unpacked ? *payload.unpacked : payload.streams;
-    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, job.plan.num_messages});
+    device_->unpack(
+        {job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, job.plan.num_messages, job.is_last});
   }
 }
 

@@ -18,7 +18,8 @@ LEAST_CAPABILITY = 75
 """Of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
 
 SM_SHARE = 8
-"""By default a kernel uses one in so many of the GPU's multiprocessors; the others go on with the backward pass."""
+"""By default a kernel uses one in so many of the GPU's multiprocessors; the others go on with the backward pass. The
+last bucket's use all."""
 
 
 class CudaPath:
@@ -51,6 +52,7 @@ class CudaPath:
         capability = check_capability(device)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         sm_limit = choose_sm_limit(local.sm_limit, num_sms)
+        limit_of_last = sm_limit_of_last(local.sm_limit, num_sms)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context this thread's, which loading needs
             kernels, version = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
@@ -60,6 +62,7 @@ class CudaPath:
                 device=device,
                 isa=f"triton {version} sm_{capability}",
                 max_programs=sm_limit,
+                max_programs_of_last=limit_of_last,
                 forced_sync=env.sync(),
                 backend=self._backend,
                 register_memory=env.registered_memory(),
@@ -68,7 +71,8 @@ class CudaPath:
         # NCCL leaves undefined what happens if some ranks' buffers are registered and others' are not.
         self.must_agree = {"registered workspaces": self._device.registered_memory}
         where = "memory registered with the network" if self._device.registered_memory else "plain device memory"
-        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors, workspaces in {where}"
+        last = "" if limit_of_last == sm_limit else f" (a step's last bucket on {limit_of_last})"
+        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors{last}, workspaces in {where}"
 
     def connect(
         self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
@@ -105,6 +109,12 @@ def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
     if isinstance(sm_limit, bool) or not isinstance(sm_limit, int) or not 1 <= sm_limit <= num_sms:
         raise ValueError(f"sm_limit={sm_limit!r} is not possible: use a whole number from 1 to {num_sms}")
     return sm_limit
+
+
+def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
+    """For the last bucket of a backward pass, after which nothing is left that others could go on with: all of the GPU,
+    unless the user has set a limit."""
+    return num_sms if sm_limit is None else choose_sm_limit(sm_limit, num_sms)
 
 
 def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:

@@ -104,7 +104,8 @@ def attach(
             Scratch is about 2 · chunk_nbytes · chunks_in_flight, by one-shot world_size times it.
         codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
         isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
-        sm_limit: cuda only: most multiprocessors that one kernel of ours uses; None: an eighth of the GPU's.
+        sm_limit: cuda only: most multiprocessors that one kernel of ours uses. None: an eighth of the GPU's, and all of
+            them for the last bucket of a backward pass, beside which nothing is left to compute.
         verify_every: in every so many steps one bucket, another each time, is also summed exactly, in fp32, and its
             result compared: ``stats().verified`` has the errors. That step waits for the extra bytes. 0: never.
         measure_every: in one of so many steps every bucket's relative quantisation error on this rank is measured:

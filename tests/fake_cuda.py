@@ -62,6 +62,7 @@ class FakeCuda:
         self.launches: list[tuple[str, dict]] = []  # kernel, its arguments by name
         self.grids: list[int] = []  # their numbers of programs
         self.errors: list[BaseException] = []
+        self.max_programs_of_last = MAX_PROGRAMS
         self._variants = {}
         self._callback = _LAUNCH(self._launch)  # held: the library has only its address
         self.library.fake_on_launch(self._callback)
@@ -106,6 +107,7 @@ class FakeCuda:
             device=torch.device("cpu"),
             isa="fake",
             max_programs=MAX_PROGRAMS,
+            max_programs_of_last=self.max_programs_of_last,
             forced_sync=False,
             backend=backend,
             register_memory=False,

@@ -179,6 +179,40 @@ def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
         assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
 
 
+def grids_by_bucket(rank, world_size, library, kwargs):
+    """The gradients with the last bucket on no more and on more multiprocessors, and the grids of the last step."""
+    fake = fake_cuda.gpu(library)
+    shapes = ((9000,), (9000,), (9000,))
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
+    seen, grids = [], []
+    for most in (fake_cuda.MAX_PROGRAMS, 2 * fake_cuda.MAX_PROGRAMS):
+        fake.max_programs_of_last = most
+        ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
+        with fake.takes_over(**kwargs):
+            comm = fusedcomm.attach(ddp, **kwargs)
+            seen.append(synchronise(ddp, gradients, steps=2))
+            num_before = len(fake.grids)
+            seen.append(synchronise(ddp, gradients))
+            num_buckets = len(comm.plan().buckets)
+            comm.detach()
+        grids.append(fake.grids[num_before:])
+    fake.max_programs_of_last = fake_cuda.MAX_PROGRAMS
+    assert all(torch.equal(a, b) for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
+    return grids, num_buckets
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
+def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
+    kwargs = {**CONFIGS[name], "chunk_nbytes": 1 << 20}
+    for (bounded, grids), num_buckets in ranks.run(grids_by_bucket, library, kwargs, world_size=2):
+        assert num_buckets == 3 and len(grids) == len(bounded)
+        num_of_last = len(grids) // num_buckets
+        assert grids[:-num_of_last] == bounded[:-num_of_last]
+        assert max(bounded) == fake_cuda.MAX_PROGRAMS
+        for few, more in zip(bounded[-num_of_last:], grids[-num_of_last:], strict=True):
+            assert few < more <= 2 * fake_cuda.MAX_PROGRAMS
+
+
 def other_models(rank, world_size, library):
     results = []
     fake = fake_cuda.gpu(library)
@@ -360,6 +394,8 @@ def test_the_sm_limit_is_a_share_of_the_gpu():
     assert cuda.choose_sm_limit(None, 132) == 16
     assert cuda.choose_sm_limit(None, 4) == 1
     assert cuda.choose_sm_limit(132, 132) == 132
+    assert cuda.sm_limit_of_last(None, 132) == 132
+    assert cuda.sm_limit_of_last(20, 132) == 20
 
 
 @pytest.mark.parametrize("ahead", [frozenset(), frozenset({"pack"}), frozenset({"pack", "unpack"})], ids=sorted)

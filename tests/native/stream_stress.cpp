@@ -81,7 +81,7 @@ class SimDevice : public StreamDevice {
     return 0;
   }
 
-  int64_t scale_in_place(const BucketStreams& streams, float scale) override {
+  int64_t scale_in_place(const BucketStreams& streams, float scale, bool /*is_last*/) override {
     launch_pack(whole_bucket(streams.origin, true),
                 [codec = codec_, streams, scale] { codec->scale_in_place(streams.lossy, scale); });
     return 0;
@@ -403,7 +403,7 @@ class Rank {
     streams.lossy.append(streams.origin, numel, GradDtype::kFloat32);
     ForeignStages stages;
     stages.scatter = [this, streams, bucket, numel](Lane::Completion done) {
-      engine_->device().scale_in_place(streams, 1.0F / static_cast<float>(setup_.world_size));
+      engine_->device().scale_in_place(streams, 1.0F / static_cast<float>(setup_.world_size), false);
       transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(streams.origin), numel * 4, bucket},
                              Wire::kFp32, std::move(done));
     };
