@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <stdexcept>
+#include <tuple>
 
 namespace fusedcomm {
 namespace {
@@ -26,6 +29,14 @@ void find(void* library, const std::string& name, const char* symbol, Function* 
   }
 }
 
+// By library, context, cubin and symbol. The whole cubin: some ten KiB each, and no two are taken for one.
+using LoadedKey = std::tuple<void*, void*, std::string, std::string>;
+std::mutex loaded_mutex;
+std::map<LoadedKey, void*>& loaded() {
+  static auto* functions = new std::map<LoadedKey, void*>();  // as long-lived as the modules
+  return *functions;
+}
+
 }  // namespace
 
 CudaDriver::CudaDriver(const std::string& library) {
@@ -38,12 +49,14 @@ CudaDriver::CudaDriver(const std::string& library) {
   find(handle, library, "cuInit", &init_);
   find(handle, library, "cuGetErrorName", &get_error_name_);
   find(handle, library, "cuGetErrorString", &get_error_string_);
+  find(handle, library, "cuCtxGetCurrent", &ctx_get_current_);
   find(handle, library, "cuModuleLoadData", &module_load_data_);
   find(handle, library, "cuModuleGetFunction", &module_get_function_);
   find(handle, library, "cuFuncSetAttribute", &func_set_attribute_);
   find(handle, library, "cuLaunchKernel", &launch_kernel_);
   find(handle, library, "cuStreamIsCapturing", &stream_is_capturing_);
   find(handle, library, "cuThreadExchangeStreamCaptureMode", &thread_exchange_stream_capture_mode_);
+  library_ = handle;
   check(init_(0), "cuInit");
 }
 
@@ -61,6 +74,15 @@ void CudaDriver::check(Result result, const char* call) const {
 }
 
 void* CudaDriver::load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const {
+  void* context = nullptr;
+  check(ctx_get_current_(&context), "cuCtxGetCurrent");
+  std::lock_guard<std::mutex> lock(loaded_mutex);
+  void*& function = loaded()[{library_, context, cubin, symbol}];
+  if (!function) function = load_anew(cubin, symbol, shared_nbytes);
+  return function;
+}
+
+void* CudaDriver::load_anew(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const {
   void *module = nullptr, *function = nullptr;
   check(module_load_data_(&module, cubin.data()), "cuModuleLoadData");
   check(module_get_function_(&function, module, symbol.c_str()), "cuModuleGetFunction");

@@ -13,7 +13,8 @@ class CudaDriver {
   // what was not found.
   explicit CudaDriver(const std::string& library);
 
-  // The function `symbol` of a cubin, loaded into the current context for the life of the process.
+  // The function `symbol` of a cubin in the current context. Loaded for the life of the process, and once: whoever asks
+  // again, e.g. when attaching anew, gets the same.
   void* load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const;
 
   // A one-dimensional grid; `params` points to each parameter's value, in the order of the kernel's signature.
@@ -28,11 +29,15 @@ class CudaDriver {
  private:
   using Result = int;  // CUresult
   void check(Result result, const char* call) const;
+  void* load_anew(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const;
+
+  void* library_;
 
   // Types as in cuda.h, with handles as void*.
   Result (*init_)(unsigned flags);
   Result (*get_error_name_)(Result, const char**);
   Result (*get_error_string_)(Result, const char**);
+  Result (*ctx_get_current_)(void** context);
   Result (*module_load_data_)(void** module, const void* image);
   Result (*module_get_function_)(void** function, void* module, const char* name);
   Result (*func_set_attribute_)(void* function, int attribute, int value);

@@ -58,6 +58,8 @@ class FakeCuda:
         self.library = ctypes.CDLL(library)
         self.library.fake_function_name.restype = ctypes.c_char_p
         self.library.fake_function_name.argtypes = [ctypes.c_int64]
+        self.library.fake_num_loads.restype = ctypes.c_int64
+        self.library.fake_set_context.argtypes = [ctypes.c_int64]
         self.driver = _C.CudaDriver(library)
         self.launches: list[tuple[str, dict]] = []  # kernel, its arguments by name
         self.grids: list[int] = []  # their numbers of programs
@@ -83,8 +85,8 @@ class FakeCuda:
         from fusedcomm.kernels import compile, constants
 
         loader = _C.KernelLoader(self.driver, TILE)
-        for index, variant in enumerate(cuda.kernel_variants(cfg, world_size, grad_dtypes)):
-            image = f"variant {index} of {id(loader)}"
+        for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes):
+            image = str(variant)
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
                 loader,

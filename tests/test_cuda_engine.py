@@ -3,6 +3,7 @@
 Streams are not in it (tests/test_streams.py simulates those), nor the compiler (tests/test_kernel_code.py).
 """
 
+import itertools
 import shutil
 
 import fake_cuda
@@ -356,6 +357,29 @@ def test_a_cubin_that_does_not_load_is_an_error(fake, call):
     fake.fail(call, 209)
     with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
         fake.loader(Config(), 3, (torch.float32,))
+
+
+def loaded_by_attaching(rank, world_size, library):
+    """Modules loaded: by attaching, by attaching again, with another wire, and in another context; launches worked."""
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    numbers = [fake.library.fake_num_loads()]
+    for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # of no other test
+        fake.library.fake_set_context(context)
+        with fake.takes_over(wire=wire):
+            comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+            (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+            comm.detach()
+        assert (seen - 3).abs().max() < 1e-2 and fake.launches
+        numbers.append(fake.library.fake_num_loads())
+    fake.library.fake_set_context(1)
+    return [later - earlier for earlier, later in itertools.pairwise(numbers)]
+
+
+def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
+    ((first, again, other_wire, other_context),) = ranks.run(loaded_by_attaching, library, world_size=1)
+    assert first > 1 and again == 0 and other_context == first
+    assert other_wire == first - 1  # all but the kernel that scales in place
 
 
 def test_kernels_of_another_version_are_refused(fake):

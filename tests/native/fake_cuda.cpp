@@ -18,6 +18,8 @@ std::vector<std::string> functions;  // "image:symbol", by number − 1
 std::string failing_call;
 Result failing_result = 0;
 int capture_status = 0;
+int64_t num_loads = 0;
+int64_t context = 1;
 
 Result result_of(const char* call) { return failing_call == call ? failing_result : 0; }
 
@@ -38,6 +40,10 @@ void fake_fail(const char* call, Result result) {
 // What cuStreamIsCapturing says of every stream: 0, not captured; 1, captured.
 void fake_capture(int status) { capture_status = status; }
 
+// Modules loaded so far, and what is the current context from now on.
+int64_t fake_num_loads() { return num_loads; }
+void fake_set_context(int64_t number) { context = number; }
+
 const char* fake_function_name(int64_t function) { return functions[static_cast<size_t>(function) - 1].c_str(); }
 
 // ---- the driver
@@ -54,7 +60,13 @@ Result cuGetErrorString(Result, const char** text) {
   return 0;
 }
 
+Result cuCtxGetCurrent(void** current) {
+  *current = reinterpret_cast<void*>(context);
+  return result_of("cuCtxGetCurrent");
+}
+
 Result cuModuleLoadData(void** module, const void* image) {
+  ++num_loads;
   *module = new std::string(static_cast<const char*>(image));  // for the life of the process, as the driver's own
   return result_of("cuModuleLoadData");
 }
