@@ -116,14 +116,16 @@ def make_host_channels(
 ) -> HostChannels:
     """Connects this rank with those of its host, and with one on each other host. A collective call of all ranks.
 
-    On cuda both collectives of a level share a communicator, since they are enqueued on one stream.
+    On cuda both collectives of a level share a communicator, since they are enqueued on one stream. It is connected
+    when this returns.
     """
     timeout = group_timeout(process_group, device)
     local_rank, host = hosts.place(process_group.rank())
     local = (local_rank, hosts.ranks_per_host, timeout)
     cross = (host, hosts.num_hosts, timeout)
     if device.type == "cuda":
-        on_host, between = _nccl(store, f"local/{host}", *local), _nccl(store, f"cross/{local_rank}", *cross)
+        on_host = _nccl(store, f"local/{host}", *local, device)
+        between = _nccl(store, f"cross/{local_rank}", *cross, device)
         return HostChannels(on_host, on_host, between, between)
     return HostChannels(
         _gloo(store, f"local scatter/{host}", *local),
@@ -167,11 +169,18 @@ def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, _gloo_options(timeout))
 
 
-def _nccl(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+def _nccl(
+    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta, device: torch.device
+) -> dist.Backend:
     # Not new_group(), which every rank of the default group would have to call: DDP's may be one of several.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+    backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+    # Or its communicator would be made by its first collective: seconds within the first backward pass, and a rank that
+    # cannot connect would be an error of that step, not of attach. DDP's own group has one by now, since DDP's
+    # constructor has broadcast the parameters over it.
+    backend.eager_connect_single_device(device)
+    return backend
 
 
 def _gloo_options(timeout: datetime.timedelta) -> "dist.ProcessGroupGloo._Options":
