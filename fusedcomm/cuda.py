@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fusedcomm import config, env
+from fusedcomm import compile_once, config, env
 from fusedcomm.native import _C
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def load_kernels(
             flush=True,
         )
     loader = _C.KernelLoader(driver, constants.TILE)
-    for variant in variants:
-        load(loader, compile_kernel(variant, capability))
+    for compiled in compile_once.compiled(variants, lambda variant: compile_kernel(variant, capability)):
+        load(loader, compiled)
     return loader, version
 
 
