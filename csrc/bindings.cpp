@@ -202,7 +202,8 @@ void bind_hook(py::module_& m) {
       .def("take_notices", &GradHook::take_notices, NoGil())
       .def_property_readonly("transport", &GradHook::transport)
       .def("stats", &GradHook::stats, NoGil())
-      .def("start_trace", [](const GradHook& hook) { hook.engine().start_trace(); })
+      .def(
+          "start_trace", [](const GradHook& hook) { hook.engine().start_trace(); }, NoGil())
       .def(
           "stop_trace", [](const GradHook& hook) { return hook.engine().stop_trace(); }, NoGil())
       .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })

@@ -1,4 +1,5 @@
-// The native DDP communication hook: no Python and no GIL between the backward pass and the wire.
+// The native DDP communication hook: no Python between the backward pass and the wire. On CUDA the GIL is waited for
+// nevertheless, once a collective, where torch's flight recorder is on (see submit_mutex_ in engine.h).
 #pragma once
 
 #include <functional>

@@ -233,8 +233,14 @@ class Engine {
     bool is_last;
   };
 
-  std::mutex submit_mutex_;  // order of submission, slots_, next_slot_ and submitted_steps_
-  std::mutex mutex_;         // what follows, down to num_timed_steps_
+  // Order of submission, slots_, next_slot_ and submitted_steps_. It is held while collectives are enqueued, and NCCL's
+  // then wait for the GIL: torch's flight recorder notes the Python frames of each, unless TORCH_FR_BUFFER_SIZE=0 turns
+  // it off. So nobody may wait for this mutex, or for one that is held while waiting for it, with the GIL in hand:
+  // bindings let go of the GIL first. Under it one may wait for the GIL, for what a failure is explained with (see
+  // FailureLatch) and for mutex_, the board's, the tracer's, a lane's and the latch's own mutexes, under none of which
+  // anybody waits for the GIL or for this one.
+  std::mutex submit_mutex_;
+  std::mutex mutex_;  // what follows, down to num_timed_steps_
   EngineStats stats_;
   std::deque<Interval> untimed_;
   StampPtr last_done_;

@@ -5,6 +5,8 @@ Streams are not in it (tests/test_streams.py simulates those), nor the compiler 
 
 import itertools
 import shutil
+import threading
+import time
 
 import fake_cuda
 import pytest
@@ -315,6 +317,46 @@ def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
     assert "the pack of chunk 1/1 failed for bucket 0 (weights.0; 1 parameters" in error
     assert "cuLaunchKernel failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)" in error
     assert "FUSEDCOMM_SYNC=1 finds the stage" in error
+
+
+def with_the_gil_under_the_lock(rank, world_size, library):
+    """Calls of another thread that ended, while a launch, within the hook call, waited for the GIL."""
+    fake = fake_cuda.gpu(library)
+    entered, own_run, ended = threading.Event(), fake._run, []
+
+    def run(*args):
+        entered.set()
+        time.sleep(0.2)  # without the GIL, and then waits for it: as in a collective that the flight recorder notes
+        own_run(*args)
+
+    with fake.takes_over(wire="bf16"):
+        ddp = DistributedDataParallel(Gradients((3000,)))
+        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        hook = comm._session.hook
+
+        def call():
+            entered.wait()
+            for binding in (hook.start_trace, hook.stop_trace, hook.stats, hook.buckets, hook.take_notices):
+                binding()
+                ended.append(binding.__name__)
+            hook.max_over_ranks(1.0, "a value")  # waits for the lock that the hook call has
+            ended.append("max_over_ranks")
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        fake._run = run
+        try:
+            synchronise(ddp, [torch.ones(3000)])
+        finally:
+            fake._run = own_run
+        thread.join()
+        comm.detach()
+    return ended
+
+
+def test_nobody_waits_for_the_engine_with_the_gil_in_hand(ranks, library):
+    (ended,) = ranks.run(with_the_gil_under_the_lock, library, world_size=1)
+    assert ended == ["start_trace", "stop_trace", "stats", "buckets", "take_notices", "max_over_ranks"]
 
 
 def captured(rank, world_size, library, is_watched):
