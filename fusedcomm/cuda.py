@@ -17,6 +17,9 @@ DRIVER = "libcuda.so.1"
 LEAST_CAPABILITY = 75
 """Of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
 
+NUM_STREAMS = 4
+"""That run side by side: the backward pass's and ours for packing, the wire and unpacking."""
+
 SM_SHARE = 8
 """By default a kernel uses one in so many of the GPU's multiprocessors; the others go on with the backward pass. The
 last bucket's use all."""

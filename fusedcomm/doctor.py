@@ -135,7 +135,20 @@ def _verdict(extension_error: str | None) -> list[tuple[str, str]]:
         cpu = f"supported over gloo; wires {', '.join(fusedcomm.WIRES)}"
     else:
         cpu = "not supported: this torch has no gloo backend"
-    return [("CPU", cpu), ("CUDA", _cuda_verdict(dist))]
+    return [("CPU", cpu), ("CUDA", _cuda_verdict(dist)), *_streams_verdict()]
+
+
+def _streams_verdict() -> list[tuple[str, str]]:
+    """Nothing where streams run side by side."""
+    from fusedcomm import cuda, env
+
+    queues = env.cuda_queues()
+    if queues is None or queues >= cuda.NUM_STREAMS:
+        return []
+    what = "wait for each other" if queues == 1 else f"share {queues} queues, and wait for each other there"
+    told = f"on CUDA the backward pass and fusedcomm's streams {what}, so that little is overlapped"
+    cure = f"Unset it (8 queues), or set {cuda.NUM_STREAMS} or more, unless tensor parallelism needs it"
+    return [("streams", f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {told}. {cure}")]
 
 
 def _cuda_verdict(dist: types.ModuleType) -> str:

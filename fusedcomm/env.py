@@ -46,6 +46,12 @@ def registered_memory() -> bool:
     return os.environ.get(REGISTERED_MEMORY, "0") not in ("", "0")
 
 
+def cuda_queues() -> int | None:
+    """Hardware queues that all streams of a GPU share, if CUDA is told; else it has 8."""
+    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    return int(text) if text and text.isdigit() else None
+
+
 def local_world_size() -> int | None:
     """Ranks on this host, as torchrun tells them."""
     text = os.environ.get("LOCAL_WORLD_SIZE")

@@ -112,6 +112,19 @@ def test_doctor_takes_an_empty_cxx_for_none():
     assert "c++" in run("-m", "fusedcomm", "doctor", CXX="").stdout
 
 
+@pytest.mark.parametrize(
+    ("queues", "words"),
+    [("1", "wait for each other, so"), ("3", "share 3 queues"), ("8", None), ("", None)],
+)
+def test_doctor_says_that_streams_are_serialised(queues, words):
+    done = run("-m", "fusedcomm", "doctor", CUDA_DEVICE_MAX_CONNECTIONS=queues)
+    assert done.returncode == 0
+    if words is None:
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in done.stdout
+    else:
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: " in done.stdout and words in done.stdout
+
+
 def test_doctor_refuses_an_instruction_set_that_is_not_there():
     done = run("-m", "fusedcomm", "doctor", FUSEDCOMM_ISA="abacus")
     assert done.returncode == 1
