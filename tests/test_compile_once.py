@@ -26,7 +26,9 @@ def compiler(folder):
             with open(Path(folder) / "compiled", "a") as log:
                 log.write(f"{kernel}\n")
             time.sleep(0.05)
-            done.write_text(str(kernel))
+            made = Path(folder) / f"made by {os.getpid()}"
+            made.write_text(str(kernel))
+            made.rename(done)
         return done.read_text()
 
     return compile
@@ -72,6 +74,7 @@ def test_ranks_that_attach_at_once_compile_each_kernel_once(ranks, tmp_path):
 
     cxx()
     library = fake_cuda.build(tmp_path)
+    (tmp_path / "cache").mkdir()
     first, *others = ranks.run(load_kernels, str(tmp_path / "cache"), library, world_size=4)
     assert len(first) > 3 and all(other == first for other in others)
     assert number_of_compilations(tmp_path / "cache") == dict.fromkeys(first, 1)
