@@ -62,15 +62,12 @@ class Board {
     ended.moved = now;
     // One question to the device a pass, not one a job.
     drop_ended(now, /*asks=*/ended.is_last);
-<<<<<<< HEAD
   }
 
   // As if it had never been handed over; no other job has been since.
   void withdraw(int64_t job) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1 == job) jobs_.pop_back();
-=======
->>>>>>> wt-cuda
   }
 
   // Returns a number for leave().

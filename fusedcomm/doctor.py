@@ -142,19 +142,6 @@ def _streams_verdict() -> list[tuple[str, str]]:
     """Nothing where streams run side by side."""
     from fusedcomm import cuda, env
 
-<<<<<<< HEAD
-    queues = env.connections()
-    if queues is None or queues >= cuda.NUM_STREAMS:
-        return []
-    what = "wait for each other" if queues == 1 else f"share {queues} queues, and wait for each other there"
-    return [
-        (
-            "streams",
-            f"{env.CONNECTIONS}={queues}: on CUDA the backward pass and fusedcomm's streams {what}, so that little is "
-            f"overlapped. Unset it (8 queues), or set {cuda.NUM_STREAMS} or more, unless tensor parallelism needs it",
-        )
-    ]
-=======
     queues = env.cuda_queues()
     if queues is None or queues >= cuda.NUM_STREAMS:
         return []
@@ -162,7 +149,6 @@ def _streams_verdict() -> list[tuple[str, str]]:
     told = f"on CUDA the backward pass and fusedcomm's streams {what}, so that little is overlapped"
     cure = f"Unset it (8 queues), or set {cuda.NUM_STREAMS} or more, unless tensor parallelism needs it"
     return [("streams", f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {told}. {cure}")]
->>>>>>> wt-cuda
 
 
 def _cuda_verdict(dist: types.ModuleType) -> str:

@@ -50,14 +50,9 @@ def registered_memory() -> bool:
     return os.environ.get(REGISTERED_MEMORY, "0") not in ("", "0")
 
 
-<<<<<<< HEAD
-def connections() -> int | None:
-    text = os.environ.get(CONNECTIONS)
-=======
 def cuda_queues() -> int | None:
     """Hardware queues that all streams of a GPU share, if CUDA is told; else it has 8."""
     text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
->>>>>>> wt-cuda
     return int(text) if text and text.isdigit() else None
 
 
