@@ -21,10 +21,6 @@ REGISTERED_MEMORY = "FUSEDCOMM_REGISTERED_MEMORY"
 every rank or on none."""
 
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""CUDA's own: hardware queues that all streams of a device share; 8 by default. ``fusedcomm doctor`` reads it."""
-
-
 def isa() -> str:
     return os.environ.get(ISA, "auto")
 
