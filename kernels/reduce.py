@@ -245,8 +245,9 @@ def reduce_kernel(
     key = (noise_seed, noise_parameter, noise_step, noise_source)
     num_exact_units = 0
     if HAS_EXACT:
-        # Triton gives all accesses of one shape the widest layout among them. Where the lossy stream's is wider than
-        # four elements of 4 bytes, the exact stream's tiles have another shape, lest they go through shared memory.
+        # Triton loads every tile of one shape by as many elements a thread as the widest access of that shape has.
+        # Where the lossy stream has more than four, exact tiles have a shape that it does not use: fp32 sums of more
+        # than four a thread would pass through shared memory before they are stored.
         VEC: tl.constexpr = vector_numel(
             codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual.dtype.element_ty
         )
