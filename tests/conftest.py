@@ -21,7 +21,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
     group.addoption("--side-by-side", action="store_true", help="only tests beside which others may run (for -n)")
     group.addoption("--alone", action="store_true", help="only the others, marked alone")
-    group.addoption("--every-kernel", action="store_true", help="look for wrong constants in all kernels: 20 minutes")
+    group.addoption("--every-kernel", action="store_true", help="look for wrong constants in all kernels: half an hour")
     group.addoption("--oldest-triton", metavar="FOLDER", help="where pip has installed the oldest supported Triton")
 
 

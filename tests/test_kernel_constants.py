@@ -3,8 +3,8 @@
 Triton 3.6 to 3.8 sign-extend the `other` of a load, also where a register holds two or four of it: 0xffffffffffff8000
 for two halves 0x8000, so that every second one is a NaN. Compiled in child processes: this file, run as a program.
 
-`make test` compiles pack, unpack and reduce once for each wire, compute capability and Triton. All variants, in ten
-minutes of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel --timeout=0
+`make test` compiles pack, unpack and reduce once for each wire, compute capability and Triton. All variants, in a
+quarter of an hour of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel --timeout=0
 """
 
 import json
