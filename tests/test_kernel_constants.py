@@ -4,7 +4,7 @@ Triton 3.6 to 3.8 sign-extend the `other` of a load, also where a register holds
 for two halves 0x8000, so that every second one is a NaN. Compiled in child processes: this file, run as a program.
 
 `make test` compiles pack, unpack and reduce once for each wire, compute capability and Triton. All variants, in a
-quarter of an hour of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel --timeout=0
+quarter of an hour of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel
 """
 
 import json
@@ -191,6 +191,7 @@ def oldest_triton(config):
 CASES = [(which, capability) for which in ("oldest", "newest") for capability in CAPABILITIES]
 
 
+@pytest.mark.timeout(3600)  # half a minute of a core for one, where nobody else needs it; of all variants, minutes
 @pytest.mark.parametrize(("which", "capability"), CASES)
 def test_no_constant_is_extended(request, which, capability):
     pytest.importorskip("triton")
