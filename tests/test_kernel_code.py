@@ -18,6 +18,9 @@ import torch
 if __name__ != "__main__":
     pytest.importorskip("triton")
 
+# One test compiles for all, and the others wait for it: minutes, where somebody else needs the cores, too.
+pytestmark = pytest.mark.timeout(3600)
+
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
@@ -199,6 +202,15 @@ def accesses(ptx, verb, nbytes, predicated=False):
     """The lines that have one; `predicated`: also those that may be skipped."""
     lines = (line for line in ptx.splitlines() if re.search(access(verb, nbytes), line))
     return [line for line in lines if predicated or "@" not in line.split(verb)[0]]
+
+
+def test_no_constant_is_extended(compiled):
+    """By the Triton that is installed, the newest; tests/test_kernel_constants.py has the oldest."""
+    from test_kernel_constants import wrong_constants
+
+    assert len(compiled) > 200
+    wrong = {key: lines for key, code in compiled.items() if (lines := wrong_constants(code["ptx"]))}
+    assert not wrong
 
 
 @pytest.mark.parametrize(VARIANT, every_kernel())

@@ -3,8 +3,9 @@
 Triton 3.6 to 3.8 sign-extend the `other` of a load, also where a register holds two or four of it: 0xffffffffffff8000
 for two halves 0x8000, so that every second one is a NaN. Compiled in child processes: this file, run as a program.
 
-`make test` compiles pack, unpack and reduce once for each wire, compute capability and Triton. All variants, in a
-quarter of an hour of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel
+`make test` compiles pack, unpack and reduce once for each wire and compute capability by the oldest; what the newest
+makes is looked at where it is compiled anyway (tests/test_kernel_code.py). All variants by both, in a quarter of an hour
+of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel
 """
 
 import json
@@ -191,8 +192,13 @@ def oldest_triton(config):
 CASES = [(which, capability) for which in ("oldest", "newest") for capability in CAPABILITIES]
 
 
+def pytest_generate_tests(metafunc):
+    if "which" in metafunc.fixturenames:
+        cases = CASES if metafunc.config.getoption("--every-kernel") else [case for case in CASES if "oldest" in case]
+        metafunc.parametrize(("which", "capability"), cases)
+
+
 @pytest.mark.timeout(3600)  # half a minute of a core for one, where nobody else needs it; of all variants, minutes
-@pytest.mark.parametrize(("which", "capability"), CASES)
 def test_no_constant_is_extended(request, which, capability):
     pytest.importorskip("triton")
     folder = oldest_triton(request.config) if which == "oldest" else None
