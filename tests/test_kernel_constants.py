@@ -4,8 +4,8 @@ Triton 3.6 to 3.8 sign-extend the `other` of a load, also where a register holds
 for two halves 0x8000, so that every second one is a NaN. Compiled in child processes: this file, run as a program.
 
 `make test` compiles pack, unpack and reduce once for each wire and compute capability by the oldest; what the newest
-makes is looked at where it is compiled anyway (tests/test_kernel_code.py). All variants by both, in a quarter of an hour
-of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel
+makes is looked at where it is compiled anyway (tests/test_kernel_code.py). All variants by both, in a quarter of an
+hour of a core for each Triton: pytest tests/test_kernel_constants.py --every-kernel
 """
 
 import json
