@@ -15,8 +15,8 @@ def test_what_the_other_end_does_not_take_has_not_left(tmp_path):
         int(printed[0]),
         *(line.split() for line in printed[1:]),
     )
-    # The other end's window is full; IPv4 on a socket for both is told as IPv4. The first byte that TCP counts is none of
-    # those given.
+    # The other end's window is full; IPv4 on a socket for both is told as IPv4. The first byte that TCP counts is none
+    # of those given.
     assert 0 < int(unsent) < given and int(arrived) <= given - int(unsent) + 1
     assert own == own_later == ["127.0.0.1"]
     assert int(unsent_later) == 0 and int(arrived) < int(arrived_later) and 0 <= int(arrived_later) - given <= 2
