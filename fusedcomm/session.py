@@ -182,11 +182,12 @@ class Session:
         self._store = store = groups.private_store(self.process_group)
         # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
         record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
+        with contextlib.suppress(Exception):  # the group has no backend for the device, which is the problem
+            timeout = groups.group_timeout(self.process_group, self.device)
         try:
             if problem is not None:
                 raise problem
             groups.check_backend(self.process_group, self.device)
-            timeout = groups.group_timeout(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
             record = {**self._record(), **path.must_agree, **(also_agree or {})}
