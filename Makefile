@@ -29,6 +29,8 @@ NONE_LEFT = $(if $(strip $(ARGS)),5,-1)
 # What `VENV=` looks for; the targets below add theirs.
 PACKAGES := torch>=2.11 setuptools>=65 ninja numpy
 
+CSRC := $(shell find csrc -name "*.cpp" -o -name "*.h")
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -85,7 +87,7 @@ sanitize:
 build: $(BUILT)
 
 # Either way compiles once: pip's editable install builds the extension too, but forgets its object files.
-$(BUILT): pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*.h) build/.built-for | $(READY)
+$(BUILT): pyproject.toml setup.py $(CSRC) build/.built-for | $(READY)
 	@echo "Building fusedcomm._C (a minute or two the first time)"
 	@if [ -n '$(strip $(VENV))' ] && [ ! '$(VENV)/.installed' -nt pyproject.toml ]; then \
 	  PYTHONWARNINGS=ignore::UserWarning $(PY) -m pip install --quiet --no-build-isolation $(PIP_ARGS) -e '.[test,bench]'; \
@@ -115,7 +117,7 @@ $(VENV)/.torch: | check-tools
 	echo '$(TORCH)' > $@
 
 # Not for every machine: where there is no wheel of them, the tests that need them skip themselves. The oldest Triton
-# that pyproject.toml allows has a folder of its own, where tests/test_kernel_constants.py looks for it.
+# that pyproject.toml allows has a folder of its own, where tests/kernels/test_kernel_constants.py looks for it.
 $(VENV)/.kernels: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
 	oldest=$$(sed -n 's/.*"triton>=\([0-9.]*\),.*/\1/p' pyproject.toml); \
@@ -171,12 +173,12 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
-	clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h kernels/*.cu)
+	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu)
 
 format: $(FORMATTERS)
 	ruff check --fix .
 	ruff format .
-	clang-format -i $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h kernels/*.cu)
+	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu)
 
 # The environment stays: remove $(VENV) by hand to have it made anew.
 clean:

@@ -21,7 +21,7 @@ COMPILE_FLAGS = [
     "-Wno-unknown-pragmas",
 ]
 
-# DDP's reducer keeps its hook for life, unless this private member of it is there (csrc/ddp_hook.cpp).
+# DDP's reducer keeps its hook for life, unless this private member of it is there (csrc/frontends/ddp/hook.cpp).
 REDUCER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/reducer.hpp"
 if "std::unique_ptr<CommHookInterface> comm_hook_;" in REDUCER.read_text():
     COMPILE_FLAGS.append("-DFUSEDCOMM_REDUCER_HAS_COMM_HOOK")
@@ -30,8 +30,9 @@ setup(
     ext_modules=[
         CppExtension(
             "fusedcomm._C",
-            sources=sorted(str(p) for p in Path("csrc").glob("*.cpp")),
-            depends=sorted(str(p) for p in Path("csrc").glob("*.h")),
+            include_dirs=[str(Path("csrc").absolute())],
+            sources=sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
+            depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
             extra_compile_args=COMPILE_FLAGS,
         )
     ],

@@ -1,5 +1,5 @@
-"""Compiles what tests/test_cuda.py needs, on all cores, for Triton to find in its cache: its tests compile one kernel
-after another, every rank all of them.
+"""Compiles what tests/devices/test_cuda.py needs, on all cores, for Triton to find in its cache: its tests compile one
+kernel after another, every rank all of them.
 
     python bench/_compile.py                     # for this machine's GPU
     python bench/_compile.py --capability 90     # for one that is not there
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from _common import REPOSITORY
 
-from fusedcomm import cuda
 from fusedcomm.config import Config
+from fusedcomm.devices import cuda
 
 if TYPE_CHECKING:
     from fusedcomm.kernels.compile import Variant
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def variants() -> "list[Variant]":
     """Every kernel of every configuration and dtype there, each once."""
-    sys.path.insert(0, str(REPOSITORY / "tests"))
+    sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("devices", "helpers")]
     from test_cuda import CASES, CONFIGS
 
     fields = {field.name for field in dataclasses.fields(Config)}

@@ -25,8 +25,8 @@ from _ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm import groups
-from fusedcomm.transport import tcp_nbytes_sent
+from fusedcomm.ranks import groups
+from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
 NUM_CHECKS = 3
 MAX_BATCH = 1 << 12

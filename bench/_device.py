@@ -44,7 +44,7 @@ class Device:
     def __init__(self, dry_run: bool) -> None:
         self.dry_run = dry_run
         if dry_run:
-            sys.path.append(str(REPOSITORY / "tests"))
+            sys.path.append(str(REPOSITORY / "tests" / "helpers"))
             import interpreter
 
             interpreter.mend()

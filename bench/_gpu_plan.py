@@ -154,7 +154,7 @@ def commands(name: str, arguments: argparse.Namespace, folder: Path) -> list[lis
 def test_files(name: str) -> list[Path]:
     """The files with GPU tests of "tests-hooks" or "tests-kernels". They run beside each other, since most of their
     time goes into compiling kernels, which as many cores can do at once."""
-    files = [path for path in sorted(TESTS.glob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     return [path for path in files if (path.name in KERNEL_TESTS) == (name == "tests-kernels")]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedcomm.probe.workload import Layer
+from fusedcomm.tools.probe.workload import Layer
 
 NUM_CLASSES = 256
 BLOCKS_PER_STAGE = 2

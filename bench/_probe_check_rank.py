@@ -12,13 +12,13 @@ from _common import Row, percentiles
 from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
 from _ways import COMPUTE, TOLERANCES, Way
 
-from fusedcomm import groups
-from fusedcomm.probe import choices, report
-from fusedcomm.probe.choices import OFF, Option, predict_option
-from fusedcomm.probe.command import ACCEPT
-from fusedcomm.probe.run import Findings, Settings, hosts_of, probe
-from fusedcomm.probe.speed import Speed
-from fusedcomm.probe.team import Team
+from fusedcomm.ranks import groups
+from fusedcomm.tools.probe import choices, report
+from fusedcomm.tools.probe.choices import OFF, Option, predict_option
+from fusedcomm.tools.probe.command import ACCEPT
+from fusedcomm.tools.probe.run import Findings, Settings, hosts_of, probe
+from fusedcomm.tools.probe.speed import Speed
+from fusedcomm.tools.probe.team import Team
 
 
 def name_of(way: choices.Way, cap_mb: float) -> str:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import fusedcomm
 from fusedcomm.config import Config
-from fusedcomm.demo import training as demo
 from fusedcomm.native import _C
+from fusedcomm.tools.demo import training as demo
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm import groups
+from fusedcomm.ranks import groups
 
 NUM_BUCKETS = 16
 

@@ -9,25 +9,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fusedcomm.autotune import Tuning
-    from fusedcomm.comm_state import CommState, comm_hook
+    from fusedcomm.autotune.search import Tuning
     from fusedcomm.config import SUMS, WIRES
-    from fusedcomm.handle import Handle, attach
+    from fusedcomm.ddp.comm_state import CommState, comm_hook
+    from fusedcomm.ddp.handle import Handle, attach
+    from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
-    from fusedcomm.stats import Stats
 
 __version__ = "0.1.0"
 __all__ = ["SUMS", "WIRES", "CommState", "Handle", "Residuals", "Stats", "Tuning", "attach", "comm_hook", "simulate"]
 
 _HOME = {
-    "attach": "handle",
-    "Handle": "handle",
-    "CommState": "comm_state",
-    "comm_hook": "comm_state",
+    "attach": "ddp.handle",
+    "Handle": "ddp.handle",
+    "CommState": "ddp.comm_state",
+    "comm_hook": "ddp.comm_state",
     "WIRES": "config",
     "SUMS": "config",
-    "Stats": "stats",
-    "Tuning": "autotune",
+    "Stats": "session.stats",
+    "Tuning": "autotune.search",
     "Residuals": "simulation",
     "simulate": "simulation",
 }

@@ -1,6 +1,6 @@
 """``python -m fusedcomm`` is the ``fusedcomm`` command, also from a checkout that is not installed."""
 
-from fusedcomm.cli import main
+from fusedcomm.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

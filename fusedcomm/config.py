@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fusedcomm import chunks, env, hosts, patterns
+from fusedcomm import chunks, env, patterns
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
+from fusedcomm.ranks import hosts
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
@@ -253,7 +254,7 @@ class Config:
         return [(self.wire, block, self.rotate), *others]
 
     def number_of(self, wire: str) -> int:
-        """The number of a wire that parameters may have; see csrc/plan.h."""
+        """The number of a wire that parameters may have; see csrc/engine/plan.h."""
         return self.wires.index(wire) if wire in self.wires else _C.EXACT_WIRE
 
     @property
@@ -265,7 +266,7 @@ class Config:
         ]
 
     def wire_number(self, name: str, parameter: torch.Tensor, other_names: Sequence[str] = ()) -> int:
-        """See csrc/plan.h. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
+        """See csrc/engine/plan.h. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
         rule = patterns.rule_for(self.rules, (name, *other_names), parameter)
         if rule is None:
             return 0

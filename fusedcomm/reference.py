@@ -1,7 +1,7 @@
 """The oracle: the codec in plain eager PyTorch. Slow, obvious, right.
 
 The C++ codec and any device kernel must produce the same bytes as `pack` and `reduce`, and the same bits as `unpack`.
-Sizes and offsets are asked of the layout (csrc/wire_layout.h); the arithmetic is defined here:
+Sizes and offsets are asked of the layout (csrc/wire/layout.h); the arithmetic is defined here:
 
     pack     y = float(x)·scale                       one fp32 multiplication, also by 1
     fp32     code = y

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from fusedcomm.config import RESIDUALS, Config, choose_codec_threads, choose_isa
-from fusedcomm.hosts import Hosts, checked
 from fusedcomm.native import _C
+from fusedcomm.ranks.hosts import Hosts, checked
 from fusedcomm.reference import FIRST_HOST, REDUCER
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

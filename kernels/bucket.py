@@ -14,7 +14,7 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Stream:
-    """Slices laid end to end, in tables on the gradients' device (csrc/slice_table.h)."""
+    """Slices laid end to end, in tables on the gradients' device (csrc/devices/slice_table.h)."""
 
     starts: torch.Tensor  # int64 [num_slices + 1], stream elements; the last is numel
     offsets: torch.Tensor  # int64 [num_slices], elements from the bucket's origin

@@ -20,9 +20,9 @@ from .scale import scale_kernel
 from .unpack import unpack_kernel
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
-"""The first and the last minor version that tests/test_kernel_code.py has seen to keep the launch convention, and
-tests/test_kernel_constants.py to extend no constant wrongly. With 3.6 one of the former's 833 tests fails: int4's
-rotated, stochastic pack with bf16 residuals has 88 bytes of stack on sm_120."""
+"""The first and the last minor version that tests/kernels/test_kernel_code.py has seen to keep the launch convention,
+and tests/kernels/test_kernel_constants.py to extend no constant wrongly. With 3.6 one of the former's 833 tests fails:
+int4's rotated, stochastic pack with bf16 residuals has 88 bytes of stack on sm_120."""
 
 MAX_SHARED_NBYTES = 48 * 1024
 """What a launch may use without asking the driver for more."""

@@ -1,6 +1,6 @@
 """What the kernels, their launchers and the ahead-of-time compiler have to agree on, written once.
 
-The wires are the enum of csrc/wire_layout.h.
+The wires are the enum of csrc/wire/layout.h.
 """
 
 import triton.language as tl

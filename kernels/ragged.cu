@@ -16,7 +16,7 @@
 // memory, and the warp moves 32 consecutive elements at a time, one a lane: still stretches of memory.
 // No warp waits for another, unless a block of int8 spans several runs.
 //
-// Macros: WIRE  0 fp32, 1 bf16, 2 fp16, 3 int8 (Wire in csrc/wire_layout.h)    GRAD  0, 1, 2: same words
+// Macros: WIRE  0 fp32, 1 bf16, 2 fp16, 3 int8 (Wire in csrc/wire/layout.h)    GRAD  0, 1, 2: same words
 //         BLOCK elements that share a scale    TILE  16 · threads    EPILOGUE  0, 1
 // Arithmetic as fusedcomm/reference.py, byte for byte: every operation rounds once, so compile without contraction.
 // No header: NVRTC compiles it with no toolkit, and tests/native/cuda_on_cpu.h lets a C++ compiler do so too.

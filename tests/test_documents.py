@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedcomm import cli, env
+from fusedcomm import env
+from fusedcomm.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"

@@ -1,6 +1,6 @@
-// What connections() says of a connection whose other end reads nothing and then all, for tests/test_connections.py:
-// prints how many bytes were given to it, and then a line for each of the two moments: bytes unsent, bytes arrived, own
-// addresses.
+// What connections() says of a connection whose other end reads nothing and then all, for
+// tests/watch/test_connections.py: prints how many bytes were given to it, and then a line for each of the two moments:
+// bytes unsent, bytes arrived, own addresses.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -10,8 +10,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../csrc/connections.h"
 #include "require.h"
+#include "watch/connections.h"
 
 using namespace fusedcomm;
 

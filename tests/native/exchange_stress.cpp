@@ -11,8 +11,8 @@
 #include <string>
 #include <tuple>
 
-#include "../../csrc/exchange.h"
 #include "require.h"
+#include "transport/exchange.h"
 
 using namespace fusedcomm;
 

@@ -1,11 +1,11 @@
-// What a roll call concludes from answers made up here, for tests/test_roll_call.py: prints the report of the scene
-// named; or of a thousand answers that a slow store hands out, with the seconds that it takes for each as the second
-// argument.
+// What a roll call concludes from answers made up here, for tests/watch/test_roll_call.py: prints the report of the
+// scene named; or of a thousand answers that a slow store hands out, with the seconds that it takes for each as the
+// second argument.
 #include <cstdio>
 #include <stdexcept>
 #include <string>
 
-#include "../../csrc/roll_call.h"
+#include "watch/roll_call.h"
 
 using namespace fusedcomm;
 

@@ -12,9 +12,9 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 build=build/sanitize
 mkdir -p "$build"
-flags=(-O1 -g -ffp-contract=off -fno-omit-frame-pointer -fno-sanitize-recover=all)
-engine=(csrc/engine.cpp csrc/plan.cpp
-        csrc/codec.cpp csrc/codec_portable.cpp csrc/codec_avx2.cpp csrc/codec_avx512.cpp csrc/codec_neon.cpp)
+flags=(-O1 -g -Icsrc -ffp-contract=off -fno-omit-frame-pointer -fno-sanitize-recover=all)
+engine=(csrc/engine/engine.cpp csrc/engine/plan.cpp
+        csrc/codec/codec.cpp csrc/codec/isa/portable.cpp csrc/codec/isa/avx2.cpp csrc/codec/isa/avx512.cpp csrc/codec/isa/neon.cpp)
 torch=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__file__))' 2> /dev/null || true)
 
 run() {
@@ -25,7 +25,7 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   echo "== $sanitizer"
   binary="$build/engine_stress-${sanitizer//,/-}"
   "$CXX" -std=c++17 "${flags[@]}" -fsanitize="$sanitizer" tests/native/engine_stress.cpp "${engine[@]}" \
-    csrc/cpu_lane.cpp csrc/inline_lane.cpp csrc/cpu_device.cpp -o "$binary" -pthread
+    csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp csrc/devices/cpu_device.cpp -o "$binary" -pthread
   run "$binary"
   if [ -z "$torch" ]; then
     echo "stream_stress and exchange_stress: left out, since $PYTHON has no torch"
@@ -33,14 +33,14 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
   fi
   binary="$build/stream_stress-${sanitizer//,/-}"
   "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
-    tests/native/stream_stress.cpp tests/native/sim_accelerator.cpp csrc/stream_lane.cpp csrc/stream_device.cpp \
-    csrc/inline_lane.cpp csrc/cpu_lane.cpp csrc/cpu_device.cpp "${engine[@]}" \
+    tests/native/stream_stress.cpp tests/native/sim_accelerator.cpp csrc/devices/stream_lane.cpp csrc/devices/stream_device.cpp \
+    csrc/lanes/inline_lane.cpp csrc/lanes/cpu_lane.cpp csrc/devices/cpu_device.cpp "${engine[@]}" \
     -o "$binary" -pthread -L"$torch/lib" -lc10 -Wl,-rpath,"$torch/lib"
   run "$binary"
   binary="$build/exchange_stress-${sanitizer//,/-}"
   "$CXX" -std=c++20 "${flags[@]}" -fsanitize="$sanitizer" -isystem "$torch/include" \
     -isystem "$torch/include/torch/csrc/api/include" \
-    tests/native/exchange_stress.cpp csrc/exchange.cpp csrc/peer_sentinels.cpp \
+    tests/native/exchange_stress.cpp csrc/transport/exchange.cpp csrc/transport/peer_sentinels.cpp \
     -o "$binary" -pthread -L"$torch/lib" -ltorch -ltorch_cpu -lc10 -Wl,-rpath,"$torch/lib"
   run "$binary"
 done

@@ -16,7 +16,7 @@
 #include <mutex>
 #include <thread>
 
-#include "../../csrc/stream_device.h"
+#include "devices/stream_device.h"
 #include "sim_accelerator.h"
 #include "training.h"
 

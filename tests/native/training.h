@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../csrc/engine.h"
+#include "engine/engine.h"
 #include "require.h"
 
 namespace training {

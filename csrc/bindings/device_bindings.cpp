@@ -1,0 +1,175 @@
+#include "bindings/device_bindings.h"
+
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "devices/cuda_device.h"
+#include "gradients/grad_dtype.h"
+#include "transport/c10d_transport.h"
+#include "transport/link_timer.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+constexpr int64_t kTrialNbytes = 1 << 20;
+
+// Whether the backend keeps memory registered with the network, and can really give some.
+bool registers_memory(const BackendPtr& backend, c10::Device device) {
+  if (device.is_cpu() || !backend->supportsTensorAlloc(device.index())) return false;
+  try {
+    backend->allocateTensor(kTrialNbytes, at::TensorOptions().dtype(at::kByte).device(device));
+    return true;
+  } catch (const std::exception& error) {
+    TORCH_WARN_ONCE("fusedcomm: the process group's registered memory cannot be had, workspaces are plain memory: ",
+                    error.what());
+    return false;
+  }
+}
+
+CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device, bool registered) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  if (registered) {
+    return [backend, options](int64_t nbytes) { return backend->allocateTensor(nbytes, options); };
+  }
+  return [options](int64_t nbytes) { return at::empty({nbytes}, options); };
+}
+
+// The kernels of one configuration, filled in one by one.
+class KernelLoader {
+ public:
+  KernelLoader(std::shared_ptr<const CudaDriver> driver, int64_t tile_numel) : driver_(std::move(driver)) {
+    kernels_.tile_numel = tile_numel;
+  }
+
+  // The first ten are what tells kernels apart; None where a kernel has no such thing.
+  void load(const std::string& kernel, const std::optional<std::string>& wire, int64_t block, bool rotated, bool flat,
+            std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire, bool sums,
+            bool stochastic, const std::optional<std::string>& feedback, const std::string& cubin,
+            const std::string& symbol, uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
+    KernelKey key{kernel};
+    if (kernel != ScaleLaunch::kName) {
+      TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
+      key.wire = wire_from_name(*wire);
+      key.block_numel = block;
+      key.rotated = rotated;
+      key.flat = flat;
+      key.sums = sums;
+      key.stochastic = stochastic;
+      if (feedback) key.feedback = residual_format_from_name(*feedback);
+      if (kernel == ReduceLaunch::kName) {
+        key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
+      } else {
+        TORCH_CHECK_VALUE(grad_dtype, "fusedcomm: kernel ", kernel, " needs a gradient dtype");
+        key.grad_dtype = grad_dtype_of(*grad_dtype);
+      }
+    }
+    kernels_.kernels[normalised(key)] = {driver_->load(cubin, symbol, shared_nbytes), num_threads, shared_nbytes,
+                                         num_scratch_pointers};
+  }
+
+  const CudaKernels& kernels() const { return kernels_; }
+  const std::shared_ptr<const CudaDriver>& driver() const { return driver_; }
+
+ private:
+  std::shared_ptr<const CudaDriver> driver_;
+  CudaKernels kernels_;
+};
+
+std::vector<std::string> kernel_params(const std::string& kernel) {
+  if (kernel == PackLaunch::kName) return param_types<PackLaunch>();
+  if (kernel == ReduceLaunch::kName) return param_types<ReduceLaunch>();
+  if (kernel == UnpackLaunch::kName) return param_types<UnpackLaunch>();
+  TORCH_CHECK_VALUE(kernel == ScaleLaunch::kName, "fusedcomm: no kernel is called '", kernel, "'");
+  return param_types<ScaleLaunch>();
+}
+
+// Its threads may be releasing a tensor that Python knows, which takes the GIL.
+std::shared_ptr<Exchange> make_exchange(BackendPtr backend, int max_sending) {
+  TORCH_CHECK_VALUE(max_sending >= 0, "max_sending must be 0 (any number) or more, not ", max_sending);
+  return {new Exchange(std::move(backend), max_sending), [](Exchange* exchange) {
+            std::optional<py::gil_scoped_release> no_gil;
+            if (PyGILState_Check()) no_gil.emplace();
+            delete exchange;
+          }};
+}
+
+using Ended = std::shared_future<void>;
+
+WireSpan span_of(const at::Tensor& bytes, const char* what) {
+  TORCH_CHECK_VALUE(bytes.is_cpu() && bytes.is_contiguous() && bytes.scalar_type() == at::kByte, what,
+                    " must be a contiguous uint8 tensor on cpu");
+  return {static_cast<std::byte*>(bytes.data_ptr()), bytes.numel(), std::make_shared<at::Tensor>(bytes)};
+}
+
+Ended start(Exchange& exchange, const at::Tensor& send, const at::Tensor& receive) {
+  const int64_t size = exchange.world_size();
+  TORCH_CHECK_VALUE(receive.numel() % size == 0, "receive must have as many bytes from each of ", size, " ranks, not ",
+                    receive.numel(), " together");
+  TORCH_CHECK_VALUE(send.numel() == receive.numel() || send.numel() * size == receive.numel(), "send must have ",
+                    receive.numel(), " bytes, or ", receive.numel() / size, " for all, not ", send.numel());
+  auto ended = std::make_shared<std::promise<void>>();
+  exchange.start(span_of(send, "send"), span_of(receive, "receive"),
+                 [ended](std::exception_ptr error) { error ? ended->set_exception(error) : ended->set_value(); });
+  return ended->get_future().share();
+}
+
+}  // namespace
+
+void bind_devices(py::module_& m) {
+  m.attr("MAX_SCRATCH_POINTERS") = kMaxScratchPointers;
+  m.def("kernel_params", &kernel_params, py::arg("kernel"));
+
+  py::class_<CudaDriver, std::shared_ptr<CudaDriver>>(m, "CudaDriver")
+      .def(py::init<const std::string&>(), py::arg("library"));
+  py::class_<KernelLoader>(m, "KernelLoader")
+      .def(py::init([](std::shared_ptr<CudaDriver> driver, int64_t tile_numel) {
+             return std::make_unique<KernelLoader>(std::move(driver), tile_numel);
+           }),
+           py::arg("driver"), py::arg("tile_numel"))
+      .def("load", &KernelLoader::load, py::kw_only(), py::arg("kernel"), py::arg("wire"), py::arg("block"),
+           py::arg("rotated"), py::arg("flat"), py::arg("grad_dtype"), py::arg("in_wire"), py::arg("sums"),
+           py::arg("stochastic"), py::arg("feedback"), py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"),
+           py::arg("shared_nbytes"), py::arg("num_scratch_pointers"));
+
+  py::class_<Device, std::shared_ptr<Device>>(m, "Device").def_property_readonly("isa", &Device::isa);
+  py::class_<CpuDevice, Device, std::shared_ptr<CpuDevice>>(m, "CpuDevice")
+      .def(py::init<const std::string&, int, bool>(), py::kw_only(), py::arg("isa"), py::arg("codec_threads"),
+           py::arg("forced_sync"));
+  py::class_<CudaDevice, Device, std::shared_ptr<CudaDevice>>(m, "CudaDevice")
+      .def(
+          py::init([](const KernelLoader& kernels, at::Device device, const std::string& isa, int64_t max_programs,
+                      int64_t max_programs_of_last, bool forced_sync, const BackendPtr& backend, bool register_memory) {
+            const bool registered = register_memory && registers_memory(backend, device);
+            return std::make_shared<CudaDevice>(kernels.driver(), kernels.kernels(), device, isa, max_programs,
+                                                max_programs_of_last, forced_sync, registered,
+                                                allocator(backend, device, registered));
+          }),
+          py::kw_only(), py::arg("kernels"), py::arg("device"), py::arg("isa"), py::arg("max_programs"),
+          py::arg("max_programs_of_last"), py::arg("forced_sync"), py::arg("backend"), py::arg("register_memory"),
+          NoGil())
+      .def("warm_up", &CudaDevice::warm_up, NoGil())
+      .def_property_readonly("registered_memory", &CudaDevice::registered_memory)
+      .def_property_readonly("streams", &CudaDevice::streams)
+      .def_property_readonly("num_launches", &CudaDevice::num_launches);
+
+  py::class_<Ended>(m, "Ended").def("wait", [](const Ended& ended) { ended.get(); }, NoGil());
+  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
+      .def(py::init(&make_exchange), py::arg("backend"), py::kw_only(), py::arg("max_sending"))
+      .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
+  m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
+  py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
+  py::class_<WorkTransport, C10dTransport, std::shared_ptr<WorkTransport>>(m, "WorkTransport")
+      .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
+           py::arg("max_sending"));
+  py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")
+      .def(py::init<BackendPtr, at::Device>(), py::arg("backend"), py::arg("device"));
+}
+
+}  // namespace fusedcomm

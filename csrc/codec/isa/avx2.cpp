@@ -1,0 +1,321 @@
+// Kernels for x86 with AVX2, FMA and F16C (2013 and later).
+#include "codec/kernel_table.h"
+
+#if defined(__x86_64__)
+
+// Everything that others may share is included before the instruction set is selected.
+#include <cpuid.h>
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "codec/isa/blocks_impl.h"
+
+namespace fusedcomm {
+namespace {
+
+struct Avx2 {
+  using F = __m256;
+  using N = __m256i;
+  using M = __m256i;
+  static constexpr int kLanes = 8;
+  static constexpr int kStreamNbytes = 32;
+
+  static F broadcast(float value) { return _mm256_set1_ps(value); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+
+  static F canonical(F value) {
+    return _mm256_blendv_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(kNanBits)),
+                            _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+  }
+
+  static __m256i magnitude(F value) {
+    return _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(kMagnitudeMask));
+  }
+  static void count(N& n, F value) {
+    n = _mm256_sub_epi32(n, _mm256_cmpgt_epi32(magnitude(value), _mm256_set1_epi32(kInfBits - 1)));
+  }
+  static __m256i is_finite(F value) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(kInfBits), magnitude(value)); }
+  static F finite_or_zero(F value) { return _mm256_and_ps(value, _mm256_castsi256_ps(is_finite(value))); }
+  static int64_t total(N n) {
+    alignas(32) uint32_t lanes[kLanes];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), n);
+    int64_t sum = 0;
+    for (uint32_t lane : lanes) sum += lane;
+    return sum;
+  }
+  static void track(M& m, F value) { m = _mm256_max_epi32(m, magnitude(value)); }
+  static constexpr int kMaxima = 4;
+  static void greatest(const M* m, uint32_t* bits) {
+    const M ab = _mm256_max_epi32(_mm256_unpacklo_epi32(m[0], m[1]), _mm256_unpackhi_epi32(m[0], m[1]));
+    const M cd = _mm256_max_epi32(_mm256_unpacklo_epi32(m[2], m[3]), _mm256_unpackhi_epi32(m[2], m[3]));
+    // In each half, what each of the four has there.
+    const M abcd = _mm256_max_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), all);
+  }
+
+  static __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static F load(const Bf16* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_128(p)), 16));
+  }
+  static F load(const Fp16* p) { return _mm256_cvtph_ps(load_128(p)); }
+
+  static __m128i to_bf16(F value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  }
+  static __m128i to_fp16(F value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+  static void store(float* p, F value) { _mm256_storeu_ps(p, value); }
+  static void store(Bf16* p, F value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16(value)); }
+  static void store(Fp16* p, F value) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
+
+  static void stream(float* p, F value) { _mm256_stream_ps(p, value); }
+  static void stream(Bf16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(value)); }
+  static void stream(Fp16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
+
+  static __m256i load_noise(const uint16_t* p) { return _mm256_cvtepu16_epi32(load_128(p)); }
+  // The product is exact, so it does not matter whether it is rounded.
+  static F add_noise(F value, __m256i noise) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(kNoiseUnit), value);
+  }
+
+  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  static F rounded(Bf16, F value, const uint16_t* noise) {
+    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(value), load_noise(noise));
+    const __m256i truncated = _mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
+    return _mm256_blendv_ps(value, _mm256_castsi256_ps(truncated), _mm256_castsi256_ps(is_finite(value)));
+  }
+  static F rounded(Fp16, F value, const uint16_t* p) {
+    const __m256i size = magnitude(value);
+    const __m256i noise = load_noise(p);
+    const __m256i sum = _mm256_add_epi32(size, _mm256_srli_epi32(noise, 16 - kFp16Dropped));
+    const __m256i normal = _mm256_and_si256(sum, _mm256_set1_epi32(-(1 << kFp16Dropped)));
+    const __m256 steps = add_noise(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(kFp16StepsInOne)), noise);
+    const __m256 subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvttps_epi32(steps)), _mm256_set1_ps(kFp16Step));
+    const __m256i overflows = _mm256_cmpgt_epi32(normal, _mm256_set1_epi32(kFp16OverflowBits - 1));
+    const __m256i is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(kFp16LeastNormalBits), size);
+    __m256i rounded = _mm256_blendv_epi8(normal, _mm256_set1_epi32(kInfBits), overflows);
+    rounded = _mm256_blendv_epi8(rounded, _mm256_castps_si256(subnormal), is_subnormal);
+    const __m256 sign = _mm256_and_ps(value, _mm256_set1_ps(-0.0f));
+    return _mm256_blendv_ps(value, _mm256_or_ps(_mm256_castsi256_ps(rounded), sign),
+                            _mm256_castsi256_ps(is_finite(value)));
+  }
+
+  // In the low byte of each element.
+  static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
+  static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(value); }
+  static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
+    return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
+  }
+
+  // The same, rounded stochastically.
+  template <class Code>
+  static __m256i floor_code(F value) {
+    const __m256i greatest = _mm256_set1_epi32(static_cast<int>(Code::kGreatest));
+    const __m256i least = _mm256_set1_epi32(-static_cast<int>(Code::kGreatest));
+    return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
+  }
+  static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
+  static __m256i code(Int4, F value, __m256i noise) { return floor_code<Int4>(add_noise(value, noise)); }
+  template <class Code>
+  static __m256i code(Code, F value, __m256i noise) {
+    using Rounding = Fp8Rounding<Code>;
+    const __m256i size = magnitude(value);
+    const __m256i exponents = _mm256_set1_epi32(static_cast<int>(Rounding::kExponents));
+    const __m256i sum =
+        _mm256_add_epi32(_mm256_add_epi32(size, exponents), _mm256_slli_epi32(noise, Rounding::kNoiseShift));
+    const __m256i normal = _mm256_srli_epi32(sum, Rounding::kDropped);
+    const __m256 steps =
+        add_noise(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(Rounding::kStepsInOne)), noise);
+    const __m256i is_normal = _mm256_cmpgt_epi32(size, _mm256_set1_epi32(Rounding::kLeastNormalBits - 1));
+    return with_sign(_mm256_blendv_epi8(_mm256_cvttps_epi32(steps), normal, is_normal), _mm256_castps_si256(value));
+  }
+
+  // 16 bits each; runs of four take turns, as the instruction works within halves of a register.
+  static __m256i words(__m256i first, __m256i second) { return _mm256_packs_epi32(first, second); }
+  // The bytes of such words, in order; kSigned where a byte is -128 to 127, else 0 to 255.
+  template <bool kSigned>
+  static __m128i bytes(__m256i words) {
+    const __m256i packed = kSigned ? _mm256_packs_epi16(words, words) : _mm256_packus_epi16(words, words);
+    return _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5)));
+  }
+  static __m128i pack_codes(Int8, __m256i first, __m256i second) { return bytes<true>(words(first, second)); }
+  template <class Code>
+  static __m128i pack_codes(Code, __m256i first, __m256i second) {
+    return bytes<false>(words(first, second));
+  }
+  static __m128i pack_codes(Int4, __m256i first, __m256i second) {  // in the low half
+    const __m256i even_cut = _mm256_and_si256(words(first, second), _mm256_set1_epi32(static_cast<int>(0xFFFF000F)));
+    const __m256i pairs = _mm256_madd_epi16(even_cut, _mm256_set1_epi32(0x00100001));  // even + 16·odd
+    const __m256i fours = _mm256_shuffle_epi8(pairs, _mm256_set1_epi32(0x0C080400));
+    return _mm_unpacklo_epi16(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  }
+
+  // fp8 to nearest even, half of it on 16 bits. A code is that of the first value in its binade, which is the least
+  // normal one's for what is smaller, and the steps from there. Adding 1.5·2^23 steps rounds to whole ones.
+  template <class Code>
+  static __m256i binade(Code, F value) {
+    const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(kInfBits));
+    return _mm256_max_epi32(exponent, _mm256_set1_epi32(Fp8Rounding<Code>::kLeastNormalBits));
+  }
+  template <class Code>
+  static __m256i steps(Code, F value, __m256i binade) {
+    const __m256i many = _mm256_add_epi32(binade, _mm256_set1_epi32(Fp8Rounding<Code>::kDropped << 23 | 1 << 22));
+    return _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(value, _mm256_castsi256_ps(many))), many);
+  }
+  template <class Code>
+  static __m128i to_codes(Code, F first, F second) {
+    constexpr int kDropped = Fp8Rounding<Code>::kDropped;
+    const __m256i a = binade(Code(), first);
+    const __m256i b = binade(Code(), second);
+    const __m256i binades = words(_mm256_srli_epi32(a, kDropped), _mm256_srli_epi32(b, kDropped));
+    // A binade's steps count from zero, not from its first value: as many as up to the least normal one.
+    const __m256i too_many = _mm256_set1_epi16(static_cast<int16_t>(Fp8Rounding<Code>::kLeastNormalBits >> kDropped));
+    const __m256i all_steps = _mm256_abs_epi16(words(steps(Code(), first, a), steps(Code(), second, b)));
+    const __m256i magnitude = _mm256_add_epi16(_mm256_sub_epi16(binades, too_many), all_steps);
+    // Saturation keeps the sign.
+    const __m256i signs = _mm256_srli_epi16(words(_mm256_castps_si256(first), _mm256_castps_si256(second)), 8);
+    return bytes<false>(_mm256_or_si256(magnitude, _mm256_and_si256(signs, _mm256_set1_epi16(0x80))));
+  }
+  static __m128i to_codes(Int8, F first, F second) {
+    return pack_codes(Int8(), code(Int8(), first), code(Int8(), second));
+  }
+  static __m128i to_codes(Int4, F first, F second) {
+    return pack_codes(Int4(), code(Int4(), first), code(Int4(), second));
+  }
+  template <class Code>
+  static void store_bytes(Code, uint8_t* p, __m128i bytes) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+  static void store_bytes(Int4, uint8_t* p, __m128i bytes) { _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes); }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    store_bytes(Code(), p, to_codes(Code(), first, second));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
+    const __m256i first_code = code(Code(), first, load_noise(noise));
+    store_bytes(Code(), p, pack_codes(Code(), first_code, code(Code(), second, load_noise(noise + kLanes))));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_codes(Code(), first, second));
+  }
+  static void stream_codes(Int4, uint8_t* p, F first, F second) {
+    _mm_stream_si64(reinterpret_cast<long long*>(p), _mm_cvtsi128_si64(to_codes(Int4(), first, second)));
+  }
+
+  static F load_int8(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static void load_codes(Int8, const uint8_t* p, F& first, F& second) {
+    first = load_int8(p);
+    second = load_int8(p + kLanes);
+  }
+  static void load_halves(__m256i halves, F& first, F& second) {
+    first = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    second = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+  }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
+    const __m256i fields = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 7);
+    load_halves(_mm256_and_si256(fields, _mm256_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
+    first = _mm256_mul_ps(first, _mm256_set1_ps(256.0f));
+    second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
+  }
+  static void load_codes(E5m2, const uint8_t* p, F& first, F& second) {
+    load_halves(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load_128(p)), 8), first, second);
+  }
+  // Each byte goes to two elements; the nibble that an element wants is moved to its top, then down with its sign.
+  static F top_nibble(__m256i top_bytes) {
+    const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
+    first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
+    second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
+  }
+
+  template <int kDistance>
+  static constexpr float sign(int index) {
+    return index & kDistance ? -1.0f : 1.0f;
+  }
+  // x·(±1) + y rounds once, as an addition does.
+  template <int kDistance>
+  static F mix(F value) {
+    constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
+    const F swapped = kDistance == 1   ? _mm256_permute_ps(value, kSwapOnes)
+                      : kDistance == 2 ? _mm256_permute_ps(value, kSwapTwos)
+                                       : _mm256_permute2f128_ps(value, value, 0x01);
+    const F signs = _mm256_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
+                                   sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7));
+    return _mm256_fmadd_ps(value, signs, swapped);
+  }
+
+  // In the low halves of 64 bits each; what is above does not matter. The order of the counters is that of store_noise.
+  using W = __m256i;
+  static constexpr int kCounters = 4;
+  static W word(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+  static W counters(uint32_t first) { return _mm256_add_epi32(word(first), _mm256_setr_epi64x(0, 2, 1, 3)); }
+  static void multiply(W a, uint32_t b, W& high, W& low) {
+    low = _mm256_mul_epu32(a, word(b));
+    high = _mm256_srli_epi64(low, 32);
+  }
+  static W xor3(W a, W b, W c) { return _mm256_xor_si256(a, _mm256_xor_si256(b, c)); }
+  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
+    constexpr int kHighHalves = 0xAA;
+    const W first = _mm256_blend_epi32(w0, _mm256_slli_epi64(w1, 32), kHighHalves);
+    const W second = _mm256_blend_epi32(w2, _mm256_slli_epi64(w3, 32), kHighHalves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_unpacklo_epi64(first, second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), _mm256_unpackhi_epi64(first, second));
+  }
+
+  static void fence() { _mm_sfence(); }
+};
+
+constexpr KernelTable kTable = make_table<Avx2>("avx2");
+
+}  // namespace
+}  // namespace fusedcomm
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace fusedcomm {
+
+const KernelTable* avx2_kernels() {
+  unsigned eax, ebx, ecx = 0, edx;
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);  // not every clang knows the name
+  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kTable : nullptr;
+}
+
+}  // namespace fusedcomm
+
+#else
+
+namespace fusedcomm {
+const KernelTable* avx2_kernels() { return nullptr; }
+}  // namespace fusedcomm
+
+#endif

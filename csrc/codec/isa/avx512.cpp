@@ -1,0 +1,313 @@
+// Kernels for x86 with AVX-512 F, BW, DQ and VL (servers since 2017).
+#include "codec/kernel_table.h"
+
+#if defined(__x86_64__)
+
+#if !defined(__clang__)
+// GCC's own header, until GCC 13: its bug 105593
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+// Everything that others may share is included before the instruction set is selected.
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#include "codec/isa/blocks_impl.h"
+
+namespace fusedcomm {
+namespace {
+
+struct Avx512 {
+  using F = __m512;
+  using N = __m512i;
+  using M = __m512i;
+  static constexpr int kLanes = 16;
+  static constexpr int kStreamNbytes = 64;
+
+  static F broadcast(float value) { return _mm512_set1_ps(value); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+
+  static F canonical(F value) {
+    return _mm512_mask_mov_ps(value, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
+                              _mm512_castsi512_ps(_mm512_set1_epi32(kNanBits)));
+  }
+
+  static constexpr int kNanOrInf = 0x01 | 0x08 | 0x10 | 0x80;  // quiet NaN, +Inf, -Inf, signalling NaN
+  static F finite_or_zero(F value) {
+    return _mm512_maskz_mov_ps(_knot_mask16(_mm512_fpclass_ps_mask(value, kNanOrInf)), value);
+  }
+  static void count(N& n, F value) {
+    n = _mm512_mask_add_epi32(n, _mm512_fpclass_ps_mask(value, kNanOrInf), n, _mm512_set1_epi32(1));
+  }
+  static int64_t total(N n) {
+    alignas(64) uint32_t lanes[kLanes];
+    _mm512_store_si512(lanes, n);
+    int64_t sum = 0;
+    for (uint32_t lane : lanes) sum += lane;
+    return sum;
+  }
+  static void track(M& m, F value) {
+    m = _mm512_max_epi32(m, _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(kMagnitudeMask)));
+  }
+  static constexpr int kMaxima = 4;
+  static void greatest(const M* m, uint32_t* bits) {
+    const M ab = _mm512_max_epi32(_mm512_unpacklo_epi32(m[0], m[1]), _mm512_unpackhi_epi32(m[0], m[1]));
+    const M cd = _mm512_max_epi32(_mm512_unpacklo_epi32(m[2], m[3]), _mm512_unpackhi_epi32(m[2], m[3]));
+    // In each quarter, what each of the four has there.
+    const M abcd = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+    const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), all);
+  }
+
+  static __m256i load_256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static F load(const Bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(p)), 16));
+  }
+  static F load(const Fp16* p) { return _mm512_cvtph_ps(load_256(p)); }
+
+  // The machine's own bf16 conversion flushes denormals, so not that.
+  static __m256i to_bf16(F value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  }
+  static __m256i to_fp16(F value) { return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+  static void store(float* p, F value) { _mm512_storeu_ps(p, value); }
+  static void store(Bf16* p, F value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(value)); }
+  static void store(Fp16* p, F value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_fp16(value)); }
+
+  static void stream(float* p, F value) { _mm512_stream_ps(p, value); }
+  static void stream(Bf16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16(value)); }
+  static void stream(Fp16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_fp16(value)); }
+
+  static __m512i load_noise(const uint16_t* p) { return _mm512_cvtepu16_epi32(load_256(p)); }
+  // The product is exact, so it does not matter whether it is rounded.
+  static F add_noise(F value, __m512i noise) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(noise), _mm512_set1_ps(kNoiseUnit), value);
+  }
+
+  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  static F rounded(Bf16, F value, const uint16_t* noise) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i sum = _mm512_add_epi32(bits, load_noise(noise));
+    const __m512i truncated = _mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
+    return _mm512_mask_mov_ps(_mm512_castsi512_ps(truncated), _mm512_fpclass_ps_mask(value, kNanOrInf), value);
+  }
+  static F rounded(Fp16, F value, const uint16_t* p) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeMask));
+    const __m512i noise = load_noise(p);
+    const __m512i sum = _mm512_add_epi32(magnitude, _mm512_srli_epi32(noise, 16 - kFp16Dropped));
+    const __m512i normal = _mm512_and_si512(sum, _mm512_set1_epi32(-(1 << kFp16Dropped)));
+    const __m512 steps =
+        add_noise(_mm512_mul_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(kFp16StepsInOne)), noise);
+    const __m512 subnormal = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvttps_epi32(steps)), _mm512_set1_ps(kFp16Step));
+    const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(kFp16LeastNormalBits));
+    const __mmask16 overflows = _mm512_cmpge_epi32_mask(normal, _mm512_set1_epi32(kFp16OverflowBits));
+    __m512i rounded = _mm512_mask_mov_epi32(normal, overflows, _mm512_set1_epi32(kInfBits));
+    rounded = _mm512_mask_mov_epi32(rounded, is_subnormal, _mm512_castps_si512(subnormal));
+    constexpr int kAChoosesBOrC = 0xCA;
+    const __m512i with_sign =
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(kMagnitudeMask), rounded, bits, kAChoosesBOrC);
+    return _mm512_mask_mov_ps(_mm512_castsi512_ps(with_sign), _mm512_fpclass_ps_mask(value, kNanOrInf), value);
+  }
+
+  // In the low byte of each element.
+  static __m512i code(Int8, F value) { return _mm512_cvtps_epi32(value); }
+  static __m512i code(Int4, F value) { return _mm512_cvtps_epi32(value); }
+  template <class Code>
+  static __m512i code(Code, F value) {
+    using Rounding = Fp8Rounding<Code>;
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeMask));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, Rounding::kDropped), _mm512_set1_epi32(1));
+    const __m512i round = _mm512_set1_epi32(static_cast<int>(Rounding::kRound));
+    const __m512i normal =
+        _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(magnitude, round), odd), Rounding::kDropped);
+    const __m512i step = _mm512_set1_epi32(Code::kSubnormalBits);
+    const __m512 shifted = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(step));
+    const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(Rounding::kLeastNormalBits));
+    const __m512i unsigned_code = _mm512_mask_sub_epi32(normal, is_subnormal, _mm512_castps_si512(shifted), step);
+    return with_sign(unsigned_code, bits);
+  }
+  static __m512i with_sign(__m512i unsigned_code, __m512i bits) {
+    constexpr int kAOrBAndC = 0xF8;
+    return _mm512_ternarylogic_epi32(unsigned_code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80), kAOrBAndC);
+  }
+
+  // The same, rounded stochastically.
+  template <class Code>
+  static __m512i floor_code(F value) {
+    const __m512i greatest = _mm512_set1_epi32(static_cast<int>(Code::kGreatest));
+    const __m512i least = _mm512_set1_epi32(-static_cast<int>(Code::kGreatest));
+    const __m512i floor = _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return _mm512_max_epi32(_mm512_min_epi32(floor, greatest), least);
+  }
+  static __m512i code(Int8, F value, __m512i noise) { return floor_code<Int8>(add_noise(value, noise)); }
+  static __m512i code(Int4, F value, __m512i noise) { return floor_code<Int4>(add_noise(value, noise)); }
+  template <class Code>
+  static __m512i code(Code, F value, __m512i noise) {
+    using Rounding = Fp8Rounding<Code>;
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeMask));
+    const __m512i exponents = _mm512_set1_epi32(static_cast<int>(Rounding::kExponents));
+    const __m512i sum =
+        _mm512_add_epi32(_mm512_add_epi32(magnitude, exponents), _mm512_slli_epi32(noise, Rounding::kNoiseShift));
+    const __m512i normal = _mm512_srli_epi32(sum, Rounding::kDropped);
+    const __m512 steps =
+        add_noise(_mm512_mul_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(Rounding::kStepsInOne)), noise);
+    const __mmask16 is_subnormal = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(Rounding::kLeastNormalBits));
+    return with_sign(_mm512_mask_cvttps_epi32(normal, is_subnormal, steps), bits);
+  }
+
+  // 16 bits each, in order. The pack works within quarters, which leaves runs of four codes to be put in order.
+  static __m512i words(__m512i first, __m512i second) {
+    return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi32(first, second));
+  }
+  template <class Code>
+  static __m256i pack_codes(Code, __m512i first, __m512i second) {
+    return _mm512_cvtepi16_epi8(words(first, second));
+  }
+  static __m128i pack_codes(Int4, __m512i first, __m512i second) {
+    const __m512i pairs = words(first, second);
+    constexpr int kAChoosesBOrC = 0xCA;
+    return _mm512_cvtepi32_epi8(
+        _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xF), pairs, _mm512_srli_epi32(pairs, 12), kAChoosesBOrC));
+  }
+  static void store_bytes(uint8_t* p, __m256i bytes) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes); }
+  static void store_bytes(uint8_t* p, __m128i bytes) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes); }
+  static void stream_bytes(uint8_t* p, __m256i bytes) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bytes); }
+  static void stream_bytes(uint8_t* p, __m128i bytes) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), bytes); }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    store_bytes(p, pack_codes(Code(), code(Code(), first), code(Code(), second)));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
+    const __m512i first_code = code(Code(), first, load_noise(noise));
+    store_bytes(p, pack_codes(Code(), first_code, code(Code(), second, load_noise(noise + kLanes))));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    stream_bytes(p, pack_codes(Code(), code(Code(), first), code(Code(), second)));
+  }
+
+  static __m128i load_128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static void load_codes(Int8, const uint8_t* p, F& first, F& second) {
+    first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(p)));
+    second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_128(p + 16)));
+  }
+  static void load_halves(__m512i halves, F& first, F& second) {
+    first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+  }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
+    const __m512i fields = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load_256(p)), 7);
+    load_halves(_mm512_and_si512(fields, _mm512_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
+    first = _mm512_mul_ps(first, _mm512_set1_ps(256.0f));
+    second = _mm512_mul_ps(second, _mm512_set1_ps(256.0f));
+  }
+  static void load_codes(E5m2, const uint8_t* p, F& first, F& second) {
+    load_halves(_mm512_slli_epi16(_mm512_cvtepu8_epi16(load_256(p)), 8), first, second);
+  }
+  // Each byte goes to two elements, whose lowest four bits look their value up.
+  static F look_up(__m512i bytes) {
+    const __m512i odd_shifted = _mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32));
+    return _mm512_permutexvar_ps(odd_shifted, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    const __m512i bytes = _mm512_broadcast_i32x4(load_128(p));
+    // Byte k to the two elements 2k and 2k + 1: two bytes to each quarter.
+    const __m512i spread = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    first = look_up(_mm512_shuffle_epi8(bytes, spread));
+    second = look_up(_mm512_shuffle_epi8(bytes, _mm512_add_epi32(spread, _mm512_set1_epi32(8))));
+  }
+
+  template <int kDistance>
+  static constexpr float sign(int index) {
+    return index & kDistance ? -1.0f : 1.0f;
+  }
+  // x·(±1) + y rounds once, as an addition does.
+  template <int kDistance>
+  static F mix(F value) {
+    constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
+    const F swapped = kDistance == 1   ? _mm512_permute_ps(value, kSwapOnes)
+                      : kDistance == 2 ? _mm512_permute_ps(value, kSwapTwos)
+                      : kDistance == 4 ? _mm512_shuffle_f32x4(value, value, kSwapOnes)
+                                       : _mm512_shuffle_f32x4(value, value, kSwapTwos);
+    const F signs = _mm512_setr_ps(sign<kDistance>(0), sign<kDistance>(1), sign<kDistance>(2), sign<kDistance>(3),
+                                   sign<kDistance>(4), sign<kDistance>(5), sign<kDistance>(6), sign<kDistance>(7),
+                                   sign<kDistance>(8), sign<kDistance>(9), sign<kDistance>(10), sign<kDistance>(11),
+                                   sign<kDistance>(12), sign<kDistance>(13), sign<kDistance>(14), sign<kDistance>(15));
+    return _mm512_fmadd_ps(value, signs, swapped);
+  }
+
+  // In the low halves of 64 bits each; what is above does not matter. The order of the counters is that of store_noise.
+  using W = __m512i;
+  static constexpr int kCounters = 8;
+  static W word(uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
+  static W counters(uint32_t first) { return _mm512_add_epi32(word(first), _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)); }
+  static void multiply(W a, uint32_t b, W& high, W& low) {
+    low = _mm512_mul_epu32(a, word(b));
+    high = _mm512_srli_epi64(low, 32);
+  }
+  static W xor3(W a, W b, W c) {
+    constexpr int kXor = 0x96;
+    return _mm512_ternarylogic_epi32(a, b, c, kXor);
+  }
+  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
+    constexpr __mmask16 kHighHalves = 0xAAAA;
+    const W first = _mm512_mask_shuffle_epi32(w0, kHighHalves, w1, _MM_PERM_CCAA);
+    const W second = _mm512_mask_shuffle_epi32(w2, kHighHalves, w3, _MM_PERM_CCAA);
+    _mm512_storeu_si512(p, _mm512_unpacklo_epi64(first, second));
+    _mm512_storeu_si512(p + 32, _mm512_unpackhi_epi64(first, second));
+  }
+
+  static void fence() { _mm_sfence(); }
+};
+
+constexpr KernelTable kTable = make_table<Avx512>("avx512");
+
+}  // namespace
+}  // namespace fusedcomm
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace fusedcomm {
+
+const KernelTable* avx512_kernels() {
+  const bool supported = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return supported ? &kTable : nullptr;
+}
+
+}  // namespace fusedcomm
+
+#else
+
+namespace fusedcomm {
+const KernelTable* avx512_kernels() { return nullptr; }
+}  // namespace fusedcomm
+
+#endif

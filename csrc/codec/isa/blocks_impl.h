@@ -1,0 +1,410 @@
+// The codec's inner loops over blocks, and the table of all kernels; see codec_kernels_impl.h.
+#pragma once
+
+#include "codec/isa/noise_impl.h"
+
+namespace fusedcomm {
+namespace {
+
+// Blocks of smaller values become zeros: keeps scale and inverse clear of overflow and of denormals.
+constexpr uint32_t kLeastAbsmaxBits = (127u - 100u) << 23;  // 2^-100
+
+template <class Code>
+constexpr int64_t code_nbytes(int64_t numel) {
+  return numel * Code::kNbits / 8;
+}
+
+// How codes come to be, and where they go: to nearest even through or past the caches, or stochastically through them.
+enum class Put { kStore, kStream, kStochastic };
+
+// Of the elements from `i` on; `noise` is for kStochastic.
+template <Put kPut, class V, class Code>
+inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename V::F first, typename V::F second) {
+  uint8_t* const p = codes + code_nbytes<Code>(i);
+  if constexpr (kPut == Put::kStream) {
+    V::stream_codes(Code(), p, first, second);
+  } else if constexpr (kPut == Put::kStochastic) {
+    V::store_codes(Code(), p, first, second, noise + i);
+  } else {
+    V::store_codes(Code(), p, first, second);
+  }
+}
+
+// ---- rotation
+
+constexpr int kRun = static_cast<int>(kRotationNumel);
+
+// The signs of a run's elements, times `magnitude`.
+inline void fill_signs(float* values, float magnitude) {
+  for (int i = 0; i < kRun; ++i) values[i] = kRotationSigns >> i & 1u ? -magnitude : magnitude;
+}
+
+// (a, b) ← (a + b, a - b) for all pairs of elements that are kDistance apart.
+template <class V, int kDistance>
+[[gnu::always_inline]] inline void mix_run(typename V::F (&run)[kRun / V::kLanes]) {
+  if constexpr (kDistance < V::kLanes) {
+    for (int k = 0; k < kRun / V::kLanes; ++k) run[k] = V::template mix<kDistance>(run[k]);
+  } else {
+    constexpr int kStep = kDistance / V::kLanes;
+    for (int first = 0; first < kRun / V::kLanes; first += 2 * kStep) {
+      for (int k = first; k < first + kStep; ++k) {
+        const typename V::F a = run[k];
+        const typename V::F b = run[k + kStep];
+        run[k] = V::add(a, b);
+        run[k + kStep] = V::sub(a, b);
+      }
+    }
+  }
+}
+
+template <class V>
+[[gnu::always_inline]] inline void butterfly(typename V::F (&run)[kRun / V::kLanes]) {
+  mix_run<V, 1>(run);
+  mix_run<V, 2>(run);
+  mix_run<V, 4>(run);
+  mix_run<V, 8>(run);
+  mix_run<V, 16>(run);
+}
+
+// ---- quantise
+
+template <class Code>
+inline void set_scale(float absmax, float* scale, float* inverse) {
+  *scale = absmax / Code::kGreatest;
+  *inverse = Code::kGreatest / absmax;
+}
+
+template <class Code>
+inline void set_scale(float absmax, Bf16* scale, float* inverse) {
+  Scalar::store(scale, absmax / Code::kGreatest);
+  *inverse = 1.0f / Scalar::load(scale);
+}
+
+// Out of the way of the loops.
+template <class Src>
+__attribute__((noinline)) int64_t count_nonfinite(const Src* src, int64_t numel, float scale) {
+  Scalar::N nonfinite = 0;
+  for (int64_t i = 0; i < numel; ++i) Scalar::count(nonfinite, Scalar::load(src + i) * scale);
+  return nonfinite;
+}
+
+// The codes say ±Inf or not, and 0·Inf makes the rest NaN again.
+template <class Code, class Src>
+__attribute__((noinline)) void quantize_nonfinite_block(const Src* src, typename Code::Scale* block_scale,
+                                                        uint8_t* codes, int64_t block_numel, float scale) {
+  Scalar::store(block_scale, float_of(kInfBits));
+  std::memset(codes, 0, static_cast<size_t>(code_nbytes<Code>(block_numel)));
+  for (int64_t i = 0; i < block_numel; ++i) {
+    const uint32_t bits = bits_of(Scalar::load(src + i) * scale);
+    if ((bits & kMagnitudeMask) != kInfBits) continue;
+    const uint32_t code = bits == kInfBits ? Code::kGreatestCode : Code::kLeastCode;
+    codes[code_nbytes<Code>(i)] |= static_cast<uint8_t>(code << (i * Code::kNbits % 8));
+  }
+}
+
+// Blocks are taken a few at a time, so that one's maximum and divisions do not hold up the next one's. They should not
+// leave the first-level cache between their two readings.
+constexpr int64_t kBatchNumel = 1024;
+constexpr int64_t kMaxBatch = kBatchNumel / kMinBlockNumel;
+
+// src·factor, or src as it is.
+template <class V, bool kScaled, class Src>
+inline typename V::F load_scaled(const Src* src, typename V::F factor) {
+  return kScaled ? V::mul(V::load(src), factor) : V::load(src);
+}
+
+// The greatest |src·factor|.
+template <class V, bool kScaled, class Src>
+inline typename V::M block_magnitude(const Src* __restrict src, int64_t numel, typename V::F factor) {
+  typename V::M magnitude{};
+  for (int64_t i = 0; i < numel; i += V::kLanes) V::track(magnitude, load_scaled<V, kScaled>(src + i, factor));
+  return magnitude;
+}
+
+// The same of a block after it is rotated, which goes to `rotated`; `factors` are those of a run.
+template <class V, class Src>
+inline typename V::M rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
+                                  const float* factors) {
+  typename V::M magnitude{};
+  for (int64_t i = 0; i < numel; i += kRun) {
+    typename V::F run[kRun / V::kLanes];
+    for (int k = 0; k < kRun / V::kLanes; ++k) {
+      run[k] = V::mul(V::load(src + i + k * V::kLanes), V::load(factors + k * V::kLanes));
+    }
+    butterfly<V>(run);
+    for (int k = 0; k < kRun / V::kLanes; ++k) {
+      V::track(magnitude, run[k]);
+      V::store(rotated + i + k * V::kLanes, run[k]);
+    }
+  }
+  return magnitude;
+}
+
+// |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤ L(1 + 2^-24)², of int4, whose scale may have been
+// rounded down by 2^-9 of it, < 7.03: less than half a step beyond L.
+template <class V, class Code, Put kPut, bool kScaled, class Src>
+inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
+                           int64_t numel, typename V::F factor, typename V::F inverse) {
+  for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
+    const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
+    const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
+    put_codes<kPut, V, Code>(codes, noise, i, first, second);
+  }
+}
+
+// Blocks of this size or more, of a destination so large that it is streamed, are fetched a batch ahead: a batch is a
+// page of memory or half of one, and on each the machine's own prefetcher starts anew. Not where they are rotated,
+// which takes as long as the memory does.
+constexpr int64_t kFetchedBlockNumel = 128;
+
+// Inlined, or GCC takes it for a function without effect.
+template <class Src>
+[[gnu::always_inline]] inline void fetch_block(const Src* src, int64_t numel) {
+  constexpr int64_t kLineNumel = 64 / sizeof(Src);
+  if (numel < kFetchedBlockNumel) return;
+  for (int64_t i = 0; i < numel; i += kLineNumel) __builtin_prefetch(src + i);
+}
+
+// Scales and codes of `count` blocks of src, of which the bits of absmax are given.
+template <class V, class Code, Put kPut, bool kScaled, class Src>
+inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
+                           const uint32_t* absmax_bits, int64_t count, int64_t block_numel, float scale) {
+  const typename V::F factor = V::broadcast(scale);
+  const int64_t block_nbytes = code_nbytes<Code>(block_numel);
+  float inverse[kMaxBatch];
+  for (int64_t block = 0; block < count; ++block) {
+    set_scale<Code>(float_of(absmax_bits[block]), scales + block, inverse + block);
+  }
+  for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
+    if (kPut == Put::kStream && kScaled) fetch_block(src + count * block_numel, block_numel);
+    if (absmax_bits[block] - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
+      quantize_block<V, Code, kPut, kScaled>(src, noise, codes, block_numel, factor, V::broadcast(inverse[block]));
+    } else if (absmax_bits[block] >= kInfBits) {
+      quantize_nonfinite_block<Code>(src, scales + block, codes, block_numel, scale);
+    } else {
+      Scalar::store(scales + block, 0.0f);
+      std::memset(codes, 0, static_cast<size_t>(block_nbytes));
+    }
+    if (kPut == Put::kStochastic) noise += block_numel;
+  }
+}
+
+template <class V, class Code, class Src, bool kRotated, Put kPut>
+int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
+                        int64_t num_blocks, int64_t block_numel, float scale) {
+  constexpr bool kScaled = kPut != Put::kStochastic;
+  alignas(64) float rotated[kRotated ? kMaxBlockNumel : 1];
+  static_assert(kBatchNumel <= kMaxBlockNumel, "a batch must have room in `rotated`");
+  float factors[kRun];
+  fill_signs(factors, scale);
+  const typename V::F factor = V::broadcast(scale);
+  const int64_t batch = block_numel < kBatchNumel ? kBatchNumel / block_numel : 1;
+  int64_t nonfinite = 0;
+  for (; num_blocks > 0; num_blocks -= batch) {
+    const int64_t count = num_blocks < batch ? num_blocks : batch;
+    typename V::M magnitudes[kMaxBatch];
+    static_assert(kMaxBatch % V::kMaxima == 0, "a batch must have room for the last magnitudes");
+    for (int64_t block = 0; block < count; ++block) {
+      const int64_t first = block * block_numel;
+      magnitudes[block] = kRotated ? rotate_block<V>(src + first, rotated + first, block_numel, factors)
+                                   : block_magnitude<V, kScaled>(src + first, block_numel, factor);
+    }
+    for (int64_t block = count; block % V::kMaxima != 0; ++block) magnitudes[block] = typename V::M{};
+    uint32_t absmax[kMaxBatch];
+    for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(magnitudes + block, absmax + block);
+    for (int64_t block = 0; block < count; ++block) {
+      // What is not finite makes its whole run so when it is rotated.
+      if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
+    }
+    if (kRotated) {
+      quantize_batch<V, Code, kPut, false>(rotated, noise, scales, codes, absmax, count, block_numel, 1.0f);
+    } else {
+      quantize_batch<V, Code, kPut, kScaled>(src, noise, scales, codes, absmax, count, block_numel, scale);
+    }
+    src += count * block_numel;
+    if (kPut == Put::kStochastic) noise += count * block_numel;
+    scales += count;
+    codes += code_nbytes<Code>(count * block_numel);
+  }
+  return nonfinite;
+}
+
+template <class V, class Code, class Src, bool kRotated>
+int64_t quantize(const void* src_data, void* scales_data, void* codes_data, int64_t num_blocks, int64_t block_numel,
+                 float scale, bool streamed) {
+  const auto* src = static_cast<const Src*>(src_data);
+  auto* scales = static_cast<typename Code::Scale*>(scales_data);
+  auto* codes = static_cast<uint8_t*>(codes_data);
+  if (streamed && suits_streaming<V>(codes)) {
+    return quantize_blocks<V, Code, Src, kRotated, Put::kStream>(src, nullptr, scales, codes, num_blocks, block_numel,
+                                                                 scale);
+  }
+  return quantize_blocks<V, Code, Src, kRotated, Put::kStore>(src, nullptr, scales, codes, num_blocks, block_numel,
+                                                              scale);
+}
+
+template <class V, class Code, bool kRotated>
+int64_t quantize_stochastic(const float* src, const uint16_t* noise, void* scales, void* codes, int64_t num_blocks,
+                            int64_t block_numel) {
+  return quantize_blocks<V, Code, float, kRotated, Put::kStochastic>(
+      src, noise, static_cast<typename Code::Scale*>(scales), static_cast<uint8_t*>(codes), num_blocks, block_numel,
+      1.0f);
+}
+
+// ---- dequantise
+
+// Whether a block's scale, or the factor, is so moderate that with both a rotated block's results are the same if 1/32
+// and the factor are multiplied first, and never NaN. What is added are multiples of 2^-60 · 2^-16 · 2^-23, the least
+// scale's least code's ulp, so the sums are as well and a 32th of them is exact.
+inline bool is_moderate(float scale_or_factor) {
+  constexpr uint32_t kLeastBits = (127u - 60u) << 23, kGreatestBits = (127u + 60u) << 23;
+  return (bits_of(scale_or_factor) & kMagnitudeMask) - kLeastBits < kGreatestBits - kLeastBits;
+}
+
+// `signs` are what undoes a rotation: of 1/32, kModerate of factor/32.
+template <class V, class Code, class Dst, bool kRotated, bool kStreamed, bool kModerate>
+inline void dequantize_block(typename V::F scale, const uint8_t* __restrict codes, Dst* __restrict dst,
+                             int64_t block_numel, typename V::F factor, const float* __restrict signs) {
+  for (int64_t i = 0; i < block_numel; i += kRun) {
+    typename V::F run[kRun / V::kLanes];
+    for (int k = 0; k < kRun / V::kLanes; k += 2) {
+      V::load_codes(Code(), codes + code_nbytes<Code>(i + k * V::kLanes), run[k], run[k + 1]);
+      run[k] = V::mul(run[k], scale);
+      run[k + 1] = V::mul(run[k + 1], scale);
+    }
+    if (kRotated) butterfly<V>(run);
+    for (int k = 0; k < kRun / V::kLanes; ++k) {
+      if (kRotated) run[k] = V::mul(run[k], V::load(signs + k * V::kLanes));
+      if (!kModerate) run[k] = V::canonical(V::mul(run[k], factor));
+      put<kStreamed, V>(dst + i + k * V::kLanes, run[k]);
+    }
+  }
+}
+
+template <class V, class Code, class Dst, bool kRotated, bool kStreamed>
+void dequantize_blocks(const typename Code::Scale* __restrict scales, const uint8_t* __restrict codes,
+                       Dst* __restrict dst, int64_t num_blocks, int64_t block_numel, float factor) {
+  const typename V::F factor_v = V::broadcast(factor);
+  float signs[kRun], factors[kRun];
+  fill_signs(signs, 1.0f / kRun);
+  fill_signs(factors, factor / kRun);
+  const bool moderate_factor = kRotated && is_moderate(factor);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const float block_scale = Scalar::load(scales + block);
+    const typename V::F scale = V::broadcast(block_scale);
+    if (moderate_factor && is_moderate(block_scale)) {
+      dequantize_block<V, Code, Dst, kRotated, kStreamed, kRotated>(scale, codes, dst, block_numel, factor_v, factors);
+    } else {
+      dequantize_block<V, Code, Dst, kRotated, kStreamed, false>(scale, codes, dst, block_numel, factor_v, signs);
+    }
+    codes += code_nbytes<Code>(block_numel);
+    dst += block_numel;
+  }
+}
+
+template <class V, class Code, class Dst, bool kRotated>
+void dequantize(const void* scales_data, const void* codes_data, void* dst_data, int64_t num_blocks,
+                int64_t block_numel, float factor, bool streamed) {
+  const auto* scales = static_cast<const typename Code::Scale*>(scales_data);
+  const auto* codes = static_cast<const uint8_t*>(codes_data);
+  auto* dst = static_cast<Dst*>(dst_data);
+  if (streamed && suits_streaming<V>(dst)) {
+    dequantize_blocks<V, Code, Dst, kRotated, true>(scales, codes, dst, num_blocks, block_numel, factor);
+  } else {
+    dequantize_blocks<V, Code, Dst, kRotated, false>(scales, codes, dst, num_blocks, block_numel, factor);
+  }
+}
+
+// ---- sum
+
+template <class V, class Code, int kCount, bool kFirst>
+void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbytes, float* __restrict acc,
+                      int64_t num_blocks, int64_t block_numel) {
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    typename V::F scale[kCount];
+    for (int k = 0; k < kCount; ++k) {
+      const auto* source = reinterpret_cast<const typename Code::Scale*>(scales + k * stride_nbytes);
+      scale[k] = V::broadcast(Scalar::load(source + block));
+    }
+    for (int64_t i = 0; i < block_numel; i += 2 * V::kLanes) {
+      const auto* code = reinterpret_cast<const uint8_t*>(codes + code_nbytes<Code>(i));
+      typename V::F first, second;
+      V::load_codes(Code(), code, first, second);
+      typename V::F sum_first = V::mul(first, scale[0]);
+      typename V::F sum_second = V::mul(second, scale[0]);
+      if (!kFirst) {
+        sum_first = V::add(V::load(acc + i), sum_first);
+        sum_second = V::add(V::load(acc + i + V::kLanes), sum_second);
+      }
+      for (int k = 1; k < kCount; ++k) {
+        V::load_codes(Code(), code + k * stride_nbytes, first, second);
+        sum_first = V::add(sum_first, V::mul(first, scale[k]));
+        sum_second = V::add(sum_second, V::mul(second, scale[k]));
+      }
+      V::store(acc + i, sum_first);
+      V::store(acc + i + V::kLanes, sum_second);
+    }
+    codes += code_nbytes<Code>(block_numel);
+    acc += block_numel;
+  }
+}
+
+template <class V, class Code, bool kFirst>
+void sum_blocks_up_to_group(const char* scales, const char* codes, int64_t stride_nbytes, int64_t count, float* acc,
+                            int64_t num_blocks, int64_t block_numel) {
+  switch (count) {
+    case 1:
+      return sum_blocks_group<V, Code, 1, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
+    case 2:
+      return sum_blocks_group<V, Code, 2, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
+    case 3:
+      return sum_blocks_group<V, Code, 3, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
+    default:
+      return sum_blocks_group<V, Code, kGroup, kFirst>(scales, codes, stride_nbytes, acc, num_blocks, block_numel);
+  }
+}
+
+template <class V, class Code>
+void sum_blocks(const void* scales_data, const void* codes_data, int64_t stride_nbytes, int64_t num_srcs, float* acc,
+                int64_t num_blocks, int64_t block_numel) {
+  const auto* scales = static_cast<const char*>(scales_data);
+  const auto* codes = static_cast<const char*>(codes_data);
+  sum_blocks_up_to_group<V, Code, true>(scales, codes, stride_nbytes, num_srcs, acc, num_blocks, block_numel);
+  for (int64_t k = kGroup; k < num_srcs; k += kGroup) {
+    const int64_t offset = k * stride_nbytes;
+    sum_blocks_up_to_group<V, Code, false>(scales + offset, codes + offset, stride_nbytes, num_srcs - k, acc,
+                                           num_blocks, block_numel);
+  }
+}
+
+// ---- the table
+
+template <class V, class Code>
+constexpr BlockKernels block_kernels() {
+  return {{quantize<V, Code, float, false>, quantize<V, Code, Bf16, false>, quantize<V, Code, Fp16, false>},
+          {quantize<V, Code, float, true>, quantize<V, Code, Bf16, true>, quantize<V, Code, Fp16, true>},
+          {dequantize<V, Code, float, false>, dequantize<V, Code, Bf16, false>, dequantize<V, Code, Fp16, false>},
+          {dequantize<V, Code, float, true>, dequantize<V, Code, Bf16, true>, dequantize<V, Code, Fp16, true>},
+          sum_blocks<V, Code>,
+          quantize_stochastic<V, Code, false>,
+          quantize_stochastic<V, Code, true>};
+}
+
+template <class V>
+constexpr KernelTable make_table(const char* isa) {
+  return {isa,
+          {{convert<V, float, float>, convert<V, float, Bf16>, convert<V, float, Fp16>},
+           {convert<V, Bf16, float>, convert<V, Bf16, Bf16>, convert<V, Bf16, Fp16>},
+           {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
+          {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
+          {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
+          {block_kernels<V, Int8>(), block_kernels<V, E4m3>(), block_kernels<V, E5m2>(), block_kernels<V, Int4>()},
+          make_noise<V>,
+          {nullptr, round_stochastic<V, Bf16>, round_stochastic<V, Fp16>},
+          {add<V, float>, add<V, Bf16>, nullptr},
+          {subtract<V, float>, subtract<V, Bf16>, nullptr},
+          V::fence};
+}
+
+}  // namespace
+}  // namespace fusedcomm

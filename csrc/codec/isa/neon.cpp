@@ -1,0 +1,290 @@
+// Kernels for 64-bit Arm, where NEON is always there.
+#include "codec/kernel_table.h"
+
+#if defined(__aarch64__)
+
+#include <arm_neon.h>
+
+#include "codec/isa/blocks_impl.h"
+
+namespace fusedcomm {
+namespace {
+
+// Two registers, so that eight 16-bit elements fill one.
+struct Neon {
+  using F = float32x4x2_t;
+  using N = uint32x4x2_t;
+  using M = uint32x4x2_t;
+  static constexpr int kLanes = 8;
+  static constexpr int kStreamNbytes = 0;
+
+  static F broadcast(float value) { return {{vdupq_n_f32(value), vdupq_n_f32(value)}}; }
+  static F mul(F a, F b) { return {{vmulq_f32(a.val[0], b.val[0]), vmulq_f32(a.val[1], b.val[1])}}; }
+  static F add(F a, F b) { return {{vaddq_f32(a.val[0], b.val[0]), vaddq_f32(a.val[1], b.val[1])}}; }
+  static F sub(F a, F b) { return {{vsubq_f32(a.val[0], b.val[0]), vsubq_f32(a.val[1], b.val[1])}}; }
+
+  static float32x4_t canonical_4(float32x4_t value) {
+    return vbslq_f32(vceqq_f32(value, value), value, vreinterpretq_f32_u32(vdupq_n_u32(kNanBits)));
+  }
+  static F canonical(F value) { return {{canonical_4(value.val[0]), canonical_4(value.val[1])}}; }
+
+  static uint32x4_t magnitude(float32x4_t value) { return vreinterpretq_u32_f32(vabsq_f32(value)); }
+  static void count(N& n, F value) {
+    for (int i = 0; i < 2; ++i) {
+      n.val[i] = vsubq_u32(n.val[i], vcgeq_u32(magnitude(value.val[i]), vdupq_n_u32(kInfBits)));
+    }
+  }
+  static uint32x4_t is_finite(float32x4_t value) { return vcltq_u32(magnitude(value), vdupq_n_u32(kInfBits)); }
+  static float32x4_t finite_or_zero_4(float32x4_t value) {
+    return vreinterpretq_f32_u32(vandq_u32(is_finite(value), vreinterpretq_u32_f32(value)));
+  }
+  static F finite_or_zero(F value) { return {{finite_or_zero_4(value.val[0]), finite_or_zero_4(value.val[1])}}; }
+  static int64_t total(N n) { return static_cast<int64_t>(vaddlvq_u32(n.val[0]) + vaddlvq_u32(n.val[1])); }
+  static void track(M& m, F value) {
+    for (int i = 0; i < 2; ++i) m.val[i] = vmaxq_u32(m.val[i], magnitude(value.val[i]));
+  }
+  static uint32x4_t greatest_2(const M* m) {  // two lanes of each
+    return vpmaxq_u32(vmaxq_u32(m[0].val[0], m[0].val[1]), vmaxq_u32(m[1].val[0], m[1].val[1]));
+  }
+  static constexpr int kMaxima = 4;
+  static void greatest(const M* m, uint32_t* bits) { vst1q_u32(bits, vpmaxq_u32(greatest_2(m), greatest_2(m + 2))); }
+
+  static uint16x8_t load_8(const void* p) {
+    uint16x8_t eight;
+    std::memcpy(&eight, p, sizeof(eight));
+    return eight;
+  }
+  static void store_8(void* p, uint16x8_t eight) { std::memcpy(p, &eight, sizeof(eight)); }
+
+  static F load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4)}}; }
+  static F load(const Bf16* p) {
+    const uint16x8_t bits = load_8(p);
+    return {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16)),
+             vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(bits), 16))}};
+  }
+  static F load(const Fp16* p) { return values_8(load_8(p)); }
+
+  static uint16x4_t to_bf16(float32x4_t value) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd), 16);
+  }
+  static uint16x4_t to_fp16(float32x4_t value) { return vreinterpret_u16_f16(vcvt_f16_f32(value)); }
+
+  static void store(float* p, F value) {
+    vst1q_f32(p, value.val[0]);
+    vst1q_f32(p + 4, value.val[1]);
+  }
+  static void store(Bf16* p, F value) { store_8(p, vcombine_u16(to_bf16(value.val[0]), to_bf16(value.val[1]))); }
+  static void store(Fp16* p, F value) { store_8(p, vcombine_u16(to_fp16(value.val[0]), to_fp16(value.val[1]))); }
+
+  static uint32x4x2_t load_noise(const uint16_t* p) {
+    const uint16x8_t noise = load_8(p);
+    return {{vmovl_u16(vget_low_u16(noise)), vmovl_u16(vget_high_u16(noise))}};
+  }
+  // The product is exact, so it does not matter whether it is rounded.
+  static float32x4_t add_noise(float32x4_t value, uint32x4_t noise) {
+    return vfmaq_f32(value, vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit));
+  }
+
+  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  static float32x4_t rounded_4(Bf16, float32x4_t value, uint32x4_t noise) {
+    const uint32x4_t sum = vaddq_u32(vreinterpretq_u32_f32(value), noise);
+    const uint32x4_t truncated = vandq_u32(sum, vdupq_n_u32(0xFFFF0000u));
+    return vbslq_f32(is_finite(value), vreinterpretq_f32_u32(truncated), value);
+  }
+  static float32x4_t rounded_4(Fp16, float32x4_t value, uint32x4_t noise) {
+    const uint32x4_t size = magnitude(value);
+    const uint32x4_t sum = vaddq_u32(size, vshrq_n_u32(noise, 16 - kFp16Dropped));
+    const uint32x4_t normal = vandq_u32(sum, vdupq_n_u32(~0u << kFp16Dropped));
+    const float32x4_t steps = add_noise(vmulq_f32(vreinterpretq_f32_u32(size), vdupq_n_f32(kFp16StepsInOne)), noise);
+    const float32x4_t subnormal = vmulq_f32(vcvtq_f32_u32(vcvtq_u32_f32(steps)), vdupq_n_f32(kFp16Step));
+    const uint32x4_t overflows = vcgeq_u32(normal, vdupq_n_u32(kFp16OverflowBits));
+    const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(kFp16LeastNormalBits));
+    const uint32x4_t rounded =
+        vbslq_u32(is_normal, vbslq_u32(overflows, vdupq_n_u32(kInfBits), normal), vreinterpretq_u32_f32(subnormal));
+    const float32x4_t with_sign = vbslq_f32(vdupq_n_u32(kMagnitudeMask), vreinterpretq_f32_u32(rounded), value);
+    return vbslq_f32(is_finite(value), with_sign, value);
+  }
+  template <class T>
+  static F rounded(T, F value, const uint16_t* p) {
+    const uint32x4x2_t noise = load_noise(p);
+    return {{rounded_4(T(), value.val[0], noise.val[0]), rounded_4(T(), value.val[1], noise.val[1])}};
+  }
+
+  static uint32x4_t whole(float32x4_t value) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(value)); }
+  static uint32x4_t code(Int8, float32x4_t value) { return whole(value); }
+  static uint32x4_t code(Int4, float32x4_t value) { return whole(value); }
+  template <class Code>
+  static uint32x4_t code(Code, float32x4_t value) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t size = magnitude(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, Rounding::kDropped), vdupq_n_u32(1));
+    const uint32x4_t normal =
+        vshrq_n_u32(vaddq_u32(vaddq_u32(size, vdupq_n_u32(Rounding::kRound)), odd), Rounding::kDropped);
+    const uint32x4_t step = vdupq_n_u32(Code::kSubnormalBits);
+    const float32x4_t shifted = vaddq_f32(vreinterpretq_f32_u32(size), vreinterpretq_f32_u32(step));
+    const uint32x4_t subnormal = vsubq_u32(vreinterpretq_u32_f32(shifted), step);
+    const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(Rounding::kLeastNormalBits));
+    return with_sign(vbslq_u32(is_normal, normal, subnormal), bits);
+  }
+  static uint32x4_t with_sign(uint32x4_t unsigned_code, uint32x4_t bits) {
+    return vorrq_u32(unsigned_code, vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80)));
+  }
+
+  // The same, rounded stochastically.
+  template <class Code>
+  static uint32x4_t floor_code(float32x4_t value) {
+    constexpr auto kGreatest = static_cast<int32_t>(Code::kGreatest);
+    const int32x4_t floor = vcvtmq_s32_f32(value);
+    return vreinterpretq_u32_s32(vmaxq_s32(vminq_s32(floor, vdupq_n_s32(kGreatest)), vdupq_n_s32(-kGreatest)));
+  }
+  static uint32x4_t code(Int8, float32x4_t value, uint32x4_t noise) {
+    return floor_code<Int8>(add_noise(value, noise));
+  }
+  static uint32x4_t code(Int4, float32x4_t value, uint32x4_t noise) {
+    return floor_code<Int4>(add_noise(value, noise));
+  }
+  template <class Code>
+  static uint32x4_t code(Code, float32x4_t value, uint32x4_t noise) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32x4_t size = magnitude(value);
+    const uint32x4_t exponents = vdupq_n_u32(Rounding::kExponents);
+    const uint32x4_t sum = vaddq_u32(vaddq_u32(size, exponents), vshlq_n_u32(noise, Rounding::kNoiseShift));
+    const uint32x4_t normal = vshrq_n_u32(sum, Rounding::kDropped);
+    const float32x4_t steps =
+        add_noise(vmulq_f32(vreinterpretq_f32_u32(size), vdupq_n_f32(Rounding::kStepsInOne)), noise);
+    const uint32x4_t is_normal = vcgeq_u32(size, vdupq_n_u32(Rounding::kLeastNormalBits));
+    return with_sign(vbslq_u32(is_normal, normal, vcvtq_u32_f32(steps)), vreinterpretq_u32_f32(value));
+  }
+
+  // The low bytes.
+  static uint8x8_t low_bytes(uint32x4_t first, uint32x4_t second) {
+    return vmovn_u16(vcombine_u16(vmovn_u32(first), vmovn_u32(second)));
+  }
+  template <class Code>
+  static uint8x8_t codes_8(Code, F value) {
+    return low_bytes(code(Code(), value.val[0]), code(Code(), value.val[1]));
+  }
+  template <class Code>
+  static uint8x8_t codes_8(Code, F value, const uint16_t* p) {
+    const uint32x4x2_t noise = load_noise(p);
+    return low_bytes(code(Code(), value.val[0], noise.val[0]), code(Code(), value.val[1], noise.val[1]));
+  }
+  template <class Code>
+  static void store_bytes(Code, uint8_t* p, uint8x8_t first, uint8x8_t second) {
+    vst1_u8(p, first);
+    vst1_u8(p + kLanes, second);
+  }
+  static void store_bytes(Int4, uint8_t* p, uint8x8_t first, uint8x8_t second) {
+    const uint8x8_t even = vand_u8(vuzp1_u8(first, second), vdup_n_u8(0xF));
+    vst1_u8(p, vsli_n_u8(even, vuzp2_u8(first, second), 4));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    store_bytes(Code(), p, codes_8(Code(), first), codes_8(Code(), second));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
+    store_bytes(Code(), p, codes_8(Code(), first, noise), codes_8(Code(), second, noise + kLanes));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    store_codes(Code(), p, first, second);
+  }
+
+  static F values_8(int8x8_t codes) {
+    const int16x8_t words = vmovl_s8(codes);
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)))}};
+  }
+  static void load_codes(Int8, const uint8_t* p, F& first, F& second) {
+    first = values_8(vreinterpret_s8_u8(vld1_u8(p)));
+    second = values_8(vreinterpret_s8_u8(vld1_u8(p + kLanes)));
+  }
+  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+    const int8x8_t bytes = vreinterpret_s8_u8(vld1_u8(p));
+    const int8x8_t even = vshr_n_s8(vshl_n_s8(bytes, 4), 4);
+    const int8x8_t odd = vshr_n_s8(bytes, 4);
+    first = values_8(vzip1_s8(even, odd));
+    second = values_8(vzip2_s8(even, odd));
+  }
+  static F values_8(uint16x8_t halves_bits) {
+    const float16x8_t halves = vreinterpretq_f16_u16(halves_bits);
+    return {{vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))}};
+  }
+  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  static F load_8(E4m3, const uint8_t* p) {
+    const uint16x8_t fields = vshlq_n_u16(vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)))), 7);
+    return mul(values_8(vandq_u16(fields, vdupq_n_u16(0xBFFF))), broadcast(256.0f));
+  }
+  static F load_8(E5m2, const uint8_t* p) { return values_8(vshll_n_u8(vld1_u8(p), 8)); }
+  template <class Code>
+  static void load_codes(Code, const uint8_t* p, F& first, F& second) {
+    first = load_8(Code(), p);
+    second = load_8(Code(), p + kLanes);
+  }
+
+  // x·(±1) + y rounds once, as an addition does.
+  static float32x4_t mix_4(float32x4_t value, float32x4_t swapped, float32x4_t signs) {
+    return vfmaq_f32(swapped, value, signs);
+  }
+  template <int kDistance>
+  static F mix(F value) {
+    const float32x4_t a = value.val[0];
+    const float32x4_t b = value.val[1];
+    if constexpr (kDistance == 4) return {{vaddq_f32(a, b), vsubq_f32(a, b)}};
+    if constexpr (kDistance == 2) {
+      const float32x4_t signs = {1.0f, 1.0f, -1.0f, -1.0f};
+      return {{mix_4(a, vextq_f32(a, a, 2), signs), mix_4(b, vextq_f32(b, b, 2), signs)}};
+    }
+    const float32x4_t signs = {1.0f, -1.0f, 1.0f, -1.0f};
+    return {{mix_4(a, vrev64q_f32(a), signs), mix_4(b, vrev64q_f32(b), signs)}};
+  }
+
+  using W = uint32x4_t;
+  static constexpr int kCounters = 4;
+  static W word(uint32_t value) { return vdupq_n_u32(value); }
+  static W counters(uint32_t first) {
+    const W lanes = {0, 1, 2, 3};
+    return vaddq_u32(word(first), lanes);
+  }
+  static void multiply(W a, uint32_t b, W& high, W& low) {
+    const uint32x4_t first = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32(a), b));
+    const uint32x4_t second = vreinterpretq_u32_u64(vmull_high_n_u32(a, b));
+    high = vuzp2q_u32(first, second);
+    low = vuzp1q_u32(first, second);
+  }
+  static W xor3(W a, W b, W c) { return veorq_u32(a, veorq_u32(b, c)); }
+  static void store_2(uint16_t* p, uint32x4_t even, uint32x4_t odd) {  // two words each of two counters
+    store_8(p, vreinterpretq_u16_u64(vzip1q_u64(vreinterpretq_u64_u32(even), vreinterpretq_u64_u32(odd))));
+    store_8(p + 8, vreinterpretq_u16_u64(vzip2q_u64(vreinterpretq_u64_u32(even), vreinterpretq_u64_u32(odd))));
+  }
+  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
+    store_2(p, vzip1q_u32(w0, w1), vzip1q_u32(w2, w3));
+    store_2(p + 16, vzip2q_u32(w0, w1), vzip2q_u32(w2, w3));
+  }
+
+  template <class T>
+  static void stream(T* p, F value) {
+    store(p, value);
+  }
+  static void fence() {}
+};
+
+}  // namespace
+
+const KernelTable* neon_kernels() {
+  static constexpr KernelTable kTable = make_table<Neon>("neon");
+  return &kTable;
+}
+
+}  // namespace fusedcomm
+
+#else
+
+namespace fusedcomm {
+const KernelTable* neon_kernels() { return nullptr; }
+}  // namespace fusedcomm
+
+#endif

@@ -1,0 +1,132 @@
+// Encodes tiles of fp32 values that need more than rounding to nearest: noise, and a residual that is read and written.
+//
+// A tile stays in the first-level cache on its way through several kernels, so it costs memory no second pass.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "codec/walk.h"
+
+namespace fusedcomm {
+
+// Measured for sums of 4 ranks: 1024 elements reach 0.9 of memcpy's rate for bf16 and 0.75 for int8; 4096, where
+// reading and encoding overlap less, 0.8 and 0.5.
+inline constexpr int64_t kTileNumel = 1024;
+inline constexpr int64_t kMaxTileNumel = std::max(kTileNumel, kMaxBlockNumel);
+
+inline bool is_special(const Encoding& encoding) { return encoding.stochastic || encoding.residual.data; }
+
+inline void check_encoding(const Encoding& encoding, const BucketLayout& layout, int64_t numel) {
+  const Residual& residual = encoding.residual;
+  if (!residual.data) return;
+  if (residual.numel != numel) {
+    throw std::invalid_argument("a residual of " + std::to_string(residual.numel) +
+                                " elements does not fit a layout of " + std::to_string(numel));
+  }
+  if (residual.format == ResidualFormat::kInt8 && !has_scales(layout.wire)) {
+    throw std::invalid_argument("an int8 residual has the wire's blocks, and this wire has none");
+  }
+}
+
+class TileEncoder {
+ public:
+  // rotates: values come unrotated and travel rotated.
+  TileEncoder(const KernelTable& kernels, const BucketLayout& layout, const Encoding& encoding, bool rotates)
+      : kernels_(kernels), layout_(layout), encoding_(encoding), rotates_(rotates) {}
+
+  int64_t tile_numel() const { return std::max(kTileNumel, layout_.block_numel); }
+
+  // Values of stream elements from `begin` on, whose residuals lie from `residual_begin` on; overwrites the values.
+  void encode(float* values, int64_t numel, int64_t begin, int64_t residual_begin, const Section<std::byte>& out) {
+    const bool feeds_back = encoding_.residual.data != nullptr;
+    if (feeds_back) add_residual(values, numel, residual_begin);
+    if (encoding_.stochastic) kernels_.noise(encoding_.noise, begin, noise_, numel);
+    if (has_scales(layout_.wire)) {
+      quantize(values, numel, out);
+      if (feeds_back) dequantize(numel, out);
+    } else {
+      convert(values, numel, out, feeds_back);
+    }
+    if (feeds_back) keep_residual(values, numel, residual_begin);
+  }
+
+ private:
+  static constexpr int kFp32 = static_cast<int>(Format::kFp32);
+
+  const BlockKernels& blocks() const { return kernels_.blocks[code_index(layout_.wire)]; }
+  int64_t num_blocks(int64_t numel) const { return numel / layout_.block_numel; }
+
+  void quantize(const float* values, int64_t numel, const Section<std::byte>& out) {
+    const int64_t count = num_blocks(numel);
+    if (encoding_.stochastic) {
+      const auto quantize = rotates_ ? blocks().quantize_rotated_stochastic : blocks().quantize_stochastic;
+      quantize(values, noise_, out.scales, out.codes, count, layout_.block_numel);
+    } else {
+      const QuantizeFn quantize = rotates_ ? blocks().quantize_rotated[kFp32] : blocks().quantize[kFp32];
+      quantize(values, out.scales, out.codes, count, layout_.block_numel, 1.0F, false);
+    }
+  }
+
+  void dequantize(int64_t numel, const Section<std::byte>& in) {
+    const DequantizeFn dequantize = rotates_ ? blocks().dequantize_rotated[kFp32] : blocks().dequantize[kFp32];
+    dequantize(in.scales, in.codes, decoded_, num_blocks(numel), layout_.block_numel, 1.0F, false);
+  }
+
+  void convert(const float* values, int64_t numel, const Section<std::byte>& out, bool feeds_back) {
+    const int wire = index_of(format_of(layout_.wire));
+    const float* rounded = values;
+    if (encoding_.stochastic && wire != kFp32) {
+      std::memcpy(decoded_, values, static_cast<size_t>(numel) * sizeof(float));
+      kernels_.round_stochastic[wire](decoded_, noise_, numel);
+      rounded = decoded_;
+    }
+    kernels_.convert[kFp32][wire](rounded, out.codes, numel, 1.0F, false);
+    if (feeds_back) kernels_.convert[wire][kFp32](out.codes, decoded_, numel, 1.0F, false);
+  }
+
+  // An int8 residual's scales, of the block that begins with this element.
+  std::byte* scales_at(int64_t element) const {
+    return encoding_.residual.data + residual_scale_offset(encoding_.residual.numel) +
+           4 * (element / layout_.block_numel);
+  }
+
+  void add_residual(float* values, int64_t numel, int64_t begin) {
+    const Residual& residual = encoding_.residual;
+    if (residual.format == ResidualFormat::kInt8) {
+      kernels_.blocks[kInt8].dequantize[kFp32](scales_at(begin), residual.data + begin, decoded_, num_blocks(numel),
+                                               layout_.block_numel, 1.0F, false);
+      kernels_.add[kFp32](values, decoded_, numel);
+    } else {
+      const Format format = residual.format == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32;
+      kernels_.add[index_of(format)](values, residual.data + begin * format_nbytes(format), numel);
+    }
+  }
+
+  void keep_residual(const float* values, int64_t numel, int64_t begin) {
+    const Residual& residual = encoding_.residual;
+    if (residual.format == ResidualFormat::kInt8) {
+      kernels_.subtract[kFp32](values, decoded_, left_out_, numel);
+      kernels_.blocks[kInt8].quantize[kFp32](left_out_, scales_at(begin), residual.data + begin, num_blocks(numel),
+                                             layout_.block_numel, 1.0F, false);
+    } else {
+      const Format format = residual.format == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32;
+      kernels_.subtract[index_of(format)](values, decoded_, residual.data + begin * format_nbytes(format), numel);
+    }
+  }
+
+  static constexpr int kInt8 = static_cast<int>(Code::kInt8);
+
+  const KernelTable& kernels_;
+  const BucketLayout& layout_;
+  const Encoding& encoding_;
+  const bool rotates_;
+  alignas(64) float decoded_[kMaxTileNumel];
+  alignas(64) float left_out_[kMaxTileNumel];
+  alignas(64) uint16_t noise_[kMaxTileNumel];
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,57 @@
+#include <chrono>
+#include <cstring>
+#include <new>
+
+#include "devices/device.h"
+#include "lanes/cpu_lane.h"
+#include "lanes/inline_lane.h"
+
+namespace fusedcomm {
+namespace {
+
+// Of the thread that the role's stages run on; empty for collectives, which are only started.
+const char* worker_of(LaneRole role) {
+  switch (role) {
+    case LaneRole::kPack:
+      return "fc-pack";
+    case LaneRole::kReduce:
+      return "fc-reduce";
+    case LaneRole::kLocalReduce:
+      return "fc-local-reduce";
+    case LaneRole::kUnpack:
+      return "fc-unpack";
+    default:
+      return "";
+  }
+}
+
+class HostStamp : public Stamp {
+ public:
+  bool reached() const override { return true; }
+  double ms_since(const Stamp& earlier) const override {
+    return std::chrono::duration<double, std::milli>(time_ - static_cast<const HostStamp&>(earlier).time_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point time_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+StampPtr host_stamp() { return std::make_shared<HostStamp>(); }
+
+StampPtr CpuDevice::stamp() { return host_stamp(); }
+
+std::unique_ptr<Lane> CpuDevice::make_lane(LaneRole role) {
+  if (forced_sync_) return std::make_unique<InlineLane>();
+  return std::make_unique<CpuLane>(worker_of(role));
+}
+
+std::shared_ptr<std::byte> CpuDevice::allocate(int64_t nbytes) {
+  constexpr std::align_val_t kCacheLine{64};
+  auto* data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
+  std::memset(data, 0, static_cast<size_t>(nbytes));  // touched now, so that no step pays for the page faults
+  return {data, [](std::byte* p) { ::operator delete(p, kCacheLine); }};
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,304 @@
+#include "devices/cuda_device.h"
+
+#include <torch/csrc/profiler/stubs/base.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+constexpr const char* kRefusedCapture =
+    "fusedcomm: the training step is being captured into a CUDA graph, and a replay would not take part in fusedcomm's "
+    "order of buckets and workspaces: capture the step without fusedcomm (comm.detach(), then DDP's default "
+    "all-reduce), or leave it uncaptured";
+
+// The layout's piece of a message's first part.
+PartArgs sections(const BucketLayout& layout, std::byte* message) {
+  std::byte* piece = message + layout.part_offset;
+  return {piece, piece + layout.part.scale_offset, piece + layout.part.code_offset};
+}
+
+PartArgs sections(const BucketLayout& layout, const std::byte* message) {
+  return sections(layout, const_cast<std::byte*>(message));
+}
+
+PartShape shape(const BucketLayout& layout) {
+  return {layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel};
+}
+
+// From element `first` of the residual on, which has to have `numel` elements.
+ResidualArgs residual_args(const Residual& residual, const BucketLayout& layout, int64_t first, int64_t numel) {
+  if (!residual.data) return {};
+  TORCH_CHECK(residual.numel == numel, "fusedcomm: a residual of ", residual.numel,
+              " elements was given where the layout has ", numel);
+  if (residual.format != ResidualFormat::kInt8) {
+    return {residual.data + residual_nbytes(residual.format, layout.block_numel, first), nullptr};
+  }
+  return {residual.data + first,
+          residual.data + residual_scale_offset(numel) + first / layout.block_numel * sizeof(float)};
+}
+
+NoiseArgs noise_args(const NoiseKey& key) {
+  return {static_cast<int64_t>(key.seed), static_cast<int32_t>(key.parameter), static_cast<int32_t>(key.step),
+          static_cast<int32_t>(key.source)};
+}
+
+// The key of a kernel that encodes `layout`.
+KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Encoding& encoding) {
+  KernelKey key{kernel, layout.wire, layout.block_numel, layout.rotated};
+  key.stochastic = encoding.stochastic;
+  if (encoding.residual.data) key.feedback = encoding.residual.format;
+  return key;
+}
+
+GradDtype dtype_of(const BucketStreams& streams) {
+  return (streams.lossy.numel() != 0 ? streams.lossy : streams.exact).dtype();
+}
+
+bool is_one_run(const std::vector<SlicePlace>& slices) {
+  int64_t end = 0;
+  for (const SlicePlace& slice : slices) {
+    if (slice.numel != 0 && slice.offset != end) return false;
+    end += slice.numel;
+  }
+  return true;
+}
+
+// All tables of a bucket, in one allocation on the device: counts of both streams, then starts, offsets and first
+// tiles.
+class CudaTables : public BucketTables {
+ public:
+  CudaTables(const SliceTable& lossy_table, const SliceTable& exact_table, bool is_flat, c10::Device device,
+             const std::vector<c10::Stream>& streams)
+      : flat(is_flat),
+        num_counts_(static_cast<int64_t>(lossy_table.offsets.size() + exact_table.offsets.size())),
+        streams_(streams) {
+    std::vector<int64_t> words(static_cast<size_t>(num_counts_), 0);
+    const Places lossy_at = append(lossy_table, &words), exact_at = append(exact_table, &words);
+    storage_ = at::from_blob(words.data(), {static_cast<int64_t>(words.size())}, at::kLong).to(device, false, true);
+    for (const c10::Stream& stream : streams_) storage_.record_stream(stream);
+    auto* data = static_cast<int64_t*>(storage_.data_ptr());
+    lossy = args(lossy_table, lossy_at, data, data);
+    exact = args(exact_table, exact_at, data, data + lossy_table.offsets.size());
+  }
+
+  std::vector<int64_t> nonfinite() const override {
+    for (const c10::Stream& stream : streams_) stream.synchronize();
+    const at::Tensor counts = storage_.narrow(0, 0, num_counts_).to(at::kCPU, false, true);
+    const auto* data = counts.const_data_ptr<int64_t>();
+    return {data, data + num_counts_};
+  }
+
+  const bool flat;
+  SliceArgs lossy, exact;
+
+ private:
+  struct Places {
+    size_t starts, offsets, first;
+  };
+
+  static Places append(const SliceTable& table, std::vector<int64_t>* words) {
+    Places at{words->size(), 0, 0};
+    words->insert(words->end(), table.starts.begin(), table.starts.end());
+    at.offsets = words->size();
+    words->insert(words->end(), table.offsets.begin(), table.offsets.end());
+    at.first = words->size();
+    words->resize(words->size() + (table.first.size() + 1) / 2);
+    std::copy(table.first.begin(), table.first.end(), reinterpret_cast<int32_t*>(words->data() + at.first));
+    return at;
+  }
+
+  static SliceArgs args(const SliceTable& table, const Places& at, int64_t* data, int64_t* counts) {
+    return {data + at.starts,
+            data + at.offsets,
+            reinterpret_cast<const int32_t*>(data + at.first),
+            counts,
+            static_cast<int32_t>(table.offsets.size()),
+            table.starts.back()};
+  }
+
+  const int64_t num_counts_;
+  const std::vector<c10::Stream> streams_;
+  at::Tensor storage_;
+};
+
+const CudaTables& tables_of(const BucketStreams& streams) {
+  TORCH_CHECK(streams.tables, "fusedcomm: a bucket was not prepared for this device");
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(streams.origin) % kAlignNbytes == 0,
+              "fusedcomm: a gradient bucket starts at ", streams.origin, ", which is not a multiple of ", kAlignNbytes,
+              " bytes; leave the allocation of buckets to DDP");
+  return static_cast<const CudaTables&>(*streams.tables);
+}
+
+}  // namespace
+
+CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device,
+                       std::string isa, int64_t max_programs, int64_t max_programs_of_last, bool forced_sync,
+                       bool registered_memory, Allocate allocate)
+    : StreamDevice(device, forced_sync),
+      driver_(std::move(driver)),
+      kernels_(kernels),
+      isa_(std::move(isa)),
+      max_programs_(max_programs),
+      max_programs_of_last_(max_programs_of_last),
+      registered_memory_(registered_memory),
+      allocate_(std::move(allocate)),
+      profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
+  TORCH_CHECK_VALUE(max_programs_ >= 1 && max_programs_of_last_ >= 1, "fusedcomm: max_programs=", max_programs_,
+                    ", max_programs_of_last=", max_programs_of_last_, " is not possible: use 1 or more");
+  TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: the kernels have no tile size");
+}
+
+std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
+  at::Tensor bytes = allocate_(nbytes).zero_();
+  TORCH_CHECK(reinterpret_cast<uintptr_t>(bytes.data_ptr()) % 64 == 0, "fusedcomm: a workspace at ", bytes.data_ptr(),
+              " is not aligned to 64 bytes");
+  for (const c10::Stream& stream : streams()) bytes.record_stream(stream);
+  if (on_streams()) current_stream().synchronize();
+  return {static_cast<std::byte*>(bytes.data_ptr()), [bytes](std::byte*) {}};
+}
+
+void CudaDevice::will_use(const at::Tensor& tensor) const {
+  for (const c10::Stream& stream : streams()) tensor.record_stream(stream);
+}
+
+void CudaDevice::check_caller() const { TORCH_CHECK(!driver_->is_capturing(stream_handle()), kRefusedCapture); }
+
+void CudaDevice::enter_watching_thread() const {
+  if (!on_streams()) return;
+  StreamDevice::enter_watching_thread();
+  driver_->relax_capture_mode();
+}
+
+std::shared_ptr<const BucketTables> CudaDevice::prepare(const BucketLayout& layout,
+                                                        const std::vector<SlicePlace>& lossy,
+                                                        const std::vector<SlicePlace>& exact) {
+  return std::make_shared<CudaTables>(slice_table(layout, false, lossy, kernels_.tile_numel),
+                                      slice_table(layout, true, exact, kernels_.tile_numel),
+                                      layout.exact_numel == 0 && is_one_run(lossy), device_, streams());
+}
+
+int64_t CudaDevice::num_tiles(const BucketLayout& layout, int64_t num_parts) const {
+  return num_parts * (tiles_per_part(layout.part.exact_numel, kernels_.tile_numel) +
+                      tiles_per_part(layout.part.lossy_numel, kernels_.tile_numel));
+}
+
+const Kernel& CudaDevice::kernel_of(const KernelKey& key, const BucketLayout& layout) const {
+  return layout.lossy_numel == 0 ? kernels_.at_any_encoding(key) : kernels_.at(key);
+}
+
+void* CudaDevice::stream_handle() const { return on_streams() ? current_stream().native_handle() : nullptr; }
+
+template <typename Launch>
+void CudaDevice::launch_kernel(const Kernel& kernel, int64_t num_tiles, bool is_last, const Launch& args) {
+  if (num_tiles == 0) return;
+  launch(*driver_, kernel, std::min(num_tiles, is_last ? max_programs_of_last_ : max_programs_), stream_handle(), args);
+  ++num_launches_;
+}
+
+void CudaDevice::warm_up() {
+  void* stream = stream_handle();
+  for (const auto& [key, kernel] : kernels_.kernels) {
+    const auto warm = [&, &kernel = kernel](auto args) { launch(*driver_, kernel, 1, stream, args); };
+    if (key.kernel == PackLaunch::kName) warm(PackLaunch{});
+    if (key.kernel == ReduceLaunch::kName) warm(ReduceLaunch{});
+    if (key.kernel == UnpackLaunch::kName) warm(UnpackLaunch{});
+    if (key.kernel == ScaleLaunch::kName) warm(ScaleLaunch{});
+  }
+  if (on_streams()) current_stream().synchronize();
+}
+
+int64_t CudaDevice::pack(const PackArgs& args) {
+  const BucketLayout& layout = args.layout;
+  const CudaTables& tables = tables_of(args.streams);
+  PackLaunch launch;
+  launch.grads = args.streams.origin;
+  launch.lossy = tables.lossy;
+  launch.exact = tables.exact;
+  launch.out = sections(layout, args.out);
+  launch.part = shape(layout);
+  launch.first_part = args.chunk * layout.num_parts;
+  launch.num_parts = static_cast<int32_t>(layout.num_parts);
+  launch.scale = args.scale;
+  launch.residual = residual_args(args.encoding.residual, layout, 0, layout.padded_numel());
+  launch.noise = noise_args(args.encoding.noise);
+  KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
+  key.flat = tables.flat;
+  key.grad_dtype = dtype_of(args.streams);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
+  return 0;
+}
+
+void CudaDevice::reduce(const ReduceArgs& args) {
+  const BucketLayout &from = args.from, &to = args.to;
+  TORCH_CHECK(from.part.lossy_numel == args.num_parts * to.part.lossy_numel &&
+                  from.part.exact_numel == args.num_parts * to.part.exact_numel,
+              "fusedcomm: parts of ", from.part.lossy_numel, " and ", from.part.exact_numel,
+              " elements cannot be reduced to ", args.num_parts, " times ", to.part.lossy_numel, " and ",
+              to.part.exact_numel);
+  const int64_t first = args.chunk * args.num_parts * to.part.lossy_numel;
+  const int64_t residual_numel = to.num_chunks * args.num_parts * to.part.lossy_numel;
+  ReduceLaunch launch;
+  launch.in = sections(from, args.parts);
+  launch.out = sections(to, args.out);
+  launch.in_stride = from.part_stride;
+  launch.part = shape(to);
+  launch.first_part = args.chunk * to.num_parts + args.first_part;
+  launch.num_parts = static_cast<int32_t>(args.num_parts);
+  launch.world_size = static_cast<int32_t>(from.num_parts);
+  launch.scale = args.scale;
+  launch.residual = residual_args(args.encoding.residual, to, first, residual_numel);
+  launch.noise = noise_args(args.encoding.noise);
+  KernelKey key = encoder_key(ReduceLaunch::kName, to, args.encoding);
+  key.rotated = to.rotated && !from.rotated;  // what has been rotated stays so
+  key.flat = to.part.exact_numel == 0;
+  key.in_wire = from.wire;
+  launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), args.is_last, launch);
+}
+
+void CudaDevice::unpack(const UnpackArgs& args) {
+  const BucketLayout& layout = args.layout;
+  const CudaTables& tables = tables_of(args.streams);
+  UnpackLaunch launch;
+  launch.grads = args.streams.origin;
+  launch.lossy = tables.lossy;
+  launch.exact = tables.exact;
+  launch.in = sections(layout, args.parts);
+  launch.part = shape(layout);
+  launch.first_part = args.chunk * layout.num_parts;
+  launch.num_parts = static_cast<int32_t>(layout.num_parts);
+  launch.num_messages = static_cast<int32_t>(args.num_messages);
+  launch.scale = args.scale;
+  KernelKey key{UnpackLaunch::kName, layout.wire, layout.block_numel, layout.rotated};
+  key.sums = args.num_messages > 1;
+  key.flat = tables.flat;
+  key.grad_dtype = dtype_of(args.streams);
+  launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
+}
+
+int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale, bool is_last) {
+  const CudaTables& tables = tables_of(streams);
+  TORCH_CHECK(tables.flat && streams.lossy.dtype() == GradDtype::kFloat32,
+              "fusedcomm: only one run of fp32 gradients can be summed in place");
+  ScaleLaunch launch;
+  launch.data = streams.origin;
+  launch.numel = streams.lossy.numel();
+  launch.scale = scale;
+  launch.starts = tables.lossy.starts;
+  launch.counts = tables.lossy.counts;
+  launch.num_slices = tables.lossy.num_slices;
+  launch_kernel(kernels_.at({ScaleLaunch::kName}), ceil_div(launch.numel, kernels_.tile_numel), is_last, launch);
+  return 0;
+}
+
+void CudaDevice::range_push(const std::string& name) {
+  if (profiler_ranges_) torch::profiler::impl::cudaStubs()->rangePush(name.c_str());
+}
+
+void CudaDevice::range_pop() {
+  if (profiler_ranges_) torch::profiler::impl::cudaStubs()->rangePop();
+}
+
+}  // namespace fusedcomm

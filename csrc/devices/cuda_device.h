@@ -1,0 +1,71 @@
+// Gradients on a CUDA device: the kernels of kernels/, launched on streams of our own.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "devices/cuda_driver.h"
+#include "devices/kernel_launch.h"
+#include "devices/stream_device.h"
+
+namespace fusedcomm {
+
+class CudaDevice : public StreamDevice {
+ public:
+  // A workspace, zeroed; from the process group's registered memory where it has some.
+  using Allocate = std::function<at::Tensor(int64_t nbytes)>;
+
+  // max_programs: how many programs a kernel has at most, each of which fills one multiprocessor. max_programs_of_last:
+  // the same for a pass's last bucket, beside which the model computes nothing more.
+  // registered_memory: what `allocate` gives is registered with the network.
+  // `device` may be the CPU, with a driver that runs kernels there.
+  CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
+             int64_t max_programs, int64_t max_programs_of_last, bool forced_sync, bool registered_memory,
+             Allocate allocate);
+
+  const std::string& isa() const override { return isa_; }
+  std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
+  void will_use(const at::Tensor& tensor) const override;
+  void check_caller() const override;
+  void enter_watching_thread() const override;
+  std::shared_ptr<const BucketTables> prepare(const BucketLayout& layout, const std::vector<SlicePlace>& lossy,
+                                              const std::vector<SlicePlace>& exact) override;
+
+  int64_t pack(const PackArgs& args) override;
+  void reduce(const ReduceArgs& args) override;
+  void unpack(const UnpackArgs& args) override;
+  int64_t scale_in_place(const BucketStreams& streams, float scale, bool is_last) override;
+
+  void range_push(const std::string& name) override;
+  void range_pop() override;
+
+  // Launches every kernel once over no elements: what the driver loads lazily is there before a collective runs, and a
+  // kernel that cannot be launched here says so now.
+  void warm_up();
+  bool registered_memory() const { return registered_memory_; }
+  int64_t num_launches() const { return num_launches_; }
+
+ private:
+  // Of the current stream, for the driver; null on CPU.
+  void* stream_handle() const;
+  const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
+  template <typename Launch>
+  void launch_kernel(const Kernel& kernel, int64_t num_tiles, bool is_last, const Launch& args);
+  int64_t num_tiles(const BucketLayout& layout, int64_t num_parts) const;
+
+  const std::shared_ptr<const CudaDriver> driver_;
+  const CudaKernels kernels_;
+  const std::string isa_;
+  const int64_t max_programs_, max_programs_of_last_;
+  const bool registered_memory_;
+  const Allocate allocate_;
+  const bool profiler_ranges_;
+  std::atomic<int64_t> num_launches_{0};
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,244 @@
+// The device kernels' parameters, typed: each struct below is one kernel of kernels/ and lists its parameters in the
+// kernel's order. attach() compares them with what the compiler put into the kernel.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "codec/codec.h"
+#include "devices/cuda_driver.h"
+#include "wire/names.h"
+
+namespace fusedcomm {
+
+// Pointers, all null, that Triton appends to a kernel's parameters for scratch memory that these kernels do not use.
+inline constexpr int kMaxScratchPointers = 2;
+
+// A compiled kernel, loaded.
+struct Kernel {
+  void* function = nullptr;
+  uint32_t num_threads = 0;
+  uint32_t shared_nbytes = 0;
+  int num_scratch_pointers = 0;
+};
+
+// Which kernel: what it was compiled for. A field that a kernel has no use for keeps its default.
+struct KernelKey {
+  std::string kernel;                          // pack, reduce, unpack or scale
+  Wire wire = Wire::kFp32;                     // what is encoded; unpack: decoded
+  int64_t block_numel = 0;                     // 0 where the wire has no scales
+  bool rotated = false;                        // it rotates; unpack: back
+  bool flat = true;                            // one run of memory and no exact stream; reduce: no exact section
+  GradDtype grad_dtype = GradDtype::kFloat32;  // pack, unpack
+  Wire in_wire = Wire::kFp32;                  // reduce: what is decoded
+  bool sums = false;                           // unpack: of several messages
+  bool stochastic = false;                     // pack, reduce
+  std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format if there is one
+
+  auto fields() const {
+    return std::tie(kernel, wire, block_numel, rotated, flat, grad_dtype, in_wire, sums, stochastic, feedback);
+  }
+  bool operator<(const KernelKey& other) const { return fields() < other.fields(); }
+};
+
+// For what cannot matter to a kernel there is one key: blocks without scales, and noise where nothing is rounded.
+inline KernelKey normalised(KernelKey key) {
+  if (!has_scales(key.wire)) key.block_numel = 0;
+  if (key.wire == Wire::kFp32) key.stochastic = false;
+  return key;
+}
+
+inline std::string to_string(const KernelKey& key) {
+  constexpr const char* kGradNames[] = {"fp32", "bf16", "fp16"};
+  std::string text = key.kernel;
+  if (key.kernel == "scale") return text;
+  text += " of " + wire_name(key.wire);
+  if (key.block_numel != 0) text += " in blocks of " + std::to_string(key.block_numel);
+  if (key.rotated) text += ", rotated";
+  if (key.kernel == "reduce") {
+    text += ", from " + wire_name(key.in_wire) + (key.flat ? ", no exact section" : ", with an exact section");
+  } else {
+    text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients, " +
+            (key.flat ? "in one run" : "in slices");
+  }
+  if (key.sums) text += ", of several messages";
+  if (key.stochastic) text += ", stochastic";
+  if (key.feedback) text += std::string(", feedback in ") + kResidualFormatNames[static_cast<size_t>(*key.feedback)];
+  return text;
+}
+
+// What attach() compiled.
+struct CudaKernels {
+  std::map<KernelKey, Kernel> kernels;
+  int64_t tile_numel = 0;
+
+  // Throws std::logic_error that says what was looked for.
+  const Kernel& at(const KernelKey& key) const {
+    const auto found = kernels.find(normalised(key));
+    if (found == kernels.end()) {
+      throw std::logic_error("fusedcomm: no kernel was compiled for " + to_string(normalised(key)));
+    }
+    return found->second;
+  }
+
+  // The same for a bucket without lossy elements, which any noise and feedback do for: these come last in a key.
+  const Kernel& at_any_encoding(KernelKey key) const {
+    key.stochastic = false;
+    key.feedback.reset();
+    const auto first = kernels.lower_bound(normalised(key));
+    if (first == kernels.end()) return at(key);
+    KernelKey found = first->first;
+    found.stochastic = false;
+    found.feedback.reset();
+    return found < normalised(key) || normalised(key) < found ? at(key) : first->second;
+  }
+};
+
+// A stream's slices; see slice_table.h.
+struct SliceArgs {
+  const int64_t* starts = nullptr;
+  const int64_t* offsets = nullptr;
+  const int32_t* first = nullptr;
+  int64_t* counts = nullptr;  // non-finite elements of each slice
+  int32_t num_slices = 0;
+  int64_t numel = 0;
+};
+
+// The sections of part 0, and how to get to the other parts'.
+struct PartArgs {
+  void* exact = nullptr;
+  void* scales = nullptr;
+  void* codes = nullptr;
+};
+
+struct PartShape {
+  int64_t stride = 0;  // bytes from one part of the message to the next
+  int64_t numel = 0;   // lossy
+  int64_t exact_numel = 0;
+};
+
+// Of the element that the kernel counts residuals from. Null where nothing is kept.
+struct ResidualArgs {
+  void* values = nullptr;
+  void* scales = nullptr;  // where they are int8
+};
+
+// The kernels take unsigned words as signed ones of the same bits.
+struct NoiseArgs {
+  int64_t seed = 0;
+  int32_t parameter = 0;
+  int32_t step = 0;
+  int32_t source = 0;
+};
+
+struct PackLaunch {
+  static constexpr const char* kName = "pack";
+  void* grads = nullptr;
+  SliceArgs lossy, exact;
+  PartArgs out;
+  PartShape part;
+  int64_t first_part = 0;
+  int32_t num_parts = 0;
+  float scale = 1;
+  ResidualArgs residual;  // from the stream's first element
+  NoiseArgs noise;
+
+  auto params() {
+    return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.counts, lossy.num_slices, lossy.numel,
+                    exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel, out.exact,
+                    out.scales, out.codes, part.stride, part.numel, part.exact_numel, first_part, num_parts, scale,
+                    residual.values, residual.scales, noise.seed, noise.parameter, noise.step, noise.source);
+  }
+};
+
+struct ReduceLaunch {
+  static constexpr const char* kName = "reduce";
+  PartArgs in, out;
+  int64_t in_stride = 0;  // bytes from one rank's part to the next's
+  PartShape part;         // of those written
+  int64_t first_part = 0;
+  int32_t num_parts = 0;
+  int32_t world_size = 0;
+  float scale = 1;
+  ResidualArgs residual;  // from the first element written
+  NoiseArgs noise;
+
+  auto params() {
+    return std::tie(in.exact, in.scales, in.codes, out.exact, out.scales, out.codes, in_stride, part.stride, part.numel,
+                    part.exact_numel, first_part, num_parts, world_size, scale, residual.values, residual.scales,
+                    noise.seed, noise.parameter, noise.step, noise.source);
+  }
+};
+
+struct UnpackLaunch {
+  static constexpr const char* kName = "unpack";
+  void* grads = nullptr;
+  SliceArgs lossy, exact;
+  PartArgs in;
+  PartShape part;
+  int64_t first_part = 0;
+  int32_t num_parts = 0;
+  int32_t num_messages = 0;
+  float scale = 1;
+  int64_t* nonfinite = nullptr;  // the epilogue's, which the engine does not ask for
+  double* sum_sq = nullptr;
+
+  auto params() {
+    return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel, exact.starts,
+                    exact.offsets, exact.first, exact.num_slices, exact.numel, in.exact, in.scales, in.codes,
+                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale, nonfinite,
+                    sum_sq);
+  }
+};
+
+struct ScaleLaunch {
+  static constexpr const char* kName = "scale";
+  void* data = nullptr;
+  int64_t numel = 0;
+  float scale = 1;
+  const int64_t* starts = nullptr;
+  int64_t* counts = nullptr;
+  int32_t num_slices = 0;
+
+  auto params() { return std::tie(data, numel, scale, starts, counts, num_slices); }
+};
+
+template <typename T>
+const char* param_type() {
+  if constexpr (std::is_pointer_v<T>) return "ptr";
+  if constexpr (std::is_same_v<T, int64_t>) return "i64";
+  if constexpr (std::is_same_v<T, int32_t>) return "i32";
+  if constexpr (std::is_same_v<T, float>) return "f32";
+}
+
+// "ptr", "i64", "i32", "f32" in the kernel's order.
+template <typename Launch>
+std::vector<std::string> param_types() {
+  Launch launch;
+  return std::apply(
+      [](auto&... param) {
+        return std::vector<std::string>{param_type<std::remove_reference_t<decltype(param)>>()...};
+      },
+      launch.params());
+}
+
+template <typename Launch>
+void launch(const CudaDriver& driver, const Kernel& kernel, int64_t num_programs, void* stream, Launch args) {
+  void* scratch = nullptr;
+  auto params = std::apply(
+      [&scratch](auto&... param) {
+        return std::array<void*, sizeof...(param) + kMaxScratchPointers>{
+            const_cast<void*>(static_cast<const void*>(&param))..., &scratch, &scratch};
+      },
+      args.params());
+  driver.launch(kernel.function, static_cast<uint32_t>(num_programs), kernel.num_threads, kernel.shared_nbytes, stream,
+                params.data());
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,58 @@
+// Where the elements of a stream lie in memory, as device code reads it.
+//
+// Device code works tile by tile: a tile is at most `tile_numel` consecutive stream elements of one section of one
+// part, and starts at its part's begin. The tables say at which stream element every slice starts, where in memory it
+// lies, and, so that no tile has to search for it, which slice holds the tile's first element.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "wire/layout.h"
+
+namespace fusedcomm {
+
+// A slice before anybody knows where its bucket lies: elements from the bucket's origin.
+struct SlicePlace {
+  int64_t offset = 0;
+  int64_t numel = 0;
+};
+
+struct SliceTable {
+  std::vector<int64_t> starts;   // one more entry than slices; the last is the stream's numel
+  std::vector<int64_t> offsets;  // elements from the origin
+  std::vector<int32_t> first;    // by part of the bucket, then by tile; the number of slices past the stream's end
+};
+
+inline int64_t tiles_per_part(int64_t part_numel, int64_t tile_numel) { return ceil_div(part_numel, tile_numel); }
+
+// Of the layout's exact stream if `exact`, else of its lossy stream. Empty slices keep their entry.
+inline SliceTable slice_table(const BucketLayout& layout, bool exact, const std::vector<SlicePlace>& slices,
+                              int64_t tile_numel) {
+  if (tile_numel < 1) throw std::invalid_argument("slice_table: tile_numel must be positive");
+  SliceTable table;
+  table.starts.push_back(0);
+  for (const SlicePlace& slice : slices) {
+    table.offsets.push_back(slice.offset);
+    table.starts.push_back(table.starts.back() + slice.numel);
+  }
+  const int64_t numel = exact ? layout.exact_numel : layout.lossy_numel;
+  if (table.starts.back() != numel) {
+    throw std::invalid_argument("slice_table: the slices hold " + std::to_string(table.starts.back()) +
+                                " elements, the stream " + std::to_string(numel));
+  }
+  const int64_t part_numel = exact ? layout.part.exact_numel : layout.part.lossy_numel;
+  const auto num_slices = static_cast<int32_t>(slices.size());
+  for (int64_t part = 0; part < layout.num_chunks * layout.num_parts; ++part) {
+    for (int64_t tile = 0; tile < tiles_per_part(part_numel, tile_numel); ++tile) {
+      const int64_t begin = part * part_numel + tile * tile_numel;
+      const auto after = std::upper_bound(table.starts.begin(), table.starts.end(), begin);
+      table.first.push_back(begin < numel ? static_cast<int32_t>(after - table.starts.begin()) - 1 : num_slices);
+    }
+  }
+  return table;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,64 @@
+#include "devices/stream_device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "lanes/inline_lane.h"
+
+namespace fusedcomm {
+
+StreamDevice::StreamDevice(c10::Device device, bool forced_sync) : device_(device), forced_sync_(forced_sync) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  constexpr int kHighPriority = -1;
+  for (int i = 0; i < 3; ++i) {
+    streams_.push_back(guard.getNewStream(device, kHighPriority));
+    lane_streams_.push_back(std::make_shared<LaneStream>(streams_.back(), events_));
+  }
+}
+
+std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
+  if (!on_streams()) return std::make_unique<InlineLane>();
+  switch (role) {
+    case LaneRole::kPack:
+      return std::make_unique<StreamLane>(lane_streams_[0]);
+    // One stream for all collectives, of whichever communicator: so every rank runs them in one order.
+    case LaneRole::kScatter:
+    case LaneRole::kGather:
+    case LaneRole::kCrossScatter:
+    case LaneRole::kCrossGather:
+      return std::make_unique<StreamLane>(lane_streams_[1]);
+    // Sums and unpack share a stream: each waits for the wire, in the same order as the wire works.
+    default:
+      return std::make_unique<StreamLane>(lane_streams_[2]);
+  }
+}
+
+c10::Stream StreamDevice::current_stream() const {
+  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+}
+
+Moment StreamDevice::caller_moment() {
+  if (!on_streams()) return {nullptr, host_stamp()};
+  const StreamEventPtr now = events_->now(current_stream());
+  return {now, now};
+}
+
+StampPtr StreamDevice::stamp() {
+  if (!on_streams()) return host_stamp();
+  const c10::Stream stream = current_stream();
+  for (const auto& ours : lane_streams_) {
+    if (ours->stream() == stream) return ours->stamp();
+  }
+  return events_->now(stream);
+}
+
+void StreamDevice::enter_watching_thread() const {
+  // Or asking about an event would make a context on the first device.
+  if (on_streams()) c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
+}
+
+void StreamDevice::settle() {
+  if (forced_sync_ && on_streams()) current_stream().synchronize();
+}
+
+}  // namespace fusedcomm

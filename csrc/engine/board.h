@@ -1,0 +1,166 @@
+// What an engine has under way: which bucket, in which stage, since when. Always kept, since a stall is noticed only
+// once it is there: a mutex that nobody holds for long, and entries that are used again. Read by the watch (watch.h).
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "engine/trace.h"
+
+namespace fusedcomm {
+
+class Board {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // Ranks hand over the same jobs in the same order, so these counts say who is behind whom.
+  struct View {
+    int64_t num_handed = 0;
+    int64_t num_ended = 0;
+    int64_t last_step = -1;         // the last that has ended; -1: none
+    Clock::time_point last_handed;  // at first when the board was made
+    Clock::time_point last_ended;
+
+    // The oldest job that has not ended, if there is one; `label` is null otherwise.
+    std::shared_ptr<const BucketLabel> label;
+    int64_t step = 0;
+    int64_t num_chunks = 0;
+    Clock::time_point handed;
+    Clock::time_point oldest_since;  // the hand-over, or the end of the one before it
+    // Its last change: the moment from which a stall counts.
+    Clock::time_point moved;
+    // Of its stages under way the one that began first. On streams the host is through with them all at once.
+    enum class At : uint8_t { kQueue, kStage, kStream } at = At::kQueue;
+    Stage stage = Stage::kPack;
+    int64_t chunk = 0;
+    Clock::time_point stage_began;
+  };
+
+  // Returns the number by which the job is known here.
+  int64_t hand_over(std::shared_ptr<const BucketLabel> label, int64_t step, bool is_last, int64_t num_chunks) {
+    const auto now = Clock::now();
+    std::lock_guard<std::mutex> lock(mutex_);
+    drop_ended(now, /*asks=*/false);
+    jobs_.push_back({std::move(label), step, is_last, num_chunks, now, now});
+    last_handed_ = now;
+    return num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1;
+  }
+
+  // `done`: the moment at which the device will be through with it; null: it has ended already.
+  void end(int64_t job, StampPtr done) {
+    const auto now = Clock::now();
+    std::lock_guard<std::mutex> lock(mutex_);
+    Job& ended = jobs_[static_cast<size_t>(job - num_dropped_)];
+    ended.is_through = true;
+    ended.done = std::move(done);
+    ended.moved = now;
+    // One question to the device a pass, not one a job.
+    drop_ended(now, /*asks=*/ended.is_last);
+  }
+
+  // As if it had never been handed over; no other job has been since.
+  void withdraw(int64_t job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1 == job) jobs_.pop_back();
+  }
+
+  // Returns a number for leave().
+  size_t enter(int64_t job, Stage stage, int64_t chunk) {
+    const auto now = Clock::now();
+    std::lock_guard<std::mutex> lock(mutex_);
+    touch(job, now);
+    size_t i = 0;
+    while (i < stages_.size() && stages_[i].job >= 0) ++i;
+    if (i == stages_.size()) stages_.emplace_back();
+    stages_[i] = {job, stage, chunk, now};
+    return i;
+  }
+
+  void leave(size_t entry) {
+    const auto now = Clock::now();
+    std::lock_guard<std::mutex> lock(mutex_);
+    touch(stages_[entry].job, now);
+    stages_[entry].job = -1;
+  }
+
+  // Asks the device about what was handed over before `asked_since` only: others end unasked, at the end of a pass.
+  View view(Clock::time_point asked_since) {
+    const auto now = Clock::now();
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!jobs_.empty() && jobs_.front().moved <= asked_since) drop_ended(now, /*asks=*/true);
+    View view;
+    view.num_ended = num_dropped_;
+    view.num_handed = num_dropped_ + static_cast<int64_t>(jobs_.size());
+    view.last_step = last_step_;
+    view.last_handed = last_handed_;
+    view.last_ended = last_ended_;
+    if (jobs_.empty()) return view;
+    const Job& oldest = jobs_.front();
+    view.label = oldest.label;
+    view.step = oldest.step;
+    view.num_chunks = oldest.num_chunks;
+    view.handed = oldest.handed;
+    view.oldest_since = std::max(oldest.handed, last_ended_);
+    view.moved = std::max(oldest.moved, last_ended_);
+    if (oldest.is_through) view.at = View::At::kStream;
+    for (const Entry& entry : stages_) {
+      if (entry.job != num_dropped_ || (view.at == View::At::kStage && entry.began >= view.stage_began)) continue;
+      view.at = View::At::kStage;
+      view.stage = entry.stage;
+      view.chunk = entry.chunk;
+      view.stage_began = entry.began;
+    }
+    return view;
+  }
+
+ private:
+  struct Job {
+    std::shared_ptr<const BucketLabel> label;
+    int64_t step;
+    bool is_last;
+    int64_t num_chunks;
+    Clock::time_point handed, moved;
+    bool is_through = false;  // all of it has been ordered
+    StampPtr done;            // null: and has ended
+  };
+  struct Entry {
+    int64_t job = -1;  // -1: free
+    Stage stage = Stage::kPack;
+    int64_t chunk = 0;
+    Clock::time_point began;
+  };
+
+  void touch(int64_t job, Clock::time_point now) {
+    // A transfer that was given up with its job may end after it.
+    if (job >= num_dropped_) jobs_[static_cast<size_t>(job - num_dropped_)].moved = now;
+  }
+
+  // asks: the device, where it is not known yet whether a job has been reached.
+  void drop_ended(Clock::time_point now, bool asks) {
+    for (; !jobs_.empty() && jobs_.front().is_through; jobs_.pop_front()) {
+      const Job& oldest = jobs_.front();
+      try {
+        if (oldest.done && !(asks ? oldest.done->reached() : oldest.done->is_known_reached())) return;
+      } catch (...) {  // a device that has failed; the next stage says so, with the bucket's name
+      }
+      if (oldest.is_last) last_step_ = oldest.step;
+      last_ended_ = now;
+      ++num_dropped_;
+    }
+  }
+
+  std::mutex mutex_;
+  std::deque<Job> jobs_;  // in the order of their numbers
+  int64_t num_dropped_ = 0;
+  std::vector<Entry> stages_;
+  int64_t last_step_ = -1;
+  Clock::time_point last_handed_ = Clock::now(), last_ended_ = last_handed_;
+};
+
+}  // namespace fusedcomm

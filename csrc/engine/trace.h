@@ -1,0 +1,125 @@
+// Which stage of which bucket was under way when: recorded only while somebody traces.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lanes/lane.h"
+
+namespace fusedcomm {
+
+// "Local": within a host, where a sum has two levels.
+enum class Stage : uint8_t {
+  kPack,
+  kLocalAllToAll,
+  kLocalReduce,
+  kAllToAll,
+  kReduce,
+  kAllGather,
+  kLocalAllGather,
+  kAllReduce,
+  kUnpack,
+  kBucket,
+  kExposed
+};
+inline constexpr int kNumStages = 11;
+
+inline const char* stage_name(Stage stage) {
+  constexpr std::array<const char*, kNumStages> kNames = {
+      "pack",       "local all-to-all", "local reduce", "all-to-all", "reduce", "all-gather", "local all-gather",
+      "all-reduce", "unpack",           "bucket",       "exposed"};
+  return kNames[static_cast<size_t>(stage)];
+}
+
+// Whether other ranks take part in it.
+inline bool is_on_wire(Stage stage) {
+  switch (stage) {
+    case Stage::kLocalAllToAll:
+    case Stage::kAllToAll:
+    case Stage::kAllGather:
+    case Stage::kLocalAllGather:
+    case Stage::kAllReduce:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// What a bucket is called.
+struct BucketLabel {
+  BucketLabel(std::string bucket_name, std::string bucket_text)
+      : name(std::move(bucket_name)), text(std::move(bucket_text)) {
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      ranges[static_cast<size_t>(stage)] = "fusedcomm/" + name + "/" + stage_name(static_cast<Stage>(stage));
+    }
+  }
+  std::string name;                            // "bucket 3"
+  std::string text;                            // with its parameters and size, for errors
+  std::array<std::string, kNumStages> ranges;  // by stage, for profilers
+};
+
+// Milliseconds since the trace began. The stage kBucket spans from the hand-over to the result, kExposed the
+// same of a backward pass's last bucket: what the step waits for.
+struct TraceSpan {
+  std::shared_ptr<const BucketLabel> label;
+  Stage stage;
+  int64_t step;
+  int64_t chunk;
+  double begin_ms;
+  double end_ms;
+};
+
+class Tracer {
+ public:
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+
+  void start(StampPtr origin) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    origin_ = std::move(origin);
+    entries_.clear();
+    on_ = true;
+  }
+
+  void add(std::shared_ptr<const BucketLabel> label, Stage stage, int64_t step, int64_t chunk, StampPtr begin,
+           StampPtr end) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (on_) entries_.push_back({std::move(label), stage, step, chunk, std::move(begin), std::move(end)});
+  }
+
+  // What has been recorded since start(); waits for the device to get there.
+  std::vector<TraceSpan> stop() {
+    std::vector<Entry> entries;
+    StampPtr origin;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      on_ = false;
+      entries.swap(entries_);
+      origin.swap(origin_);
+    }
+    std::vector<TraceSpan> spans;
+    for (const Entry& entry : entries) {
+      spans.push_back({entry.label, entry.stage, entry.step, entry.chunk, entry.begin->ms_since(*origin),
+                       entry.end->ms_since(*origin)});
+    }
+    return spans;
+  }
+
+ private:
+  struct Entry {
+    std::shared_ptr<const BucketLabel> label;
+    Stage stage;
+    int64_t step, chunk;
+    StampPtr begin, end;
+  };
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  StampPtr origin_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,134 @@
+#include "frontends/ddp/hook.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ThreadLocalPythonObjects.h>
+
+#include <limits>
+#include <utility>
+
+namespace fusedcomm {
+
+#ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK  // see setup.py
+// A reducer has no call that takes a hook away, and its member is private: but whoever instantiates a template
+// explicitly may name it.
+using HookMember = std::unique_ptr<c10d::CommHookInterface> c10d::Reducer::*;
+std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& reducer);
+template <HookMember member>
+struct HookAccess {
+  friend std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& reducer) { return reducer.*member; }
+};
+template struct HookAccess<&c10d::Reducer::comm_hook_>;
+#endif
+
+namespace {
+
+// A collective of gloo's keeps the thread-local state of its caller for as long as a thread of gloo's has it. For
+// Python's part of that such a thread asks for the GIL, and aborts a process that is ending just then.
+class NoPythonObjects {
+ public:
+  NoPythonObjects() : before_(at::impl::ThreadLocalPythonObjects::get_state()) {
+    at::impl::ThreadLocalPythonObjects::set_state({});
+  }
+  ~NoPythonObjects() { at::impl::ThreadLocalPythonObjects::set_state(std::move(before_)); }
+  NoPythonObjects(const NoPythonObjects&) = delete;
+  NoPythonObjects& operator=(const NoPythonObjects&) = delete;
+
+ private:
+  at::impl::ThreadLocalPythonObjects before_;
+};
+
+c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& process_group, const at::Tensor& buffer) {
+  const at::NoGradGuard no_grad;
+  const NoPythonObjects no_python_objects;
+  std::vector<at::Tensor> tensors = {buffer};
+  tensors.front().mul_(1.0 / process_group.getSize());
+  return process_group.allreduce(tensors)->getFuture();
+}
+
+}  // namespace
+
+HookTarget::HookTarget(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+    : process_group_(std::move(process_group)) {}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookTarget::run(c10d::GradBucket& bucket) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<PassWatch> watch = watch_;
+  std::shared_ptr<PassWatch::Seen> seen;
+  if (watch) {
+    lock.unlock();
+    seen = watch->hand_over(bucket);  // may change the hook
+    lock.lock();
+  }
+  const std::shared_ptr<GradHook> hook = hook_;
+  const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
+  lock.unlock();
+  auto future = hook ? hook->run(bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
+  if (watch) watch->follow(seen, *future);
+  return future;
+}
+
+void HookTarget::set(std::shared_ptr<GradHook> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  hook_.swap(hook);  // the old one ends after the lock is released
+  process_group_ = std::move(process_group);
+}
+
+void HookTarget::watch(std::shared_ptr<PassWatch> watch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  watch_.swap(watch);
+}
+
+std::vector<SeenBucket> HookTarget::take_seen() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<PassWatch> watch = watch_;
+  lock.unlock();
+  return watch ? watch->take() : std::vector<SeenBucket>{};
+}
+
+std::shared_ptr<PassWatch::Seen> PassWatch::hand_over(c10d::GradBucket& bucket) {
+  // Before anything that a capture would record or be broken by: what begin_pass does, and the stamp.
+  device_->check_caller();
+  if (between_passes_) begin_pass_();
+  between_passes_ = bucket.isLast();
+  const at::Tensor buffer = bucket.getBuffer();
+  const auto nbytes = buffer.is_sparse() ? int64_t{0} : static_cast<int64_t>(buffer.nbytes());
+  auto seen = std::make_shared<Seen>(Seen{nbytes, bucket.isLast(), device_->stamp(), nullptr});
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!origin_) origin_ = seen->handed;
+  seen_.push_back(seen);
+  return seen;
+}
+
+void PassWatch::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future) {
+  // On streams such a callback has one that is current and waits for the result.
+  future.addCallback([self = shared_from_this(), seen](c10::ivalue::Future& done) {
+    if (done.hasError()) return;
+    StampPtr stamp = self->device_->stamp();
+    std::lock_guard<std::mutex> lock(self->mutex_);
+    seen->done = std::move(stamp);
+  });
+}
+
+std::vector<SeenBucket> PassWatch::take() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<SeenBucket> taken;
+  for (const auto& seen : seen_) {
+    const double done_ms = seen->done ? seen->done->ms_since(*origin_) : std::numeric_limits<double>::quiet_NaN();
+    taken.push_back({seen->nbytes, seen->is_last, seen->handed->ms_since(*origin_), done_ms});
+  }
+  seen_.clear();
+  return taken;
+}
+
+bool take_ddp_hook(c10d::Reducer& reducer) {
+#ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK
+  auto& hook = hook_of(reducer);
+  if (dynamic_cast<DdpHook*>(hook.get()) == nullptr) return false;
+  hook.reset();
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,224 @@
+#include "gradients/bucket_record.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <sstream>
+
+#include "gradients/grad_dtype.h"
+
+namespace fusedcomm {
+namespace {
+
+bool is_carried(const at::Tensor& buffer) {
+  return buffer.layout() == at::kStrided && has_wire_format(buffer.scalar_type());
+}
+
+// Raises an error if these are not the gradients of the bucket's parameters.
+void check_gradients(const c10d::GradBucket& bucket) {
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  // Of complex ones a bucket has the shapes of what it does not hold.
+  if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
+  const std::vector<at::Tensor> gradients = bucket.getGradients();
+  for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
+    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
+                " has a gradient of shape ", gradients[i].sizes(), " and says that it is of a parameter of shape ",
+                parameters[i].sizes(),
+                ": torch has kept the list of parameters of buckets that it has cut anew since, as "
+                "after _update_process_group with gradients in another order. Make a new DDP module instead");
+  }
+}
+
+void plan(const Engine& engine, BucketRecord* record) {
+  const WireConfig& config = engine.config();
+  int64_t exact_numel = 0;
+  std::vector<int64_t> lossy_numels(config.others.size() + 1, 0);
+  for (const BucketRecord::Member& member : record->members) {
+    const int wire = member.state->wire;
+    (wire == kExactWire ? exact_numel : lossy_numels[static_cast<size_t>(wire)]) += member.numel;
+  }
+  record->plan = plan_bucket(config, engine.world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels);
+  record->streams.resize(record->plan.layouts.size());
+  std::vector<bool> begun(record->streams.size(), false);
+  for (BucketRecord::Member& member : record->members) {
+    const std::vector<int>& wires = record->plan.wires;
+    member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
+    if (member.exact) continue;
+    if (member.numel == 0) continue;  // its wire need not be in the bucket; any stream will do
+    if (!wires.empty()) {
+      const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
+      member.payload = static_cast<size_t>(found - wires.begin());
+    }
+    if (!begun[member.payload]) record->streams[member.payload].first_parameter = member.state->number;
+    begun[member.payload] = true;
+  }
+}
+
+// The device's tables of the record's bucket.
+void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
+  for (size_t payload = 0; payload < record->streams.size(); ++payload) {
+    std::vector<SlicePlace> lossy, exact;
+    std::vector<ParameterStatePtr> states, exact_states;
+    for (const BucketRecord::Member& member : record->members) {
+      if (member.payload != payload) continue;
+      (member.exact ? exact : lossy).push_back({member.offset, member.numel});
+      (member.exact ? exact_states : states).push_back(member.state);
+    }
+    BucketRecord::Stream& stream = record->streams[payload];
+    stream.tables = device->prepare(record->plan.packed_layouts()[payload], lossy, exact);
+    if (!stream.tables) continue;
+    if (record->plan.on_two_levels()) {
+      stream.unpack_tables = device->prepare(record->plan.layouts[payload], lossy, exact);
+    }
+    states.insert(states.end(), exact_states.begin(), exact_states.end());
+    parameters->count_with(stream.tables, std::move(states));
+  }
+}
+
+// Makes the record's residuals, of what its parameters have left out so far; what cannot be kept any more goes into the
+// gradients at hand.
+void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const at::Tensor& buffer) {
+  const WireConfig& config = engine.config();
+  // Without error feedback there can still be what another wire has left out.
+  const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
+  if (!config.feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
+  at::NoGradGuard no_grad;
+  const BucketPlan& plan = record->plan;
+  const bool keeps = config.feedback && plan.sums_codes();
+  for (size_t payload = 0; keeps && payload < record->streams.size(); ++payload) {
+    const BucketLayout& layout = plan.layouts[payload];
+    if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
+    auto& residual = record->streams[payload].residual;
+    residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale, place,
+                                                buffer.device(),
+                                                /*of_first_only=*/plan.sum == Sum::kOneShot);
+    for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
+  }
+  // Nothing is forgotten before all has its new place.
+  std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined while nothing is left out
+  std::vector<int64_t> begins(record->streams.size(), 0);
+  for (const BucketRecord::Member& member : record->members) {
+    const at::Tensor left_out = member.state->left_out();
+    const bool is_kept = !member.exact && record->streams[member.payload].residual;
+    if (is_kept && left_out.defined()) {
+      at::Tensor& all = values[member.payload];
+      if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
+      all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
+    } else if (left_out.defined()) {
+      buffer.narrow(0, member.offset, member.numel).add_(left_out);
+    }
+    if (!member.exact) begins[member.payload] += member.numel;
+  }
+  for (size_t payload = 0; payload < values.size(); ++payload) {
+    if (values[payload].defined()) values[payload] = record->streams[payload].residual->set_values(values[payload]);
+  }
+  begins.assign(begins.size(), 0);
+  for (const BucketRecord::Member& member : record->members) {
+    const at::Tensor& rest = values[member.payload];
+    int64_t& begin = begins[member.payload];
+    if (rest.defined() && !member.exact) {
+      buffer.narrow(0, member.offset, member.numel).add_(rest.narrow(0, begin, member.numel));
+    }
+    member.state->loaded = at::Tensor();
+    member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
+    member.state->residual_begin = begin;
+    if (!member.exact) begin += member.numel;
+  }
+}
+
+template <typename T>
+int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < numel; ++i) count += !std::isfinite(static_cast<float>(values[i]) * scale);
+  return count;
+}
+
+int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel, float scale) {
+  switch (flat.scalar_type()) {
+    case at::kFloat:
+      return count_nonfinite(flat.const_data_ptr<float>() + begin, numel, scale);
+    case at::kBFloat16:
+      return count_nonfinite(flat.const_data_ptr<at::BFloat16>() + begin, numel, scale);
+    default:
+      return count_nonfinite(flat.const_data_ptr<at::Half>() + begin, numel, scale);
+  }
+}
+
+// The elements of a chunk that one of its streams has.
+Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
+  const int64_t last = layout.num_parts - 1;
+  if (exact) return {layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end};
+  return {layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end};
+}
+
+}  // namespace
+
+std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<BucketRecord::Member>& members,
+                                              double nbytes) {
+  const std::string name = "bucket " + std::to_string(index);
+  std::ostringstream label;
+  label << name << " (";
+  if (!members.empty()) label << members.front().state->name;
+  if (members.size() > 1) label << " … " << members.back().state->name;
+  label << "; " << members.size() << " parameters, " << nbytes / (1 << 20) << " MiB)";
+  return std::make_shared<const BucketLabel>(name, label.str());
+}
+
+bool BucketRecord::is_of(const c10d::GradBucket& bucket) const {
+  const at::Tensor& buffer = bucket.getBuffer();
+  if (is_stale || dtype != buffer.scalar_type() || foreign == is_carried(buffer)) return false;
+  if (!buffer.is_sparse() && numel != buffer.numel()) return false;
+  const std::vector<at::Tensor> now = bucket.getParameters();
+  return std::equal(parameters.begin(), parameters.end(), now.begin(), now.end(),
+                    [](c10::TensorImpl* known, const at::Tensor& p) { return known == p.unsafeGetTensorImpl(); });
+}
+
+std::shared_ptr<BucketRecord> make_record(const c10d::GradBucket& bucket, const Engine& engine, const Place& place,
+                                          c10::Device device, Parameters* parameters) {
+  const at::Tensor& buffer = bucket.getBuffer();
+  const size_t index = bucket.getIndex();
+  TORCH_CHECK(buffer.device() == device, "fusedcomm: bucket ", index, " is on ", buffer.device(),
+              ", and fusedcomm was attached for gradients on ", device, "; gradients on one device are supported");
+  auto record = std::make_shared<BucketRecord>();
+  record->dtype = buffer.scalar_type();
+  record->foreign = !is_carried(buffer);
+  for (const at::Tensor& parameter : bucket.getParameters()) {
+    BucketRecord::Member member{parameters->state_of(parameter), record->numel};
+    member.numel = member.state->numel();
+    record->numel += member.numel;
+    record->parameters.push_back(parameter.unsafeGetTensorImpl());
+    record->members.push_back(std::move(member));
+  }
+  const double nbytes = static_cast<double>(record->numel) * c10::elementSize(record->dtype);
+  record->label = make_label(index, record->members, nbytes);
+  if (record->foreign) return record;
+  check_gradients(bucket);
+  TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == record->numel, "fusedcomm: ", record->label->text, " holds ",
+              buffer.numel(), " elements where its parameters have ", record->numel,
+              ": this layout of buckets is not known. Please report it with your DDP options.");
+  plan(engine, record.get());
+  prepare(&engine.device(), parameters, record.get());
+  move_residuals(engine, place, record.get(), buffer);
+  return record;
+}
+
+void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, const BucketJob& job, int64_t chunk) {
+  // In place they have been scaled already.
+  const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
+  std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});  // by payload, lossy and exact
+  for (const BucketRecord::Member& member : record.members) {
+    int64_t& before = seen[member.payload][member.exact];
+    const Range range =
+        job.plan.in_place ? Range{0, flat.numel()} : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
+    const int64_t begin = std::max(range.begin, before);
+    const int64_t end = std::min(range.end, before + member.numel);
+    if (begin < end) {
+      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - before, end - begin, scale);
+    }
+    before += member.numel;
+  }
+}
+
+}  // namespace fusedcomm

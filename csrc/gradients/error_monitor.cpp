@@ -1,0 +1,161 @@
+#include "gradients/error_monitor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+constexpr size_t kMaxVerifications = 256;
+
+at::Tensor squared_norm(const at::Tensor& x) { return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_(); }
+
+// Writes a Verification's norms. `result`: a bucket's mean in its own dtype. `exact`: fp32.
+void compare(const at::Tensor& result, const at::Tensor& exact, const at::Tensor& norms) {
+  norms[0].copy_(squared_norm(at::sub(result.to(at::kFloat), exact)));
+  norms[1].copy_(squared_norm(exact));
+  const at::Tensor is_finite = at::isfinite(result);
+  const at::Tensor should_be = at::isfinite(exact.to(result.scalar_type()));  // as the bucket can hold it
+  const at::Tensor lost = at::logical_and(is_finite, should_be.logical_not()).sum();
+  const at::Tensor made = at::logical_and(is_finite.logical_not(), should_be).sum();
+  norms[2].copy_(lost + at::where(should_be.all(), made, at::zeros_like(made)));
+}
+
+// Inf if the result is not finite where it should be, or the other way round; else ‖result − exact‖₂ / ‖exact‖₂, which
+// is NaN in a pass with overflows, and not finite where the exact mean is zeros: then it tells nothing.
+std::optional<double> relative_error_of(const at::Tensor& norms) {
+  if (norms[2].item<double>() != 0) return std::numeric_limits<double>::infinity();
+  const double error = std::sqrt(norms[0].item<double>() / norms[1].item<double>());
+  return std::isfinite(error) ? std::optional<double>(error) : std::nullopt;
+}
+
+}  // namespace
+
+Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
+    : options_(options), engine_(engine), transport_(transport) {}
+
+void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index,
+                   size_t num_buckets, std::shared_ptr<const BucketRecord> record) {
+  const int64_t every = options_.verify_every;
+  const bool due = every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
+  if (!due || job->plan.in_place) {
+    engine_->submit(std::move(job));
+    return;
+  }
+  at::NoGradGuard no_grad;
+  const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
+  const auto norms = at::empty({3}, buffer.options().dtype(at::kDouble));
+  for (const at::Tensor& tensor : {exact, norms}) engine_->device().will_use(tensor);
+  auto check = std::make_shared<BucketJob>();
+  check->owner = job->owner;
+  check->counted = false;
+  check->label = std::make_shared<const BucketLabel>(job->label->name + " verified",
+                                                     "the exact sum that verifies " + job->label->text);
+  check->on_done = std::move(job->on_done);
+  // The engine fails all that follows a failure, so the check's end tells of both.
+  job->on_done = [](std::exception_ptr) {};
+
+  const Verification verification{pass, job->label, norms};
+  if (options_.fallback_error > 0) pending_.push_back({verification, std::move(record), {}});
+  ForeignStages stages;
+  stages.scatter = [transport = transport_, exact](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
+  };
+  // On the lane, and so after the end, of the bucket's own unpacking.
+  stages.unpack = [this, verification, exact, buffer] {
+    at::NoGradGuard inner_no_grad;
+    compare(buffer, exact, verification.norms);
+    std::lock_guard<std::mutex> lock(mutex_);
+    verifications_.push_back(verification);
+    if (verifications_.size() > kMaxVerifications) verifications_.pop_front();
+    if (!has_said_) unseen_.push_back(verification);
+  };
+  engine_->submit(std::move(job));
+  engine_->submit_foreign(std::move(check), std::move(stages));
+}
+
+std::vector<Guard::Failing> Guard::begin_pass(int64_t pass) {
+  std::vector<Failing> failing;
+  at::NoGradGuard no_grad;
+  // Since they were shared, their caller has waited for a bucket that came after.
+  for (; !pending_.empty() && pending_.front().shared.defined(); pending_.pop_front()) {
+    const Pending& oldest = pending_.front();
+    const at::Tensor norms = oldest.shared.cpu();
+    const std::optional<double> relative_error = relative_error_of(norms);
+    if (!relative_error || *relative_error <= options_.fallback_error) continue;
+    failing.push_back({oldest.record, oldest.verification.step, *relative_error});
+  }
+  for (Pending& pending : pending_) {
+    if (pass > pending.verification.step) share(&pending);
+  }
+  return failing;
+}
+
+std::string Guard::take_notice(int64_t pass) {
+  for (;;) {
+    Verification seen;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (unseen_.empty() || unseen_.front().step >= pass) return "";
+      seen = std::move(unseen_.front());
+      unseen_.pop_front();
+    }
+    const auto num_wrong = static_cast<int64_t>(seen.norms[2].item<double>());
+    if (num_wrong == 0) continue;
+    std::lock_guard<std::mutex> lock(mutex_);
+    has_said_ = true;
+    unseen_.clear();
+    return c10::str("fusedcomm: ", num_wrong, " elements of the mean of ", seen.label->text, " in step ", seen.step,
+                    " are NaN or Inf and those of an exact sum are not, or the other way round: the wire cannot hold "
+                    "these gradients (fp16 ends at 65504), or a kernel is wrong. Use wire='bf16', and "
+                    "comm.stats().verified to see whether it happens again. This is said once");
+  }
+}
+
+// The ranks' norms are of the same numbers, but need not have been added up in the same order.
+void Guard::share(Pending* pending) {
+  const Verification& verification = pending->verification;
+  pending->shared = verification.norms.clone();
+  engine_->device().will_use(pending->shared);
+  auto job = std::make_shared<BucketJob>();
+  job->counted = false;
+  job->label = std::make_shared<const BucketLabel>(
+      "verdict", "the verdict on " + verification.label->text + " in step " + std::to_string(verification.step));
+  job->on_done = [](std::exception_ptr) {};
+  ForeignStages stages;
+  stages.scatter = [transport = transport_, norms = pending->shared](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, norms, std::move(done));
+  };
+  engine_->submit_foreign(std::move(job), std::move(stages));
+}
+
+bool Guard::is_measured(int64_t pass) const {
+  // Not in the first passes, after which DDP cuts its buckets anew.
+  constexpr int64_t kFirst = 2;
+  const int64_t every = options_.measure_every;
+  return every != 0 && pass % every == std::min(kFirst, every - 1);
+}
+
+void Guard::add(const std::string& bucket, Measurement measurement) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  measurements_[bucket] = std::move(measurement);
+}
+
+void Guard::forget(const std::string& bucket) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  measurements_.erase(bucket);
+}
+
+std::vector<Verification> Guard::verifications() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {verifications_.begin(), verifications_.end()};
+}
+
+std::map<std::string, Measurement> Guard::measurements() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return measurements_;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,165 @@
+#include "gradients/parameters.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+// Raises an error where a state names a parameter that is none of ours and will not turn up.
+void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
+  TORCH_CHECK_VALUE(is_ours || may_turn_up, "fusedcomm: the state has a parameter '", name,
+                    "' which this model does not have");
+}
+
+}  // namespace
+
+at::Tensor ParameterState::left_out() const {
+  if (loaded.defined() || !residual) return loaded;
+  return residual->values(residual_begin, numel());
+}
+
+Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device)
+    : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device) {
+  for (const Known& parameter : known) {
+    add(parameter.tensor, parameter.name, static_cast<uint32_t>(states_.size()), parameter.wire);
+  }
+}
+
+const ParameterStatePtr& Parameters::add(const at::Tensor& parameter, std::string name, uint32_t number, int wire) {
+  auto state = std::make_shared<ParameterState>();
+  state->parameter = parameter;
+  state->name = std::move(name);
+  state->number = number;
+  state->wire = wire;
+  return states_.emplace(parameter.unsafeGetTensorImpl(), std::move(state)).first->second;
+}
+
+const ParameterStatePtr& Parameters::state_of(const at::Tensor& parameter) {
+  const auto known = states_.find(parameter.unsafeGetTensorImpl());
+  if (known != states_.end()) return known->second;
+  const auto number = static_cast<uint32_t>(states_.size());
+  const ParameterStatePtr& state =
+      add(parameter, c10::str("parameter ", number, " of shape ", parameter.sizes()), number, wire_of(parameter));
+  const auto waiting = waiting_residuals_.find(state->name);
+  if (waiting != waiting_residuals_.end() && waiting->second.numel() == state->numel()) {
+    state->loaded = waiting->second;
+    waiting_residuals_.erase(waiting);
+  }
+  const auto count = waiting_counts_.find(state->name);
+  if (count != waiting_counts_.end()) {
+    state->num_nonfinite = count->second;
+    waiting_counts_.erase(count);
+  }
+  return state;
+}
+
+void Parameters::name_like(const std::vector<ParameterStatePtr>& theirs) {
+  for (const ParameterStatePtr& state : theirs) {
+    if (states_.count(state->parameter.unsafeGetTensorImpl()) != 0) continue;
+    add(state->parameter, state->name, state->number, wire_of(state->parameter));
+  }
+}
+
+std::vector<ParameterStatePtr> Parameters::states() const {
+  std::vector<ParameterStatePtr> states;
+  for (const auto& [impl, state] : states_) states.push_back(state);
+  return states;
+}
+
+std::unordered_map<std::string, ParameterState*> Parameters::by_name() const {
+  std::unordered_map<std::string, ParameterState*> by_name;
+  for (const auto& [impl, state] : states_) by_name.emplace(state->name, state.get());
+  return by_name;
+}
+
+std::map<std::string, at::Tensor> Parameters::residuals() const {
+  c10::NoGradGuard no_grad;
+  std::map<std::string, at::Tensor> residuals;
+  for (const auto& [impl, state] : states_) {
+    const at::Tensor left_out = state->left_out();
+    if (left_out.defined()) residuals[state->name] = left_out.clone();
+  }
+  return residuals;
+}
+
+void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
+  const auto by_name = this->by_name();
+  for (const auto& [name, values] : residuals) {
+    const auto found = by_name.find(name);
+    check_name(name, found != by_name.end(), !are_known_);
+    if (found == by_name.end()) continue;
+    const int64_t numel = found->second->numel();
+    TORCH_CHECK_VALUE(values.numel() == numel, "fusedcomm: the state's residual of '", name, "' has ", values.numel(),
+                      " elements, the parameter ", numel);
+  }
+  for (const auto& [impl, state] : states_) {
+    state->loaded = at::Tensor();
+    state->residual = nullptr;
+  }
+  waiting_residuals_.clear();
+  for (const auto& [name, values] : residuals) {
+    const auto found = by_name.find(name);
+    at::Tensor& loaded = found == by_name.end() ? waiting_residuals_[name] : found->second->loaded;
+    loaded = values.detach().to(device_, at::kFloat, /*non_blocking=*/false, /*copy=*/true).reshape({-1});
+  }
+}
+
+std::string Parameters::end_of_waiting() {
+  if (waiting_residuals_.empty()) return "";
+  const std::string notice = c10::str(
+      "fusedcomm: the state that was loaded has residuals of ", waiting_residuals_.size(),
+      " parameters that this model does not have, of '", waiting_residuals_.begin()->first,
+      "' for example: they are forgotten. A CommState without module=model knows parameters by their order and shapes "
+      "only: give it the model to load what fusedcomm.attach, or a CommState with the model, has saved");
+  waiting_residuals_.clear();
+  return notice;
+}
+
+std::map<std::string, int64_t> Parameters::nonfinite() {
+  take_device_counts();
+  std::map<std::string, int64_t> counts;
+  for (const auto& [impl, state] : states_) {
+    if (state->num_nonfinite != 0) counts[state->name] = state->num_nonfinite;
+  }
+  return counts;
+}
+
+void Parameters::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
+  take_device_counts();
+  const auto by_name = this->by_name();
+  for (const auto& [name, count] : counts) check_name(name, by_name.count(name) != 0, !are_known_);
+  for (const auto& [name, count] : counts) {
+    const auto found = by_name.find(name);
+    if (found == by_name.end()) {
+      waiting_counts_[name] = count;
+    } else {
+      found->second->num_nonfinite = count;
+    }
+  }
+}
+
+void Parameters::count_with(std::shared_ptr<const BucketTables> tables, std::vector<ParameterStatePtr> states) {
+  std::vector<int64_t> taken(states.size());
+  counted_.push_back({std::move(tables), std::move(states), std::move(taken)});
+}
+
+int64_t Parameters::take_device_counts() {
+  for (Counted& counted : counted_) {
+    const std::vector<int64_t> now = counted.tables->nonfinite();
+    for (size_t i = 0; i < now.size(); ++i) {
+      counted.states[i]->num_nonfinite += now[i] - counted.taken[i];
+      num_nonfinite_on_device_ += now[i] - counted.taken[i];
+    }
+    counted.taken = now;
+  }
+  // Nobody else holds the tables of a bucket that was rebuilt, and nothing more will be counted in them.
+  counted_.erase(std::remove_if(counted_.begin(), counted_.end(),
+                                [](const Counted& counted) { return counted.tables.use_count() == 1; }),
+                 counted_.end());
+  return num_nonfinite_on_device_;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,109 @@
+#include "gradients/passthrough.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+namespace fusedcomm {
+
+ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer) {
+  ForeignStages stages;
+  stages.pack = [buffer, mean = 1.0 / transport->world_size()] {
+    at::NoGradGuard no_grad;
+    buffer.mul_(mean);
+  };
+  stages.scatter = [transport, buffer](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, buffer, std::move(done));
+  };
+  return stages;
+}
+
+namespace {
+
+// What one sparse bucket has under way.
+struct SparseExchange {
+  at::Tensor local;                 // coalesced and scaled; indices (sparse_dim, nnz) int64, values (nnz, …)
+  at::Tensor nnz, all_nnz;          // (1,) and (world_size,) int64
+  at::Tensor payload, all_payload;  // bytes of the indices, then of the values, each padded to the longest rank's nnz
+  int64_t longest = 0;
+};
+
+at::Tensor padded_bytes(const at::Tensor& tensor, int64_t dim, int64_t length) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  sizes[static_cast<size_t>(dim)] = length;
+  at::Tensor out = at::zeros(sizes, tensor.options());
+  out.narrow(dim, 0, tensor.size(dim)).copy_(tensor);
+  return out.flatten().view(at::kByte);
+}
+
+// The tensor whose bytes start at `offset` of `row`, shaped like `like` but for `length` in dimension `dim`.
+at::Tensor from_bytes(const at::Tensor& row, int64_t offset, const at::Tensor& like, int64_t dim, int64_t length) {
+  std::vector<int64_t> sizes = like.sizes().vec();
+  sizes[static_cast<size_t>(dim)] = length;
+  const int64_t nbytes = c10::multiply_integers(sizes) * static_cast<int64_t>(like.element_size());
+  return row.narrow(0, offset, nbytes).clone().view(like.scalar_type()).view(sizes);
+}
+
+}  // namespace
+
+ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer,
+                            std::shared_ptr<at::Tensor> result) {
+  auto exchange = std::make_shared<SparseExchange>();
+  const int64_t world_size = transport->world_size();
+  ForeignStages stages;
+  stages.pack = [exchange, buffer, world_size] {
+    at::NoGradGuard no_grad;
+    exchange->local = buffer.coalesce().mul(1.0 / static_cast<double>(world_size));
+    const auto long_options = at::TensorOptions().dtype(at::kLong).device(buffer.device());
+    exchange->nnz = at::full({1}, exchange->local._nnz(), long_options);
+    exchange->all_nnz = at::empty({world_size}, long_options);
+  };
+  stages.scatter = [exchange, transport](Lane::Completion done) {
+    transport->all_gather_tensor(Channel::kScatter, exchange->all_nnz, exchange->nnz, std::move(done));
+  };
+  stages.reduce = [exchange, world_size] {
+    at::NoGradGuard no_grad;
+    // An empty message is not one that every backend knows: at least one entry, padding, travels.
+    exchange->longest = std::max<int64_t>(exchange->all_nnz.max().item<int64_t>(), 1);
+    exchange->payload = at::cat({padded_bytes(exchange->local._indices(), 1, exchange->longest),
+                                 padded_bytes(exchange->local._values(), 0, exchange->longest)});
+    exchange->all_payload = at::empty({world_size * exchange->payload.numel()}, exchange->payload.options());
+  };
+  stages.gather = [exchange, transport](Lane::Completion done) {
+    transport->all_gather_tensor(Channel::kGather, exchange->all_payload, exchange->payload, std::move(done));
+  };
+  stages.unpack = [exchange, buffer, result, world_size] {
+    at::NoGradGuard no_grad;
+    const at::Tensor local_indices = exchange->local._indices(), local_values = exchange->local._values();
+    const int64_t indices_nbytes = local_indices.size(0) * exchange->longest * 8;
+    at::Tensor sum;
+    for (int64_t rank = 0; rank < world_size; ++rank) {
+      const int64_t nnz = exchange->all_nnz[rank].item<int64_t>();
+      const at::Tensor row = exchange->all_payload.view({world_size, -1})[rank];
+      const at::Tensor indices = from_bytes(row, 0, local_indices, 1, exchange->longest).narrow(1, 0, nnz);
+      const at::Tensor values = from_bytes(row, indices_nbytes, local_values, 0, exchange->longest).narrow(0, 0, nnz);
+      const at::Tensor part = at::sparse_coo_tensor(indices, values, buffer.sizes());
+      sum = rank == 0 ? part : sum.add(part);
+    }
+    *result = sum.coalesce();
+  };
+  return stages;
+}
+
+ForeignStages on_wire_lane(ForeignStages stages) {
+  ForeignStages merged;
+  merged.scatter = [stages = std::move(stages)](Lane::Completion done) {
+    const auto ended = [](std::exception_ptr error) {
+      if (error) std::rethrow_exception(error);
+    };
+    if (stages.pack) stages.pack();
+    stages.scatter(ended);
+    if (stages.reduce) stages.reduce();
+    if (stages.gather) stages.gather(ended);
+    if (stages.unpack) stages.unpack();
+    done(nullptr);
+  };
+  return merged;
+}
+
+}  // namespace fusedcomm

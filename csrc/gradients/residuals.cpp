@@ -1,0 +1,168 @@
+#include "gradients/residuals.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace fusedcomm {
+namespace {
+
+// What these functions compute is state, whatever the caller computes its model in.
+class NoAutocast {
+ private:
+  const at::NoGradGuard no_grad_;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+// `value` as a tensor to divide `like` by. A number, or a tensor with no dimensions on the CPU, is another matter:
+// CUDA's kernels multiply by its reciprocal (is_cpu_scalar in torch's BinaryDivTrueKernel.cu), which for 127 changes
+// the last bit of every twentieth quotient. The reference, the CPU codec and the device kernels divide.
+at::Tensor divisor(double value, const at::Tensor& like) {
+  return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
+}
+
+// Elements [begin, begin + numel) of a residual of `total` elements, fp32; may be a view of it.
+at::Tensor load(const at::Tensor& bytes, ResidualFormat format, int64_t block_numel, int64_t total, int64_t begin,
+                int64_t numel) {
+  switch (format) {
+    case ResidualFormat::kFp32:
+      return bytes.view(at::kFloat).narrow(0, begin, numel);
+    case ResidualFormat::kBf16:
+      return bytes.view(at::kBFloat16).narrow(0, begin, numel).to(at::kFloat);
+    default: {
+      const int64_t first = begin / block_numel, num_blocks = ceil_div(begin + numel, block_numel) - first;
+      const at::Tensor scales = bytes.slice(0, residual_scale_offset(total)).view(at::kFloat);
+      return bytes.narrow(0, first * block_numel, num_blocks * block_numel)
+          .view(at::kChar)
+          .to(at::kFloat)
+          .view({-1, block_numel})
+          .mul_(scales.narrow(0, first, num_blocks).unsqueeze(1))
+          .view(-1)
+          .narrow(0, begin - first * block_numel, numel);
+    }
+  }
+}
+
+void store(const at::Tensor& bytes, const at::Tensor& values, ResidualFormat format, int64_t block_numel) {
+  switch (format) {
+    case ResidualFormat::kFp32:
+      bytes.view(at::kFloat).copy_(values);
+      return;
+    case ResidualFormat::kBf16:
+      bytes.view(at::kBFloat16).copy_(values);
+      return;
+    default: {
+      constexpr double kGreatest = 127, kLeastAbsmax = 0x1p-100;  // of reference.py
+      const at::Tensor blocks = values.view({-1, block_numel});
+      const at::Tensor absmax = blocks.abs().amax(1, /*keepdim=*/true);
+      const at::Tensor greatest = divisor(kGreatest, absmax), is_normal = absmax >= kLeastAbsmax;
+      const at::Tensor scales = at::where(is_normal, absmax / greatest, 0.0);
+      const at::Tensor codes =
+          at::where(is_normal, blocks * (greatest / absmax), 0.0).round().clamp(-kGreatest, kGreatest);
+      bytes.narrow(0, 0, values.numel()).view(at::kChar).copy_(codes.view(-1));
+      bytes.slice(0, residual_scale_offset(values.numel())).view(at::kFloat).copy_(scales.view(-1));
+    }
+  }
+}
+
+// Undoes the rotation of reference.py, of whole runs.
+at::Tensor unrotated(const at::Tensor& values) {
+  at::Tensor runs = values.reshape({-1, kRotationNumel});
+  for (int64_t h = 1; h < kRotationNumel; h *= 2) {
+    const at::Tensor pairs = runs.view({-1, kRotationNumel / (2 * h), 2, h});
+    const at::Tensor a = pairs.select(2, 0), b = pairs.select(2, 1);
+    runs = at::stack({a + b, a - b}, 2).view({-1, kRotationNumel});
+  }
+  std::array<float, kRotationNumel> signs;
+  for (size_t i = 0; i < signs.size(); ++i) signs[i] = (kRotationSigns >> i & 1U ? -1.0F : 1.0F) / kRotationNumel;
+  const at::Tensor factors =
+      at::from_blob(signs.data(), {kRotationNumel}, at::kFloat).to(values.device(), at::kFloat, false, /*copy=*/true);
+  return (runs * factors).view(-1);
+}
+
+at::Tensor zeros(ResidualFormat format, const BucketLayout& layout, int64_t numel, c10::Device device) {
+  const int64_t nbytes = residual_nbytes(format, layout.block_numel, numel);
+  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+}  // namespace
+
+StreamResidual::StreamResidual(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
+                               const Place& place, c10::Device device, bool of_first_only)
+    : layout_(layout),
+      format_(format),
+      pack_scale_(pack_scale),
+      reduce_scale_(reduce_scale),
+      place_(place),
+      num_first_parts_(place.on_two_levels() ? place.num_hosts : layout.num_parts),
+      has_second_(!of_first_only),
+      first_(zeros(format, layout, first_numel(), device)),
+      second_(zeros(format, layout, has_second_ ? second_numel() : 0, device)) {}
+
+Range StreamResidual::first_range(int64_t chunk) const {
+  const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
+  return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
+}
+
+at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
+  const NoAutocast no_autocast;
+  const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
+  const Range wanted{begin, begin + numel};
+  const auto overlap = [&wanted](const Range& range) {
+    return Range{std::max(wanted.begin, range.begin), std::min(wanted.end, range.end)};
+  };
+  at::Tensor values = at::zeros({numel}, first_.options().dtype(at::kFloat));
+  if (numel == 0) return values;
+  for (int64_t chunk = wanted.begin / chunk_numel; chunk * chunk_numel < wanted.end; ++chunk) {
+    const Range of_chunk = first_range(chunk), first = overlap(of_chunk);
+    if (first.numel() > 0) {
+      const int64_t at = chunk * num_first_parts_ * part_numel + first.begin - of_chunk.begin;
+      values.narrow(0, first.begin - begin, first.numel())
+          .add_(load(first_, format_, layout_.block_numel, first_numel(), at, first.numel()));
+    }
+    if (!has_second_) continue;
+    const Range of_part = layout_.lossy_range(chunk, place_.part()), second = overlap(of_part);
+    if (second.numel() > 0) {
+      const int64_t at = chunk * part_numel + second.begin - of_part.begin;
+      values.narrow(0, second.begin - begin, second.numel())
+          .add_(of_means(at, second.numel()) / divisor(reduce_scale_, values));
+    }
+  }
+  return values.div_(divisor(pack_scale_, values));
+}
+
+at::Tensor StreamResidual::of_means(int64_t begin, int64_t numel) const {
+  if (!layout_.rotated) return load(second_, format_, layout_.block_numel, second_numel(), begin, numel);
+  const int64_t first = begin / kRotationNumel * kRotationNumel;
+  const int64_t end = round_up(begin + numel, kRotationNumel);
+  return unrotated(load(second_, format_, layout_.block_numel, second_numel(), first, end - first))
+      .narrow(0, begin - first, numel);
+}
+
+at::Tensor StreamResidual::set_values(const at::Tensor& values) {
+  const NoAutocast no_autocast;
+  at::Tensor rest = values.clone();
+  at::Tensor of_first = at::zeros({first_numel()}, values.options());
+  const int64_t part_numel = layout_.part.lossy_numel;
+  for (int64_t chunk = 0; chunk < layout_.num_chunks; ++chunk) {
+    const Range range = first_range(chunk);
+    of_first.narrow(0, chunk * num_first_parts_ * part_numel, range.numel())
+        .copy_(values.narrow(0, range.begin, range.numel()));
+    rest.narrow(0, range.begin, range.numel()).zero_();
+  }
+  store(first_, of_first.mul_(pack_scale_), format_, layout_.block_numel);
+  second_.zero_();
+  return place_.on_two_levels() ? rest : at::Tensor();
+}
+
+at::Tensor StreamResidual::first_norm() const {
+  const NoAutocast no_autocast;
+  const at::Tensor values = load(first_, format_, layout_.block_numel, first_numel(), 0, first_numel());
+  const at::Tensor norm = at::linalg_vector_norm(values, 2, {}, false, at::kDouble);
+  return norm.div_(divisor(pack_scale_, norm));
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,448 @@
+#include "gradients/synchroniser.h"
+
+#include <ATen/ATen.h>
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <new>
+#include <tuple>
+#include <utility>
+
+#include "gradients/grad_dtype.h"
+#include "gradients/passthrough.h"
+#include "wire/names.h"
+
+namespace fusedcomm {
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+// With its device, so that completing it records an event there and waiting for it waits for that.
+FuturePtr make_future(c10::Device device) {
+  std::vector<c10::Device> devices;
+  if (!device.is_cpu()) devices.push_back(device);
+  return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
+}
+
+// `result` is read when the job is done: a sparse bucket's is another tensor then.
+std::function<void(std::exception_ptr)> completing(FuturePtr future, std::shared_ptr<at::Tensor> result) {
+  return [future = std::move(future), result = std::move(result)](std::exception_ptr error) {
+    if (error) {
+      future->setError(std::move(error));
+    } else {
+      future->markCompleted(*result);
+    }
+  };
+}
+
+std::vector<at::Tensor> storages_of(const at::Tensor& buffer) {
+  if (buffer.is_sparse()) return {buffer._indices(), buffer._values()};
+  return {buffer};
+}
+
+// The encoder that error feedback and noise begin with: what is packed for ranks of the same host is neither.
+Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
+  return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
+}
+
+}  // namespace
+
+GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
+                   const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
+    : engine_(std::move(engine)),
+      transport_(std::move(transport)),
+      options_(options),
+      device_(device),
+      process_(getpid()),
+      parameters_(parameters, options.wire_1d, device),
+      guard_(options.guard, engine_.get(), transport_.get()) {}
+
+GradHook::~GradHook() {
+  // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
+  const auto end = [this] {
+    if (getpid() != process_) {
+      // A child of fork() has none of the threads that would be waited for.
+      new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
+      return;
+    }
+    watch_.reset();
+    if (engine_->has_failed()) transport_->give_up();
+    engine_.reset();
+    transport_.reset();
+  };
+  if (PyGILState_Check()) {
+    pybind11::gil_scoped_release no_gil;
+    end();
+  } else {
+    end();
+  }
+}
+
+void GradHook::watch(const StorePtr& store, const WatchOptions& options) {
+  TORCH_CHECK(!watch(), "fusedcomm: this engine is watched already");
+  const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
+  // Transfers that outlive the engine may still fail.
+  engine_->explain_failures_with([weak = std::weak_ptr<Watch>(watch)](const std::string& failure) {
+    const auto alive = weak.lock();
+    return alive ? alive->explain(failure) : std::string();
+  });
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  watch_ = watch;
+}
+
+void GradHook::unwatch() {
+  std::unique_lock<std::mutex> lock(watch_mutex_);
+  const std::shared_ptr<Watch> watch = std::move(watch_);
+  watch_ = nullptr;
+  lock.unlock();
+  if (watch) watch->stop();
+}
+
+std::shared_ptr<Watch> GradHook::watch() const {
+  std::lock_guard<std::mutex> lock(watch_mutex_);
+  return watch_;
+}
+
+void GradHook::stop(const std::string& reason) {
+  // First: a failure may be waiting for what it finds.
+  if (const auto watch = this->watch()) watch->stop();
+  engine_->stop(reason);
+}
+
+void GradHook::leave(const std::string& reason) {
+  transport_->give_up();
+  stop(reason);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
+  engine_->device().check_caller();
+  if (device_.is_cpu()) return hand_over(bucket);
+  // What prepares a bucket waits for the device now and then, and so meets what failed there before.
+  try {
+    return hand_over(bucket);
+  } catch (const c10::OutOfMemoryError&) {
+    throw;  // which callers may know by its type
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    const std::string cause = known ? known->what_without_backtrace() : error.what();
+    if (cause.rfind("fusedcomm: ", 0) == 0) throw;
+    TORCH_CHECK(false, "fusedcomm: rank ", engine_->rank(), " of ", engine_->world_size(), ": the hand-over of ",
+                text_of(bucket), " in step ", step(), " failed: ", cause);
+  }
+}
+
+std::string GradHook::text_of(const c10d::GradBucket& bucket) {
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<BucketRecord::Member> members;
+  for (const at::Tensor& parameter : parameters) members.push_back({parameters_.state_of(parameter)});
+  return make_label(bucket.getIndex(), members, static_cast<double>(bucket.getBuffer().nbytes()))->text;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bucket) {
+  const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
+  const size_t index = bucket.getIndex();
+  if (index == 0) begin_pass();
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto record = record_of(bucket);
+  check_order(bucket, *record);
+  const int64_t step = step_, pass = num_passes_;
+  const size_t num_buckets = num_buckets_;
+  if (bucket.isLast()) {
+    ++step_;
+    ++num_passes_;
+    num_buckets_ = index + 1;
+    // By the end of a pass all parameters have turned up, and DDP's second has them in other buckets at most.
+    if (std::string notice = parameters_.end_of_waiting(); !notice.empty()) notices_.push_back(std::move(notice));
+  }
+  lock.unlock();
+
+  auto future = make_future(device_);
+  for (const at::Tensor& part : storages_of(buffer)) engine_->device().will_use(part);
+  auto job = make_job(record, buffer, step);
+  auto result = std::make_shared<at::Tensor>(buffer);
+  job->owner = result;
+  job->is_last = bucket.isLast();
+  job->on_done = completing(future, result);
+
+  if (record->foreign) {
+    if (buffer.is_sparse()) {
+      TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
+    }
+    ForeignStages stages =
+        buffer.is_sparse() ? sparse_stages(transport_, buffer, result) : dense_stages(transport_, buffer);
+    // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
+    // all.
+    if (!buffer.is_cpu()) stages = on_wire_lane(std::move(stages));
+    engine_->submit_foreign(std::move(job), std::move(stages));
+    return future;
+  }
+  if (guard_.is_measured(pass)) measure(job.get(), record, buffer, pass);
+  guard_.submit(std::move(job), buffer, pass, index, num_buckets, record);
+  return future;
+}
+
+void GradHook::begin_pass() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const int64_t pass = num_passes_;
+  lock.unlock();
+  for (const Guard::Failing& failing : guard_.begin_pass(pass)) fall_back(failing);
+  std::string notice = guard_.take_notice(pass);
+  if (notice.empty() || transport_->rank() != 0) return;
+  lock.lock();
+  notices_.push_back(std::move(notice));
+}
+
+void GradHook::fall_back(const Guard::Failing& failing) {
+  const int to = options_.fallback_wire;
+  const Wire wire = to == kExactWire ? Wire::kFp32 : stream_wire(engine_->config(), to).wire;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& record : records_) {
+    // If it has been rebuilt, its turn will come again.
+    if (!record || record->parameters != failing.record->parameters) continue;
+    bool changes = false;
+    for (const BucketRecord::Member& member : record->members) {
+      const int from = member.state->wire;
+      if (from == kExactWire || exactness(stream_wire(engine_->config(), from).wire) >= exactness(wire)) continue;
+      member.state->wire = to;
+      changes = true;
+    }
+    if (!changes) continue;
+    const auto label = record->label;
+    record = nullptr;
+    if (transport_->rank() != 0) continue;
+    const std::string off = std::isinf(failing.relative_error)
+                                ? "has elements that are not finite where the exact one's are, or the other way round, "
+                                : c10::str("was off by ", failing.relative_error, " of the exact one, ");
+    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " ", off,
+                                "more than fallback_error=", options_.guard.fallback_error, ", in step ", failing.pass,
+                                ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
+  }
+}
+
+std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const BucketRecord>& record,
+                                              const at::Tensor& buffer, int64_t step) const {
+  auto job = std::make_shared<BucketJob>();
+  job->label = record->label;
+  if (record->foreign) return job;
+  job->grad_nbytes = static_cast<int64_t>(buffer.nbytes());
+  job->plan = record->plan;
+  job->on_nonfinite = [record, buffer](const BucketJob& packed, int64_t chunk) {
+    attribute_nonfinite(*record, buffer, packed, chunk);
+  };
+  const WireConfig& config = engine_->config();
+  // Addresses are taken anew each time: the reducer may allocate its buckets at every backward pass.
+  auto* data = static_cast<std::byte*>(buffer.data_ptr());
+  job->payloads.reserve(record->streams.size());
+  for (const BucketRecord::Stream& stream : record->streams) {
+    Payload payload;
+    payload.streams.origin = data;
+    payload.streams.tables = stream.tables;
+    if (record->plan.sums_codes() && config.stochastic) {
+      const auto host = static_cast<uint32_t>(transport_->place().host);
+      const NoiseKey noise{config.seed, stream.first_parameter, static_cast<uint32_t>(step), 0};
+      Encoding& first = first_encoding(*record, &payload);
+      first.stochastic = payload.reduce.stochastic = true;
+      first.noise = payload.reduce.noise = noise;
+      first.noise.source =
+          record->plan.on_two_levels() ? kFirstHostSource + host : static_cast<uint32_t>(transport_->rank());
+      payload.reduce.noise.source = kReducerSource;
+    }
+    if (stream.residual) {
+      first_encoding(*record, &payload).residual = stream.residual->of_first();
+      payload.reduce.residual = stream.residual->of_second();
+    }
+    job->payloads.push_back(std::move(payload));
+  }
+  const GradDtype dtype = grad_dtype_of(record->dtype);
+  for (const BucketRecord::Member& member : record->members) {
+    BucketStreams& streams = job->payloads[member.payload].streams;
+    Stream& stream = member.exact ? streams.exact : streams.lossy;
+    stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
+  }
+  for (size_t i = 0; i < record->streams.size(); ++i) {
+    if (!record->streams[i].unpack_tables) continue;
+    job->payloads[i].unpacked = job->payloads[i].streams;
+    job->payloads[i].unpacked->tables = record->streams[i].unpack_tables;
+  }
+  return job;
+}
+
+void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+                       int64_t step) {
+  if (record->plan.sum == Sum::kExact) return;
+  at::NoGradGuard no_grad;
+  const BucketPlan& plan = record->plan;
+  // Encoders say what they leave out if they are given a residual. -0 added to a value is that value.
+  auto residuals = std::make_shared<std::vector<std::shared_ptr<StreamResidual>>>();
+  std::vector<std::shared_ptr<StreamResidual>> temporary(record->streams.size());
+  for (size_t i = 0; i < record->streams.size(); ++i) {
+    if (plan.layouts[i].lossy_numel == 0 || plan.layouts[i].wire == Wire::kFp32) continue;
+    std::shared_ptr<StreamResidual> residual = record->streams[i].residual;
+    if (!residual) {
+      try {
+        residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
+                                                    plan.reduce_scale, transport_->place(), device_,
+                                                    /*of_first_only=*/true);
+      } catch (const c10::Error&) {
+        return;  // no memory: a figure for the statistics is not worth a step
+      } catch (const std::bad_alloc&) {
+        return;
+      }
+      residual->fill_first(-0.0F);
+      for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
+      temporary[i] = residual;
+    }
+    residuals->push_back(std::move(residual));
+  }
+  for (size_t i = 0; i < temporary.size(); ++i) {
+    if (temporary[i]) first_encoding(*record, &job->payloads[i]).residual = temporary[i]->of_first();
+  }
+  auto measurement = std::make_shared<Measurement>();
+  measurement->step = step;
+  job->before_pack = [measurement, buffer] {
+    at::NoGradGuard inner_no_grad;
+    measurement->norm = at::linalg_vector_norm(buffer, 2, {}, false, at::kDouble);
+  };
+  job->after_first_encoder = [this, measurement, residuals, name = record->label->name] {
+    at::NoGradGuard inner_no_grad;
+    at::Tensor squares = at::zeros_like(measurement->norm);
+    for (const auto& residual : *residuals) squares.add_(residual->first_norm().square_());
+    measurement->error_norm = squares.sqrt_();
+    guard_.add(name, std::move(*measurement));
+  };
+}
+
+std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {
+  const size_t index = bucket.getIndex();
+  if (records_.size() <= index) records_.resize(index + 1);
+  auto& record = records_[index];
+  if (!record || !record->is_of(bucket)) {
+    record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_);
+    guard_.forget(record->label->name);
+  }
+  // An index past the last bucket is left over from before a rebuild.
+  if (bucket.isLast()) records_.resize(index + 1);
+  return records_[index];
+}
+
+void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& record) {
+  const size_t index = bucket.getIndex();
+  // The passes of a reducer that skips buckets cannot be told apart here, and their number numbers the noise.
+  const char* const why =
+      ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
+      "all of them: make the DDP module without that option. (Or backward passes were given up in their middle: make "
+      "it anew.)";
+  TORCH_CHECK(index <= next_index_, "fusedcomm: bucket ", index, " was handed over where bucket ", next_index_,
+              " should have been", why);
+  // All buckets of static_graph's first pass have the index 0, and none is the last: so once may be that.
+  if (index == 0) {
+    const bool is_again = next_index_ != 0 && first_of_pass_ == &record;
+    num_unfinished_ = is_again ? num_unfinished_ + 1 : 0;
+    TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over again and again, without bucket ",
+                next_index_, " and those after it", why);
+    first_of_pass_ = &record;
+  }
+  next_index_ = bucket.isLast() ? 0 : index + 1;
+}
+
+double GradHook::max_over_ranks(double value, const std::string& what) const {
+  at::NoGradGuard no_grad;
+  // A sum, in which every rank has a place of its own.
+  auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
+  values[engine_->rank()].fill_(value);
+  engine_->device().will_use(values);
+  const FuturePtr future = make_future(device_);
+  auto job = std::make_shared<BucketJob>();
+  job->counted = false;
+  job->label = std::make_shared<const BucketLabel>(what, what);
+  job->on_done = completing(future, std::make_shared<at::Tensor>(values));
+  ForeignStages stages;
+  stages.scatter = [transport = transport_, values](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
+  };
+  engine_->submit_foreign(std::move(job), std::move(stages));
+  future->waitAndThrow();
+  return values.max().item<double>();
+}
+
+int64_t GradHook::begin_call(const std::string& what) const {
+  return engine_->board()->hand_over(std::make_shared<const BucketLabel>(what, what), step(), /*is_last=*/false,
+                                     /*num_chunks=*/0);
+}
+
+void GradHook::end_call(int64_t call, bool all_took_part) const {
+  all_took_part ? engine_->board()->end(call, nullptr) : engine_->board()->withdraw(call);
+}
+
+EngineStats GradHook::stats() const {
+  EngineStats stats = engine_->stats();
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats.num_nonfinite += parameters_.take_device_counts();
+  return stats;
+}
+
+void GradHook::settle() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.take_device_counts();
+}
+
+int64_t GradHook::step() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return step_;
+}
+
+void GradHook::restore_step(int64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  step_ = step;
+}
+
+std::map<std::string, at::Tensor> GradHook::residuals() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return parameters_.residuals();
+}
+
+void GradHook::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.restore_residuals(residuals);
+  // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
+  // other ranks are about to follow, which have loaded nothing, is on one of them.
+  for (auto& record : records_) {
+    if (!record) continue;
+    const auto stale = std::make_shared<BucketRecord>(*record);
+    stale->is_stale = true;
+    for (BucketRecord::Stream& stream : stale->streams) stream.residual = nullptr;
+    record = stale;
+  }
+}
+
+std::map<std::string, int64_t> GradHook::nonfinite_by_parameter() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return parameters_.nonfinite();
+}
+
+void GradHook::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.restore_nonfinite(counts);
+}
+
+void GradHook::name_like(const GradHook& other) {
+  std::unique_lock<std::mutex> their_lock(other.mutex_);
+  const std::vector<ParameterStatePtr> theirs = other.parameters_.states();
+  their_lock.unlock();
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.name_like(theirs);
+}
+
+std::vector<std::string> GradHook::take_notices() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(notices_, {});
+}
+
+std::vector<std::shared_ptr<const BucketRecord>> GradHook::buckets() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return records_;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,83 @@
+#include "watch/connections.h"
+
+#if defined(__linux__)
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace fusedcomm {
+namespace {
+
+// `get`: getpeername or getsockname. Empty if this is no internet socket, or has been closed meanwhile.
+std::string end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
+  sockaddr_storage address{};
+  socklen_t nbytes = sizeof(address);
+  if (get(fd, reinterpret_cast<sockaddr*>(&address), &nbytes) != 0) return "";
+  char text[INET6_ADDRSTRLEN] = "";
+  if (address.ss_family == AF_INET) {
+    sockaddr_in v4{};
+    std::memcpy(&v4, &address, sizeof(v4));
+    inet_ntop(AF_INET, &v4.sin_addr, text, sizeof(text));
+  } else if (address.ss_family == AF_INET6) {
+    sockaddr_in6 v6{};
+    std::memcpy(&v6, &address, sizeof(v6));
+    inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof(text));
+  }
+  constexpr char kMapped[] = "::ffff:";  // IPv4 on a socket for both
+  const std::string found = text;
+  return found.rfind(kMapped, 0) == 0 ? found.substr(sizeof(kMapped) - 1) : found;
+}
+
+// Bytes; below 0 if this is no TCP connection.
+int64_t unsent_nbytes(int fd) {
+  int type = 0, nbytes = 0;
+  socklen_t size = sizeof(type);
+  if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) != 0 || type != SOCK_STREAM) return -1;
+  return ioctl(fd, SIOCOUTQNSD, &nbytes) == 0 ? nbytes : -1;
+}
+
+int64_t arrived_nbytes(int fd) {
+  tcp_info info{};  // an older system fills in less of it
+  socklen_t size = sizeof(info);
+  const bool is_known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+  return is_known ? static_cast<int64_t>(info.tcpi_bytes_acked) : 0;
+}
+
+}  // namespace
+
+Connections connections() {
+  Connections found;
+  const std::unique_ptr<DIR, int (*)(DIR*)> fds(opendir("/proc/self/fd"), closedir);
+  if (!fds) return found;
+  while (const dirent* entry = readdir(fds.get())) {
+    char* rest = nullptr;
+    const int fd = static_cast<int>(std::strtol(entry->d_name, &rest, 10));
+    if (*rest != '\0') continue;  // "." and ".."
+    const int64_t nbytes = unsent_nbytes(fd);
+    const std::string end = nbytes < 0 ? "" : end_of(fd, getpeername);
+    if (end.empty()) continue;
+    if (nbytes > 0) found.unsent[end] += nbytes;
+    found.arrived[end] += arrived_nbytes(fd);
+    found.own.insert(end_of(fd, getsockname));
+  }
+  return found;
+}
+
+}  // namespace fusedcomm
+
+#else
+
+namespace fusedcomm {
+Connections connections() { return {}; }
+}  // namespace fusedcomm
+
+#endif

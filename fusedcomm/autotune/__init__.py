@@ -1,0 +1,1 @@
+"""``wire="auto"``: real steps under each candidate, and the fastest of them."""

@@ -1,0 +1,266 @@
+"""``wire="auto"``: what is tried for how many steps and which of it is kept. No ranks, no clock and no engine in here.
+
+1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
+   faster by more than MARGIN, and any only if it is so much faster than off. If none comes NEAR to off, off it is.
+2. The best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
+3. In turn, in case the machine was busy with something else during step 1: off, or the exact one that beats it, what
+   is best by now, and the fastest other wire that came NEAR to it. Once more, what is not FAR behind. What is kept has
+   won here.
+
+"fp32" is as exact as off, and can be faster: it divides on a thread of its own. It has to be by more than MARGIN, too:
+while the search goes on, off divides in a pass of its own, on the backward pass's thread; once it is kept, DDP does it
+in its copies, without a hook.
+
+Each of these is one trial: some steps to warm up and TIMED ones.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from fusedcomm.autotune.bucket_cap import BucketCap
+
+WIRE = "auto"
+
+WARM_UP = 4
+"""Steps at the beginning of a candidate's first trial that are not timed: DDP cuts its buckets anew after the first or
+second, connections and memory are used for the first time, and the third is measured (``measure_every``)."""
+WARM_UP_AGAIN = 2
+"""Of a later trial: the first step still waits for what the trial before had sent."""
+TIMED = 5
+"""Steps of which a trial's time is the median; the largest of the ranks' medians counts."""
+
+MARGIN = 0.03
+"""Of a step: by so much something less exact, or of ours at all, has to be faster."""
+NEAR = 0.1
+"""A wire that is slower than off by more than this is not going to be made faster by its chunks. One that is slower
+than another by less may have been unlucky."""
+FAR = 0.3
+"""A difference that one look is enough for."""
+MAX_ROUNDS, MAX_FINALISTS = 2, 3
+"""Of the last step."""
+
+_FILE_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What the search can choose. None: as for :func:`fusedcomm.attach`."""
+
+    wire: str
+    sum: str = "auto"
+    chunk_nbytes: int | None = None
+    chunks_in_flight: int | None = None
+    by_host: bool = False
+    """Sums on two levels although the user has not asked for them: ranks with the same host name share a host."""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.wire in ("off", "fp32")
+
+    def __str__(self) -> str:
+        name = self.wire if self.sum == "auto" else f"{self.wire} {self.sum}"
+        if self.by_host:
+            name += " by host"
+        if self.chunk_nbytes is not None:
+            name += f" in chunks of {self.chunk_nbytes / 1024:g} KiB"
+        if self.chunks_in_flight is not None:
+            name += f" × {self.chunks_in_flight}"
+        return name
+
+
+OFF = Candidate("off")
+"""DDP's own exact all-reduce."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    candidate: Candidate
+    step_ms: float
+    """The largest of the ranks' median steps; infinite if the candidate could not be made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What a search has found; ``str()`` of it is for people. The same on every rank, but for `bucket_cap`."""
+
+    finished: bool
+    chosen: Candidate | None
+    """None while the search goes on."""
+    trials: tuple[Trial, ...]
+    num_steps: int
+    """Training steps that the search has taken."""
+    max_steps: int
+    """That it takes at most."""
+    world_size: int
+    device_type: str
+    model: str
+    """A digest of the parameters' names, shapes and dtypes."""
+    bucket_cap: BucketCap | None = None
+    """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on."""
+    loaded: bool = False
+    """Whether it was given to :func:`fusedcomm.attach`, which did not search then."""
+
+    @property
+    def step_ms(self) -> dict[Candidate, float]:
+        """By candidate, in the order of the first trials; of those that were looked at again, the mean of that."""
+        return {candidate: statistics.mean(times[1:] or times) for candidate, times in self._looks.items()}
+
+    @property
+    def _looks(self) -> dict[Candidate, list[float]]:
+        looks: dict[Candidate, list[float]] = {}
+        for trial in self.trials:
+            looks.setdefault(trial.candidate, []).append(trial.step_ms)
+        return looks
+
+    @property
+    def line(self) -> str:
+        looks = self._looks
+        times = _times({candidate: seen[0] for candidate, seen in looks.items()})
+        if again := {candidate: statistics.mean(seen[1:]) for candidate, seen in looks.items() if seen[1:]}:
+            times += f"; once more: {_times(again)}"
+        if not self.finished:
+            return f"wire='auto' is searching, step {self.num_steps} of at most {self.max_steps}: {times or 'no times'}"
+        how = "chosen before by" if self.loaded else "chosen by"
+        tried = f"from {len(self.step_ms)} candidates in {self.num_steps} steps: {times}" if times else "at once"
+        return f"{self.chosen} {how} wire='auto' {tried}"
+
+    def __str__(self) -> str:
+        lines = [f"fusedcomm: {self.line}"]
+        if self.bucket_cap is not None:
+            lines.append(f"  {self.bucket_cap}")
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes it as JSON, for ``attach(…, wire="auto", tuned=path)``. Once: it is the same on every rank.
+
+        Raises:
+            RuntimeError: the search goes on.
+        """
+        if not self.finished:
+            raise RuntimeError(
+                f"the search has not ended (step {self.num_steps} of at most {self.max_steps}): nothing to save yet"
+            )
+        fields = dataclasses.asdict(self)
+        for trial in fields["trials"]:
+            if trial["step_ms"] == math.inf:  # which JSON does not have
+                trial["step_ms"] = None
+        Path(path).write_text(json.dumps({"fusedcomm tuning": _FILE_VERSION, **fields}, indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Tuning":
+        """What :meth:`save` wrote. Raises ValueError, naming the path, for anything else."""
+        try:
+            fields = json.loads(Path(path).read_text())
+            if fields.pop("fusedcomm tuning") != _FILE_VERSION:
+                raise ValueError("another version wrote it")
+            fields["chosen"] = Candidate(**fields["chosen"])
+            fields["trials"] = tuple(
+                Trial(
+                    Candidate(**trial["candidate"]), math.inf if trial["step_ms"] is None else float(trial["step_ms"])
+                )
+                for trial in fields["trials"]
+            )
+            cap = fields["bucket_cap"]
+            fields["bucket_cap"] = None if cap is None else BucketCap.from_fields(cap)
+            return cls(**fields)
+        except OSError as error:
+            raise ValueError(f"tuned={os.fspath(path)!r} cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"tuned={os.fspath(path)!r} is not what Tuning.save() writes ({type(error).__name__}: {error}): save "
+                "it anew, or leave out tuned to search again"
+            ) from error
+
+
+def _times(step_ms: dict[Candidate, float]) -> str:
+    return ", ".join(
+        f"{candidate} {'could not be made' if ms == math.inf else f'{ms:.4g} ms'}" for candidate, ms in step_ms.items()
+    )
+
+
+class Search:
+    """Says which candidate to try next; is told how long its steps took. The same times, the same choice.
+
+    Args:
+        wires: candidates beside off, the most exact first.
+        sums, chunks: given the best candidate so far, its alternatives, what to prefer first.
+    """
+
+    def __init__(
+        self,
+        wires: Sequence[Candidate],
+        sums: Callable[[Candidate], Sequence[Candidate]],
+        chunks: Callable[[Candidate], Sequence[Candidate]],
+    ) -> None:
+        self.trials: list[Trial] = []
+        self.finished = False
+        self._order = self._search(wires, (sums, chunks))
+        self.candidate = next(self._order)
+        """To be tried now; once finished, the choice."""
+
+    @property
+    def trial_steps(self) -> int:
+        """Of the candidate's trial."""
+        again = any(trial.candidate == self.candidate for trial in self.trials)
+        return (WARM_UP_AGAIN if again else WARM_UP) + TIMED
+
+    def record(self, step_ms: float) -> None:
+        """The candidate's time."""
+        self.trials.append(Trial(self.candidate, step_ms))
+        try:
+            self.candidate = self._order.send(step_ms)
+        except StopIteration as end:
+            self.candidate, self.finished = end.value, True
+
+    @staticmethod
+    def _search(
+        wires: Sequence[Candidate], refinements: Sequence[Callable[[Candidate], Sequence[Candidate]]]
+    ) -> Generator[Candidate, float, Candidate]:
+        off_ms = yield OFF
+        tried = {}
+        for candidate in wires:
+            tried[candidate] = yield candidate
+        best = preferred(tried)
+        if tried[best] > (1 + NEAR) * off_ms:
+            return OFF
+        near = (1 + NEAR) * min(tried.values())
+        others = [c for c, ms in tried.items() if c != best and not c.is_exact and ms <= near]
+        runner_up = sorted(others, key=tried.get)[:1]
+        tried_exact = {OFF: off_ms, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
+        for alternatives in refinements:
+            tried = {best: tried[best]}
+            for candidate in alternatives(best):
+                tried[candidate] = yield candidate
+            best = preferred(tried)
+        exact = OFF if best.is_exact else preferred(tried_exact)
+        names = [candidate.wire for candidate in wires]
+        ours = sorted([best, *runner_up], key=lambda candidate: names.index(candidate.wire))
+        again = dict.fromkeys([exact, *ours], 0.0)
+        for _ in range(MAX_ROUNDS):
+            for candidate in again:
+                again[candidate] += yield candidate
+            again = {candidate: ms for candidate, ms in again.items() if (1 - FAR) * ms <= min(again.values())}
+            if len(again) == 1:
+                break
+        return preferred(again)
+
+
+def preferred(step_ms: dict[Candidate, float]) -> Candidate:
+    """Off, if none beats it by more than MARGIN; else the fastest exact one of which that is so, else the first."""
+    enough = min(step_ms.values()) / (1 - MARGIN)
+    near = [candidate for candidate, ms in step_ms.items() if ms <= enough]
+    if OFF in near:
+        return OFF
+    return min((candidate for candidate in near if candidate.is_exact), key=step_ms.get, default=near[0])
+
+
+def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:
+    """Of a search, with so many wires and alternatives."""
+    num_candidates = 1 + num_wires + num_sums + num_chunks
+    num_finalists = min(1 + num_wires, MAX_FINALISTS)
+    return num_candidates * (WARM_UP + TIMED) + num_finalists * MAX_ROUNDS * (WARM_UP_AGAIN + TIMED)

@@ -1,0 +1,479 @@
+"""``wire="auto"`` on one rank: gives DDP's hook one candidate after another and keeps what the search chooses."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import statistics
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.autotune import bucket_cap
+from fusedcomm.autotune import search as autotune
+from fusedcomm.autotune.search import OFF, Candidate, Search, Tuning
+from fusedcomm.config import WIRES, Config, LocalOptions
+from fusedcomm.native import _C
+from fusedcomm.ranks import hosts
+from fusedcomm.ranks.peers import PeerLostError, warn_alone
+from fusedcomm.session.plan import Plan
+from fusedcomm.session.session import NamedParameter, Session, numbered, trainable
+from fusedcomm.session.state_dict import take_over
+
+DEFAULT_WIRES = ("fp32", "bf16")
+"""Of these, what the other options allow."""
+
+_MAX_SUMS, _MAX_CHUNKS = 3, 2
+"""Alternatives that a search tries."""
+
+_OF_OFF = ("hosts", "chunk_nbytes", "chunks_in_flight")
+"""Options that the session has which stands for DDP's own all-reduce."""
+
+
+class Space:
+    """What the user lets the search choose from.
+
+    Args:
+        wires: what may travel, beside DDP's own all-reduce. None: DEFAULT_WIRES.
+        options: the other fields of :class:`Config`.
+
+    Raises:
+        ValueError: an option is not possible with one of the wires, or `wires` itself is not.
+    """
+
+    def __init__(self, wires: Sequence[str] | None, options: Mapping[str, object]) -> None:
+        self._options = dict(options)
+        if wires is None:
+            wires = [wire for wire in DEFAULT_WIRES if self.is_possible(self._first(wire))] or DEFAULT_WIRES[-1:]
+        if isinstance(wires, str):
+            raise ValueError(f"wires={wires!r} is one string: pass a tuple, wires=({wires!r},)")
+        if not isinstance(wires, Sequence):
+            raise ValueError(f"wires={wires!r} is not possible: pass a tuple of {', '.join(map(repr, WIRES))}")
+        if not wires:
+            raise ValueError(f"wires={wires!r} leaves nothing to try: name some of {', '.join(map(repr, WIRES))}")
+        for wire in wires:
+            if wire not in WIRES:
+                hint = "; DDP's own all-reduce is always tried" if wire == OFF.wire else ""
+                raise ValueError(
+                    f"wires={tuple(wires)!r}: {wire!r} is not known: use {', '.join(map(repr, WIRES))}{hint}"
+                )
+        self.wires = tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
+        self.first = tuple(self._first(wire) for wire in self.wires)
+        for candidate in self.first:
+            try:
+                self.config(candidate)
+            except ValueError as error:
+                raise ValueError(
+                    f"wire='auto' cannot try {candidate.wire!r} of wires={self.wires!r}: {error}"
+                ) from error
+        of_off = {name: self._options[name] for name in _OF_OFF}
+        self.config_of_off = Config(wire="fp32", measure_every=0, **of_off)
+        self.keeps_residuals = self.config(self.first[0]).error_feedback is not None
+
+    def _first(self, wire: str) -> Candidate:
+        """How a wire is tried first."""
+        return Candidate(wire, *(self._options[name] for name in ("sum", "chunk_nbytes", "chunks_in_flight")))
+
+    def config(self, candidate: Candidate) -> Config:
+        """Raises ValueError if it is not possible."""
+        options = {**self._options, **dataclasses.asdict(candidate)}
+        if options.pop("by_host"):
+            options["hosts"] = hosts.AUTO
+        return Config(**options)
+
+    def is_possible(self, candidate: Candidate) -> bool:
+        try:
+            self.config(candidate)
+        except ValueError:
+            return False
+        return True
+
+    def allows(self, candidate: Candidate) -> bool:
+        """Whether a search may end with it."""
+        if candidate == OFF:
+            return True
+        fixed = [
+            name for name in ("sum", "chunk_nbytes", "chunks_in_flight") if self._options[name] not in ("auto", None)
+        ]
+        return (
+            candidate.wire in self.wires
+            and all(getattr(candidate, name) == self._options[name] for name in fixed)
+            and not (candidate.by_host and self._options["hosts"])
+            and self.is_possible(candidate)
+        )
+
+    def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
+        """With other sums than those that `best` uses for its buckets now."""
+        others = []
+        if best.sum == "auto":
+            # Of two ranks a two-shot sends what a one-shot does, later; of more a one-shot sends more.
+            of_codes = "one-shot" if self.config(best).is_one_shot(world_size) else "two-shot"
+            names = ("exact", "direct", of_codes)
+            others = [dataclasses.replace(best, sum=name) for name in names if name not in used]
+            others = [candidate for candidate in others if self.is_possible(candidate)][: _MAX_SUMS - 1]
+        by_host = dataclasses.replace(best, by_host=True)
+        # Residuals on two levels are other ranks': what is left out until then would be lost.
+        if can_have_two_levels and not self.keeps_residuals and self.allows(by_host):
+            others.append(by_host)
+        return others
+
+    def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
+        """With smaller, more chunks, and with larger ones than `best` has in `running`, its effective configuration;
+        `num_chunks`: most that one of its buckets has now."""
+        if best.chunk_nbytes is not None or num_chunks <= 1:
+            return []
+        nbytes, in_flight = running.chunk_nbytes, running.chunks_in_flight
+        tried = [(max(4096, nbytes // 2), min(64, 2 * in_flight)), (4 * nbytes, max(1, in_flight // 2))][:_MAX_CHUNKS]
+        if best.chunks_in_flight is not None:  # of the user
+            tried = [(nbytes, best.chunks_in_flight) for nbytes, _ in tried]
+        return [dataclasses.replace(best, chunk_nbytes=nbytes, chunks_in_flight=number) for nbytes, number in tried]
+
+    def record(self) -> dict:
+        """What all ranks must share, JSON-serialisable."""
+        options = {**self._options, "wire_for": list((self._options["wire_for"] or {}).items())}
+        return {"wires": self.wires, "options": options}
+
+
+class Tuner:
+    """The sessions of all candidates, over the channels of one that stands for off, and which of them runs.
+
+    Made on every rank at the same time. The hook's target says when a backward pass begins; a trial ends there, when
+    nothing is under way: then the ranks share the largest of their times, so that all do the same next. A candidate
+    that cannot be made loses, on all ranks alike. Only what runs is watched for stalls; off is DDP's own.
+
+    Args:
+        announce: whether rank 0 may print.
+        also_agree: as for :class:`Session`.
+        tuned: what an earlier search has found, to begin with that.
+        problem: why this rank cannot take part.
+        caps: DDP's caps on buckets by now, in bytes, None when the module is gone.
+
+    Raises: as :class:`Session`, if none of the wires can be had, or not what `tuned` has chosen.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        process_group: dist.ProcessGroup,
+        parameters: list[NamedParameter],
+        local: LocalOptions,
+        device: torch.device,
+        *,
+        announce: bool,
+        caps: Callable[[], list[int] | None],
+        also_agree: Mapping[str, object] | None = None,
+        tuned: Tuning | None = None,
+        problem: Exception | None = None,
+    ) -> None:
+        self._space = space
+        self._announce = announce
+        self._caps = caps
+        self._also_agree = also_agree or {}
+        self._target: _C.HookTarget | None = None
+        self._model = model_digest(parameters)
+        misfit = None if tuned is None else self._misfit(tuned, process_group.size(), device)
+        if misfit is not None:
+            tuned = None
+        wanted = None if tuned is None else dataclasses.asdict(tuned.chosen)
+        auto = {**space.record(), "tuned": wanted, "misfit": misfit}
+        config = space.config_of_off
+        self._off = Session(
+            config,
+            process_group,
+            numbered(parameters, config),
+            local,
+            device,
+            announce,
+            also_agree={"auto": auto, **self._also_agree},
+            watched=False,
+            problem=problem,
+        )
+        if tuned is not None and tuned.chosen.by_host and not self._off.can_have_two_levels:
+            tuned, misfit = None, "its sums have two levels, for which every host needs as many ranks, and several"
+        self.session = self._off
+        """Of the candidate that runs; for off, of what it has been handed over to keep."""
+        if misfit is not None and self._off.rank == 0:
+            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
+        self._sessions = {OFF: self._off}
+        self._impossible: dict[Candidate, Exception] = {}
+        self._failure: Exception | None = None
+        self._delivering = False  # what the last wire has left out goes with this pass, before off
+        self._num_passes = self._num_steps = 0
+        self._seen: dict[Candidate, list[list[bucket_cap.Bucket]]] = {}
+        self._tuning = tuned
+        self._search: Search | None = None
+        try:
+            if self._off.world_size == 1 or tuned is not None:
+                self._running = OFF if tuned is None else tuned.chosen
+                self._tuning = tuned or self._report(finished=True)
+                self.session = self._sessions.get(self._running) or self._make(self._running)
+                self._free_losers()
+            else:
+                self._off.keeps_residuals = space.keeps_residuals
+                if not any([self._can_be_had(candidate) for candidate in space.first]):
+                    raise self._impossible[space.first[0]]
+                self._search = Search(space.first, self._sums, self._chunks)
+                self._running = self._search.candidate
+        except BaseException:
+            self.stop("attaching failed")
+            raise
+
+    @property
+    def is_off(self) -> bool:
+        """Whether gradients go through DDP's own all-reduce."""
+        return self._running == OFF
+
+    @property
+    def is_searching(self) -> bool:
+        return self._tuning is None
+
+    @property
+    def is_off_for_good(self) -> bool:
+        """Nothing is called between DDP's buckets and its own all-reduce."""
+        return self.is_off and self._tuning is not None and not self._delivering
+
+    def start(self, target: "_C.HookTarget") -> None:
+        """From now on `target` has the hook of whatever is to run."""
+        self._target = target
+        self._set_hook()
+        if self._search is not None and not self._search.finished:
+            # The target must not keep what keeps the target.
+            begin = weakref.WeakMethod(self._begin_pass)
+            target.watch(self._off.native_device, lambda: (method := begin()) and method())
+
+    def stop(self, reason: str) -> None:
+        """Ends the search and the engines; the target keeps its hook. Idempotent."""
+        if self._target is not None:
+            self._target.unwatch()
+        for session in {*self._sessions.values(), self.session}:
+            session.stop(reason)
+
+    def moved(self, process_group: dist.ProcessGroup) -> "Tuner":
+        """The same on another group: what was chosen, or the search from its beginning."""
+        tuned = None
+        if self._tuning is not None and self._tuning.trials:
+            tuned = dataclasses.replace(self._tuning, world_size=process_group.size())
+        old = self.session
+        new = Tuner(
+            self._space,
+            process_group,
+            old.parameters,
+            old.local,
+            old.device,
+            announce=self._announce,
+            caps=self._caps,
+            also_agree=self._also_agree,
+            tuned=tuned,
+        )
+        take_over(new.session, old)
+        return new
+
+    def tuning(self) -> Tuning:
+        """See :meth:`fusedcomm.ddp.handle.Handle.tuning`."""
+        return self._tuning or self._report(finished=False)
+
+    # ---- called by the target before the first bucket of a pass, while the search lasts
+
+    def _begin_pass(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if self._delivering:
+                self._delivering = False
+                self._set_hook()
+            if self._search.finished:
+                self._free_losers()
+            else:
+                self._count_pass()
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def _count_pass(self) -> None:
+        if self._num_passes == self._search.trial_steps:
+            self._end_trial()
+            self._num_passes = 0
+        self._num_passes += 1
+        self._num_steps += not self._search.finished
+
+    def _end_trial(self) -> None:
+        passes = _passes(self._target.take_seen())
+        ends = [buckets[-1].handed_ms for buckets in passes]
+        steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-autotune.TIMED :]
+        own_ms = statistics.median(steps) if steps else math.inf
+        step_ms = self.session.max_over_ranks(own_ms, f"the times of wire='auto' trying {self._running}")
+        self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
+        self._search.record(step_ms)
+        while not self._search.finished and not self._can_be_had(self._search.candidate):
+            self._search.record(math.inf)
+        self._run(self._search.candidate)
+        if self._search.finished:
+            self._tuning = self._report(finished=True)
+            if not self._delivering:
+                self._free_losers()
+            if self._announce and self._off.rank == 0:
+                # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
+                with contextlib.suppress(Exception):
+                    print(self.plan(), flush=True)
+
+    def _can_be_had(self, candidate: Candidate) -> bool:
+        """Makes its session, unless there is one. A collective call, the same on every rank."""
+        if candidate in self._impossible:
+            return False
+        if candidate not in self._sessions:
+            self._off.peers.doing(f"making {candidate} for wire='auto'")
+            try:
+                self._make(candidate)
+            except PeerLostError:
+                raise
+            except Exception as error:  # on every rank, since a session is made on all of them or on none
+                self._impossible[candidate] = error.with_traceback(None)  # which has what was made until then
+                if self._off.rank == 0:
+                    warn_alone(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
+                return False
+        return True
+
+    def _run(self, candidate: Candidate) -> None:
+        old, self._running = self.session, candidate
+        self.session = self._sessions[candidate]
+        if self.session is not old:
+            take_over(self.session, old)
+        self._delivering = candidate == OFF and old is not self._off and self._space.keeps_residuals
+        self._set_hook()
+
+    def _set_hook(self) -> None:
+        uses_engine = not self.is_off or self._delivering
+        # DDP's own all-reduce goes unwatched, but at the end of its trial a rank can be waited for.
+        is_watched = uses_engine or (self._search is not None and not self._search.finished)
+        for session in {*self._sessions.values(), self.session}:
+            if session is not self.session or not is_watched:
+                session.unwatch()
+        if is_watched:
+            self.session.watch()
+        self._target.set(self.session.hook if uses_engine else None, self.session.process_group)
+
+    def _free_losers(self) -> None:
+        """Ends the search: one session stays, of off only what it has counted."""
+        if self._target is not None:
+            self._target.unwatch()
+        for session in self._sessions.values():
+            if session is not self.session or self.is_off:
+                session.stop("wire='auto' has chosen something else")
+        if self.is_off:
+            self.session.keeps_residuals = False
+            self.session.is_off = True
+            self.session.hook.free_workspaces()
+        self._sessions = {self._running: self.session}
+        self._off = self.session
+
+    # ---- what the search asks for
+
+    def _make(self, candidate: Candidate) -> Session:
+        config = self._space.config(candidate)
+
+        def has_in_common(other: Candidate) -> tuple[bool, bool]:
+            # Channels between hosts; on an accelerator the kernels, of which there are some for each wire.
+            return other.by_host == candidate.by_host, other.wire == candidate.wire
+
+        beside = self._sessions[max(self._sessions, key=has_in_common)]
+        session = Session(
+            config,
+            self._off.process_group,
+            numbered(self._off.parameters, config),
+            self._off.local,
+            self._off.device,
+            self._announce,
+            beside=beside,
+            watched=False,
+        )
+        self._sessions[candidate] = session
+        return session
+
+    def _sums(self, best: Candidate) -> list[Candidate]:
+        records = self._sessions[best].hook.buckets()
+        used = {record.plan.sum for record in records if not record.foreign}
+        return self._space.sums(best, used, self._off.world_size, self._off.can_have_two_levels)
+
+    def _chunks(self, best: Candidate) -> list[Candidate]:
+        if self._off.device.type != "cpu":
+            return []
+        session = self._sessions[best]
+        plans = [record.plan for record in session.hook.buckets() if not record.foreign]
+        num_chunks = [plan.layout.num_chunks for plan in plans if not plan.in_place]
+        return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
+
+    # ---- for people
+
+    def plan(self) -> Plan:
+        """The running candidate's, with what it is because of."""
+        plan = self.session.plan(self._caps(), off=self.is_off)
+        return dataclasses.replace(plan, tuning=self.tuning())
+
+    def _report(self, finished: bool) -> Tuning:
+        trials = tuple(self._search.trials) if self._search is not None else ()
+        tuning = Tuning(
+            finished=finished,
+            chosen=self._running if finished else None,
+            trials=trials,
+            num_steps=self._num_steps,
+            max_steps=autotune.max_steps(len(self._space.first), _MAX_SUMS, _MAX_CHUNKS),
+            world_size=self._off.world_size,
+            device_type=self._off.device.type,
+            model=self._model,
+        )
+        if not finished or not trials:
+            return tuning
+        try:
+            cuts = {cap: _cut(self._off.parameters, cap << 20) for cap in bucket_cap.CAPS_MB}
+            cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
+        except Exception:  # this rank's own, and only advice: not worth ending the training of all
+            cap = None
+        return dataclasses.replace(tuning, bucket_cap=cap)
+
+    def _misfit(self, tuned: Tuning, world_size: int, device: torch.device) -> str | None:
+        """Why `tuned` is not for these ranks, this model and these wires."""
+        if not tuned.finished:
+            return "its search had not ended"
+        if tuned.world_size != world_size:
+            return f"it is of {tuned.world_size} ranks and these are {world_size}"
+        if tuned.device_type != device.type:
+            return f"it is of gradients on {tuned.device_type} and these are on {device.type}"
+        if tuned.model != self._model:
+            return "it is of a model with other parameters"
+        if not self._space.allows(tuned.chosen):
+            return (
+                f"it has chosen {tuned.chosen}, which wires={self._space.wires!r} and the other arguments do not allow"
+            )
+        return None
+
+
+def model_digest(parameters: Sequence[NamedParameter]) -> str:
+    described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trainable(parameters)]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
+    """Bytes of the buckets that DDP makes with such a bucket_cap_mb."""
+    backwards = [p.tensor for p in trainable(parameters)][::-1]
+    indices, _ = dist._compute_bucket_assignment_by_size(backwards, [cap_nbytes])
+    return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
+
+
+def _passes(seen: Sequence["_C.SeenBucket"]) -> list[list["_C.SeenBucket"]]:
+    passes, buckets = [], []
+    for bucket in seen:
+        buckets.append(bucket)
+        if bucket.is_last:
+            passes.append(buckets)
+            buckets = []
+    return passes
+
+
+def _since_first(buckets: Sequence["_C.SeenBucket"]) -> list[bucket_cap.Bucket]:
+    """Without sparse ones, whose bytes change from step to step."""
+    begin = buckets[0].handed_ms
+    return [bucket_cap.Bucket(b.nbytes, b.handed_ms - begin, b.done_ms - begin) for b in buckets if b.nbytes]

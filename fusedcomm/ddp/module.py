@@ -1,0 +1,203 @@
+"""What has to be known of a DDP module to attach to it, some of it in fields of DDP's own, and which modules cannot be
+attached to. One place for what another version of torch may change."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.config import Config
+from fusedcomm.session.session import NamedParameter, named_parameters
+
+
+def native_hook(state: object, bucket: object) -> None:
+    """Stands in ``ddp._comm_hooks`` for the native hook, which Python never calls."""
+    raise RuntimeError(
+        "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would "
+        "be ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
+    )
+
+
+def refuse_options(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError for a hook, or a DDP option that brings a hook or a reducer of its own, naming it."""
+    if ddp.mixed_precision is not None:
+        raise RuntimeError(
+            "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
+            "torch.autocast, and choose what travels with wire="
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
+        raise RuntimeError(
+            "fusedcomm: _apply_optimizer_in_backward registers a communication hook of its own and cannot be combined; "
+            "call optimizer.step() after backward() instead"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise RuntimeError(
+            "fusedcomm: torch._dynamo.config.optimize_ddp='python_reducer' replaces the reducer and ignores what a "
+            "hook returns; set it to something else before wrapping the model"
+        )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise RuntimeError(
+            "fusedcomm: skip_all_reduce_unused_params=True leaves out buckets, and fusedcomm counts steps by the last "
+            "one: make the DDP module without that option (find_unused_parameters=True is supported)"
+        )
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        raise RuntimeError(
+            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
+        )
+    # A copy brings the mark along, but not the hook.
+    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not native_hook]
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
+        raise RuntimeError(
+            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
+            "so wrap the model in a new DistributedDataParallel"
+        )
+
+
+class DelayedAllReduce:
+    """DDP's tensor hook for ``delay_all_reduce_named_params``, with a backward pass that waits for what it starts.
+
+    DDP drops the Work of that all-reduce: its buckets follow on the same group, and usually end later. Buckets that go
+    over other channels do not, and even DDP's own need not, on a group with several threads. Gradients that are read
+    before the all-reduce has ended differ between ranks.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        group, buffer = self._ddp.process_group, self._ddp._delay_grad_buffer
+        buffer.div_(group.size())
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        Variable._execution_engine.queue_callback(work.wait)
+        return gradient
+
+
+def wait_for_delayed(ddp: DistributedDataParallel) -> None:
+    """Has every backward pass end only when the all-reduce of ``delay_all_reduce_named_params`` has. Idempotent; it
+    stays so when the module is detached. RuntimeError if this torch starts that all-reduce in a way that is not known.
+    """
+    if not getattr(ddp, "_delay_all_reduce_params", None):
+        return
+    hooks = list(_delaying_hooks(ddp.module.parameters()))
+    for of_parameter, key, hook in hooks:
+        if not isinstance(hook, DelayedAllReduce):
+            of_parameter[key] = DelayedAllReduce(ddp)
+    if not hooks:
+        raise RuntimeError(
+            "fusedcomm: DDP's all-reduce of delay_all_reduce_named_params was not found at any parameter of the "
+            f"module (torch {torch.__version__}), so nothing would wait for it: make param_to_hook_all_reduce one of "
+            "the module's parameters, or leave out delay_all_reduce_named_params"
+        )
+
+
+def refuse_delayed(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises RuntimeError if nothing waits for an all-reduce that DDP starts when it meets one of these parameters."""
+    if any(not isinstance(hook, DelayedAllReduce) for _, _, hook in _delaying_hooks(parameters)):
+        raise RuntimeError(
+            "fusedcomm: nothing waits for DDP's all-reduce of delay_all_reduce_named_params where a communication hook "
+            "moves the other gradients, so ranks would read different ones: use fusedcomm.attach(ddp, …), which waits, "
+            "instead of register_comm_hook, or leave out delay_all_reduce_named_params"
+        )
+
+
+def _delaying_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[OrderedDict, int, object]]:
+    """(a parameter's hooks, key, hook) of those that start DDP's delayed all-reduce: its own or a DelayedAllReduce."""
+    own = DistributedDataParallel._delayed_all_reduce_hook
+    for parameter in parameters:
+        hooks = parameter._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, DelayedAllReduce) or getattr(hook, "__func__", None) is own:
+                yield hooks, key, hook
+
+
+def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
+    """Raises ValueError where DDP's own all-reduce, which wire="auto" tries, is none."""
+    if device.type == "cpu":
+        return
+    for name, module in ddp.module.named_modules():
+        is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad and f"{name}.weight" not in ddp.parameters_to_ignore:
+            raise ValueError(
+                f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
+                "a wire, wire='bf16' for example, by which they travel exactly"
+            )
+
+
+def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that DDP's reducer takes if they require gradients: all but the `ignored`. In the order of
+    named_parameters(), a tied parameter once by each of its names.
+
+    As DDP does, it leaves out a tied parameter only if all its names are ignored, and, for a parameter of `module`
+    itself, looks for a name that begins with a dot.
+    """
+    taken = {
+        id(tensor)
+        for path, child in module.named_modules()
+        for name, tensor in child.named_parameters(recurse=False)
+        if f"{path}.{name}" not in ignored
+    }
+    return [(name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False) if id(tensor) in taken]
+
+
+def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+    """Where the gradients are, or will be when parameters are no longer frozen."""
+    return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
+
+
+def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Those that require gradients, or all if none does: any may be trained later."""
+    return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
+
+
+def synchronised_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
+) -> list[NamedParameter]:
+    """What the reducer has; see :func:`~fusedcomm.session.session.named_parameters`. RuntimeError: several devices."""
+    devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
+    if len(devices) > 1:
+        raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
+    return named_parameters(named, configs)
+
+
+def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:
+    """The options by which DDP decides what its ranks exchange, JSON-serialisable: where they differ, DDP fails or
+    waits for ever.
+
+    ``gradient_as_bucket_view`` and ``batched_grad_copy`` may differ, and so may ``bucket_cap_mb`` where DDP begins with
+    one bucket and rebuilds it as rank 0 does.
+    """
+    options = {
+        "bucket_cap_mb_list": _in_mib(ddp.bucket_bytes_cap_list),
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+    }
+    if next(ddp.module.buffers(), None) is not None:
+        # The second is its name in older versions of torch.
+        name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
+        options[name] = getattr(ddp, name)
+    agreed: dict[str, object] = {"ddp": options}
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        # Not among `options`: these are compared first, so this is there on all ranks or on none.
+        agreed["ddp.bucket_cap_mb"] = _in_mib(dict.fromkeys(bucket_nbytes_caps(ddp)))
+    return agreed
+
+
+def _in_mib(caps_nbytes: Iterable[int]) -> str:
+    """One for each bucket, the last for all that follow; empty if there are none."""
+    return ", ".join(f"{nbytes / (1 << 20):.10g}" for nbytes in caps_nbytes)
+
+
+def bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
+    """The caps by which DDP rebuilds its buckets: one for each bucket, the last for all that follow."""
+    if ddp is None:
+        return None
+    config = getattr(ddp, "_bucket_config", None)
+    if config is not None:
+        return list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+    # torch 2.11
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    return list(ddp.bucket_bytes_cap_list) or [first, ddp.bucket_bytes_cap]

@@ -1,0 +1,1 @@
+"""Where codecs run: a file for each kind of device."""

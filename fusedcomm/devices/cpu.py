@@ -1,0 +1,40 @@
+"""Gradients on CPU: the native codec on worker threads, over gloo contexts of our own."""
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm import chunks, config, env
+from fusedcomm.native import _C
+from fusedcomm.ranks import groups
+
+
+class CpuPath:
+    """What one rank brings before the ranks have agreed; ``connect`` makes the engine's device and transport of it.
+
+    Raises:
+        RuntimeError: the group does not move CPU tensors over gloo.
+        ValueError: an option is out of range, or is for another device.
+    """
+
+    s_per_byte: float | None = None
+    """Of the link, once connected; see :meth:`fusedcomm.config.Config.resolved`."""
+
+    def __init__(self, local: config.LocalOptions, world_size: int) -> None:
+        if local.sm_limit is not None:
+            raise ValueError(
+                f"sm_limit={local.sm_limit!r} is for gradients on cuda, and these are on cpu: leave it out"
+            )
+        self.must_agree = {}
+        self._isa = config.choose_isa(local.isa)
+        self._threads = config.choose_codec_threads(local.codec_threads, world_size)
+
+    def connect(
+        self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
+    ) -> tuple["_C.Device", "_C.C10dTransport"]:
+        """A collective call, which also times the link."""
+        channels = groups.make_channels(process_group, device, store)
+        self.s_per_byte = groups.time_link(channels.scatter)
+        native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
+        self.codec = f"{native.isa} × {self._threads} thread(s)"
+        max_sending = chunks.max_sending(channels.scatter.size(), self.s_per_byte)
+        return native, _C.WorkTransport(channels.scatter, channels.gather, max_sending=max_sending)

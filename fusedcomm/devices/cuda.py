@@ -1,0 +1,198 @@
+"""Gradients on a CUDA device: kernels compiled once at attach, launched natively, over the process group's own NCCL."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm import config, env
+from fusedcomm.devices import compile_once
+from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.kernels.compile import Variant
+
+DRIVER = "libcuda.so.1"
+
+LEAST_CAPABILITY = 75
+"""Of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
+
+NUM_STREAMS = 4
+"""That run side by side: the backward pass's and ours for packing, the wire and unpacking."""
+
+SM_SHARE = 8
+"""By default a kernel uses one in so many of the GPU's multiprocessors; the others go on with the backward pass. The
+last bucket's use all."""
+
+
+class CudaPath:
+    """What one rank brings before the ranks have agreed: its kernels, compiled, loaded and launched once.
+
+    Raises:
+        RuntimeError: no driver, a GPU or a Triton that is not supported, or a kernel that cannot be loaded.
+        ValueError: an option is out of range, or is for another device.
+    """
+
+    s_per_byte = None
+    """Of the link: chunks are as large whatever it is."""
+
+    def __init__(
+        self,
+        cfg: config.Config,
+        local: config.LocalOptions,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        grad_dtypes: list[torch.dtype],
+        announce: bool,
+    ) -> None:
+        for field in ("isa", "codec_threads"):
+            if getattr(local, field) is not None:
+                raise ValueError(
+                    f"{field}={getattr(local, field)!r} is for gradients on cpu, and these are on {device}: leave it "
+                    "out"
+                )
+        driver = _C.CudaDriver(DRIVER)
+        capability = check_capability(device)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        sm_limit = choose_sm_limit(local.sm_limit, num_sms)
+        limit_of_last = sm_limit_of_last(local.sm_limit, num_sms)
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context this thread's, which loading needs
+            kernels, version = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
+            self._backend = process_group._get_backend(device)
+            self._device = _C.CudaDevice(
+                kernels=kernels,
+                device=device,
+                isa=f"triton {version} sm_{capability}",
+                max_programs=sm_limit,
+                max_programs_of_last=limit_of_last,
+                forced_sync=env.sync(),
+                backend=self._backend,
+                register_memory=env.registered_memory(),
+            )
+            self._device.warm_up()
+        # NCCL leaves undefined what happens if some ranks' buffers are registered and others' are not.
+        self.must_agree = {"registered workspaces": self._device.registered_memory}
+        where = "memory registered with the network" if self._device.registered_memory else "plain device memory"
+        last = "" if limit_of_last == sm_limit else f" (a step's last bucket on {limit_of_last})"
+        self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors{last}, workspaces in {where}"
+
+    def connect(
+        self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
+    ) -> tuple["_C.Device", "_C.C10dTransport"]:
+        return self._device, _C.StreamTransport(self._backend, device)
+
+
+def check_capability(device: torch.device) -> int:
+    """10·major + minor of the GPU; RuntimeError for one that is too old."""
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    if capability < LEAST_CAPABILITY:
+        raise RuntimeError(
+            f"fusedcomm: {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; "
+            f"{LEAST_CAPABILITY // 10}.{LEAST_CAPABILITY % 10} or later is supported. Leave DDP's default all-reduce "
+            "on it."
+        )
+    return capability
+
+
+def check_triton() -> str:
+    """Triton's version; RuntimeError if it is not there or its way of launching kernels is not known."""
+    try:
+        from fusedcomm.kernels import compile
+    except ImportError as error:
+        raise RuntimeError(f"fusedcomm: gradients on cuda need Triton, which cannot be imported: {error}") from error
+    return compile.check_triton()
+
+
+def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
+    """The argument, else one in SM_SHARE; ValueError for what the GPU does not have."""
+    if sm_limit is None:
+        return max(1, num_sms // SM_SHARE)
+    if isinstance(sm_limit, bool) or not isinstance(sm_limit, int) or not 1 <= sm_limit <= num_sms:
+        raise ValueError(f"sm_limit={sm_limit!r} is not possible: use a whole number from 1 to {num_sms}")
+    return sm_limit
+
+
+def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
+    """For the last bucket of a backward pass, after which nothing is left that others could go on with: all of the GPU,
+    unless the user has set a limit."""
+    return num_sms if sm_limit is None else choose_sm_limit(sm_limit, num_sms)
+
+
+def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:
+    """Every kernel that `cfg` can need for gradients of these dtypes."""
+    from fusedcomm.kernels import compile
+
+    return compile.engine_variants(
+        cfg.formats,
+        grad_dtypes,
+        stochastic=cfg.rounding == "stochastic",
+        feedback=cfg.error_feedback,
+        measured=cfg.measure_every > 0,
+        local_wire=None if cfg.hosts is None else cfg.local_wire,
+        one_shot=world_size > 1 and cfg.is_one_shot(world_size),
+    )
+
+
+def load_kernels(
+    driver: "_C.CudaDriver",
+    cfg: config.Config,
+    world_size: int,
+    grad_dtypes: list[torch.dtype],
+    capability: int,
+    announce: bool,
+) -> tuple["_C.KernelLoader", str]:
+    """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
+    version = check_triton()
+    from fusedcomm.kernels import constants
+
+    variants = kernel_variants(cfg, world_size, grad_dtypes)
+    if announce:
+        print(
+            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
+            "keeps them)",
+            flush=True,
+        )
+    loader = _C.KernelLoader(driver, constants.TILE)
+    for compiled in compile_once.compiled(variants, lambda variant: compile_kernel(variant, capability)):
+        load(loader, compiled)
+    return loader, version
+
+
+def compile_kernel(variant: "Variant", capability: int) -> object:
+    """By Triton, or from kernels/ragged.cu where that is ahead of it; what was compiled before is found in a cache."""
+    from fusedcomm.kernels import compile, ragged_cuda
+
+    in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON and ragged_cuda.has(variant)
+    return (ragged_cuda if in_cuda else compile).compile(variant, capability)
+
+
+def load(loader: "_C.KernelLoader", compiled: object) -> None:
+    """Hands one compiled kernel to the engine. RuntimeError if its parameters are not what the engine packs."""
+    variant = compiled.variant
+    expected = tuple(_C.kernel_params(variant.kernel))
+    if tuple(compiled.params) != expected or compiled.num_scratch_pointers > _C.MAX_SCRATCH_POINTERS:
+        raise RuntimeError(
+            f"fusedcomm: kernel {variant.kernel} was compiled with parameters {compiled.params} and "
+            f"{compiled.num_scratch_pointers} scratch pointers; the engine passes {expected} and at most "
+            f"{_C.MAX_SCRATCH_POINTERS}. Kernels and extension are of different versions: build fusedcomm again"
+        )
+    loader.load(
+        kernel=variant.kernel,
+        wire=variant.wire,
+        block=variant.block,
+        rotated=variant.rotated,
+        flat=variant.flat,
+        grad_dtype=variant.grad_dtype,
+        in_wire=variant.in_wire,
+        sums=variant.sums,
+        stochastic=variant.stochastic,
+        feedback=variant.feedback,
+        cubin=compiled.cubin,
+        symbol=compiled.symbol,
+        num_threads=32 * compiled.num_warps,
+        shared_nbytes=compiled.shared_nbytes,
+        num_scratch_pointers=compiled.num_scratch_pointers,
+    )

@@ -1,0 +1,1 @@
+"""Ranks, hosts, process groups and their agreement."""

@@ -1,0 +1,211 @@
+"""Process-group plumbing: the user's group in, channels of our own over the same ranks, or some of them, out."""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fusedcomm.native import _C
+from fusedcomm.ranks.hosts import Hosts
+
+# Threads of one channel's gloo context: as many of its all-reduces move at once. One of 8–32 MiB uses half of a link,
+# four chunks in flight fill it.
+GLOO_THREADS = 4
+
+
+LINK_MESSAGES_NBYTES = ((2 << 10, 2 << 20), (128 << 10, 2 << 20), (1 << 20, 8 << 20))
+"""To each rank, and to all of them at most, when a link is timed: as many of these as it takes."""
+LINK_ROUNDS = 6
+LONG_ENOUGH_S = 1e-3
+"""Beyond what a small message takes: more than a busy machine adds by chance to most messages."""
+MIN_S_PER_BYTE = 1e-11
+"""Faster than any link that bytes go through."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Backends of our own, for a sum's first collective and a two-shot's second, and a store that only this attachment
+    uses."""
+
+    scatter: dist.Backend
+    gather: dist.Backend
+    store: dist.Store
+    timeout: datetime.timedelta
+
+
+@dataclasses.dataclass(frozen=True)
+class HostChannels:
+    """Backends of our own for sums on two levels: over the ranks of a host, and over those with the same place."""
+
+    local_scatter: dist.Backend
+    local_gather: dist.Backend
+    cross_scatter: dist.Backend
+    cross_gather: dist.Backend
+
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""The backend over which fusedcomm moves gradients on each type of device."""
+
+
+def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError unless fusedcomm has a path for this device over the group's backend for it."""
+    wanted = _BACKENDS.get(device.type)
+    if wanted is None:
+        raise RuntimeError(
+            f"fusedcomm: the gradients are on {device}; fusedcomm moves them on {' and '.join(_BACKENDS)} only. Leave "
+            "DDP's default all-reduce on other devices."
+        )
+    name = dist.get_backend_config(process_group)
+    backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
+    if backend != wanted:
+        raise RuntimeError(
+            f"fusedcomm: the process group's backend for {device.type} tensors is {backend!r} (of {name!r}); fusedcomm "
+            f"moves {device.type} gradients over {wanted}: use init_process_group('{wanted}') or leave DDP's default "
+            "all-reduce"
+        )
+
+
+def private_store(process_group: dist.ProcessGroup) -> dist.Store:
+    """A prefix of the group's own store for this attachment; all ranks attach in the same order."""
+    _, store = c10d._world.pg_map[process_group]
+    ours = dist.PrefixStore(f"fusedcomm/{process_group.group_name}", store)
+    # Counted in the store and not in this process: a group made anew after another was destroyed starts again at 1.
+    count = ours.add(f"attachments/{process_group.rank()}", 1)
+    return dist.PrefixStore(str(count), ours)
+
+
+def own_client(store: dist.Store) -> dist.Store:
+    """The same store through a connection of its own: a wait on it that never ends keeps nobody from using `store`."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # stores written in Python need not have clone()
+        return store.clone()
+    return store
+
+
+def describe_store(process_group: dist.ProcessGroup) -> str:
+    """What the group's store is and, as far as can be known, whose process hosts it: the end of "It is …"."""
+    _, store = c10d._world.pg_map[process_group]
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore):
+        return f"the file {store.path}"
+    if not isinstance(store, dist.TCPStore):
+        return f"a {type(store).__name__}"
+    where = f"a TCPStore at {store.host}:{store.port}, "
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return where + "hosted by torchrun's agent there"
+    return where + "hosted by rank 0 of the job, unless the script has made it elsewhere"
+
+
+def describe_process(process_group: dist.ProcessGroup) -> str:
+    """Which process this rank is, for whoever has to look for it."""
+    text = f"process {os.getpid()} on {socket.gethostname()}"
+    return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
+
+
+def gloo_backend(process_group: dist.ProcessGroup) -> dist.Backend | None:
+    """The group's backend for CPU tensors, if that is gloo."""
+    with contextlib.suppress(RuntimeError):  # it has none for them
+        backend = process_group._get_backend(torch.device("cpu"))
+        return backend if backend.name() == "gloo" else None
+    return None
+
+
+def group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+    return process_group._get_backend(device).options._timeout
+
+
+def make_channels(process_group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Channels:
+    """Connects the ranks of `process_group` twice more, with the group's own timeout. A collective call."""
+    timeout = group_timeout(process_group, device)
+    rank, world_size = process_group.rank(), process_group.size()
+    scatter, gather = (_gloo(store, name, rank, world_size, timeout) for name in ("scatter", "gather"))
+    return Channels(scatter, gather, store, timeout)
+
+
+def make_host_channels(
+    process_group: dist.ProcessGroup, device: torch.device, store: dist.Store, hosts: Hosts
+) -> HostChannels:
+    """Connects this rank with those of its host, and with one on each other host. A collective call of all ranks.
+
+    On cuda both collectives of a level share a communicator, since they are enqueued on one stream. It is connected
+    when this returns.
+    """
+    timeout = group_timeout(process_group, device)
+    local_rank, host = hosts.place(process_group.rank())
+    local = (local_rank, hosts.ranks_per_host, timeout)
+    cross = (host, hosts.num_hosts, timeout)
+    if device.type == "cuda":
+        on_host = _nccl(store, f"local/{host}", *local, device)
+        between = _nccl(store, f"cross/{local_rank}", *cross, device)
+        return HostChannels(on_host, on_host, between, between)
+    return HostChannels(
+        _gloo(store, f"local scatter/{host}", *local),
+        _gloo(store, f"local gather/{host}", *local),
+        _gloo(store, f"cross scatter/{local_rank}", *cross),
+        _gloo(store, f"cross gather/{local_rank}", *cross),
+    )
+
+
+def end_together() -> None:
+    """Ends the job's process group on all ranks, once each has come here. A collective call.
+
+    A rank that ends right after a collective may be ended with SIGABRT, by a thread of gloo's that has yet to let go of
+    it: with a DDP model, `destroy_process_group()` does not wait for those threads (torch 2.13). Nor does this, but
+    ranks that are done wait for the one that reports, or for the slowest: time enough but for a very busy machine.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_link(backend: dist.Backend) -> float | None:
+    """Seconds for each byte that a rank sends in an all-to-all, roughly; the same on every rank. None: one rank.
+
+    A collective call. It sends some 800 KiB to each rank, and 6 MiB more where that takes next to no time, but no more
+    than 60 MiB to all of them.
+    """
+    p = backend.size()
+    if p == 1:
+        return None
+    (small, most), *larger = LINK_MESSAGES_NBYTES
+    small_s = _C.all_to_all_s(backend, min(small, most // p), LINK_ROUNDS)
+    for to_each, most in larger:
+        nbytes = min(to_each, most // p)
+        beyond_s = max(_C.all_to_all_s(backend, nbytes, LINK_ROUNDS) - small_s, 0.0)
+        if beyond_s >= LONG_ENOUGH_S:
+            break
+    return max(beyond_s / ((p - 1) * nbytes), MIN_S_PER_BYTE)
+
+
+def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, _gloo_options(timeout))
+
+
+def _nccl(
+    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta, device: torch.device
+) -> dist.Backend:
+    # Not new_group(), which every rank of the default group would have to call: DDP's may be one of several.
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
+    # Or its communicator would be made by its first collective: seconds within the first backward pass, and a rank that
+    # cannot connect would be an error of that step, not of attach. DDP's own group has one by now, since DDP's
+    # constructor has broadcast the parameters over it.
+    backend.eager_connect_single_device(device)
+    return backend
+
+
+def _gloo_options(timeout: datetime.timedelta) -> "dist.ProcessGroupGloo._Options":
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # The same interfaces that torch gives a gloo group of the user's.
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+        dist.ProcessGroupGloo.create_default_device()
+    ]
+    options._threads = GLOO_THREADS * len(options._devices)
+    return options

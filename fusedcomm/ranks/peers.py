@@ -1,0 +1,277 @@
+"""The other ranks of a group while this rank waits for them outside of a step: attaching, searching, saving.
+
+Within a step the transport notices that a rank is lost, and the watch says which one is slow (csrc/watch/watch.h).
+Everywhere else a wait for other ranks goes through here. It ends when a rank that it needs is lost, and is reported
+when it takes long; both texts say what that rank was last seen doing.
+"""
+
+import datetime
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from fusedcomm.native import _C
+from fusedcomm.ranks import groups
+
+T = TypeVar("T")
+
+_TAG = 0x66757365
+"""Of messages that nobody sends on the user's group ("fuse")."""
+_FIRST_POLL_S, _POLL_S = 1e-3, 0.25
+"""Between two requests of a waiting rank to the store, at first and in the end; the latter between two looks at
+connections, too."""
+_POLLS_PER_S = 500
+"""Most requests of all waiting ranks together, in the end."""
+_GRACE_S = 1.0
+"""A rank that leaves when it has given what others wait for is no loss: what they wait for may just be arriving."""
+_ANSWER_S = 2.0
+"""For the store to say what ranks were doing: it may be silent."""
+
+_connections: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections]" = weakref.WeakKeyDictionary()
+
+
+class PeerLostError(RuntimeError):
+    """A rank that this one waits for is lost."""
+
+
+class Peers:
+    """The ranks of one group, as long as fusedcomm is attached there; made on every rank.
+
+    Args:
+        store: of this attachment alone.
+        timeout: of the group, after which a wait is given up.
+        stall_after_s: a wait that takes longer is reported once.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, store: dist.Store, timeout: datetime.timedelta, stall_after_s: float
+    ) -> None:
+        self.rank, self.world_size, self.timeout = process_group.rank(), process_group.size(), timeout
+        self.stall_after_s = stall_after_s
+        self._store = dist.PrefixStore("peers", store)
+        self._connections = _connections_of(process_group)
+        self._poll_s = max(_POLL_S, self.world_size / _POLLS_PER_S)
+        if self.world_size > 1:
+            self._store.set(f"who/{self.rank}", groups.describe_process(process_group))
+
+    def doing(self, what: str) -> None:
+        """What this rank is doing from now on, for the others' reports."""
+        if self.world_size > 1:
+            with suppress(RuntimeError):  # the store is gone: whoever needs it next says so
+                self._store.set(f"doing/{self.rank}", what)
+
+    def wait(
+        self,
+        store: dist.Store,
+        keys: Mapping[int, str],
+        what: str,
+        timeout: datetime.timedelta | None = None,
+        is_watched: bool = False,
+    ) -> list[int]:
+        """Waits until `store` has every key, each of which the rank that it is given for sets.
+
+        Args:
+            what: what this rank does meanwhile, "attaching" for example.
+            timeout: None: the group's.
+            is_watched: the engine's watch reports it if it takes long.
+
+        Returns: ranks whose keys were still missing when the time was up; empty when all are there.
+
+        Raises:
+            PeerLostError: a rank whose key is missing is lost.
+            RuntimeError: the store has failed.
+        """
+        limit_s = (timeout or self.timeout).total_seconds()
+        given_up = threading.Event()
+
+        def missing() -> list[int]:
+            return [rank for rank, key in keys.items() if not store.check([key])]
+
+        def wait_for_all() -> list[int]:
+            # Not store.wait(), of whose time-outs a TCPStore writes lines to stderr.
+            began, pause_s = time.monotonic(), _FIRST_POLL_S
+            while not given_up.is_set():
+                waited_s = time.monotonic() - began
+                try:
+                    if store.check(list(keys.values())):
+                        return []
+                    if waited_s >= limit_s:
+                        return missing()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"fusedcomm: the process group's store failed after {waited_s:.1f} s: {error}. The process "
+                        "that hosts it may be gone: look at its log, and restart the job"
+                    ) from error
+                given_up.wait(pause_s)
+                pause_s = min(2 * pause_s, self._poll_s)
+            return []
+
+        try:
+            return self.call(wait_for_all, what, missing, is_watched)
+        finally:
+            given_up.set()
+
+    def call(
+        self,
+        function: Callable[[], T],
+        what: str,
+        needed: Callable[[], Collection[int]] | None = None,
+        is_watched: bool = False,
+        was_given_up: Callable[[], bool] | None = None,
+    ) -> T:
+        """The result of `function`, which may wait for other ranks and is called on a thread of its own. It is left
+        alone, to end by itself, where this raises an error of a lost rank.
+
+        Args:
+            needed: says which ranks it waits for now. None: for all.
+            what, is_watched: as for :meth:`wait`.
+            was_given_up: asks the store whether another rank has said that it will not take part.
+
+        Raises:
+            PeerLostError: a rank that it needs is lost.
+            RuntimeError: another rank has given up.
+        """
+        if self.world_size == 1:
+            return function()
+        errand = _Errand(function)
+        began, has_said = time.monotonic(), is_watched
+        while not errand.has_ended_within(self._poll_s):
+            if was_given_up is not None and _answer(was_given_up):
+                raise RuntimeError(f"fusedcomm: rank {self.rank} stopped {what}, since another rank cannot attach")
+            self._raise_if_lost(errand, what, needed)
+            waited_s = time.monotonic() - began
+            if waited_s >= self.stall_after_s and not has_said:
+                has_said = True
+                self._report_stall(what, needed, waited_s)
+        try:
+            return errand.result()
+        except (RuntimeError, dist.DistStoreError) as error:  # of the transport, maybe, which names no rank
+            lost = self._connections.lost()
+            if not lost or isinstance(error, PeerLostError):
+                raise
+            raise self._loss(lost, what) from error
+
+    def _raise_if_lost(self, errand: "_Errand", what: str, needed: Callable[[], Collection[int]] | None) -> None:
+        lost = self._connections.lost()
+        if not lost or errand.has_ended_within(_GRACE_S):
+            return
+        if needed is not None:
+            ranks = _answer(needed)
+            lost = {rank: cause for rank, cause in lost.items() if ranks is None or rank in ranks}
+        if lost:
+            raise self._loss(lost, what)
+
+    def _loss(self, lost: Mapping[int, str], what: str) -> PeerLostError:
+        rank, cause = min(lost.items())
+        others = f" So are ranks {sorted(lost)[1:]}." if len(lost) > 1 else ""
+        return PeerLostError(
+            f"fusedcomm: rank {self.rank} of {self.world_size}: {self._name(rank)} is lost, and this rank waits for it "
+            f"while {what}. {self._last_seen(rank)}.{others} If it died, its own log says why; restart the job from a "
+            f"checkpoint. Its connection: {cause}"
+        )
+
+    def _report_stall(self, what: str, needed: Callable[[], Collection[int]] | None, waited_s: float) -> None:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        ranks = _answer(needed) if needed is not None else others
+        if ranks is None:
+            about = "the store is silent, so that it cannot be said for whom"
+        elif needed is None:
+            seen = [f"{self._name(rank)}: {self._last_seen(rank)}" for rank in others[:8]]
+            about = f"for one or more of {'; '.join(seen)}"
+        else:
+            awaited = [rank for rank in sorted(ranks) if rank != self.rank]
+            if not awaited:
+                return  # it has come meanwhile
+            about = "for " + "; ".join(f"{self._name(rank)}: {self._last_seen(rank)}" for rank in awaited[:8])
+            about += f"; and for {len(awaited) - 8} more" if len(awaited) > 8 else ""
+        warn_alone(
+            f"fusedcomm: rank {self.rank} of {self.world_size} has waited for {waited_s:.1f} s while {what}, {about}. "
+            "It goes on waiting",
+            stacklevel=6,
+        )
+
+    def _name(self, rank: int) -> str:
+        who = _answer(lambda: _text(self._store, f"who/{rank}"))
+        return f"rank {rank} ({who})" if who else f"rank {rank}"
+
+    def _last_seen(self, rank: int) -> str:
+        doing = _answer(lambda: _text(self._store, f"doing/{rank}"))
+        if doing is None:
+            return "What it was doing cannot be said, since the store does not answer"
+        return f"It was last seen {doing}" if doing else "It has not come to attach"
+
+
+def warn_alone(text: str, stacklevel: int) -> None:
+    """On one rank, which must not fail alone where warnings are errors. stacklevel: of warnings.warn, here."""
+    with suppress(Warning):
+        warnings.warn(text, stacklevel=stacklevel)
+
+
+class _Errand:
+    """A function on a daemon thread."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._value = function()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="fc-errand", daemon=True)
+        self._thread.start()
+
+    def has_ended_within(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class _Connections:
+    """Whether a group's connections stand: of gloo alone, which keeps one with every rank."""
+
+    def __init__(self, backend: dist.Backend | None) -> None:
+        self._sentinels = None if backend is None else _C.PeerSentinels(backend=backend, tag=_TAG)
+        self._lost: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def lost(self) -> dict[int, str]:
+        """By rank of the group: what has become of its connection."""
+        with self._lock:
+            if self._sentinels is not None:
+                self._lost.update(self._sentinels.look())
+            return dict(self._lost)
+
+
+def _connections_of(process_group: dist.ProcessGroup) -> _Connections:
+    connections = _connections.get(process_group)
+    if connections is None:
+        backend = groups.gloo_backend(process_group) if process_group.size() > 1 else None
+        connections = _connections[process_group] = _Connections(backend)
+    return connections
+
+
+def _answer(function: Callable[[], T]) -> T | None:
+    """What the store answers; None if it does not soon."""
+    errand = _Errand(function)
+    if not errand.has_ended_within(_ANSWER_S):
+        return None
+    with suppress(RuntimeError):
+        return errand.result()
+    return None
+
+
+def _text(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""

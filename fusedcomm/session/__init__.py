@@ -1,0 +1,1 @@
+"""What one process group agrees on and keeps for the buckets of its parameters."""

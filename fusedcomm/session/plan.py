@@ -1,0 +1,235 @@
+"""What fusedcomm will do, in words: printed by rank 0 at attach and returned by ``Handle.plan()``."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.autotune.search import Tuning
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+from fusedcomm.ranks.hosts import Hosts, advice
+
+if TYPE_CHECKING:
+    from fusedcomm.session.session import NamedParameter
+
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketRow:
+    """One bucket. `wire` is what its lossy elements travel in, e.g. "int4+bf16", `sum` the algorithm."""
+
+    parameters: tuple[str, ...]
+    grad_nbytes: int
+    wire: str
+    sum: str
+    num_chunks: int
+    sent_nbytes: int
+    """Bytes this rank sends for it in one step; for sparse gradients, what a dense one would send."""
+    reason: str
+    """Why it does not travel in the configured wire; empty if it does."""
+    sent_between_hosts_nbytes: int | None = None
+    """Those of the sent bytes that go to other hosts, None without ``hosts=``. An all-reduce is counted as a ring that
+    leaves each host once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The effective plan. ``str(plan)`` is what rank 0 prints."""
+
+    config: Config
+    world_size: int
+    device_type: str
+    codec: str
+    """What the codec stages run on, and where the workspaces are."""
+    scratch_nbytes: int
+    exempt: tuple[str, ...]
+    buckets: tuple[BucketRow, ...]
+    predicted: bool
+    """True before the first backward pass, and when off: DDP may cut its buckets differently when it rebuilds them."""
+    hosts: Hosts | None = None
+    off: bool = False
+    """Whether gradients go through DDP's own all-reduce, since wire="auto" has not found, or not yet tried, better."""
+    tuning: Tuning | None = None
+    """What wire="auto" has found."""
+    ranks_on_host: int | None = None
+    """As torchrun says; None: nobody said."""
+    frozen: bool = False
+    """Whether no parameter requires gradients now. There are no buckets then, or those of the last backward pass."""
+
+    @property
+    def grad_nbytes(self) -> int:
+        return sum(row.grad_nbytes for row in self.buckets)
+
+    @property
+    def sent_nbytes(self) -> int:
+        return sum(row.sent_nbytes for row in self.buckets)
+
+    @property
+    def sent_between_hosts_nbytes(self) -> int | None:
+        """None without ``hosts=``."""
+        return None if self.hosts is None else sum(row.sent_between_hosts_nbytes for row in self.buckets)
+
+    def __str__(self) -> str:
+        config = self.config
+        wire = " ".join(
+            (
+                config.wire,
+                *(["rotated"] if config.rotate else []),
+                *(["rounded stochastically"] if config.rounding == "stochastic" else []),
+                *([f"with {config.error_feedback} error feedback"] if config.error_feedback else []),
+            )
+        )
+        chunk_kib = config.resolved(self.world_size, self.device_type).chunk_nbytes >> 10
+        lines = [
+            f"fusedcomm: wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
+            f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
+        ]
+        if self.off:
+            lines = [f"fusedcomm: off, DDP's own exact all-reduce, {self.world_size} ranks"]
+        if self.tuning is not None:
+            lines.append(f"  {self.tuning.line}")
+            if self.tuning.bucket_cap is not None:
+                lines.append(f"  {self.tuning.bucket_cap}")
+        if self.hosts is not None and self.hosts.flat_reason and not self.off:
+            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.hosts!r})")
+        if self.frozen:
+            lines.append("  no parameter requires gradients: nothing is sent until one does")
+        if self.buckets or not self.frozen:
+            lines += self._table()
+        if self.exempt:
+            shown = ", ".join(self.exempt[:6]) + (f", … ({len(self.exempt)})" if len(self.exempt) > 6 else "")
+            lines.append(f"  exact in the same payload: {shown}")
+        if self.predicted and not self.frozen:
+            later = "" if self.off else "; plan() after two steps shows them as they are"
+            lines.append(f"  buckets as DDP is expected to cut them{later}")
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        lines = [f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"]
+        for index, row in enumerate(self.buckets):
+            first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
+            names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
+            lines.append(
+                f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>9} {row.sum:>9} {row.num_chunks:>6} "
+                f"{row.sent_nbytes / _MIB:>9.3f}  {names}{'  [' + row.reason + ']' if row.reason else ''}"
+            )
+        plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
+        ratio = f", {self.sent_nbytes / plain:.3f} of an uncompressed all-reduce" if plain else ""
+        lines.append(f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}")
+        if self.hosts is not None:
+            between = self.sent_between_hosts_nbytes
+            lines.append(
+                f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
+                "stay on the host"
+            )
+        elif any(row.sum == "two-shot" for row in self.buckets) and not self._has_tried_two_levels:
+            lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
+        return lines
+
+    @property
+    def _has_tried_two_levels(self) -> bool:
+        return self.tuning is not None and any(trial.candidate.by_host for trial in self.tuning.trials)
+
+    def _ranks(self) -> str:
+        if self.hosts is None or self.hosts.flat_reason:
+            return f"{self.world_size} ranks"
+        return (
+            f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {self.config.local_wire} inside a host"
+        )
+
+
+def predicted_rows(
+    config: Config,
+    native: "_C.WireConfig | None",
+    world_size: int,
+    hosts: Hosts | None,
+    parameters: Sequence["NamedParameter"],
+    bucket_nbytes_caps: list[int],
+) -> tuple[BucketRow, ...]:
+    """Rows for `parameters` cut as DDP cuts them: from the last parameter to the first.
+
+    Args:
+        native: None for DDP's own all-reduce.
+    """
+    if not parameters:  # of which torch's function makes an assertion fail
+        return ()
+    backwards = parameters[::-1]
+    indices, _ = dist._compute_bucket_assignment_by_size([p.tensor for p in backwards], bucket_nbytes_caps)
+    rows = []
+    for bucket in indices:
+        members = [backwards[index] for index in bucket]
+        exact, lossy = 0, [0] * len(config.wires)
+        for parameter in members:
+            numel = parameter.tensor.numel() * (2 if parameter.tensor.is_complex() else 1)
+            if parameter.wire == _C.EXACT_WIRE:
+                exact += numel
+            else:
+                lossy[parameter.wire] += numel
+        dtype = members[0].tensor.dtype
+        names = tuple(parameter.name for parameter in members)
+        dtype = dtype.to_real() if dtype.is_complex else dtype
+        rows.append(_row(native, world_size, hosts, names, dtype, exact, lossy))
+    return tuple(rows)
+
+
+def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.GradHook") -> tuple[BucketRow, ...]:
+    """Rows for the buckets of the last backward pass."""
+    rows = []
+    for record in hook.buckets():
+        names = tuple(record.parameters)
+        if record.foreign:
+            rows.append(_foreign_row(world_size, hosts, names, record.dtype, record.numel))
+        else:
+            rows.append(_planned_row(world_size, hosts, names, record.dtype, record.numel, record.plan))
+    return tuple(rows)
+
+
+def _row(
+    config: "_C.WireConfig | None",
+    world_size: int,
+    hosts: Hosts | None,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    exact_numel: int,
+    lossy_numels: list[int],
+) -> BucketRow:
+    numel = exact_numel + sum(lossy_numels)
+    if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return _foreign_row(world_size, hosts, names, dtype, numel)
+    plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
+    return _planned_row(world_size, hosts, names, dtype, numel, plan)
+
+
+def _planned_row(
+    world_size: int,
+    hosts: Hosts | None,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    numel: int,
+    plan: "_C.BucketPlan",
+) -> BucketRow:
+    between = plan.sent_between_hosts_nbytes(world_size, hosts.ranks_per_host) if hosts else None
+    return BucketRow(
+        parameters=names,
+        grad_nbytes=numel * dtype.itemsize,
+        wire="+".join(layout.wire for layout in plan.layouts),
+        sum=plan.sum,
+        num_chunks=1 if plan.in_place else plan.layout.num_chunks,
+        sent_nbytes=plan.sent_nbytes(world_size),
+        reason=plan.reason,
+        sent_between_hosts_nbytes=0 if hosts and hosts.num_hosts == 1 else between,
+    )
+
+
+def _foreign_row(
+    world_size: int, hosts: Hosts | None, names: tuple[str, ...], dtype: torch.dtype, numel: int
+) -> BucketRow:
+    nbytes = numel * dtype.itemsize
+    sent = 2 * nbytes * (world_size - 1) // world_size
+    between = (sent // hosts.ranks_per_host if hosts.num_hosts > 1 else 0) if hosts else None
+    name = str(dtype).removeprefix("torch.")
+    return BucketRow(names, nbytes, name, "exact", 1, sent, "travels as it is", between)

@@ -1,0 +1,476 @@
+"""One attachment's native side: channels made, ranks agreed, engine running. Shared by both ways to integrate."""
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm import env
+from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.devices.cpu import CpuPath
+from fusedcomm.devices.cuda import CudaPath
+from fusedcomm.native import _C
+from fusedcomm.patterns import by_tensor
+from fusedcomm.ranks import agreement, groups, hosts
+from fusedcomm.ranks.peers import Peers, warn_alone
+from fusedcomm.session import plan
+from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
+from fusedcomm.trace.recorder import Recorder
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those that have a wire format."""
+
+T = TypeVar("T")
+
+_GIVEN_UP = "given up"
+"""A key that is there once a rank cannot attach, for those that are connecting and would wait for it."""
+
+_made: "weakref.WeakSet[Session]" = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedParameter:
+    name: str
+    tensor: torch.Tensor
+    wire: int
+    """Its number, see csrc/engine/plan.h."""
+    other_names: tuple[str, ...] = ()
+    """Of a tied parameter. Patterns know it by them, too; state, plan and the ranks by `name` alone."""
+
+
+def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequence[Config]) -> list[NamedParameter]:
+    """Those that require gradients first, then the others, which DDP may have had from before they were frozen. Wires
+    by the first of `configs`.
+
+    Args:
+        named: a tied parameter once by each of its names.
+
+    Raises:
+        ValueError: a pattern has no effect on parameters that require gradients (on any, if all are frozen), or two
+            disagree over a tied one, whichever of `configs` is used.
+    """
+    named = sorted(named, key=lambda pair: not pair[1].requires_grad)
+    checked = [(name, tensor) for name, tensor in named if tensor.requires_grad] or named
+    errors = []
+    for each in configs:
+        try:
+            each.check_patterns(checked)
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == len(configs):
+        raise errors[0]
+    parameters = [NamedParameter(name, tensor, 0, tuple(others)) for (name, *others), tensor in by_tensor(named)]
+    return numbered(parameters, configs[0])
+
+
+def numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
+    """With the wires that they have by `config`."""
+    return [dataclasses.replace(p, wire=config.wire_number(p.name, p.tensor, p.other_names)) for p in parameters]
+
+
+def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParameter]:
+    """Those that require gradients now."""
+    return [p for p in parameters or [] if p.tensor.requires_grad]
+
+
+class Session:
+    """A running engine on one process group.
+
+    Args:
+        process_group: the group that DDP uses; every rank of it makes a Session at the same time.
+        parameters: the module's, first those that require gradients, then those that may have done so when DDP was
+            made; or None if they are not known; then parameters are recognised by their shapes.
+        device: where the gradients are.
+        announce: whether rank 0 may print what takes a while.
+        beside: another session on the same group, whose channels, hosts and store serve this one, too; its ranks have
+            agreed on both. Only one of them may have buckets under way.
+        also_agree: what else (JSON-serialisable) all ranks must share.
+        watched: whether stalls are reported from now on; else from :meth:`watch` on.
+        problem: why this rank cannot take part; raised when the others know.
+
+    Raises:
+        RuntimeError: no path for the device over the group's backend, or the ranks do not agree (the same text on
+            every rank).
+        PeerLostError: a rank is lost before it has attached.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        process_group: dist.ProcessGroup,
+        parameters: list[NamedParameter] | None,
+        local: LocalOptions,
+        device: torch.device,
+        announce: bool = False,
+        *,
+        beside: "Session | None" = None,
+        also_agree: dict | None = None,
+        watched: bool = True,
+        problem: Exception | None = None,
+    ) -> None:
+        self.config = cfg
+        self.keeps_residuals = cfg.error_feedback is not None
+        self.is_off = False  # gradients go through DDP's own all-reduce, for good
+        self.local = local
+        self.device = device
+        self.process_group = process_group
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self.parameters = parameters
+        self._num_gathered = self._num_beside = 0
+        self._gathered: dist.Store | None = None
+        if beside is None:
+            path = self._agree_on_plan(announce, also_agree, problem)
+        else:
+            beside._num_beside += 1
+            self.peers = beside.peers
+            self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
+            self._names_store = beside._names_store
+            self.hosts = beside.hosts if cfg.hosts == beside.config.hosts else self._hosts()
+        if self.rank == 0:
+            self._store.set("run", uuid.uuid4().hex)
+        hook, problem = None, None
+        try:
+            self.peers.doing("attaching: connecting with the other ranks")
+            transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
+            hook = _C.GradHook(
+                config=self.native_config,
+                device=self.native_device,
+                transport=transport,
+                parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
+                wire_1d=cfg.wire_number_1d,
+                grad_device=device,
+                verify_every=cfg.verify_every,
+                measure_every=cfg.measure_every,
+                fallback_error=cfg.fallback_error or 0.0,
+                fallback_wire=cfg.number_of(cfg.fallback_wire),
+            )
+            if self.world_size > 1:
+                self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
+        except Exception as error:
+            problem = error
+        chunks = (self.effective_config.chunk_nbytes, self.effective_config.chunks_in_flight) if hook else None
+        found = {"hosts": self.hosts.groups if self.hosts else None, "chunks": chunks}
+        try:
+            self.peers.doing("attaching: its engine is ready")
+            self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
+        except Exception:
+            if hook is not None:  # not with the error, which somebody may keep
+                hook.stop("another rank has no engine")
+                hook.free_workspaces()
+            raise
+        self.hook = hook
+        self._is_watched = False
+        place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
+        self._recorder = Recorder(hook, self._store, self.peers, place)
+        _made.add(self)
+        self.peers.doing("in training, attached")
+        if watched:
+            self.watch()
+
+    def _agree_on_plan(
+        self, announce: bool, also_agree: dict | None, problem: Exception | None
+    ) -> "CpuPath | CudaPath":
+        """Sets the session's store and hosts, too."""
+        self._store = store = groups.private_store(self.process_group)
+        # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
+        record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
+        with contextlib.suppress(Exception):  # the group has no backend for the device, which is the problem
+            timeout = groups.group_timeout(self.process_group, self.device)
+        try:
+            if problem is not None:
+                raise problem
+            groups.check_backend(self.process_group, self.device)
+            stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
+            path = self._path(announce and self.rank == 0)
+            record = {**self._record(), **path.must_agree, **(also_agree or {})}
+        except Exception as error:
+            problem = error
+        self.peers = Peers(self.process_group, store, timeout, stall_after_s)
+        self.peers.doing("attaching: comparing its configuration with the others'")
+        hosts.publish_name(store, self.rank)
+        self._agree(store, "plan", record, problem)
+        # The ranks have agreed, and so has each published its name: none waits for another from here on.
+        self._names_store = store
+        self.hosts = self._hosts()
+        return path
+
+    def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
+        store = groups.own_client(self._store)
+
+        def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
+            with self._on_device():
+                return path.connect(self.process_group, self.device, store)
+
+        self.native_device, self._transport = self._while_connecting(connect)
+        self._s_per_byte = path.s_per_byte
+        self.codec = path.codec
+        return self._connect_hosts()
+
+    def _while_connecting(self, connect: Callable[[], T]) -> T:
+        """What `connect` returns, unless another rank is lost, or says that it cannot attach."""
+        return self.peers.call(
+            connect,
+            "connecting with the other ranks to attach",
+            was_given_up=lambda: self._store.check([_GIVEN_UP]),
+        )
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """For threads: which device is the current one is a matter of each."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
+        if self.device.type == "cpu" or self._kernels_of(self.config) == self._kernels_of(beside.config):
+            self.native_device, self.codec = beside.native_device, beside.codec
+        else:
+            path = self._path(announce and self.rank == 0)
+            self.native_device, _ = path.connect(self.process_group, self.device, self._store)
+            self.codec = path.codec
+        self._s_per_byte = beside._s_per_byte
+        self._transport = beside._transport
+        return beside.hook.transport if self.hosts == beside.hosts else self._connect_hosts()
+
+    def watch(self) -> None:
+        """From now on stalls are reported and failures explained. That takes two threads and a connection to the store:
+        of sessions on the same channels only the one that runs needs it."""
+        if self.world_size == 1 or self._is_watched:
+            return
+        try:
+            self.hook.watch(
+                store=dist.PrefixStore("watch", self._store),
+                stall_after_s=self.peers.stall_after_s,
+                timeout_s=self.peers.timeout.total_seconds(),
+                store_text=groups.describe_store(self.process_group),
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            # A store written in Python need not have clone().
+            warn_alone(f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6)
+            return
+        self._is_watched = True
+
+    def unwatch(self) -> None:
+        """See :meth:`watch`. Idempotent."""
+        if self._is_watched:
+            self._is_watched = False
+            self.hook.unwatch()
+
+    @property
+    def ranks_per_host(self) -> int:
+        """1 unless sums have two levels."""
+        return 1 if self.hosts is None or self.hosts.flat_reason else self.hosts.ranks_per_host
+
+    @property
+    def native_config(self) -> "_C.WireConfig":
+        return self.effective_config.native(self.world_size, self.device.type, self.ranks_per_host)
+
+    @property
+    def effective_config(self) -> Config:
+        """With the size of chunks that suits the link."""
+        return self.config.resolved(self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
+
+    def _hosts(self) -> hosts.Hosts | None:
+        """The same on every rank, or the same ValueError."""
+        if self.config.hosts is None:
+            return None
+        if self.config.hosts == hosts.AUTO:
+            return hosts.by_name(self._names_store, self.world_size)
+        return hosts.checked(self.config.hosts, self.world_size)
+
+    @property
+    def can_have_two_levels(self) -> bool:
+        """Whether ranks share hosts, and all of them equally."""
+        try:
+            return not hosts.by_name(self._names_store, self.world_size).flat_reason
+        except ValueError:
+            return False
+
+    def _connect_hosts(self) -> "_C.C10dTransport":
+        """The transport, with channels for sums on two levels if there are to be two."""
+        if self.ranks_per_host == 1:
+            return self._transport
+        store = groups.own_client(self._store)
+
+        def make_channels() -> groups.HostChannels:
+            with self._on_device():
+                return groups.make_host_channels(self.process_group, self.device, store, self.hosts)
+
+        channels = self._while_connecting(make_channels)
+        local_rank, host = self.hosts.place(self.rank)
+        return _C.with_hosts(
+            self._transport,
+            local_rank=local_rank,
+            ranks_per_host=self.hosts.ranks_per_host,
+            host=host,
+            num_hosts=self.hosts.num_hosts,
+            local_scatter=channels.local_scatter,
+            local_gather=channels.local_gather,
+            cross_scatter=channels.cross_scatter,
+            cross_gather=channels.cross_gather,
+        )
+
+    def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
+        """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
+        if problem is not None:
+            record = {agreement.PROBLEM: str(problem), agreement.AT: time.time()}
+            if what == "ready":
+                with contextlib.suppress(RuntimeError):  # the store is gone, too
+                    self._store.set(_GIVEN_UP, "")
+                warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
+        try:
+            agreement.agree(self.peers, dist.PrefixStore(what, store), record, "attaching")
+        except RuntimeError as error:
+            if problem is None:
+                raise
+            # What another rank had before may be why this one has any.
+            raise problem from (None if str(problem) in str(error) else error)
+
+    def _path(self, announce: bool) -> "CpuPath | CudaPath":
+        if self.device.type == "cpu":
+            return CpuPath(self.local, self.world_size)
+        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(GRAD_DTYPES), key=str)
+        return CudaPath(self.config, self.local, self.process_group, self.device, dtypes or list(GRAD_DTYPES), announce)
+
+    def _record(self) -> dict:
+        """What all ranks must share. What LocalOptions has may differ: the bytes do not depend on it."""
+        record = {
+            "versions": {
+                "fusedcomm": fusedcomm.__version__,
+                "torch": torch.__version__.split("+")[0],
+                "wire layout": _C.WIRE_LAYOUT_VERSION,
+                "byte order": sys.byteorder,
+            },
+            "device": self.device.type,
+            # The first pattern that matches counts, and the wires' order is that of the bytes.
+            "config": {**dataclasses.asdict(self.config), "wire_for": list(self.config.wire_for.items())},
+            "world size": self.world_size,
+        }
+        if self.parameters is not None:
+            record["parameters"] = {
+                "count": len(self.parameters),
+                "list": [[p.name, list(p.tensor.shape), str(p.tensor.dtype), p.wire] for p in self.parameters],
+            }
+        return record
+
+    def stats(self) -> Stats:
+        return collect(self.hook, self.world_size)
+
+    def nonfinite_report(self) -> list[NonFinite]:
+        """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
+        rows = [dataclasses.astuple(row) for row in nonfinite_rows(self.hook, self.rank)]
+        everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows, "nonfinite_report()") for row in rows]
+        return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
+
+    def gather(self, what: str, record: object, call: str) -> list:
+        """Every rank's `record` (JSON-serialisable), in rank order. A collective call.
+
+        Args:
+            what: the records are, for the store.
+            call: the user has made, for reports.
+        """
+        store = dist.PrefixStore(f"{what}/{self._num_gathered + 1}", self._store)
+        with self.calling(call):
+            everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
+        self._num_gathered += 1
+        # All ranks have made this call, so each has read what the one before it needed.
+        if self._gathered is not None:
+            agreement.forget(self._gathered, self.rank)
+        self._gathered = store
+        return everybodys
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Around what every rank has to do between steps: other ranks and the watch see that this one is there."""
+        self.peers.doing(f"in {what}")
+        call = self.hook.begin_call(what)
+        has_ended = False
+        try:
+            yield
+            has_ended = True
+        finally:
+            self.hook.end_call(call, has_ended)
+            self.peers.doing(f"in training, after step {self.hook.step - 1}" if self.hook.step else "in training")
+
+    def sum_over_ranks(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """In place, in fp32 or float64. A collective call of all ranks; `what` it is, for reports."""
+
+        def reduce() -> None:
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=self.process_group)
+
+        with self.calling(what):
+            if self.device.type == "cpu":
+                self.peers.call(reduce, f"in {what}", is_watched=self._is_watched)
+            else:
+                reduce()  # is enqueued, and waits for nobody
+
+    def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
+        """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them.
+
+        Args:
+            off: the buckets do not come here but go through DDP's own all-reduce.
+        """
+        now = trainable(self.parameters)
+        rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
+        predicted = not rows
+        if predicted and self.parameters is not None and bucket_nbytes_caps is not None:
+            native = None if off else self.native_config
+            rows = plan.predicted_rows(self.config, native, self.world_size, self.hosts, now, bucket_nbytes_caps)
+        return plan.Plan(
+            config=self.effective_config,
+            world_size=self.world_size,
+            device_type=self.device.type,
+            codec=self.codec,
+            scratch_nbytes=self.hook.scratch_nbytes,
+            exempt=tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
+            buckets=rows,
+            predicted=predicted,
+            hosts=self.hosts,
+            off=off,
+            ranks_on_host=env.local_world_size(),
+            frozen=self.parameters is not None and not now,
+        )
+
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`fusedcomm.ddp.handle.Handle.trace`."""
+        return self._recorder.record(path, all_ranks)
+
+    def max_over_ranks(self, value: float, what: str) -> float:
+        """A collective call, between backward passes. `what` it is, for the report if a rank does not come."""
+        return self.hook.max_over_ranks(value, what)
+
+    def say_notices(self) -> None:
+        """Warns of what the engine has to say since the last time."""
+        for text in self.hook.take_notices():
+            warn_alone(text, stacklevel=4)
+
+    def _kernels_of(self, config: Config) -> dict:
+        """What of a configuration an accelerator's kernels depend on, at most."""
+        fields = dataclasses.asdict(config)
+        for name in ("sum", "chunk_nbytes", "chunks_in_flight"):
+            del fields[name]
+        return {**fields, "one_shot": config.is_one_shot(self.world_size)}
+
+    def stop(self, reason: str) -> None:
+        """Ends the engine; buckets under way fail with `reason`. Idempotent."""
+        self.hook.stop(reason)
+
+
+@atexit.register
+def _leave_all() -> None:
+    # Worker threads must not outlive the interpreter.
+    for session in list(_made):  # also those that have been stopped: they have channels yet
+        session.hook.leave("the process is exiting")
+
+
+# A child has none of the threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_made.clear)

@@ -1,0 +1,111 @@
+"""What an engine has counted and left out so far, by parameter name: saved, loaded, and taken over by the next."""
+
+import warnings
+
+import torch
+
+from fusedcomm.session.session import Session
+
+VERSION = 2
+KEYS = {"version", "rank", "world_size", "step", "nonfinite", "error_feedback", "residuals"}
+
+
+def state_dict(session: Session, consolidated: bool) -> dict:
+    """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
+    residuals = session.hook.residuals()
+    return {
+        "version": VERSION,
+        "rank": None if consolidated else session.rank,
+        "world_size": None if consolidated else session.world_size,
+        "step": session.hook.step,
+        "nonfinite": session.hook.nonfinite_by_parameter(),
+        "error_feedback": session.config.error_feedback,
+        "residuals": _mean_over_ranks(session, residuals) if consolidated else residuals,
+    }
+
+
+def load_state_dict(session: Session, state: dict) -> None:
+    """See :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`."""
+    _check(session, state)
+    residuals, saved_by = state["residuals"], (state["rank"], state["world_size"])
+    if residuals and saved_by not in ((session.rank, session.world_size), (None, None)):
+        warnings.warn(
+            f"fusedcomm: these residuals were saved by rank {saved_by[0]} of {saved_by[1]} and this is rank "
+            f"{session.rank} of {session.world_size}: they are forgotten. Save state_dict(consolidated=True) to go on "
+            "with another number of ranks.",
+            stacklevel=3,
+        )
+        residuals = {}
+    # Each checks its names before it changes anything; what can be wrong with the rest has been checked.
+    session.hook.restore_residuals(residuals)
+    session.hook.restore_nonfinite(state["nonfinite"])
+    session.hook.step = state["step"]
+
+
+def take_over(session: Session, old: Session) -> None:
+    """What `old`, on another group or in another wire, has counted and left out. Between backward passes."""
+    known = {parameter.name for parameter in session.parameters or []}
+
+    def is_known(name: str) -> bool:
+        return session.parameters is None or name in known
+
+    if session.parameters is None:
+        session.hook.name_like(old.hook)
+    counts = old.hook.nonfinite_by_parameter()
+    session.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
+    session.hook.step = old.hook.step
+    # A gradient now counts for one in another number: what is left out of it has to, too.
+    ratio = session.world_size / old.world_size
+    residuals = old.hook.residuals()
+    session.hook.restore_residuals({name: ratio * values for name, values in residuals.items() if is_known(name)})
+
+
+def _check(session: Session, state: dict) -> None:
+    if not isinstance(state, dict):
+        raise ValueError(f"not a fusedcomm state: a {type(state).__name__} instead of a dict")
+    if state.get("version", VERSION) != VERSION:
+        raise ValueError(f"state version {state['version']!r} is not known; this fusedcomm reads {VERSION}")
+    missing = sorted(KEYS - state.keys())
+    if missing:
+        raise ValueError(f"not a fusedcomm state: {missing} missing, found {sorted(state)}")
+    for key in ("nonfinite", "residuals"):
+        if not isinstance(state[key], dict):
+            raise ValueError(f"state[{key!r}] is a {type(state[key]).__name__}: it must be a dict by parameter name")
+    step = state["step"]
+    if not _is_count(step):
+        raise ValueError(f"state['step'] is {step!r}: it must be a whole number of steps, 0 or more")
+    known = {parameter.name for parameter in session.parameters or []}
+    for name, count in state["nonfinite"].items():
+        if not _is_count(count) or (known and name not in known):
+            raise ValueError(
+                f"state['nonfinite'][{name!r}] is {count!r}: it must be the count of a parameter of this model"
+            )
+    for name, values in state["residuals"].items():
+        if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
+            raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
+    if state["residuals"] and not session.keeps_residuals:
+        why = "error_feedback=None): attach with error_feedback, or"
+        if session.is_off:
+            why = "wire='auto' has chosen DDP's own all-reduce, which leaves nothing out):"
+        raise ValueError(
+            f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
+            f"({why} empty state['residuals']"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _mean_over_ranks(session: Session, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By parameter name; one that some ranks lack counts there as zeros. A collective call."""
+    what = "state_dict(consolidated=True)"
+    sizes = {name: values.numel() for name, values in residuals.items()}
+    sizes = {name: numel for theirs in session.gather("residuals", sizes, what) for name, numel in theirs.items()}
+    sums = {}
+    for name in sorted(sizes):
+        sums[name] = torch.zeros(sizes[name], dtype=torch.float32, device=session.device)
+        if name in residuals:
+            sums[name].copy_(residuals[name])
+    session.sum_over_ranks(list(sums.values()), what)
+    return {name: total / session.world_size for name, total in sums.items()}

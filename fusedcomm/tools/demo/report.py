@@ -1,0 +1,133 @@
+"""What the demo says at its end: a table, ``demo.json`` and ``demo.png``."""
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.tools.demo.picture import picture
+from fusedcomm.tools.demo.results import DEFAULT_NAME, RunResult, Spread, Summary, summaries, timings
+from fusedcomm.tools.demo.training import SLICE_STEPS
+
+
+def report(results: list[RunResult], out: Path) -> None:
+    rows = summaries(results)
+    print(table(rows, num_seeds(results)))
+    (out / "demo.json").write_text(json.dumps(as_json(results, rows), indent=1) + "\n")
+    picture(results, rows, out / "demo.png")
+    print(f"\nWritten: {out / 'demo.json'} and {out / 'demo.png'}")
+
+
+def num_seeds(results: list[RunResult]) -> int:
+    return len({result.spec.seed for result in results})
+
+
+# ---- the table
+
+
+def table(rows: list[Summary], seeds: int) -> str:
+    cells = [("", "test", "train", "wire bytes", "of", "step, ms", "", "exposed, ms")]
+    cells.append(("run", "accuracy", "loss", "a step", "default", "p50", "p95", "p50"))
+    cells += [table_row(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for first, *others in cells:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+    lines.insert(2, "-" * max(map(len, lines)))
+    return "\n" + "\n".join(lines + [""] + footnotes(rows, seeds))
+
+
+def table_row(row: Summary) -> tuple[str, ...]:
+    return (
+        row.name,
+        spread(row.accuracy, "{:.2%}"),
+        spread(row.final_loss, "{:.5f}"),
+        "not measured" if row.wire_bytes_per_step is None else f"{row.wire_bytes_per_step:,.0f}",
+        "" if row.bytes_ratio is None else f"{row.bytes_ratio:.3f}",
+        f"{row.step_ms_p50:.2f}",
+        f"{row.step_ms_p95:.2f}",
+        f"{row.exposed_ms_p50:.2f}",
+    )
+
+
+def spread(values: Spread, form: str) -> str:
+    text = form.format(values.mean)
+    if values.low < values.high:
+        text += f" ({form.format(values.low)} to {form.format(values.high)})"
+    return text
+
+
+def footnotes(rows: list[Summary], seeds: int) -> list[str]:
+    lines = []
+    if seeds > 1:
+        lines.append(
+            f"Accuracy, loss: mean of {seeds} seeds (lowest to highest). {DEFAULT_NAME}'s range is the noise band."
+        )
+    else:
+        lines.append("Accuracy, loss: of one seed; how much is noise takes more of them to say (--seeds).")
+    lines.append(
+        "Wire bytes: what one rank sent over TCP, as the kernel counted; gloo's own headers and barriers included."
+    )
+    lines.append(
+        "Exposed: from the last gradient of the backward pass to backward()'s return. All ranks' steps together."
+    )
+    lines.append(
+        f"The runs took turns in slices of {SLICE_STEPS} steps, so what else this machine did slowed all of them alike."
+    )
+    different = [row.name for row in rows if not row.ranks_identical]
+    if different:
+        lines.append(f"WRONG: the ranks ended with different parameters in: {'; '.join(different)}.")
+    else:
+        lines.append("In every run all ranks ended with the same parameters, bit for bit.")
+    return lines
+
+
+# ---- the JSON
+
+
+def as_json(results: list[RunResult], rows: list[Summary]) -> dict:
+    default = next(row for row in rows if row.name == DEFAULT_NAME)
+    return {
+        "env": environment(results),
+        "noise_band": {
+            "seeds": num_seeds(results),
+            "accuracy": [default.accuracy.low, default.accuracy.high],
+            "final_loss": [default.final_loss.low, default.final_loss.high],
+        },
+        "summary": [dataclasses.asdict(row) for row in rows],
+        "runs": [run_as_json(result) for result in results],
+    }
+
+
+def run_as_json(result: RunResult) -> dict:
+    spec = result.spec
+    return {
+        "name": spec.name if spec.seed == 0 else f"{spec.name}, seed {spec.seed}",
+        "wire": spec.wire,
+        "seed": spec.seed,
+        "accuracy": result.accuracy,
+        "final_loss": result.final_loss,
+        "wire_bytes_per_step": result.wire_bytes_per_step,
+        **timings([result]),
+        "ranks_identical": result.ranks_identical,
+        "loss_curve": result.loss_curve,
+    }
+
+
+def environment(results: list[RunResult]) -> dict:
+    return {
+        "fusedcomm": fusedcomm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ranks": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "steps": len(results[0].loss_curve),
+    }

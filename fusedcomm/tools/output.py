@@ -1,0 +1,49 @@
+"""What commands write: refused before the work where it cannot be written, and how pictures are drawn."""
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+from fusedcomm.tools.cli import UsageError
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def check(json: Path | None, plot: Path | None, options: tuple[str, str] = ("--json", "--plot")) -> None:
+    """Makes their folders. None: is not written.
+
+    Args:
+        options: that have named them.
+
+    Raises:
+        UsageError: one of them cannot be written, or is no picture's name.
+    """
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise UsageError(
+            f"{options[1]} {plot}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
+        )
+    for option, path in zip(options, (json, plot), strict=True):
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{option} {path}: its folder cannot be made ({error.strerror}); name another file"
+            ) from error
+        if path.is_dir():
+            raise UsageError(f"{option} {path} is a folder; name a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"{option} {path} cannot be written: no permission; name another file")
+
+
+def pyplot() -> ModuleType:
+    """Matplotlib's, for files. Raises ImportError that says what to install."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
+    matplotlib.use("Agg")  # a file is all that is drawn: no screen needed
+    from matplotlib import pyplot
+
+    return pyplot

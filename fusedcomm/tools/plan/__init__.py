@@ -1,0 +1,1 @@
+"""``fusedcomm plan``: step times predicted on paper."""

@@ -1,0 +1,173 @@
+"""What happens on a rank itself: the codec's stages, DDP's copies, and how many cores a rank really has. All ranks at
+once, as in a step, since they may share memory and cores."""
+
+import dataclasses
+import itertools
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from fusedcomm.config import Config, choose_codec_threads, choose_isa
+from fusedcomm.native import _C
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Codec
+from fusedcomm.tools.probe.fit import Point, theil_sen
+from fusedcomm.tools.probe.team import Team
+from fusedcomm.tools.probe.traced import stage_points
+
+CHUNK_PARTS = (8, 2, 1)
+"""Chunks are measured at so many parts of the size that the engine gives them."""
+NUM_WORKSPACES = 4
+NUM_BUCKETS = 4
+"""That take turns, so that none is still in a cache when it is its turn again."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredLocal:
+    codecs: dict[str, Codec]
+    points: dict[str, dict[str, list[Point]]]
+    """By wire and stage, those that sums of so many ranks have: (elements, seconds)."""
+    copy_s_per_byte: float
+    cores: float | None
+    """Of a rank; None: what computes does not move bytes."""
+    codec: str
+    """What its stages run on."""
+
+
+def measure_local(
+    team: Team,
+    wires: Sequence[str],
+    budget_s: float,
+    cores: float | None = None,
+    s_per_byte: float | None = None,
+) -> MeasuredLocal:
+    """A collective call. `cores`: of this rank, if it is known.
+
+    On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
+    """
+    on_cpu = team.device.type == "cpu"
+    codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
+    copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
+    cores = _agreed_cores(team, cores) if on_cpu else None
+    points, codecs = {}, {}
+    first = torch.randn(DEFAULT_CAP_NBYTES // 4)
+    buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
+    for wire in dict.fromkeys(("fp32", *wires)):
+        if on_cpu:
+            points[wire] = _stages(team, codec, buckets, wire, s_per_byte, 0.9 * budget_s / (len(wires) + 1))
+        else:
+            points[wire] = stage_points(team, wire)
+        codecs[wire] = Codec(**{stage: theil_sen(of_stage) for stage, of_stage in points[wire].items()})
+    what = f"{codec.isa} × {codec.num_threads} thread(s)" if on_cpu else "on the GPU"
+    return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what)
+
+
+def _stages(
+    team: Team,
+    codec: "_C.Codec",
+    buckets: list[torch.Tensor],
+    wire: str,
+    s_per_byte: float | None,
+    budget_s: float,
+) -> dict[str, list[Point]]:
+    """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
+    if wire == "fp32":
+        return _exact(team, codec, buckets[0], budget_s)
+    points: dict[str, list[Point]] = {"pack": [], "unpack": []}
+    default = Config(wire=wire).resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
+    gradient = buckets[0]
+    turn = itertools.cycle(buckets)
+    for parts in CHUNK_PARTS:
+        config = Config(wire=wire, exempt=(), chunk_nbytes=max(default // parts, 4096))
+        plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
+        layout, num_messages = plan.layout, plan.num_messages
+        slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
+        sums = torch.zeros(layout.part_stride, dtype=torch.uint8)
+        for chunk, slot in enumerate(slots):
+            for message in slot.chunk(num_messages):
+                codec.pack(layout, chunk % layout.num_chunks, [gradient], [], 1.0, message)
+
+        def each(stage: Callable, layout=layout, slots=slots) -> Callable[[], None]:
+            def run() -> None:
+                bucket = next(turn)
+                for chunk in range(layout.num_chunks):
+                    stage(bucket, chunk, slots[chunk % len(slots)])
+
+            return run
+
+        def pack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
+            codec.pack(layout, chunk, [bucket], [], 1.0, slot[: layout.chunk_nbytes])
+
+        def reduce(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, sums=sums) -> None:
+            codec.reduce(layout, slot, 1 / team.world_size, sums)
+
+        def unpack(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout) -> None:
+            codec.unpack(layout, chunk, slot[: layout.chunk_nbytes], 1.0, [bucket], [])
+
+        def sum(bucket: torch.Tensor, chunk: int, slot: torch.Tensor, layout=layout, number=num_messages) -> None:
+            codec.unpack(layout, chunk, slot, 1.0, [bucket], [], number)
+
+        numel = gradient.numel() / layout.num_chunks
+        stages = {"pack": pack, "unpack": unpack} | ({"reduce": reduce} if plan.sum == "two-shot" else {"sum": sum})
+        for name, stage in stages.items():
+            seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(stages))
+            points.setdefault(name, []).append((numel, seconds / layout.num_chunks))
+    return points
+
+
+def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: float) -> dict[str, list[Point]]:
+    """A bucket in its own memory is scaled there, once."""
+    points = []
+    for parts in (8, 1):
+        part = gradient[: gradient.numel() // parts]
+        points.append((part.numel(), _timed(team, lambda part=part: codec.scale_in_place([part], 1.0), budget_s / 2)))
+    return {"pack": points}
+
+
+def _copy_s_per_byte(team: Team, budget_s: float) -> float:
+    shape = (DEFAULT_CAP_NBYTES // 4,)
+    pairs = [[torch.full(shape, value, device=team.device) for value in (0.0, 1.0)] for _ in range(NUM_BUCKETS)]
+    turn = itertools.cycle(pairs)
+
+    def copy() -> None:
+        source, target = next(turn)
+        target.copy_(source)
+
+    return _timed(team, copy, budget_s) / DEFAULT_CAP_NBYTES
+
+
+def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float:
+    """The median, by as many rounds as there is time for."""
+    (first_s,) = team.time(function, 1)
+    rounds = min(max(int(budget_s / max(first_s, 1e-6)), MIN_ROUNDS), MAX_ROUNDS)
+    return statistics.median([first_s, *team.time(function, rounds, warmup=0)])
+
+
+# ---- cores
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Equal where ranks share a kernel, and thus its cores, also in containers and network namespaces with names of their
+own."""
+
+
+def _agreed_cores(team: Team, own: float | None) -> float:
+    """The fewest of any rank: as its user says, or counted. A collective call."""
+    counted = cores_of_a_rank(team)
+    return min(team.gather(counted if own is None else own))
+
+
+def cores_of_a_rank(team: Team) -> float:
+    """Those that this rank's machine lets its ranks use, by the number of these. A collective call.
+
+    Counted and not measured: what another program takes meanwhile would count for good.
+    """
+    machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    everyone = team.gather((machine, cores))
+    of_machine = [set(theirs) for name, theirs in everyone if name == machine]
+    return len(set.union(*of_machine)) / len(of_machine)

@@ -1,0 +1,98 @@
+"""How fast the cores are in real steps, by which predictions are corrected: what computes by itself has the caches for
+itself, a machine is not always as fast, and collectives wait for cores that compute."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from fusedcomm.tools.cost_model import Cluster, Network, TwoLevels, Workload
+from fusedcomm.tools.probe.check import Check
+from fusedcomm.tools.probe.choices import Way, predict_option
+
+FACTORS = [1.05**exponent for exponent in range(-9, 10)]
+"""That are considered: from 0.64 to 1.55."""
+PRIOR = 0.05
+"""The weight of a factor's own deviation from 1, beside that of a step from its prediction: costs by themselves are
+believed to be right within a fifth, medians of steps within a twentieth."""
+ROUNDS = 3
+"""Of looking for each factor, the others as they are."""
+OF_A_CORE = {"forward_s", "backward_s", "optimizer_s", "ready_s", "copy_s_per_byte"}
+OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
+"""Fields of the cost model's inputs, besides all that the codec takes."""
+
+
+def slowed(value: object, factor: float, everything: bool = False) -> object:
+    """A workload, a cluster, or both of them, in which all that a core does takes `factor` times as long, and what the
+    network does as long as before."""
+    if isinstance(value, Mapping):
+        return {key: slowed(inner, factor, everything) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [slowed(inner, factor, everything) for inner in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    changed = {}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if isinstance(inner, float) and (everything or field.name in OF_A_CORE):
+            changed[field.name] = factor * inner
+        elif not isinstance(inner, float):
+            changed[field.name] = slowed(inner, factor, everything or field.name == "codecs")
+    return dataclasses.replace(value, **changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How many times as long as by themselves things take in real steps."""
+
+    cores: float = 1.0
+    """All that a core does."""
+    collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Beyond that, by kind as cost_model.Network has them: what a core does for one, or waits for another's core."""
+
+    def of(self, workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
+        """Both, as they are in real steps."""
+        workload, cluster = slowed((workload, cluster), self.cores)
+        two_levels = cluster.two_levels
+        if two_levels is not None:
+            two_levels = TwoLevels(self._of_network(two_levels.network), self._of_network(two_levels.local))
+        return workload, dataclasses.replace(cluster, network=self._of_network(cluster.network), two_levels=two_levels)
+
+    def _of_network(self, network: Network) -> Network:
+        costs = {kind: slowed(getattr(network, kind), factor) for kind, factor in self.collectives.items()}
+        return dataclasses.replace(network, **costs)
+
+
+def collective_of(way: Way, world_size: int) -> str:
+    """What carries the bytes of buckets that are not small."""
+    config = way.config
+    sum = "exact" if config is None else config.sum_of_large_buckets(world_size)
+    return {"exact": "all_reduce", "direct": "direct"}.get(sum, "exchange")
+
+
+def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> Speed:
+    """As these steps of `workload` have it: the factors f for which Σ log²(predicted(f) / measured) + PRIOR · Σ log² f
+    is least. One that the steps do not tell, since they wait for the network, is 1; a 16-bit all-reduce that is not
+    among them has DDP's own, which goes round the same ring."""
+    kinds = [collective_of(check.option.way, cluster.world_size) for check in checks]
+    factors = dict.fromkeys(("cores", *kinds), 1.0)
+
+    def speed(factors: Mapping[str, float]) -> Speed:
+        collectives = {name: factor for name, factor in factors.items() if name != "cores"}
+        return Speed(factors["cores"], collectives)
+
+    def badness(name: str, factor: float) -> float:
+        """Of the steps that the factor of this name has a part in."""
+        slow = speed(factors | {name: factor}).of(workload, cluster)
+        errors = []
+        for check, kind in zip(checks, kinds, strict=True):
+            if name in ("cores", kind):
+                predicted = predict_option(*slow, check.option.way, check.option.cap_mb).prediction
+                errors.append(math.log(predicted.step_s / check.measured_s))
+        return math.fsum(error**2 for error in errors) + PRIOR * math.log(factor) ** 2
+
+    for _ in range(ROUNDS):
+        for name in factors:
+            factors[name] = min(FACTORS, key=lambda factor, name=name: badness(name, factor))
+    if "all_reduce" in factors:
+        factors.setdefault("direct", factors["all_reduce"])
+    return speed(factors)

@@ -1,0 +1,57 @@
+"""The codec's stages where they cannot be called one by one: on an accelerator, by traces of the engine at work."""
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.config import Config
+from fusedcomm.ddp.handle import attach
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
+from fusedcomm.tools.probe.fit import Point
+from fusedcomm.tools.probe.team import Team
+from fusedcomm.tools.probe.workload import synthetic
+
+BUCKET_NUMELS = (DEFAULT_CAP_NBYTES // 32, DEFAULT_CAP_NBYTES // 8, DEFAULT_CAP_NBYTES // 4)
+STAGES = ("pack", "reduce", "unpack")
+"""Of the engine. In a one-shot there is no reduce, and unpack sums."""
+WARMUP_STEPS, STEPS = 3, 5
+ONE_BUCKET_MB = 1 << 20
+
+
+def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
+    """(elements of a chunk, seconds) by the codec's stages that sums of so many ranks have. A collective call."""
+    points = _points(team, wire, "auto")
+    if Config(wire=wire).sum_of_large_buckets(team.world_size) == "one-shot":
+        points["sum"] = points.pop("unpack")
+        if wire in ("bf16", "fp16"):
+            points["unpack"] = _points(team, wire, "direct")["unpack"]
+    return points
+
+
+def _points(team: Team, wire: str, sum: str) -> dict[str, list[Point]]:
+    points: dict[str, list[Point]] = {}
+    for numel in BUCKET_NUMELS:
+        model, step, _ = synthetic(numel, 0.0, team.device)
+        ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB)
+        handle = attach(ddp, wire=wire, sum=sum, exempt=(), quiet=True)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace-{rank}.json"
+            for _ in range(WARMUP_STEPS):
+                step(ddp).backward()
+            with handle.trace(path):
+                for _ in range(STEPS):
+                    step(ddp).backward()
+                team.settle()
+            events = json.loads(Path(str(path).replace("{rank}", str(team.rank))).read_text())["traceEvents"]
+        handle.detach()
+        found = [event for event in events if event["ph"] == "X" and event["args"]["stage"] in STAGES]
+        num_chunks = 1 + max(event["args"]["chunk"] for event in found)
+        for stage in STAGES:
+            seconds = [event["dur"] / 1e6 for event in found if event["args"]["stage"] == stage]
+            if seconds:
+                (slowest_s,) = team.slowest([statistics.median(seconds)])
+                points.setdefault(stage, []).append((numel / num_chunks, slowest_s))
+    return points

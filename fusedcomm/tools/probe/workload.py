@@ -1,0 +1,246 @@
+"""The step that is to be synchronised: a user's, from a script, or one of so many parameters and so much to compute."""
+
+import functools
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fusedcomm.tools.cost_model import Gradient, Workload
+from fusedcomm.tools.probe.team import ProbeError, Team, cpu_s
+
+Step = Callable[[nn.Module], Tensor]
+Task = tuple[nn.Module, Step, torch.optim.Optimizer | None]
+"""A model, a function that runs its forward pass on a batch and returns the loss, and what then updates it, if that is
+to be measured, too."""
+
+SHAPE = "it must return (model, step), or (model, step, optimizer), where step(model) returns the loss"
+PARAMETER_NUMEL = 1 << 20
+"""Of the synthetic model's parameters."""
+
+
+# ---- a user's
+
+
+def load(script: str) -> Callable[[], Task]:
+    """What `PATH` or `PATH:FUNCTION` names; the function is make() unless it is named.
+
+    Raises:
+        ProbeError: there is no such file or function, or the file cannot be run; names what there is.
+    """
+    path, name = script_path(script)
+    spec = importlib.util.spec_from_file_location("fusedcomm_probe_script", path)
+    if spec is None:
+        raise ProbeError(f"--script {script}: {path} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as for a script that Python runs
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ProbeError(f"--script {script}: running it failed: {type(error).__name__}: {error}") from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        found = ", ".join(functions[:6]) or "none"
+        raise ProbeError(f"--script {script}: {path} has no function {name}(): {SHAPE}; functions there: {found}")
+    return make
+
+
+def script_path(script: str) -> tuple[str, str]:
+    """(path, name of the function). Raises ProbeError if there is no such file."""
+    path, name = (script, "make") if script.endswith(".py") else script.rpartition(":")[::2]
+    if not Path(path).is_file():
+        raise ProbeError(f"--script {script}: there is no file {path}: name a Python file, PATH.py or PATH.py:FUNCTION")
+    return path, name
+
+
+def checked(task: object, device: torch.device) -> Task:
+    """The same task, or ProbeError about what is wrong with it. Runs one step, on `device`."""
+    if not isinstance(task, tuple) or len(task) not in (2, 3):
+        raise ProbeError(f"make() returned {_described(task)}: {SHAPE}")
+    model, step, optimizer = (*task, None)[:3]
+    if not isinstance(model, nn.Module) or not callable(step):
+        raise ProbeError(f"make() returned {_described(task)}: {SHAPE}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ProbeError(f"make()'s third result is a {type(optimizer).__name__}: leave it out, or return an Optimizer")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ProbeError("make()'s model has no parameter with requires_grad: there is nothing to synchronise")
+    dtypes = {str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
+    if dtypes != {"torch.float32"}:
+        raise ProbeError(f"make()'s model has parameters of {', '.join(sorted(dtypes))}: the probe knows torch.float32")
+    elsewhere = [(name, p.device) for name, p in model.named_parameters() if p.device.type != device.type]
+    if elsewhere:
+        raise ProbeError(f"make()'s model has {elsewhere[0][0]} on {elsewhere[0][1]}: this rank's device is {device}")
+    in_ddp = _InPlaceOfDdp(model)
+    try:
+        loss = step(in_ddp)
+    except (AttributeError, TypeError) as error:
+        if type(in_ddp).__name__ not in str(error):
+            raise
+        raise ProbeError(
+            f"step(model) needs more of the model than its forward pass ({error}): it is given the model in DDP, too, "
+            'where getattr(model, "module", model) is the model itself'
+        ) from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ProbeError(
+            f"step(model) returned {_described(loss)}: it must return the loss, a tensor with one element that "
+            "backward() can be called on"
+        )
+    if not in_ddp.num_calls:
+        raise ProbeError(
+            "step(model) does not call the model that it is given, but perhaps one that it has from elsewhere: DDP "
+            "could not synchronise that, and every choice would look like no communication at all"
+        )
+    loss.backward()
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    model.zero_grad()
+    if unused:
+        raise ProbeError(
+            f"step(model) does not use {len(unused)} parameter(s), {unused[0]} for example, which DDP would wait for: "
+            "freeze them (requires_grad_(False)), or use them in the loss"
+        )
+    return model, step, optimizer
+
+
+class _InPlaceOfDdp(nn.Module):
+    """Around a model as DDP will be: with none of its attributes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.num_calls = module, 0
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.num_calls += 1
+        return self.module(*args, **kwargs)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return f"a {type(value).__name__}"
+
+
+# ---- one of so many parameters and so much to compute
+
+
+class Layer(torch.autograd.Function):
+    """Passes on what it gets; its backward calls `compute` and has a gradient at hand."""
+
+    @staticmethod
+    def forward(context, value: Tensor, parameter: Tensor, gradient: Tensor, compute: Callable[[], object]) -> Tensor:
+        context.gradient, context.compute = gradient, compute
+        return value.clone()
+
+    @staticmethod
+    def backward(context, output: Tensor) -> tuple:
+        context.compute()
+        # Fresh memory, as a backward pass writes it.
+        return output, context.gradient.clone(), None, None
+
+
+def work(num_repeats: int, device: torch.device) -> None:
+    """Of a core, without reading or writing much."""
+    values = torch.ones(1 << 14, device=device)
+    for _ in range(num_repeats):
+        values.mul_(1.0)
+
+
+class Synthetic(nn.Module):
+    """Parameters of PARAMETER_NUMEL elements, `numel` in all, whose backward pass takes about `backward_s`."""
+
+    def __init__(self, numel: int, backward_s: float, device: torch.device) -> None:
+        super().__init__()
+        numels = [PARAMETER_NUMEL] * (numel // PARAMETER_NUMEL)
+        if numel % PARAMETER_NUMEL or not numels:
+            numels.append(numel % PARAMETER_NUMEL or 1)
+        # Two dimensions: what has one is exempt from wires with scales.
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1, numel, device=device)) for numel in numels)
+        self._gradients = [torch.randn(1, numel, device=device) for numel in numels]
+        begin = time.perf_counter()
+        work(2000, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        of_one_s = (time.perf_counter() - begin) / 2000
+        self._compute = functools.partial(work, round(backward_s / len(numels) / of_one_s), device)
+
+    def forward(self) -> Tensor:
+        value = torch.zeros((), requires_grad=True, device=self.weights[0].device)
+        for weight, gradient in zip(self.weights, self._gradients, strict=True):
+            value = Layer.apply(value, weight, gradient, self._compute)
+        return value
+
+
+def synthetic(numel: int, backward_s: float, device: torch.device) -> Task:
+    return Synthetic(numel, backward_s, device), lambda model: model(), None
+
+
+# ---- measuring
+
+
+def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
+    """Steps without synchronisation, of all ranks at once; the slowest rank's. A collective call."""
+    model, step, optimizer = task
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ready: dict[int, float] = {}
+    handles = [
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, index=index: ready.__setitem__(index, time.perf_counter())
+        )
+        for index, parameter in enumerate(parameters)
+    ]
+    rows: list[list[float]] = []
+    try:
+        _steps(team, model, step, optimizer, ready, len(parameters), 2)  # not timed
+        (first_s,) = team.slowest([sum(_steps(team, model, step, optimizer, ready, len(parameters), 1)[0][:3])])
+        num_steps = min(max(int(budget_s / max(first_s, 1e-6)), 5), 50)
+        rows = _steps(team, model, step, optimizer, ready, len(parameters), num_steps)
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()
+    # A step of all ranks is as long as the slowest one's; its parts are shares of it.
+    steps_s = [sum(row[:3]) for row in rows]
+    total_s = statistics.median(team.slowest(steps_s))
+    shares = [
+        statistics.median(row[part] / step_s for row, step_s in zip(rows, steps_s, strict=True)) for part in range(3)
+    ]
+    shares += [statistics.median(row[4 + index] / row[1] for row in rows) for index in range(len(parameters))]
+    busy_cores = sum(row[3] for row in rows) / sum(steps_s)
+    *shares, busy_cores = team.mean([*shares, busy_cores])
+    forward_s, backward_s, optimizer_s = (total_s * share / sum(shares[:3]) for share in shares[:3])
+    ready_s = [backward_s * min(share, 1.0) for share in shares[3:]]
+    order = sorted(range(len(parameters)), key=lambda index: (ready_s[index], -index))
+    gradients = [Gradient(parameters[index].numel(), ready_s[index], parameters[index].dim() <= 1) for index in order]
+    return Workload(forward_s, backward_s, optimizer_s, gradients, busy_cores=busy_cores)
+
+
+def _steps(team: Team, model: nn.Module, step: Step, optimizer, ready: dict, num_ready: int, num_steps: int) -> list:
+    """Rows of forward, backward and optimizer seconds, of the CPU time of all of them, and of the time at which each
+    gradient was ready."""
+    rows = []
+    for _ in range(num_steps):
+        team.barrier()
+        ready.clear()
+        begin, begin_cpu_s = time.perf_counter(), cpu_s()
+        model.zero_grad()
+        loss = step(model)
+        team.settle()
+        forward = time.perf_counter()
+        loss.backward()
+        team.settle()
+        backward = time.perf_counter()
+        if optimizer is not None:
+            optimizer.step()
+            team.settle()
+        end, taken_cpu_s = time.perf_counter(), cpu_s() - begin_cpu_s
+        # One that got no gradient travels as zeros, at the end.
+        since = [ready.get(index, backward) - forward for index in range(num_ready)]
+        rows.append([forward - begin, backward - forward, end - backward, taken_cpu_s, *since])
+    return rows

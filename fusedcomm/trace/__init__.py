@@ -1,0 +1,1 @@
+"""Traces of the engine's stages: recorded, written, merged over ranks."""

@@ -1,0 +1,241 @@
+"""One timeline of all ranks' traces. Their clocks need not agree: the collectives say how far they are apart.
+
+No rank's part in a collective can end before every rank of it has begun its own. So with o the offset to be added to a
+rank's times, for every collective and every two ranks a and b of it
+
+    end_a + o_a ≥ begin_b + o_b    that is    o_b − o_a ≤ end_a − begin_b
+
+The smallest right-hand side over all collectives is an edge from a to b; shortest paths from rank 0 are the largest
+offsets that are possible, those to it, negated, the smallest. Both meet all inequalities, and so does their mean, which
+is what is taken: half their difference is the most by which it can be wrong. (Medians would be right more often where
+delays are symmetric, but guarantee nothing, and might show a collective that ends before it has begun.)
+"""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.ranks.peers import Peers
+from fusedcomm.trace import document as trace
+
+_PIECE_NBYTES = 1 << 20
+"""What one value in the store holds; a TCPStore takes up to 8 MiB."""
+
+
+class TimelineError(ValueError):
+    """Documents that do not make one timeline; the text says which and why."""
+
+
+# ---- clocks
+
+
+def clock_offsets(documents: Sequence[dict]) -> tuple[list[float], list[float]]:
+    """Offset to rank 0's clock and its uncertainty, both in microseconds, by rank; documents in rank order.
+
+    Infinite uncertainty, and offset 0, for a rank without a collective in common with rank 0, directly or not.
+    """
+    bounds = _bounds(documents)
+    # Clocks whose rates differ contradict themselves in the end: then the bounds are taken that much less literally.
+    slack, largest, negated_smallest = 0.0, None, None
+    while largest is None:
+        largest, negated_smallest = (_shortest(paths + slack) for paths in (bounds, bounds.T))
+        if largest[0] < 0 or negated_smallest[0] < 0 or (largest + negated_smallest < 0).any():
+            slack, largest = max(1.0, 2 * slack), None
+    known = largest.isfinite() & negated_smallest.isfinite()
+    offsets = torch.where(known, (largest - negated_smallest) / 2, torch.zeros_like(largest))
+    uncertainties = torch.where(known, (largest + negated_smallest) / 2, torch.full_like(largest, torch.inf))
+    return offsets.tolist(), uncertainties.tolist()
+
+
+def _shortest(edges: torch.Tensor) -> torch.Tensor:
+    """From node 0, by float64 edges [n, n]; below 0 at node 0 if there is no shortest path."""
+    distances = edges[0].clone()
+    distances[0] = 0
+    for _ in range(len(edges)):
+        shorter = torch.minimum(distances, (distances[:, None] + edges).amin(0))
+        if torch.equal(shorter, distances):
+            return distances
+        distances = shorter
+    distances[0] = -torch.inf
+    return distances
+
+
+def _bounds(documents: Sequence[dict]) -> torch.Tensor:
+    """[a, b]: the least end_a − begin_b over all collectives of both; float64, infinite where there is none."""
+    num_ranks = len(documents)
+    bounds = torch.full((num_ranks, num_ranks), torch.inf, dtype=torch.float64)
+    for times in _collectives(documents).values():
+        ranks = torch.tensor([rank for rank, _, _ in times])
+        begin = torch.tensor([begin for _, begin, _ in times], dtype=torch.float64)
+        end = torch.tensor([end for _, _, end in times], dtype=torch.float64)
+        index = (ranks[:, None], ranks[None, :])
+        bounds[index] = torch.minimum(bounds[index], end[:, None] - begin[None, :])
+    return bounds
+
+
+def _collectives(documents: Sequence[dict]) -> dict[tuple, list[tuple[int, float, float]]]:
+    """Of each collective: rank, begin and end in microseconds of the rank's clock, for those that recorded it."""
+    collectives = {}
+    for rank, document in enumerate(documents):
+        about = document["otherData"][trace.ABOUT]
+        spans = sorted((e for e in document["traceEvents"] if e["ph"] == "X"), key=lambda e: e["ts"])
+        of_two_levels = {_bucket_of(e) for e in spans if e["args"]["stage"] == "local all-to-all"}
+        num_seen = {}
+        for event in spans:
+            stage = event["args"]["stage"]
+            if stage.startswith("local all-"):
+                group = ("host", about["host"])
+            elif stage in ("all-to-all", "all-gather") and _bucket_of(event) in of_two_levels:
+                group = ("place", about["place"])
+            elif stage in ("all-to-all", "all-gather", "all-reduce"):
+                group = ("all", 0)
+            else:
+                continue
+            what = (*_bucket_of(event), event["args"]["chunk"], stage, *group)
+            num_seen[what] = num_seen.get(what, 0) + 1
+            times = (rank, event["ts"], event["ts"] + event["dur"])
+            collectives.setdefault((*what, num_seen[what]), []).append(times)
+    return collectives
+
+
+def _bucket_of(event: dict) -> tuple[int, str]:
+    return event["args"]["step"], event["args"]["bucket"]
+
+
+# ---- one document
+
+
+def merge(documents: Sequence[dict], names: Sequence[str] | None = None) -> dict:
+    """One document with a process for each rank, times since the first event on any.
+
+    Args:
+        documents: of all ranks of one run, in any order; see :func:`fusedcomm.trace.document.document`.
+        names: what to call them in errors.
+
+    Raises:
+        TimelineError: one is no trace of fusedcomm's, or they are not all ranks of one trace.
+    """
+    names = names or [f"document {index}" for index in range(len(documents))]
+    documents = _in_rank_order(documents, names)
+    offsets, uncertainties = clock_offsets(documents)
+    abouts = [document["otherData"][trace.ABOUT] for document in documents]
+    spans = [
+        {**event, "ts": event["ts"] + offset}
+        for document, offset in zip(documents, offsets, strict=True)
+        for event in document["traceEvents"]
+        if event["ph"] == "X"
+    ]
+    first = min((span["ts"] for span in spans), default=0.0)
+    for span in spans:
+        span["ts"] -= first
+    headers = []
+    for rank, (document, uncertainty) in enumerate(zip(documents, uncertainties, strict=True)):
+        headers += [event for event in document["traceEvents"] if event["ph"] != "X"]
+        label = "reference clock" if rank == 0 else f"clock ± {uncertainty:.0f} µs"
+        headers.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_labels", "args": {"labels": label}})
+    about = {
+        "version": abouts[0]["version"],
+        "run": abouts[0]["run"],
+        "world_size": abouts[0]["world_size"],
+        "clock_offset_us": offsets,
+        # JSON has no infinity.
+        "clock_uncertainty_us": [None if uncertainty == torch.inf else uncertainty for uncertainty in uncertainties],
+    }
+    return {"traceEvents": headers + spans, "displayTimeUnit": "ms", "otherData": {trace.ABOUT: about}}
+
+
+def _in_rank_order(documents: Sequence[dict], names: Sequence[str]) -> list[dict]:
+    by_rank: dict[int, tuple[str, dict]] = {}
+    first = None
+    for name, document in zip(names, documents, strict=True):
+        about = _about(name, document)
+        first = first or (name, about)
+        for field, what in (("world_size", "ranks"), ("run", "trace")):
+            if about[field] != first[1][field]:
+                raise TimelineError(
+                    f"{name} is of {what} {about[field]!r} and {first[0]} of {first[1][field]!r}: give the files that "
+                    "the ranks of one job wrote in one with-block"
+                )
+        rank = about["rank"]
+        if rank in by_rank:
+            raise TimelineError(f"{name} and {by_rank[rank][0]} are both of rank {rank}: give one file for each rank")
+        by_rank[rank] = (name, document)
+    if first is None:
+        raise TimelineError("no traces: give the file of each rank")
+    missing = sorted(set(range(first[1]["world_size"])) - set(by_rank))
+    if missing:
+        raise TimelineError(
+            f"the traces of rank(s) {missing} of {first[1]['world_size']} are missing: give the file of each rank"
+        )
+    return [by_rank[rank][1] for rank in sorted(by_rank)]
+
+
+def _about(name: str, document: object) -> dict:
+    other = document.get("otherData") if isinstance(document, dict) else None
+    about = other.get(trace.ABOUT) if isinstance(other, dict) else None
+    if not isinstance(about, dict) or not isinstance(document.get("traceEvents"), list):
+        raise TimelineError(f'{name} is not a trace that comm.trace("…{trace.RANK_FIELD}….json") has written')
+    if "rank" not in about:
+        raise TimelineError(f"{name} has been merged already: give the files of the single ranks")
+    missing = sorted({"run", "world_size", "host", "place"} - about.keys())
+    if missing:
+        raise TimelineError(f"{name} does not say {missing} in otherData.{trace.ABOUT}: another version wrote it")
+    return about
+
+
+def merge_files(paths: Sequence[Path], out: Path) -> dict:
+    """Writes the merged document, which it returns, to `out`. TimelineError also for what is no JSON, OSError."""
+    documents = []
+    for path in paths:
+        try:
+            documents.append(json.loads(path.read_text()))
+        except ValueError as error:
+            raise TimelineError(f"{path} is not JSON: {error}") from error
+    merged = merge(documents, [str(path) for path in paths])
+    trace.write(out, merged)
+    return merged
+
+
+# ---- from all ranks
+
+
+def gather(peers: Peers, store: dist.Store, document: dict | None, problem: str) -> list[dict] | None:
+    """Every rank's document on rank 0, in rank order; None on the others, which wait for nobody.
+
+    Args:
+        store: for this call alone.
+        document: None if there is none because of the `problem`, which rank 0 then raises.
+
+    Raises:
+        RuntimeError: on rank 0: a rank has no document, or did not give it within the group's timeout.
+        PeerLostError: on rank 0: a rank that has not given it is lost.
+    """
+    text = json.dumps({"document": document, "problem": problem})
+    packed = zlib.compress(text.encode())
+    pieces = [packed[at : at + _PIECE_NBYTES] for at in range(0, len(packed), _PIECE_NBYTES)]
+    for index, piece in enumerate(pieces):
+        store.set(f"{peers.rank}/{index}", piece)
+    store.set(f"{peers.rank}/count", str(len(pieces)))
+    if peers.rank != 0:
+        return None
+    documents = []
+    counts = {other: f"{other}/count" for other in range(peers.world_size)}
+    missing = peers.wait(store, counts, "gathering the traces of all ranks")
+    if missing:
+        raise RuntimeError(
+            f"fusedcomm: the traces of rank(s) {missing} did not come within {peers.timeout.total_seconds():.0f} s: "
+            "with all_ranks=True every rank has to trace"
+        )
+    for other in counts:
+        keys = [f"{other}/{index}" for index in range(int(store.get(f"{other}/count")))]
+        record = json.loads(zlib.decompress(b"".join(store.get(key) for key in keys)))
+        for key in keys:
+            store.delete_key(key)
+        if record["problem"]:
+            raise RuntimeError(f"fusedcomm: rank {other} has no trace: {record['problem']}")
+        documents.append(record["document"])
+    return documents

@@ -1,0 +1,73 @@
+"""Traces of a running engine: this rank's into a file, or all ranks' into one, on rank 0."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from fusedcomm.native import _C
+from fusedcomm.ranks.peers import Peers, warn_alone
+from fusedcomm.trace import document as trace
+from fusedcomm.trace import merge as timeline
+
+
+class Recorder:
+    """What records the traces of one engine.
+
+    Args:
+        store: of this engine; has the same text under "run" on every rank, which no other run has.
+        place: this rank's host and its place there.
+    """
+
+    def __init__(
+        self,
+        hook: "_C.GradHook",
+        store: dist.Store,
+        peers: Peers,
+        place: tuple[int, int],
+    ) -> None:
+        self._hook, self._store, self._peers, self._place = hook, store, peers, place
+        self._num_gathered = 0
+
+    @contextlib.contextmanager
+    def record(self, path: str | os.PathLike, all_ranks: bool) -> Iterator[None]:
+        """See :meth:`fusedcomm.ddp.handle.Handle.trace`."""
+        if all_ranks and trace.RANK_FIELD in str(path):
+            raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
+        own_path = trace.path_for(path, self._peers.rank)
+        self._num_gathered += all_ranks  # what one rank records by itself is no other's business
+        if own_path is None and not all_ranks:
+            yield
+            return
+        if own_path is not None:
+            trace.check(own_path)
+        first_step = self._hook.step  # the same on all ranks that trace the same steps
+        try:
+            self._hook.start_trace()
+            try:
+                yield
+            finally:
+                spans = self._hook.stop_trace()
+            document = self._document(spans, first_step)
+        except BaseException as error:
+            # Of the user's block or of ours: rank 0 must not wait for a trace that does not come.
+            if all_ranks and self._peers.rank != 0:
+                with contextlib.suppress(Exception):  # it is the error above that counts
+                    self._gather(None, repr(error))
+            raise
+        documents = self._gather(document) if all_ranks else None
+        if own_path is None:
+            return
+        try:
+            trace.write(own_path, timeline.merge(documents) if all_ranks else document)
+        except OSError as error:  # a full disk: no reason to leave the other ranks
+            warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
+
+    def _document(self, spans: list, first_step: int) -> dict:
+        run = f"{self._store.get('run').decode()}/{first_step}"
+        return trace.document(spans, self._peers.rank, self._peers.world_size, run, self._place)
+
+    def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
+        store = dist.PrefixStore(f"trace/{self._num_gathered}", self._store)
+        return timeline.gather(self._peers, store, document, problem)

@@ -1,0 +1,882 @@
+"""wire="auto" on real ranks, and what its search may choose from."""
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+import os
+import random
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, refused, synchronise, threads_of_engine, worst
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.autotune import search as autotune
+from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
+from fusedcomm.autotune.tuner import Space
+from fusedcomm.native import _C
+
+pytestmark = pytest.mark.alone
+
+FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
+NUMEL = 20000
+"""So few that a wire is used with sum="two-shot" only: small buckets are summed exactly otherwise."""
+
+# --- what may be chosen ---------------------------------------------------------------------------------------------
+
+
+def options(**kwargs):
+    defaults = {"sum": "auto", "chunk_nbytes": None, "chunks_in_flight": None, "hosts": None, "wire_for": None}
+    return {**defaults, **kwargs}
+
+
+def running(space, candidate):
+    """On two ranks with a link of 1 Gbit/s: chunks of 256 KiB, 16 under way."""
+    return space.config(candidate).resolved(2, "cpu", 8e-9)
+
+
+def by_chance(seed):
+    space = Space(("int4", "int8", "bf16", "fp16", "fp32"), options())
+    chance = random.Random(seed)
+    found = Search(
+        space.first,
+        lambda best: space.sums(best, {"two-shot"}, 4, True),
+        lambda best: space.chunks(best, running(space, best), 10),
+    )
+    num_steps = 0
+    while not found.finished:
+        num_steps += found.trial_steps
+        found.record(90 + 20 * chance.random())
+    return found, num_steps
+
+
+def test_the_same_times_give_the_same_search_and_it_ends():
+    most = autotune.max_steps(5, 3, 2)
+    for seed in range(200):
+        (one, num_steps), (other, _) = by_chance(seed), by_chance(seed)
+        assert (one.trials, one.candidate) == (other.trials, other.candidate)
+        assert num_steps <= most
+        # What is kept has won in the last two looks, at what is exact, at it, and maybe at another wire.
+        tried = [trial.candidate for trial in one.trials]
+        if len(tried) > 6 or one.candidate != OFF:  # one trial of off and each wire was enough
+            assert len(tried) > 6
+            size = 2 if tried[-4:-2] == tried[-2:] else 3
+            assert tried[-size:] == tried[-2 * size : -size] and tried[-size].is_exact
+            looks = one.trials[-2 * size :]
+            total_ms = {
+                trial.candidate: sum(look.step_ms for look in looks[i::size]) for i, trial in enumerate(looks[:size])
+            }
+            assert one.candidate == autotune.preferred(total_ms)
+
+
+def test_wires_are_tried_from_the_most_exact_on():
+    assert Space(("int4", "bf16", "int8", "fp32", "int4"), options()).wires == ("fp32", "bf16", "int8", "int4")
+    assert Space(None, options()).wires == ("fp32", "bf16")
+    assert Space(None, options(error_feedback=True)).wires == ("bf16",)
+
+
+def test_only_sums_and_chunks_that_are_left_open_are_tried():
+    space = Space(("bf16",), options())
+    assert space.sums(BF16, {"two-shot"}, 4, False) == [Candidate("bf16", "direct")]
+    fp32, exact = Space(("fp32",), options()), Candidate("fp32")
+    assert fp32.sums(exact, {"exact"}, 4, False) == [Candidate("fp32", "two-shot")]
+    # Of two ranks a two-shot is never better than a one-shot, whatever the buckets have now.
+    assert fp32.sums(exact, {"exact"}, 2, False) == [Candidate("fp32", "one-shot")]
+    for used in ({"one-shot"}, {"one-shot", "exact"}):
+        assert space.sums(BF16, used, 2, False) == [Candidate("bf16", "direct")]
+        assert Space(("int8",), options()).sums(Candidate("int8"), used, 2, False) == []
+    assert space.sums(BF16, {"exact"}, 2, False) == [Candidate("bf16", "direct"), Candidate("bf16", "one-shot")]
+    assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}, 4, False) == []
+    assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}, 4, False) == []
+    smaller, larger = space.chunks(BF16, running(space, BF16), 10)
+    assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (128 << 10, 32)
+    assert (larger.chunk_nbytes, larger.chunks_in_flight) == (1 << 20, 8)
+    assert space.chunks(BF16, running(space, BF16), 1) == []
+    of_size = Candidate("bf16", chunk_nbytes=8192)
+    assert space.chunks(of_size, running(space, of_size), 10) == []
+
+
+def test_two_levels_are_tried_where_they_can_be_had_and_are_left_open():
+    space, by_host = Space(("fp32", "bf16"), options()), Candidate("bf16", by_host=True)
+    assert space.sums(BF16, {"two-shot"}, 4, True) == [Candidate("bf16", "direct"), by_host]
+    assert str(by_host) == "bf16 by host" and space.allows(by_host)
+    config = space.config(by_host)
+    assert (config.hosts, config.local_wire) == ("auto", "bf16") and space.config(BF16).hosts is None
+    exact = space.config(Candidate("fp32", by_host=True))
+    assert (exact.hosts, exact.local_wire) == ("auto", "fp32")  # not rounded within a host either
+    two_shot = Candidate("bf16", "two-shot")
+    of_users_sum = Space(("bf16",), options(sum="two-shot")).sums(two_shot, {"two-shot"}, 4, True)
+    assert of_users_sum == [dataclasses.replace(two_shot, by_host=True)]
+    for others in ({"hosts": "auto"}, {"error_feedback": True}, {"sum": "direct"}):
+        fixed = Space(("bf16",), options(**others))
+        assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, 4, True))
+
+
+def test_no_sum_is_tried_that_cannot_carry_what_has_to_be_exact():
+    space = Space(("bf16",), options(wire_for={"head.*": "fp32"}))
+    assert space.sums(BF16, {"two-shot"}, 3, False) == [] and not space.allows(Candidate("bf16", "direct"))
+    assert Space(("bf16",), options(wire_for={"head.*": "bf16"})).allows(Candidate("bf16", "direct"))
+
+
+def test_chunks_in_flight_of_the_users_stay():
+    space = Space(("bf16",), options(chunks_in_flight=3))
+    (best,) = space.first
+    smaller, larger = space.chunks(best, running(space, best), 10)
+    assert (smaller.chunk_nbytes, larger.chunk_nbytes) == (128 << 10, 1 << 20)
+    assert smaller.chunks_in_flight == larger.chunks_in_flight == 3
+    assert space.allows(best) and space.allows(smaller)
+    assert not space.allows(BF16) and not space.allows(dataclasses.replace(smaller, chunks_in_flight=4))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"wire": "bf16", "wires": ("bf16",)}, ["wires=('bf16',)", "wire='auto'", "wire='bf16'"]),
+        ({"wire": "bf16", "tuned": "x.json"}, ["tuned='x.json'", "wire='auto'"]),
+        ({"tuned": 5}, ["tuned=5", "path of its save()"]),
+        ({"wires": 5}, ["wires=5", "pass a tuple"]),
+        ({"exempt": {"1d"}}, ["exempt={'1d'}", "tuple"]),
+        ({"wires": ()}, ["wires=()", "leaves nothing to try"]),
+        ({"wires": "bf16"}, ["wires='bf16' is one string", "('bf16',)"]),
+        ({"wires": ("bf16", "fp7")}, ["'fp7' is not known", "'int8'"]),
+        ({"wires": ("off", "int8")}, ["'off' is not known", "always tried"]),
+        (
+            {"wires": ("fp32", "bf16"), "error_feedback": True},
+            ["cannot try 'fp32'", "error_feedback", "rounds nothing"],
+        ),
+        ({"wires": ("bf16", "int8"), "sum": "direct"}, ["cannot try 'int8'", "sum='direct'"]),
+        ({"verify_every": 5, "fallback_error": 0.1}, ["cannot try 'bf16'", "fallback_wire='bf16'"]),
+        ({"chunk_nbytes": 100}, ["cannot try 'bf16'", "chunk_nbytes=100"]),
+        ({"wires": ("int8",), "exempt": ("wieghts*",)}, ["'wieghts*'", "matches none"]),
+        ({"tuned": "/nowhere/tuned.json"}, ["tuned='/nowhere/tuned.json' cannot be read", "No such file"]),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused_with_what_is_possible(ranks, kwargs, words):
+    for error in ranks.run(refused, {"wire": "auto", **kwargs}, world_size=2):
+        assert all(word in error for word in words), error
+
+
+def test_a_registered_hook_cannot_be_tuned():
+    with pytest.raises(ValueError, match="fusedcomm.attach"):
+        fusedcomm.CommState(wire="auto")
+
+
+# --- real ranks -----------------------------------------------------------------------------------------------------
+
+
+def gradients(rank, step, numel=NUMEL):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(numel, generator=generator), torch.randn(30, 40, generator=generator)]
+
+
+def module(**kwargs):
+    return DistributedDataParallel(Gradients((NUMEL,), (30, 40)), **{"bucket_cap_mb": 0.004, **kwargs})
+
+
+class Slow:
+    """Steps that take so many milliseconds longer, by what travels; and a bit more by chance, other on each rank."""
+
+    def __init__(self, comm, rank, **ms):
+        self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
+
+    def __call__(self):
+        plan = self._comm.plan()
+        ms = self._ms["off" if plan.off else plan.config.wire]
+        if not plan.off and plan.hosts is not None:
+            ms = self._ms.get("by host", ms)
+        time.sleep((ms + self._chance.random()) / 1000)
+
+
+TIMES = {"off": 60, "bf16": 30, "int8": 3}
+OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
+
+
+def searched(rank, world_size, ms, kwargs):
+    """Trains until the search has ended and a few steps on: (the choice, wires by step, relative errors, gradients)"""
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, **kwargs)
+    slow = Slow(comm, rank, **ms)
+    wires, errors, results, last = [], [], [], None
+    while last is None or len(wires) < last + 3:
+        step = len(wires)
+        slow()
+        seen = synchronise(ddp, gradients(rank, step))
+        parts = zip(*(gradients(r, step) for r in range(world_size)), strict=True)
+        exact = [sum(part) / world_size for part in parts]
+        errors.append(worst(((a - b).norm() / b.norm()).item() for a, b in zip(seen, exact, strict=True)))
+        if last is None and comm.tuning().finished:
+            last = step
+        plan = comm.plan()
+        wires.append("off" if plan.off else plan.config.wire)
+        results.append([value.sum().item() for value in seen] + [seen[0][7].item()])
+    tuning = comm.tuning()
+    stats = comm.stats()
+    comm.detach()
+    return tuning, wires, errors, results, stats.off
+
+
+LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ms", "best"), [(2, TIMES, "int8"), (3, TIMES, "int8"), (3, OFF_IS_BEST, "off")]
+)
+def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, best):
+    outcome = ranks.run(searched, ms, {"sum": "two-shot"}, world_size=world_size)
+    tuning, wires, errors, results, is_off = outcome[0]
+    assert tuning.finished and tuning.chosen.wire == best and is_off == (best == "off")
+    assert tuning.num_steps <= tuning.max_steps and set(wires[tuning.num_steps :]) == {best}
+    assert {"off", "bf16", "int8"} == set(wires)
+    for wire, error in zip(wires, errors, strict=True):
+        assert error < LIMITS[wire]
+        assert error > 1e-5 or wire == "off"
+    for other in outcome[1:]:
+        assert dataclasses.replace(other[0], bucket_cap=None) == dataclasses.replace(tuning, bucket_cap=None)
+        assert other[1] == wires and other[3] == results  # bit for bit
+    # In the order of exactness, each for as long as the others.
+    assert [trial.candidate.wire for trial in tuning.trials][:3] == ["off", "bf16", "int8"]
+    assert tuning.step_ms[OFF] > 5 and all(trial.step_ms > 0 for trial in tuning.trials)
+
+
+def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
+    """How far gradients are, in any step of a search, from those under DDP's default with the same inputs."""
+
+    def train(auto):
+        torch.manual_seed(3)
+        ddp = DistributedDataParallel(model(), **ddp_kwargs)
+        comm = None
+        if auto:
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+        num_steps, seen = (90 if not uneven else 84 + 6 * rank), []
+        with Join([ddp]) if uneven else contextlib.nullcontext():
+            for step in range(num_steps):
+                ddp.zero_grad(set_to_none=True)
+                for micro in range(accumulate):
+                    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+                    with ddp.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
+                        ddp(torch.randn(8, 10, generator=generator)).square().mean().backward()
+                seen.append(torch.cat([p.grad.flatten().double() for p in ddp.parameters()]))
+        return seen, comm
+
+    reference, _ = train(False)
+    seen, comm = train(True)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(seen, reference, strict=True)]
+    tuning = comm.tuning()
+    return max(errors), tuning.finished, tuning.chosen, tuning.trials
+
+
+@pytest.mark.parametrize(
+    ("model", "ddp_kwargs", "accumulate", "uneven"),
+    [
+        (Mlp, SMALL_BUCKETS, 1, False),
+        (Mlp, {"static_graph": True, **SMALL_BUCKETS}, 1, False),
+        (Mlp, {"gradient_as_bucket_view": True}, 2, False),
+        (Mlp, SMALL_BUCKETS, 1, True),
+        (Mlp, {"find_unused_parameters": True}, 1, False),
+        (Mixed, SMALL_BUCKETS, 1, False),
+    ],
+    ids=["small buckets", "static graph", "no_sync", "join", "find unused", "mixed dtypes"],
+)
+def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, model, ddp_kwargs, accumulate, uneven):
+    outcome = ranks.run(scheduled, model, ddp_kwargs, accumulate, uneven, world_size=2)
+    for error, finished, chosen, trials in outcome:
+        assert error < 0.1 and finished
+        assert (chosen, trials) == outcome[0][2:]
+
+
+def frozen(world_size, candidate, ddp):
+    from fusedcomm.autotune.tuner import model_digest
+
+    parameters = [fusedcomm.session.session.NamedParameter(name, p, 0) for name, p in ddp.module.named_parameters()]
+    digest = model_digest(parameters)
+    trials = (Trial(OFF, 20.0), Trial(candidate, 10.0))
+    return Tuning(True, candidate, trials, 31, 99, world_size, "cpu", digest)
+
+
+def off_beside_default(rank, world_size):
+    plain, ddp = module(), module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    same = []
+    for step in range(4):
+        values = gradients(rank, step)
+        same += [torch.equal(a, b) for a, b in zip(synchronise(ddp, values), synchronise(plain, values), strict=True)]
+    stats, plan, state = comm.stats(), comm.plan(), comm.state_dict()
+    comm.load_state_dict(state)
+    report = comm.nonfinite_report()
+    comm.state_dict(consolidated=True)
+    comm.detach()
+    return same, stats, str(plan), plan.scratch_nbytes, report
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size):
+    for same, stats, plan, scratch_nbytes, report in ranks.run(off_beside_default, world_size=world_size):
+        assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
+        assert "off, DDP's own exact all-reduce" in plan and "travels as it is" in plan
+        assert "off chosen before by wire='auto' from 1 candidates" in plan
+
+
+def off_and_back(rank, world_size):
+    """What is right, by step, while off leaves DDP's reducer alone, and when int8 has come back."""
+    ddp, plain = module(), module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    right, hooked = [], []
+
+    def step(number):
+        values = gradients(rank, number)
+        pairs = zip(synchronise(ddp, values), synchronise(plain, values), strict=True)
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    right += [step(0) == 0, step(1) == 0]
+    hooked.append(_C.take_ddp_hook(ddp.reducer))
+    ddp._update_process_group(dist.new_group())
+    right += [step(2) == 0, step(3) == 0]
+    comm.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right += [step(4) == 0]
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), quiet=True)
+    right += [0 < step(5) < 0.02, 0 < step(6) < 0.02, comm.stats().steps == 2]
+    comm.detach()
+    right += [step(7) == 0, step(8) == 0]
+    hooked.append(_C.take_ddp_hook(ddp.reducer))
+    return right, hooked
+
+
+def test_off_and_detach_leave_no_hook_behind(ranks):
+    for right, hooked in ranks.run(off_and_back, world_size=2):
+        assert all(right) and hooked == [False, False]
+
+
+def takes_hook(rank, world_size):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    taken = _C.take_ddp_hook(ddp.reducer)
+    comm.detach()
+    return taken
+
+
+def test_this_torch_lets_go_of_a_hook(ranks):
+    """Where it does not, off divides gradients in a pass of its own, and setup.py needs to know the new name."""
+    assert ranks.run(takes_hook, world_size=2) == [True, True]
+
+
+def threads_settle_at(wanted: int) -> int:
+    """The threads of the engine; what was left to itself has a second to end."""
+    deadline = time.monotonic() + 1
+    while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def threads_by_phase(rank, world_size, ms, wanted):
+    gc.collect()  # what earlier tests have left to itself
+    before = threads_of_engine()
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    slow = Slow(comm, rank, **ms)
+    seen = [threads_settle_at(before + wanted[0])]
+    while comm.plan().off:
+        slow()
+        synchronise(ddp, gradients(rank, 0))
+    seen.append(threads_settle_at(before + wanted[1]))
+    while not comm.tuning().finished:
+        slow()
+        synchronise(ddp, gradients(rank, 0))
+    for _ in range(2):  # the last of off's first passes may deliver what a wire has left out
+        synchronise(ddp, gradients(rank, 0))
+    seen.append(threads_settle_at(before + wanted[2]))
+    scratch = comm.plan().scratch_nbytes
+    comm.detach()
+    seen.append(threads_settle_at(before))
+    return [number - before for number in seen], scratch
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
+def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
+    # Three of an engine's lanes have a thread. Two threads watch the one that is tried, also off, for which a rank can
+    # be late; none watch when DDP's own all-reduce is kept.
+    for ms, wanted in ((TIMES, [11, 11, 5, 0]), (OFF_IS_BEST, [11, 11, 0, 0])):
+        for seen, scratch in ranks.run(threads_by_phase, ms, wanted, world_size=2):
+            assert seen == wanted and (scratch > 0) == (ms is TIMES)
+
+
+def with_error_feedback(rank, world_size):
+    """What all steps have delivered, what is left out, and what should have been delivered."""
+    ddp = module()
+    kwargs = {"exempt": (), "sum": "two-shot", "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int4",), quiet=True, **kwargs)
+    slow = Slow(comm, rank, off=3, int4=40)
+    delivered, wanted = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    wires, step = [], 0
+    for step in range(45):
+        slow()
+        delivered += synchronise(ddp, gradients(rank, step))[0]
+        wanted += sum(gradients(r, step)[0] for r in range(world_size)) / world_size
+        plan = comm.plan()
+        wires.append("off" if plan.off else plan.config.wire)
+        if step == 12:
+            # A search goes on with what it has restored, whatever runs.
+            comm.load_state_dict(comm.state_dict())
+    residual = comm.state_dict(consolidated=True)["residuals"].get("weights.0", torch.zeros(NUMEL))
+    return comm.tuning().chosen, wires, (delivered + residual - wanted).abs().max().item(), residual.abs().max().item()
+
+
+def test_error_feedback_loses_nothing_to_a_switch(ranks):
+    for chosen, wires, missing, residual in ranks.run(with_error_feedback, world_size=2):
+        assert chosen == OFF and "int4" in wires and wires[-1] == "off"
+        assert missing < 1e-3 and residual == 0
+
+
+def guarded(rank, world_size):
+    ddp = module()
+    kwargs = {"sum": "two-shot", "verify_every": 2, "fallback_error": 0.5, "measure_every": 3, "rounding": "stochastic"}
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, **kwargs)
+    slow = Slow(comm, rank, off=60, int8=3)
+    while not comm.tuning().finished:
+        slow()
+        synchronise(ddp, gradients(rank, 1))
+    for step in range(4):
+        seen = synchronise(ddp, gradients(rank, step))
+    return comm.tuning().chosen, len(comm.stats().verified), comm.stats().quantisation_error, seen
+
+
+def test_guards_go_on_with_what_was_chosen(ranks):
+    outcome = ranks.run(guarded, world_size=2)
+    for chosen, num_verified, errors, seen in outcome:
+        assert chosen.wire == "int8" and num_verified > 0 and errors
+        assert all(torch.equal(a, b) for a, b in zip(seen, outcome[0][3], strict=True))
+
+
+def test_sums_on_two_levels_can_be_searched(ranks):
+    kwargs = {"sum": "two-shot", "hosts": [[0, 1], [2, 3]]}
+    outcome = ranks.run(searched, TIMES, kwargs, world_size=4)
+    for tuning, wires, errors, results, _ in outcome:
+        assert tuning.chosen.wire == "int8" and results == outcome[0][3]
+        assert all(error < 2 * LIMITS[wire] for wire, error in zip(wires, errors, strict=True))
+
+
+def searched_on_hosts(rank, world_size, names, ms, kwargs):
+    with on_host(names[rank]):
+        tuning, _, errors, results, _ = searched(rank, world_size, ms, kwargs)
+    return tuning, errors, results
+
+
+def test_ranks_that_share_hosts_try_two_levels(ranks):
+    ms = {"off": 60, "bf16": 40, "int8": 30, "by host": 3}
+    outcome = ranks.run(searched_on_hosts, ["a", "b", "a", "b"], ms, {"sum": "two-shot"})
+    for tuning, errors, results in outcome:
+        assert tuning.chosen.by_host and tuning.chosen.wire == "int8" and results == outcome[0][2]
+        assert tuning.num_steps <= tuning.max_steps
+        assert [str(trial.candidate) for trial in tuning.trials[:4]] == [
+            *("off", "bf16 two-shot", "int8 two-shot", "int8 two-shot by host")
+        ]
+        assert worst(errors) < 2 * LIMITS["int8"]
+
+
+@pytest.mark.parametrize("names", [["a", "a", "b"], ["a", "b", "c"], ["a", "a", "a"]], ids=str)
+def test_other_ranks_do_not(ranks, names):
+    with_warnings = ranks.run(searched_on_hosts, names, TIMES, {"sum": "two-shot"}, world_size=3)
+    for tuning, _, _ in with_warnings:
+        assert tuning.chosen.wire == "int8" and not any(trial.candidate.by_host for trial in tuning.trials)
+
+
+# --- save and load --------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(rank, world_size, path):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    slow = Slow(comm, rank, **TIMES)
+    errors = []
+    with pytest.raises(RuntimeError, match="the search has not ended"):
+        comm.tuning().save(path)
+    while not comm.tuning().finished:
+        slow()
+        synchronise(ddp, gradients(rank, 0))
+    tuning = comm.tuning()
+    if rank == 0:
+        tuning.save(path)
+    dist.barrier()
+    comm.detach()
+    warned = []
+    for tuned in (path, tuning, Tuning.load(path)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, tuned=tuned)
+        warned += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+        at_once = comm.tuning()
+        seen = synchronise(ddp, gradients(rank, 0))
+        plan, sent = comm.plan(), comm.stats().sent_nbytes
+        comm.detach()
+        errors.append((at_once.finished, at_once.chosen == tuning.chosen, plan.config.wire, sent > 0))
+    return tuning, errors, warned, str(plan), [value.sum().item() for value in seen]
+
+
+def test_a_saved_choice_is_taken_at_once(ranks, tmp_path):
+    outcome = ranks.run(saved_and_loaded, str(tmp_path / "tuned.json"), world_size=2)
+    for tuning, attached, warned, plan, seen in outcome:
+        assert attached == [(True, True, "int8", True)] * 3 and warned == []
+        assert tuning.chosen.wire == "int8" and seen == outcome[0][4]
+        assert "chosen before by wire='auto' from" in plan and "off 6" in plan
+    assert json.loads((tmp_path / "tuned.json").read_text())["chosen"]["wire"] == "int8"
+
+
+def loaded_on_hosts(rank, world_size, names):
+    with on_host(names[rank]), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = module()
+        tuned = frozen(world_size, dataclasses.replace(INT8, by_host=True), ddp)
+        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        seen = [value.sum().item() for value in synchronise(ddp, gradients(rank, 0))]
+        tuning, plan = comm.tuning(), str(comm.plan())
+        comm.detach()
+    return tuning.finished, plan, seen, [str(warning.message) for warning in caught]
+
+
+def test_a_choice_of_two_levels_is_taken_where_there_are_two(ranks):
+    outcome = ranks.run(loaded_on_hosts, ["a", "b", "a", "b"])
+    for finished, plan, seen, warned in outcome:
+        assert finished and "2 hosts × 2 ranks" in plan and "chosen before" in plan
+        assert seen == outcome[0][2] and warned == []
+    uneven = ranks.run(loaded_on_hosts, ["a", "a", "b"], world_size=3)
+    assert all(not finished and "hosts × " not in plan for finished, plan, _, _ in uneven)
+    (warning,), *others = (warned for _, _, _, warned in uneven)
+    assert "its sums have two levels" in warning and "searches anew" in warning and others == [[], []]
+
+
+def misfits(rank, world_size):
+    ddp = module()
+    good = frozen(world_size, INT8, ddp)
+    cases = {
+        "ranks": dataclasses.replace(good, world_size=7),
+        "device": dataclasses.replace(good, device_type="cuda"),
+        "model": frozen(world_size, INT8, DistributedDataParallel(Gradients((50,)))),
+        "wires": dataclasses.replace(good, chosen=INT4),
+        "unfinished": dataclasses.replace(good, finished=False, chosen=None),
+    }
+    messages = {}
+    for name, tuned in cases.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        assert not comm.tuning().finished and comm.tuning().num_steps == 0
+        synchronise(ddp, gradients(rank, 0))
+        comm.detach()
+        messages[name] = [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+    return messages
+
+
+def test_a_choice_made_elsewhere_is_not_taken_and_why(ranks):
+    first, second = ranks.run(misfits, world_size=2)
+    words = {
+        "ranks": "it is of 7 ranks and these are 2",
+        "device": "gradients on cuda and these are on cpu",
+        "model": "a model with other parameters",
+        "wires": "chosen int4, which wires=('int8',)",
+        "unfinished": "had not ended",
+    }
+    for name, word in words.items():
+        (message,) = first[name]
+        assert word in message and "searches anew" in message and second[name] == []
+
+
+def given_to_one_rank(rank, world_size, path):
+    ddp = module()
+    errors = []
+    for tuned in (frozen(world_size, INT8, ddp) if rank == 0 else None, path if rank == 1 else None):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_ranks_must_be_given_the_same_choice(ranks, tmp_path):
+    (tmp_path / "garbage.json").write_text('{"fusedcomm tuning": 1, "chosen": 3}')
+    outcome = ranks.run(given_to_one_rank, str(tmp_path / "garbage.json"), world_size=2)
+    for differs, garbage in outcome:
+        assert "do not agree: auto.tuned is {'wire': 'int8'" in differs and "on rank 0 and None on rank 1" in differs
+        assert "garbage.json' is not what Tuning.save() writes" in garbage
+
+
+# --- other ends -----------------------------------------------------------------------------------------------------
+
+
+def moved(rank, world_size, is_finished):
+    subgroup = dist.new_group([0, 1])
+    ddp = module()
+    tuned = frozen(world_size, INT8, ddp) if is_finished else None
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, tuned=tuned)
+    values = [torch.full((NUMEL,), float(rank)), torch.full((30, 40), float(rank))]
+    for _ in range(14):
+        before = synchronise(ddp, values)[0].unique().tolist()
+    trials = len(comm.tuning().trials)
+    ddp._update_process_group(subgroup)
+    if rank > 1:
+        comm.detach()
+        return before, None, trials, None, None
+    after = synchronise(ddp, values)[0].unique().tolist()
+    begun_again = len(comm.tuning().trials)
+    steps = 0
+    while not comm.tuning().finished:
+        steps += 1
+        assert synchronise(ddp, values)[0].unique().tolist() == after
+    again = synchronise(ddp, values)[0].unique().tolist() == after
+    return before, after, trials, begun_again, (comm.tuning().chosen.wire, steps > 15, again)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_another_process_group_keeps_the_choice_or_begins_the_search_again(ranks, is_finished):
+    for rank, (before, after, trials, begun_again, end) in enumerate(ranks.run(moved, is_finished, world_size=3)):
+        assert before == [1.0] and (trials > 0)
+        if rank < 2:
+            assert after == [0.5] and end[2]
+            assert end[:2] == ("int8", False) if is_finished else (begun_again == 0 and end[1])
+
+
+def failing(rank, world_size):
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", quiet=True)
+
+    def fail():
+        raise LookupError("the search's own trouble")
+
+    comm._tuner._end_trial = fail
+    errors, passed = [], 0
+    for _ in range(30):
+        try:
+            synchronise(ddp, gradients(rank, 0))
+            passed += 1
+        except Exception as error:
+            errors.append(str(error))
+            break
+    comm.detach()
+    return passed, errors
+
+
+def test_what_fails_between_passes_is_the_error_of_the_backward_pass(ranks):
+    for passed, errors in ranks.run(failing, world_size=2):
+        assert passed == autotune.WARM_UP + autotune.TIMED
+        assert len(errors) == 1 and "the search's own trouble" in errors[0]
+
+
+def rounded_alike(rank, world_size):
+    ddp = module()
+    tuned = frozen(world_size, dataclasses.replace(INT8, chunk_nbytes=100_000_100 + rank), ddp)
+    with pytest.raises(RuntimeError) as error:
+        fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+    return str(tuned.chosen), str(error.value)
+
+
+def test_choices_that_look_alike_are_not_the_same(ranks):
+    (first, error), (second, _) = ranks.run(rounded_alike, world_size=2)
+    assert first == second
+    assert "auto.tuned.chunk_nbytes is 100000100 on rank 0 and 100000101 on rank 1" in error
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def without(rank, world_size, impossible, numel, kwargs):
+    """A search in which on rank 1 no session can be made for a candidate that `impossible` names.
+
+    Returns the tuning, the warnings, how far gradients were off at most, and the wires that ran.
+    """
+    from fusedcomm.session import session
+
+    path_of = session.Session._connect_beside
+
+    def connect(self, *arguments):
+        name = str(Candidate(self.config.wire, self.config.sum, self.config.chunk_nbytes))
+        if rank == 1 and any(part in name for part in impossible):
+            raise MemoryError(f"no memory for {name}")
+        return path_of(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(session.Session, "_connect_beside", connect)
+        ddp = DistributedDataParallel(Gradients((numel,)), bucket_cap_mb=25)
+        try:
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), exempt=(), quiet=True, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            return str(error)
+        # By more than other tests on the same cores can add.
+        slow = Slow(comm, rank, **{wire: 3 * ms for wire, ms in TIMES.items()})
+        errors, wires, steps_left = [], [], 3
+        while steps_left:
+            slow()
+            seen = synchronise(ddp, [torch.full((numel,), float(rank + 1))])[0]
+            errors.append((seen - (world_size + 1) / 2).abs().max().item())
+            plan = comm.plan()
+            wires.append("off" if plan.off else plan.config.wire)
+            steps_left -= comm.tuning().finished
+        tuning = comm.tuning()
+        residual = comm.state_dict(consolidated=True)["residuals"]
+        comm.detach()
+    texts = [str(w.message) for w in caught if "cannot try" in str(w.message)]
+    return tuning, texts, worst(errors), set(wires), sorted(residual)
+
+
+def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
+    outcome = ranks.run(without, ("int8",), NUMEL, {"sum": "two-shot"}, world_size=3)
+    (warning,) = outcome[0][1]
+    assert "wire='auto' cannot try int8 two-shot: fusedcomm: rank 1 cannot attach: no memory for int8" in warning
+    for tuning, warned, error, wires, _ in outcome:
+        assert tuning.chosen.wire == "bf16" and wires == {"off", "bf16"} and error < 0.01
+        assert tuning.trials == outcome[0][0].trials
+        assert tuning.step_ms[Candidate("int8", "two-shot")] == float("inf")
+        assert "int8 two-shot could not be made" in str(tuning)
+        assert warned == [] or warned == [warning]
+    assert [bool(warned) for _, warned, *_ in outcome] == [True, False, False]
+    path = tmp_path / "tuned.json"
+    outcome[0][0].save(path)
+    assert "Infinity" not in path.read_text() and Tuning.load(path).trials == outcome[0][0].trials
+
+
+def test_a_candidate_that_comes_up_in_mid_search_and_cannot_be_had_loses_on_all(ranks):
+    """Its chunks are the last to be tried, while int8 runs: that goes on, with what it has left out."""
+    kwargs = {"sum": "two-shot", "error_feedback": True}
+    for tuning, _, error, wires, residuals in ranks.run(without, ("in chunks of",), 3_000_000, kwargs, world_size=2):
+        lost = [candidate for candidate, ms in tuning.step_ms.items() if ms == float("inf")]
+        assert len(lost) == 2 and all(candidate.chunk_nbytes for candidate in lost)
+        assert tuning.finished and tuning.chosen == Candidate("int8", "two-shot")
+        assert wires == {"off", "bf16", "int8"} and error < 0.05 and residuals == ["weights.0"]
+
+
+def test_without_any_wire_attach_says_why(ranks):
+    for error in ranks.run(without, ("int8", "bf16"), NUMEL, {}, world_size=2):
+        assert "no memory for bf16" in error
+
+
+def without_advice(rank, world_size):
+    """Rank 0's output is closed, and its prediction fails: neither is worth a training."""
+    from fusedcomm.autotune import tuner
+
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            if "chosen by" in text:
+                raise BrokenPipeError
+            return super().write(text)
+
+    os.environ.pop("FUSEDCOMM_QUIET", None)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(Closed()):
+            if rank == 0:
+                patch.setattr(tuner.bucket_cap, "predict", fail)
+            ddp = module()
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",))
+            slow = Slow(comm, rank, **TIMES)
+            while not comm.tuning().finished:
+                slow()
+                synchronise(ddp, gradients(rank, 0))
+            seen = synchronise(ddp, gradients(rank, 0))
+    finally:
+        os.environ["FUSEDCOMM_QUIET"] = "1"
+    return comm.tuning().bucket_cap is None, [value.sum().item() for value in seen]
+
+
+def test_rank_0_does_not_fail_alone_over_what_is_for_people(ranks):
+    (is_none, first), (other_is_none, second) = ranks.run(without_advice, world_size=2)
+    assert is_none and not other_is_none and first == second
+
+
+def traced_at(rank, world_size, path):
+    ddp, errors = module(), []
+
+    def attempt():
+        try:
+            with comm.trace(path, all_ranks=True):
+                synchronise(ddp, gradients(rank, 0))
+        except RuntimeError as error:
+            return str(error)
+        return "traced"
+
+    for tuned in (None, frozen(world_size, OFF, ddp), frozen(world_size, INT8, ddp)):
+        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        errors.append(attempt())
+        comm.detach()
+    return errors
+
+
+def test_only_what_has_been_chosen_can_be_traced(ranks, tmp_path):
+    for searching, off, chosen in ranks.run(traced_at, str(tmp_path / "trace.json"), world_size=2):
+        assert "still searching" in searching and "wait for comm.tuning().finished" in searching
+        assert "DDP's own all-reduce is running: there is nothing of fusedcomm's to trace" in off
+        assert chosen == "traced"
+    assert (tmp_path / "trace.json").exists()
+
+
+def detached_while_searching(rank, world_size):
+    gc.collect()  # what earlier tests have left to itself
+    before = threads_of_engine()
+    ddp = module()
+    comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+    for _ in range(14):
+        synchronise(ddp, gradients(rank, 0))
+    comm.detach()
+    exact = [sum(parts) / world_size for parts in zip(*(gradients(r, 1) for r in range(world_size)), strict=True)]
+    seen = synchronise(ddp, gradients(rank, 1))
+    same = all(torch.allclose(a, b) for a, b in zip(seen, exact, strict=True))
+    again = fusedcomm.attach(ddp, wire="bf16", quiet=True)
+    synchronise(ddp, gradients(rank, 1))
+    buckets, tuning = again.stats().buckets, again.tuning()
+    again.detach()
+    # Nobody detaches this one.
+    dropped = module()
+    fusedcomm.attach(dropped, wire="auto", quiet=True)
+    synchronise(dropped, gradients(rank, 0))
+    del dropped, comm, again
+    gc.collect()
+    return same, buckets > 0, tuning, threads_settle_at(before) - before
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
+def test_a_search_can_be_ended_by_detaching_and_by_dropping_the_module(ranks):
+    for same, counted, tuning, threads in ranks.run(detached_while_searching, world_size=2):
+        assert same and counted and tuning is None and threads == 0
+
+
+def alone(rank, world_size):
+    comm = fusedcomm.attach(module(), wire="auto", quiet=True)
+    return comm.tuning()
+
+
+def test_one_rank_has_nothing_to_search_for(ranks):
+    (tuning,) = ranks.run(alone, world_size=1)
+    assert tuning.finished and tuning.chosen == OFF and tuning.num_steps == 0
+
+
+def printed(rank, world_size):
+    os.environ.pop("FUSEDCOMM_QUIET", None)
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            ddp = module()
+            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), sum="two-shot")
+            slow = Slow(comm, rank, **TIMES)
+            while not comm.tuning().finished:
+                slow()
+                synchronise(ddp, gradients(rank, 0))
+            for _ in range(3):
+                synchronise(ddp, gradients(rank, 0))
+    finally:
+        os.environ["FUSEDCOMM_QUIET"] = "1"
+    return out.getvalue(), str(comm.tuning())
+
+
+def test_rank_0_prints_what_is_tried_and_what_was_chosen_once(ranks):
+    (first, report), (second, _) = ranks.run(printed, world_size=2)
+    assert first.count("is searching, step 0 of at most") == 1 and first.count("bf16 two-shot chosen by") == 1
+    assert "off 6" in first and "bucket_cap_mb" in first and second == ""
+    assert "bf16 two-shot chosen by" in report and "bucket_cap_mb" in report

@@ -1,0 +1,332 @@
+"""`make gpu` without a GPU: its plan, dry runs of its benchmarks, and what it does with parts made for the purpose."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+def test_dry_run_of_everything_in_two_calls(tmp_path):
+    pytest.importorskip("triton")
+    pytest.importorskip("tqdm")  # bench/codec.py, whose expressions the kernels are compared with
+    before = {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
+    said = []
+    for call in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--call", call, "--folder", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env={**os.environ, "OUT": str(tmp_path / "out")},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "DRY RUN" in done.stdout
+        said.append(done.stdout)
+    left = 'left: hooks, kernels, kernels-ragged. To run: make gpu ARGS="--call 2 --dry-run"'
+    assert left in said[0] and "left: " not in said[1]
+    assert "(an earlier call)" not in said[0] and said[1].count("(an earlier call)") == 2
+    assert {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()} == before
+    assert not (tmp_path / "out").exists()
+
+    document = json.loads((tmp_path / "results" / "gpu.json").read_text())
+    assert document["dry_run"] is True
+    assert {part["state"] for part in document["parts"]} == {"ok"}
+    assert all(row["checked"] for row in document["rows"])
+    assert not [entry for entry in document["not_measured"] if entry["failed"]]
+    ours = {row["case"] for row in document["rows"] if row["impl"].startswith("fusedcomm")}
+    for op in ("pack", "unpack"):
+        for wire in ("bf16", "int8"):
+            assert {f"{op}/{wire}/flat", f"{op}/{wire}/10 tensors"} <= ours
+    assert {"reduce/bf16/4 ranks", "reduce/int8/4 ranks", "sum/bf16/2 ranks", "sum/int8/2 ranks"} <= ours
+    assert {"scale/fp32/flat", "call/256", "result/256"} <= ours
+    assert {row["bench"] for row in document["rows"]} == {"kernels", "kernels-ragged", "hooks", "overlap"}
+    assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
+
+
+def test_kernels_are_compiled_ahead_of_the_tests():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "_compile.py"), "--capability", "90", "--most", "2"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+    )
+    assert done.returncode == 0 and done.stdout.startswith("2 kernels for sm_90 in "), done.stdout + done.stderr
+
+
+# ---- the plan
+
+
+def parsed(monkeypatch, *options):
+    import _gpu
+
+    monkeypatch.setattr(sys, "argv", ["_gpu.py", *options])
+    return _gpu.parse()
+
+
+def chosen(monkeypatch, *options):
+    import _gpu
+
+    return [part.name for part in _gpu.parts(parsed(monkeypatch, *options), Path("nowhere"))]
+
+
+def test_what_a_call_runs_fits_into_nine_minutes(bench_modules, monkeypatch):
+    import _gpu
+    import _gpu_plan
+
+    everything = []
+    for call in _gpu_plan.CALLS:
+        arguments = parsed(monkeypatch, "--call", str(call))
+        parts = _gpu.parts(arguments, Path("nowhere"))
+        assert parts[0].name == "build"
+        assert sum(part.limit_s for part in parts) + _gpu_plan.FINISH_S <= arguments.seconds <= 9 * 60 - 15
+        everything += [part.name for part in parts[1:]]
+    assert everything[:2] == ["compile", "tests-hooks"] and "overlap" in chosen(monkeypatch, "--call", "1")
+    assert everything[-1] == "tests-kernels" and len(_gpu_plan.CALLS) == 3
+    assert chosen(monkeypatch) == ["build", *everything]
+    assert parsed(monkeypatch).seconds == parsed(monkeypatch, "--parts", "hooks").seconds == math.inf
+
+
+def test_parts_are_chosen_by_name(bench_modules, monkeypatch, capsys):
+    # In the order of the plan, and after the build, which the machine may not have.
+    assert chosen(monkeypatch, "--parts", "kernels", "overlap") == ["build", "overlap", "kernels"]
+    assert chosen(monkeypatch, "--parts", "overlap", "--dry-run") == ["overlap"]
+    for options, said in (
+        (["--parts", "kernel"], ["'kernel'", "build", "tests-hooks", "overlap", "kernels-ragged", "tests-kernels"]),
+        (["--parts", "tests-kernels", "--dry-run"], ["a dry run has nothing", "hooks-2-ranks, overlap"]),
+        (["--call", "3", "--dry-run"], ["a dry run has nothing"]),
+        (["--call", "4"], ["invalid choice: 4"]),
+        (["--call", "1", "--parts", "hooks"], ["not allowed with argument --call"]),
+    ):
+        with pytest.raises(SystemExit):
+            parsed(monkeypatch, *options)
+        error = capsys.readouterr().err
+        assert all(text in error for text in said), error
+
+
+def test_every_file_with_gpu_tests_is_run_once(bench_modules):
+    import _gpu_plan
+
+    hooks, kernels = ([path.name for path in _gpu_plan.test_files(name)] for name in ("tests-hooks", "tests-kernels"))
+    assert "test_cuda.py" in hooks and not set(hooks) & set(kernels)
+    assert sorted(kernels) == sorted(_gpu_plan.KERNEL_TESTS)
+
+
+def test_says_how_to_run_what_is_left(bench_modules):
+    from _gpu_plan import PLAN, advice
+
+    of_call_1 = [planned.name for planned in PLAN if planned.call == 1]
+    names = [planned.name for planned in PLAN]
+    assert advice(names, dry_run=False) == ""
+    assert advice(of_call_1, dry_run=False) == (
+        "left: hooks, kernels, kernels-ragged, tests-kernels. "
+        'To run: make gpu ARGS="--call 2", then make gpu ARGS="--call 3"'
+    )
+    assert advice(of_call_1[1:] + names[-1:], dry_run=False).endswith(
+        'make gpu ARGS="--parts compile hooks kernels kernels-ragged"'
+    )
+
+
+# ---- running
+
+
+def run_parts(monkeypatch, tmp_path, *parts, seconds=60.0, **env):
+    """`parts`: (name, Python code, limit in seconds). Returns the document."""
+    import _gpu
+
+    made = [_gpu.Part(name, [[sys.executable, "-c", code]], limit_s) for name, code, limit_s in parts]
+    monkeypatch.setattr(_gpu, "parts", lambda arguments, folder: made)
+    monkeypatch.setattr(_gpu.Run, "_take_env", lambda self: {"gpu": None, "torch": "2.11.0", **env})
+    _gpu.Run(argparse.Namespace(seconds=seconds, dry_run=True, folder=str(tmp_path))).run()
+    return json.loads((tmp_path / "results" / "gpu.json").read_text())
+
+
+def measuring(tmp_path, name, case):
+    """A part that measures one case, and fails to measure another."""
+    bench = {
+        "env": {},
+        "by": case,
+        "not_measured": [{"case": f"no {case}", "impl": "x", "reason": "", "failed": False}],
+        "rows": [{"case": case}],
+    }
+    return name, f"open({str(tmp_path / f'{name}.json')!r}, 'w').write({json.dumps(bench)!r})", 20
+
+
+def measured(document):
+    """Part → what it has measured."""
+    rows = {row["bench"]: row["case"] for row in document["rows"]}
+    assert len(rows) == len(document["rows"])
+    assert {entry["bench"]: entry["case"] for entry in document["not_measured"]} == {
+        name: f"no {case}" for name, case in rows.items()
+    }
+    assert {name: bench["by"] for name, bench in document["benches"].items()} == rows
+    return rows
+
+
+def states(document):
+    return {part["name"]: part["state"] for part in document["parts"]}
+
+
+def test_a_call_adds_to_the_document_of_earlier_ones(bench_modules, monkeypatch, tmp_path):
+    env = {"commit": "abc", "sources": "1", "triton": "3.6.0", "driver": "580"}
+    run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), measuring(tmp_path, "overlap", "b"), **env)
+    (tmp_path / "overlap.json").unlink()  # the machine of the next call has the document alone
+    document = run_parts(
+        monkeypatch,
+        tmp_path,
+        measuring(tmp_path, "hooks", "c"),
+        measuring(tmp_path, "kernels", "d"),
+        ("overlap", "raise SystemExit(1)", 1000),  # for which there is no time
+        ("tests", "raise SystemExit(1)", 1000),
+        **env,
+    )
+    assert measured(document) == {"hooks": "c", "overlap": "b", "kernels": "d"}
+    assert states(document) == {"hooks": "ok", "overlap": "ok", "kernels": "ok", "tests": "not run"}
+    assert document["env"] == {"gpu": None, "torch": "2.11.0", **env}
+    assert not list(tmp_path.glob("replaced-*"))
+
+
+@pytest.mark.parametrize("different", ["commit", "sources", "driver", "torch", "cuda", "nccl", "triton"])
+def test_results_of_other_sources_or_libraries_are_not_added_to(
+    bench_modules, monkeypatch, tmp_path, capsys, different
+):
+    before = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), **{different: "one"})
+    document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "overlap", "b"), **{different: "two"})
+    assert measured(document) == {"overlap": "b"}
+    assert states(document) == {"overlap": "ok"}
+    said = capsys.readouterr().out
+    assert f"begun anew, the old one is now {os.path.relpath(tmp_path, BENCH.parent)}/replaced-gpu.json" in said
+    assert f"{different} was one and is two" in said
+    assert json.loads((tmp_path / "replaced-gpu.json").read_text()) == before
+
+
+@pytest.mark.parametrize("text", ['{"env": {}, "par', "[]", '{"env": {}, "rows": []}'])
+def test_a_file_that_is_no_document_is_not_added_to(bench_modules, monkeypatch, tmp_path, capsys, text):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "gpu.json").write_text(text)
+    assert measured(run_parts(monkeypatch, tmp_path, measuring(tmp_path, "overlap", "b"))) == {"overlap": "b"}
+    assert "begun anew" in capsys.readouterr().out
+    assert (tmp_path / "replaced-gpu.json").read_text() == text
+
+
+def test_each_part_is_in_the_document_as_it_ends(bench_modules, monkeypatch, tmp_path):
+    path = tmp_path / "results" / "gpu.json"
+    look = f"""
+import json
+document = json.loads(open({str(path)!r}).read())
+assert [row["case"] for row in document["rows"]] == ["a"], document
+assert [part["state"] for part in document["parts"]] == ["ok", "not run"], document
+"""
+    document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), ("overlap", look, 20))
+    assert states(document) == {"hooks": "ok", "overlap": "ok"}
+    assert [file.name for file in path.parent.iterdir()] == ["gpu.json"]
+
+
+def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path):
+    stop = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    # Programs that a shell has started in the background ignore this signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), ("overlap", stop, 40))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    path = tmp_path / "results" / "gpu.json"
+    document = json.loads(path.read_text())
+    assert measured(document) == {"hooks": "a"}
+    assert states(document) == {"hooks": "ok", "overlap": "cut off"}
+
+    # As a call that was killed leaves it.
+    path.write_text(path.read_text().replace('"cut off"', '"running"'))
+    document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "kernels", "b"))
+    assert states(document) == {"hooks": "ok", "overlap": "cut off", "kernels": "ok"}
+
+
+def test_the_most_valuable_parts_get_the_time_there_is(bench_modules, monkeypatch, tmp_path):
+    """Less than half of what a part may need is not worth a start; with more, it is told for how long it may go on."""
+    import _gpu
+
+    document = run_parts(
+        monkeypatch,
+        tmp_path,
+        ("build", "pass", 1000),  # nothing goes without it
+        ("overlap", "pass", 1000),
+        ("kernels", "pass", 70),
+        seconds=_gpu.FINISH_S + 60.0,
+    )
+    assert states(document) == {"build": "ok", "overlap": "not run", "kernels": "ok"}
+    detail = document["parts"][1]["detail"]
+    assert detail.startswith("no time left: ") and detail.endswith(" s of 1000")
+
+    told = _gpu.Part("kernels", [[sys.executable, "-c", "import sys; print(sys.argv[1])", lambda s: f"{s:.0f}"]], 70)
+    monkeypatch.setattr(_gpu, "parts", lambda arguments, folder: [told])
+    _gpu.Run(argparse.Namespace(seconds=_gpu.FINISH_S + 60.0, dry_run=True, folder=str(tmp_path))).run()
+    assert 35 <= int((tmp_path / "kernels.log").read_text()) <= 60
+
+
+def test_goes_on_after_failures_and_hangs(bench_modules, monkeypatch, tmp_path):
+    hang = "import time; print('tests/test_x.py::test_hangs', flush=True); time.sleep(60)"
+    document = run_parts(
+        monkeypatch,
+        tmp_path,
+        ("tests", hang, 1),
+        ("kernels", "import sys; sys.exit('no')", 20),
+        ("hooks", "pass", 20),
+    )
+    states = {part["name"]: (part["state"], part["detail"]) for part in document["parts"]}
+    assert states == {
+        "tests": ("timed out", "at tests/test_x.py::test_hangs"),
+        "kernels": ("failed", "with exit status 1"),
+        "hooks": ("ok", ""),
+    }
+
+
+def test_keeps_what_a_stopped_part_has_measured(bench_modules, monkeypatch, tmp_path):
+    bench = {"env": {}, "launches": [], "not_measured": [], "rows": [{"case": "pack"}]}
+    code = f"import time; open({str(tmp_path / 'kernels.json')!r}, 'w').write({json.dumps(bench)!r}); time.sleep(60)"
+    document = run_parts(monkeypatch, tmp_path, ("kernels", code, 1.5))
+    assert document["rows"] == [{"bench": "kernels", "case": "pack"}]
+    assert document["benches"] == {"kernels": {"launches": []}}
+    assert document["parts"][0]["state"] == "timed out"
+
+
+def test_runs_nothing_after_a_failed_build(bench_modules, monkeypatch, tmp_path):
+    document = run_parts(monkeypatch, tmp_path, ("build", "raise SystemExit(2)", 20), ("kernels", "pass", 20))
+    assert [(part["state"], part["detail"]) for part in document["parts"]] == [
+        ("failed", "with exit status 2"),
+        ("not run", "the build failed"),
+    ]
+
+
+# ---- dry runs
+
+
+def test_interpreted_values_are_numbers_with_every_numpy(monkeypatch):
+    """Triton 3.6 converts an array of one element, which numpy 2.4 and later refuse."""
+    triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
+    import interpreter
+
+    class Scope:
+        def set_attr(self, owner, name, value):
+            setattr(owner, name, value)
+
+    class Value:
+        handle = argparse.Namespace(data=numpy.array([7], dtype=numpy.int32))
+
+    def as_triton_3_6_does(tensor, scope):
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
+
+    monkeypatch.setattr(triton_interpreter, "_patch_lang_tensor", as_triton_3_6_does)
+    interpreter.convert_one_element.__wrapped__()
+    triton_interpreter._patch_lang_tensor(Value, Scope())
+    assert list(range(Value())) == list(range(7))

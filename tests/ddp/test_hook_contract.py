@@ -1,0 +1,562 @@
+"""What a DDP communication hook must honour, a test for each clause."""
+
+import copy
+import inspect
+import io
+import time
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import SMALL_BUCKETS, Branches, Gradients, Mlp, Sparse, constant, synchronise
+from ranks import GROUP_TIMEOUT_S, Ranks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.ddp.module import refuse_sparse
+
+# --- registration ---------------------------------------------------------------------------------------------------
+
+
+def test_comm_hook_is_a_plain_function_that_ddp_and_trainers_accept():
+    parameters = list(inspect.signature(fusedcomm.comm_hook).parameters.values())
+    assert parameters[1].name == "bucket" and parameters[1].annotation is dist.GradBucket
+    assert inspect.signature(fusedcomm.comm_hook).return_annotation == torch.futures.Future[torch.Tensor]
+    assert fusedcomm.comm_hook.__name__ == fusedcomm.comm_hook.__qualname__ == "comm_hook"
+
+
+def registrations(rank, world_size):
+    errors = {}
+
+    def attempt(name, action):
+        try:
+            action()
+            errors[name] = None
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    attached = DistributedDataParallel(Mlp())
+    fusedcomm.attach(attached)
+    errors["logged name"] = attached._get_ddp_logging_data()["comm_hook"]
+    attempt("attach twice", lambda: fusedcomm.attach(attached))
+    state = fusedcomm.CommState()
+    attempt("register after attach", lambda: attached.register_comm_hook(state, fusedcomm.comm_hook))
+
+    registered = DistributedDataParallel(Mlp())
+    registered.register_comm_hook(fusedcomm.CommState(), fusedcomm.comm_hook)
+    attempt("attach after register", lambda: fusedcomm.attach(registered))
+
+    builtin = DistributedDataParallel(Mlp())
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    attempt("attach after builtin", lambda: fusedcomm.attach(builtin))
+    return errors
+
+
+def test_one_hook_for_each_module(ranks):
+    for errors in ranks.run(registrations, world_size=2):
+        assert errors["logged name"] == "fusedcomm"
+        assert "already has fusedcomm attached" in errors["attach twice"]
+        assert "can only be called once" in errors["register after attach"]
+        assert "already has the communication hook comm_hook" in errors["attach after register"]
+        assert "built-in communication hook" in errors["attach after builtin"]
+
+
+def incompatible(rank, world_size):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    seen = []
+    precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    if torch.version.cuda and not torch.cuda.is_available():
+        mixed = DistributedDataParallel(Mlp())  # such a build cannot make one, for want of a stream
+        mixed.mixed_precision = precision
+    else:
+        mixed = DistributedDataParallel(Mlp(), mixed_precision=precision)
+    model = Mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    moved = DistributedDataParallel(Mlp())
+    moved.module.to("meta")
+    split = DistributedDataParallel(Mlp())
+    split.module.layers[0].to("meta")
+    for ddp in (mixed, DistributedDataParallel(model), moved, split):
+        try:
+            fusedcomm.attach(ddp)
+        except RuntimeError as error:
+            seen.append(str(error))
+    return seen
+
+
+def test_options_and_devices_that_cannot_combine_are_refused_by_name(ranks):
+    for errors in ranks.run(incompatible, world_size=2):
+        assert [
+            any(word in error for word in words)
+            for error, words in zip(
+                errors,
+                (["mixed_precision="], ["_apply_optimizer_in_backward"], ["are on meta"], ["several devices"]),
+                strict=True,
+            )
+        ] == [True] * 4
+
+
+SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+needs_skipping = pytest.mark.skipif(
+    "skip_all_reduce_unused_params" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch has no skip_all_reduce_unused_params",
+)
+
+
+class FirstOrLast(torch.nn.Module):
+    """Uses one of two parameters, each of which has a bucket of its own."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(5000) for _ in range(2))
+        self.used = used
+
+    def forward(self) -> torch.Tensor:
+        return self.weights[self.used].sum()
+
+
+def skipping(rank, world_size, used, registered):
+    ddp = DistributedDataParallel(FirstOrLast(used), bucket_cap_mb=0.01, **SKIPS)
+    try:
+        if registered:
+            ddp.register_comm_hook(fusedcomm.CommState(wire="int8", exempt=()), fusedcomm.comm_hook)
+        else:
+            fusedcomm.attach(ddp)
+        for _ in range(4):
+            ddp().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@needs_skipping
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("registered", [False, True])
+def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered):
+    """Without the last bucket no step would end, and without the first none would begin."""
+    for said in ranks.run(skipping, used, registered, world_size=2):
+        assert "skip_all_reduce_unused_params=True" in said and "without that option" in said
+
+
+def refused_on_one_rank(rank, world_size, registered):
+    names = {"exempt": ("weights.7",)} if rank == 1 else {"exempt": ()}
+    model = Gradients((50,))
+    ddp = DistributedDataParallel(model)
+    try:
+        if registered:
+            ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model, **names), fusedcomm.comm_hook)
+            synchronise(ddp, [torch.ones(50)])
+        else:
+            fusedcomm.attach(ddp, wire="int8", **names)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_what_one_rank_refuses_all_hear_at_once(ranks, registered):
+    began = time.monotonic()
+    for said in ranks.run(refused_on_one_rank, registered, world_size=3):
+        assert "'weights.7' matches none" in said
+    assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
+
+
+def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Embedding(5, 3, sparse=True))
+    ddp = types.SimpleNamespace(module=model, parameters_to_ignore=set())
+    refuse_sparse(ddp, torch.device("cpu"))
+    with pytest.raises(ValueError, match="'1' has: name a wire, wire='bf16'"):
+        refuse_sparse(ddp, torch.device("cuda"))
+    ddp.parameters_to_ignore.add("1.weight")
+    refuse_sparse(ddp, torch.device("cuda"))
+
+
+def copies(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5000,)))
+    fusedcomm.attach(ddp, wire="int8", exempt=())
+    buffer = io.BytesIO()
+    torch.save(ddp, buffer)
+    buffer.seek(0)
+    results = []
+    for other in (copy.deepcopy(ddp), torch.load(buffer, weights_only=False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            gradient = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+            (exact,) = synchronise(other, [gradient], steps=2)
+        messages = [str(w.message) for w in caught if "copy of one with fusedcomm" in str(w.message)]
+        comm = fusedcomm.attach(other, wire="int8", exempt=())
+        (lossy,) = synchronise(other, [gradient])
+        results.append((len(messages), exact, torch.equal(exact, lossy), comm.stats().buckets))
+    # The original goes on undisturbed.
+    synchronise(ddp, [gradient])
+    return results
+
+
+def test_copies_lose_the_hook_say_so_once_and_can_be_attached(ranks):
+    gradients = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    for results in ranks.run(copies, world_size=2):
+        for num_warnings, exact, is_equal, num_buckets in results:
+            assert num_warnings == 1
+            assert torch.equal(exact, gradients[0] * 0.5 + gradients[1] * 0.5)
+            assert not is_equal and num_buckets == 1
+
+
+def python_reducer(rank, world_size):
+    state = fusedcomm.CommState()
+    parameter = torch.nn.Parameter(torch.ones(3))
+    try:
+        fusedcomm.comm_hook(state, (torch.ones(3), parameter))
+    except RuntimeError as error:
+        called = str(error)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = DistributedDataParallel(Mlp())
+        try:
+            fusedcomm.attach(ddp)
+        except RuntimeError as error:
+            return called, str(error)
+
+
+def test_compiled_autograds_python_reducer_is_refused_loudly(ranks):
+    for called, attached in ranks.run(python_reducer, world_size=2):
+        assert "python_reducer" in called and "tuple" in called
+        assert "python_reducer" in attached
+
+
+# --- the result -----------------------------------------------------------------------------------------------------
+
+
+def aliasing(rank, world_size, wire, views):
+    """With views every gradient stays in its bucket's memory. Sizes are whole blocks, so int8 is exact, too."""
+    ddp = DistributedDataParallel(Gradients((5120,), (3072,)), gradient_as_bucket_view=views)
+    fusedcomm.attach(ddp, wire=wire, exempt=())
+    pointers = []
+    for _ in range(4):
+        ddp([torch.full((5120,), 2.0 * rank), torch.full((3072,), 4.0 * rank)]).backward()
+        a, b = ddp.module.weights[0].grad, ddp.module.weights[1].grad
+        pointers.append((a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr()))
+        values = (a.unique().tolist(), b.unique().tolist())
+        ddp.zero_grad(set_to_none=not views)
+    same_bucket = all(a == b for a, b in pointers[2:])
+    return values, same_bucket
+
+
+@pytest.mark.parametrize("wire", fusedcomm.WIRES)
+def test_the_result_is_the_mean_in_the_buckets_own_memory(ranks, wire):
+    for values, same_bucket in ranks.run(aliasing, wire, True, world_size=2):
+        assert values == ([constant(1.0, wire)], [constant(2.0, wire)]) and same_bucket
+    for values, _ in ranks.run(aliasing, wire, False, world_size=2):
+        assert values == ([constant(1.0, wire)], [constant(2.0, wire)])
+
+
+# --- bucket identity ------------------------------------------------------------------------------------------------
+
+
+def rebuilt(rank, world_size, ddp_kwargs):
+    """Each parameter's gradient says which parameter it is: buckets that change must not mix them up."""
+    shapes = tuple((2000 + i,) for i in range(8))
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02, **ddp_kwargs)
+    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", exempt=("weights.3",))
+    buckets = []
+    for step in range(4):
+        gradients = [torch.full(shape, float((i + 1) * (step + 1) * (2 * rank + 1))) for i, shape in enumerate(shapes)]
+        for i, seen in enumerate(synchronise(ddp, gradients)):
+            assert seen.unique().tolist() == [(i + 1) * (step + 1) * 2.0], (step, i)
+        buckets.append([row.parameters for row in comm.plan().buckets])
+    return buckets
+
+
+def test_buckets_may_be_rebuilt_and_renumbered(ranks):
+    for buckets in ranks.run(rebuilt, {}, world_size=2):
+        assert len(buckets[0]) < len(buckets[3]), "DDP did not rebuild its buckets, so this test tests nothing"
+        assert sorted(sum(buckets[3], ())) == sorted(f"weights.{i}" for i in range(8))
+        assert buckets[2] == buckets[3]
+
+
+def test_static_graph_reports_every_first_bucket_as_index_0(ranks):
+    for buckets in ranks.run(rebuilt, {"static_graph": True}, world_size=2):
+        assert sorted(sum(buckets[3], ())) == sorted(f"weights.{i}" for i in range(8))
+
+
+def test_find_unused_parameters_never_rebuilds(ranks):
+    for buckets in ranks.run(rebuilt, {"find_unused_parameters": True}, world_size=2):
+        assert all(b == buckets[0] for b in buckets)
+
+
+def moved_to_other_group(rank, world_size):
+    """_update_process_group from four ranks to two: the mean is over the new group."""
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients((6000,)))
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=())
+    gradient = torch.full((6000,), float(rank))
+    before = synchronise(ddp, [gradient])[0].unique().tolist()
+    ddp._update_process_group(subgroup)
+    if rank > 1:
+        comm.detach()
+        return before, None, None
+    after = synchronise(ddp, [gradient], steps=3)[0].unique().tolist()
+    return before, after, comm.plan().world_size
+
+
+def test_an_updated_process_group_is_followed(ranks):
+    outcome = ranks.run(moved_to_other_group)
+    for rank, (before, after, world_size) in enumerate(outcome):
+        assert before == [1.5]
+        assert (after, world_size) == (([0.5], 2) if rank < 2 else (None, None))
+
+
+def on_a_subgroup(rank, world_size):
+    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(Gradients((6000,)), process_group=subgroups[rank // 2])
+    fusedcomm.attach(ddp, wire="int8", exempt=())
+    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
+
+
+def test_a_group_of_some_of_the_ranks(ranks):
+    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
+
+
+# --- contents -------------------------------------------------------------------------------------------------------
+
+
+def strided(rank, world_size, wire):
+    """Gradients whose every element says where it belongs, in channels_last and in complex parameters."""
+    conv = torch.nn.Parameter(torch.zeros(6, 5, 4, 3).to(memory_format=torch.channels_last))
+    complex_ = torch.nn.Parameter(torch.zeros(20, 9, dtype=torch.complex64))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.complex = conv, complex_
+
+        def forward(self, a, b):
+            return (self.conv * a).sum() + (self.complex * b).real.sum()
+
+    ddp = DistributedDataParallel(Model())
+    comm = fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
+    a = torch.arange(360.0).reshape(6, 5, 4, 3) % 64
+    b = torch.complex(torch.arange(180.0) % 32, -(torch.arange(180.0) % 16)).reshape(20, 9)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(a * (1 + 2 * rank), b * (1 + 2 * rank)).backward()
+    # The gradient of Re(z·w) with respect to z is conj(w).
+    return torch.equal(conv.grad, 2 * a), torch.equal(complex_.grad, 2 * b.conj()), comm.stats().buckets
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+def test_channels_last_and_complex_gradients_keep_their_order(ranks, wire):
+    for on_rank in ranks.run(strided, wire, world_size=2):
+        assert on_rank[:2] == (True, True) and on_rank[2] >= 3
+
+
+def sparse_gradients(rank, world_size):
+    ddp = DistributedDataParallel(Sparse())
+    fusedcomm.attach(ddp, wire="int8")
+    messages = []
+    for _ in range(3):
+        ddp.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            x = torch.full((1, 10), 0.1 * (rank + 1))
+            ddp(x).sum().backward()
+        messages += [str(w.message) for w in caught if "is sparse" in str(w.message)]
+    gradient = ddp.module.embedding.weight.grad
+    return gradient.is_sparse, gradient.to_dense(), ddp.module.head.weight.detach().clone(), messages
+
+
+def test_sparse_gradients_pass_exactly_with_one_warning():
+    fresh = Ranks(2)  # torch gives the warning once a process
+    results = fresh.run(sparse_gradients)
+    fresh.close()
+    for is_sparse, dense, head, messages in results:
+        assert is_sparse
+        # Rank r looks up row r + 1 in all three places; its gradient is the head's column sums, halved by the mean.
+        expected = torch.zeros(40, 16)
+        expected[1] = expected[2] = head.sum(0) / 2
+        assert torch.allclose(dense, expected, rtol=0, atol=1e-6)
+        assert len(messages) == 1 and "travels exactly" in messages[0]
+
+
+def unused(rank, world_size):
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.fill_(0.125)
+    marker = torch.full((16, 16), 7.0)
+    ddp.module.never.weight.grad = marker.clone()
+    ddp(torch.ones(1, 10)).sum().backward()
+    even, odd = ddp.module.even.weight.grad, ddp.module.odd.weight.grad
+    return torch.equal(ddp.module.never.weight.grad, marker), even, odd
+
+
+def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks):
+    (kept_0, even_0, odd_0), (kept_1, even_1, odd_1) = ranks.run(unused, world_size=2)
+    assert kept_0 and kept_1, "unused on all ranks: the old gradient stays"
+    # Each branch was used on one of the two ranks: half of what using it on both would give, and the same everywhere.
+    assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1) and torch.equal(even_0, odd_0)
+    assert even_0.unique().tolist() == [5 * 0.125 * (10 * 0.125 + 0.125) / 2]
+
+
+def accumulated(rank, world_size, views, wire):
+    ddp = DistributedDataParallel(Gradients((5000,)), gradient_as_bucket_view=views)
+    comm = fusedcomm.attach(ddp, wire=wire, exempt=())
+    gradient = [torch.full((5000,), float(rank + 1))]
+    synchronise(ddp, gradient, steps=2)
+    ddp.zero_grad(set_to_none=not views)
+    before = comm.stats().buckets
+    with ddp.no_sync():
+        ddp(gradient).backward()
+        ddp(gradient).backward()
+    during = comm.stats().buckets - before
+    local = ddp.module.weights[0].grad.unique().tolist()
+    ddp(gradient).backward()
+    return during, local, ddp.module.weights[0].grad.unique().tolist()
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("wire", fusedcomm.WIRES)
+def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
+    for rank, (during, local, seen) in enumerate(ranks.run(accumulated, views, wire, world_size=2)):
+        assert during == 0 and local == [2.0 * (rank + 1)] and seen == [constant(4.5, wire)]
+
+
+def joined(rank, world_size, wire):
+    """Rank 0 has two batches, rank 1 has five: rank 0 then takes part with zero buckets at new addresses."""
+    ddp = DistributedDataParallel(Gradients((5120,), (64, 40)), **SMALL_BUCKETS)
+    fusedcomm.attach(ddp, wire=wire, exempt=())
+    seen = []
+    with Join([ddp]):
+        for _ in range(2 + 3 * rank):
+            values = synchronise(ddp, [torch.full((5120,), 4.0), torch.full((64, 40), 8.0)])
+            seen.append([value.unique().tolist() for value in values])
+    return seen
+
+
+@pytest.mark.parametrize("wire", fusedcomm.WIRES)
+def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
+    # The hook divides by the group's size, which is Join's divide_by_initial_world_size=True.
+    outcome = ranks.run(joined, wire, world_size=2)
+    both, one = [[[constant(4.0, wire)], [constant(8.0, wire)]], [[constant(2.0, wire)], [constant(4.0, wire)]]]
+    assert outcome[0] == [both] * 2
+    assert outcome[1] == [both] * 2 + [one] * 3
+
+
+def frozen_after_wrapping(rank, world_size):
+    """The reducer keeps a parameter that was frozen since: its bucket is larger than the module lets one think."""
+    ddp = DistributedDataParallel(Gradients((600, 700), (64,)), find_unused_parameters=True)
+    ddp.module.weights[0].requires_grad_(False)
+    fusedcomm.attach(ddp, wire="int8", exempt=())
+    ddp([torch.ones(600, 700), torch.full((64,), float(rank))]).backward()
+    return ddp.module.weights[1].grad.unique().tolist()
+
+
+def test_a_parameter_frozen_after_wrapping_still_travels(ranks):
+    for seen in ranks.run(frozen_after_wrapping, world_size=2):
+        assert seen == pytest.approx([0.5], abs=0.01)
+
+
+def frozen_and_back(rank, world_size, frozen):
+    """Frozen before attaching, trained again later: gradual unfreezing."""
+    ddp = DistributedDataParallel(Gradients((600, 70), (64,)), find_unused_parameters=True)
+    ddp.module.weights[frozen].requires_grad_(False)
+    comm = fusedcomm.attach(ddp, wire="int4", wire_for={"weights.0": "bf16"} if frozen else {}, error_feedback=True)
+    ddp.module.weights[frozen].requires_grad_(True)
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((600, 70), (64,))]
+    synchronise(ddp, gradients, steps=2)
+    names = [bucket.parameters for bucket in comm.plan().buckets]
+    state = comm.state_dict()
+    comm.load_state_dict(state)
+    return names, sorted(state["residuals"]), comm.plan().exempt
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_parameter_frozen_before_attaching_keeps_its_name_and_its_wire(ranks, frozen):
+    for names, residuals, exempt in ranks.run(frozen_and_back, frozen, world_size=2):
+        assert sorted(name for bucket in names for name in bucket) == ["weights.0", "weights.1"]
+        assert residuals == ["weights.0"]  # the other is "1d"
+        assert exempt == ("weights.1",)
+
+
+def rebuilt_twice(rank, world_size):
+    """torch keeps the lists of parameters of buckets that it has cut before."""
+    shapes = ((2000,), (3000,))
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.008)
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=())
+    gradients = [torch.full(shape, float(rank + index)) for index, shape in enumerate(shapes)]
+    synchronise(ddp, gradients, steps=3)
+    ddp._update_process_group(subgroup)
+    order = ddp.module.weights
+    seen = []
+    for _ in range(3):
+        ddp.zero_grad(set_to_none=True)
+        # The other way round: its sums are made in the order of their names' gradients.
+        try:
+            ((order[1] * gradients[1]).sum() + ddp([gradients[0], 0 * gradients[1]])).backward()
+        except RuntimeError as error:
+            return str(error)
+        seen = [weight.grad.unique().tolist() for weight in order]
+    return seen, [bucket.parameters for bucket in comm.plan().buckets]
+
+
+def test_buckets_cut_anew_for_another_group_have_their_own_parameters_or_are_refused(ranks):
+    for outcome in ranks.run(rebuilt_twice, world_size=2):
+        if isinstance(outcome, str):
+            assert "torch has kept the list of parameters" in outcome
+            continue
+        seen, buckets = outcome
+        assert seen == [[0.5], [1.5]] and sorted(sum(buckets, ())) == ["weights.0", "weights.1"]
+
+
+def with_ignored_parameters(rank, world_size, registered):
+    """What DDP leaves alone may be on another device, and differ between ranks."""
+    model = Gradients((600, 70))
+    model.teacher = torch.nn.Linear(3 + rank, 1, bias=False, device="meta")
+    model._modules = {"teacher": model._modules.pop("teacher"), **model._modules}  # its parameter is the first
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["teacher.weight"])
+    ddp = DistributedDataParallel(model)
+    if registered:
+        ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model), fusedcomm.comm_hook)
+    else:
+        fusedcomm.attach(ddp, wire="int8")
+    return synchronise(ddp, [torch.full((600, 70), float(rank))])[0].unique().tolist()
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_parameters_that_ddp_ignores_are_left_alone(ranks, registered):
+    for seen in ranks.run(with_ignored_parameters, registered, world_size=2):
+        assert seen == pytest.approx([0.5], abs=0.01)
+
+
+def moved_while_detached(rank, world_size):
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients((6000,)))
+    fusedcomm.attach(ddp).detach()
+    ddp._update_process_group(subgroup)
+    return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist() if rank < 2 else None
+
+
+def test_a_detached_module_follows_its_group_as_ddps_default_does(ranks):
+    assert ranks.run(moved_while_detached, world_size=3) == [[0.5], [0.5], None]
+
+
+def state_of_another_group(rank, world_size):
+    subgroup = dist.new_group([0, 1])
+    ddp = DistributedDataParallel(Gradients((6000,)))
+    state = fusedcomm.CommState(wire="int8", exempt=())
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    before = synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
+    ddp._update_process_group(subgroup)
+    if rank > 1:
+        return before, None
+    state.process_group = subgroup
+    return before, synchronise(ddp, [torch.full((6000,), float(rank))], steps=2)[0].unique().tolist()
+
+
+def test_a_comm_state_follows_the_group_it_is_given(ranks):
+    assert ranks.run(state_of_another_group, world_size=3) == [([1.0], [0.5]), ([1.0], [0.5]), ([1.0], None)]

@@ -1,0 +1,491 @@
+"""The engine's CUDA path where there is no GPU: the launcher against a driver that records and runs what it is given.
+
+Streams are not in it (tests/engine/test_streams.py simulates those), nor the compiler
+(tests/kernels/test_kernel_code.py).
+"""
+
+import itertools
+import shutil
+import threading
+import time
+
+import fake_cuda
+import pytest
+import torch
+from models import Gradients, Mlp, Sparse, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Config
+from fusedcomm.ddp import handle
+from fusedcomm.devices import cuda
+from fusedcomm.native import _C
+
+pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
+]
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def fake(library):
+    fake = fake_cuda.gpu(library)
+    yield fake
+    fake.fail("", 0)
+
+
+# --- the same bits as on the CPU ------------------------------------------------------------------------------------
+
+
+SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
+
+
+def both_paths(rank, world_size, library, kwargs, dtype):
+    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches."""
+    num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    gradients[0].view(-1)[3] = -torch.inf
+    gradients[3][17 * rank : 17 * rank + 2] = torch.nan
+    results, fake = [], fake_cuda.gpu(library)
+    for path in ("cpu", "cuda"):
+        ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.016)
+        if path == "cpu":
+            comm = fusedcomm.attach(ddp, **kwargs)
+            seen = synchronise(ddp, gradients, steps=num_steps)
+        else:
+            with fake.takes_over(**kwargs):
+                comm = fusedcomm.attach(ddp, **kwargs)
+                seen = synchronise(ddp, gradients, steps=num_steps)
+        stats = comm.stats()
+        num_buckets = len(comm.plan().buckets)
+        comm.detach()
+        bits = torch.cat([gradient.flatten() for gradient in seen]).view(torch.uint8)
+        # As text, since the errors are NaN here and there.
+        told = str(stats.verified), str(stats.quantisation_error)
+        results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
+    return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
+
+
+CONFIGS = {
+    "fp32": {"wire": "fp32"},
+    "fp32 two-shot": {"wire": "fp32", "sum": "two-shot"},
+    "bf16": {"wire": "bf16"},
+    "bf16 two-shot chunked": {"wire": "bf16", "sum": "two-shot", "chunk_nbytes": 4096},
+    "bf16 exempt": {"wire": "bf16", "sum": "two-shot", "exempt": ("1d",), "verify_every": 1},
+    "fp16 direct": {"wire": "fp16", "sum": "direct"},
+    "int8": {"wire": "int8", "sum": "two-shot"},
+    "int8 rotated": {"wire": "int8", "sum": "two-shot", "rotate": True},
+    "fp8": {"wire": "fp8", "sum": "two-shot"},
+    "fp8_e5m2": {"wire": "fp8_e5m2", "sum": "two-shot", "exempt": ()},
+    "int4": {"wire": "int4", "sum": "two-shot"},
+    "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
+    "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "error_feedback": True},
+    "fp16 stochastic": {"wire": "fp16", "sum": "two-shot", "rounding": "stochastic", "chunk_nbytes": 4096},
+    "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
+    "int4 rotated stochastic feedback": {
+        **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
+        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "int8"},
+    },
+    "several wires": {
+        **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
+        **{"exempt": ("weights.[24]",)},
+        **{"rounding": "stochastic", "error_feedback": "bf16", "chunk_nbytes": 4096},
+    },
+    "two levels": {
+        **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
+        **{"rounding": "stochastic", "error_feedback": "int8"},
+    },
+    "two levels measured": {
+        **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
+        **{"exempt": ("weights.[24]",)},
+        **{"measure_every": 1, "verify_every": 1},
+    },
+    "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
+    "int4 one-shot rotated": {
+        **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
+        **{"rounding": "stochastic", "error_feedback": "int8"},
+    },
+    "several wires one-shot": {
+        **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
+        **{"exempt": ("weights.[24]",)},
+        **{"error_feedback": "bf16", "measure_every": 1, "verify_every": 1},
+    },
+    "fp32 one-shot": {"wire": "fp32", "sum": "one-shot"},
+    "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
+    "all exempt one-shot": {"wire": "int8", "sum": "one-shot", "exempt": ("*",), "error_feedback": True},
+    "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
+    "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "dtype"),
+    [
+        ("fp32", 1, torch.float32),
+        ("fp32", 3, torch.float32),
+        ("fp32", 2, torch.bfloat16),
+        ("fp32 two-shot", 3, torch.float32),
+        ("bf16", 2, torch.float32),
+        ("bf16 two-shot chunked", 3, torch.float32),
+        ("bf16 two-shot chunked", 2, torch.bfloat16),
+        ("bf16 exempt", 2, torch.float32),
+        ("bf16 exempt", 3, torch.float16),
+        ("fp16 direct", 2, torch.float32),
+        ("int8", 1, torch.float32),
+        ("int8", 3, torch.float32),
+        ("int8", 2, torch.float16),
+        ("int8 chunked", 2, torch.float32),
+        ("int8 rotated", 2, torch.float32),
+        ("fp8", 3, torch.float32),
+        ("fp8", 2, torch.bfloat16),
+        ("fp8_e5m2", 2, torch.float32),
+        ("int4", 3, torch.float32),
+        ("int4 rotated", 2, torch.float32),
+        ("int4 rotated", 3, torch.float16),
+        ("bf16 feedback", 2, torch.float32),
+        ("fp16 stochastic", 3, torch.float32),
+        ("fp8 stochastic feedback", 2, torch.bfloat16),
+        ("int4 rotated stochastic feedback", 3, torch.float32),
+        ("several wires", 2, torch.float32),
+        ("two levels", 4, torch.float32),
+        ("two levels measured", 4, torch.bfloat16),
+        ("int8 one-shot", 2, torch.float32),
+        ("int8 one-shot", 1, torch.float32),
+        ("int4 one-shot rotated", 3, torch.float32),
+        ("several wires one-shot", 2, torch.bfloat16),
+        ("fp32 one-shot", 3, torch.float16),
+        ("all exempt", 2, torch.bfloat16),
+        ("all exempt one-shot", 2, torch.bfloat16),
+        ("measured", 2, torch.float32),
+    ],
+)
+def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
+    for results, launches, _ in ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size):
+        (cpu, *cpu_counts), (gpu, *gpu_counts) = results
+        assert torch.equal(cpu, gpu)
+        assert cpu_counts == gpu_counts
+        assert cpu_counts[0] > 0
+        assert launches
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
+def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
+    for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
+        # Two steps; the first has other buckets, but not more of them than parameters.
+        assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
+        # No kernel has more programs than the limit on multiprocessors, and large buckets reach it.
+        assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
+
+
+def grids_by_bucket(rank, world_size, library, kwargs):
+    """The gradients with the last bucket on no more and on more multiprocessors, and the grids of the last step."""
+    fake = fake_cuda.gpu(library)
+    shapes = ((9000,), (9000,), (9000,))
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
+    seen, grids = [], []
+    for most in (fake_cuda.MAX_PROGRAMS, 2 * fake_cuda.MAX_PROGRAMS):
+        fake.max_programs_of_last = most
+        ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
+        with fake.takes_over(**kwargs):
+            comm = fusedcomm.attach(ddp, **kwargs)
+            seen.append(synchronise(ddp, gradients, steps=2))
+            num_before = len(fake.grids)
+            seen.append(synchronise(ddp, gradients))
+            num_buckets = len(comm.plan().buckets)
+            comm.detach()
+        grids.append(fake.grids[num_before:])
+    fake.max_programs_of_last = fake_cuda.MAX_PROGRAMS
+    assert all(torch.equal(a, b) for step in seen[1:] for a, b in zip(seen[0], step, strict=True))
+    return grids, num_buckets
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
+def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
+    kwargs = {**CONFIGS[name], "chunk_nbytes": 1 << 20}
+    for (bounded, grids), num_buckets in ranks.run(grids_by_bucket, library, kwargs, world_size=2):
+        assert num_buckets == 3 and len(grids) == len(bounded)
+        num_of_last = len(grids) // num_buckets
+        assert grids[:-num_of_last] == bounded[:-num_of_last]
+        assert max(bounded) == fake_cuda.MAX_PROGRAMS
+        for few, more in zip(bounded[-num_of_last:], grids[-num_of_last:], strict=True):
+            assert few < more <= 2 * fake_cuda.MAX_PROGRAMS
+
+
+def other_models(rank, world_size, library):
+    results = []
+    fake = fake_cuda.gpu(library)
+    for model, inputs in (
+        (Sparse(), torch.tensor([[1, 2, 3 + rank]])),
+        (Mlp(torch.float64), torch.randn(4, 10, dtype=torch.float64)),
+    ):
+        seen = []
+        state = model.state_dict()
+        for path in ("ddp", "cuda"):
+            model.load_state_dict(state)
+            model.zero_grad(set_to_none=True)
+            ddp = DistributedDataParallel(model)
+            with fake.takes_over(wire="fp32"):
+                if path == "cuda":
+                    comm = fusedcomm.attach(ddp, wire="fp32")
+                ddp(inputs).square().mean().backward()
+            seen.append([parameter.grad.to_dense().clone() for parameter in model.parameters()])
+        comm.detach()
+        results.append(all(torch.equal(a, b) for a, b in zip(*seen, strict=True)))
+    return results
+
+
+def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
+    assert ranks.run(other_models, library, world_size=2) == [[True, True]] * 2
+
+
+# --- what is launched -----------------------------------------------------------------------------------------------
+
+
+def recorded(rank, world_size, library, sum):
+    fake = fake_cuda.gpu(library)
+    with fake.takes_over(wire="int8", sum=sum, block=64):
+        ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
+        comm = fusedcomm.attach(ddp, wire="int8", sum=sum, block=64, exempt=("1d",))
+        synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
+        comm.detach()
+    return [
+        (kernel, {name: value for name, value in args.items() if not isinstance(value, torch.Tensor)})
+        for kernel, args in fake.launches
+    ]
+
+
+def test_launches_carry_the_bucket_and_its_layout(ranks, library):
+    """Sizes by hand: two parts, or one in a one-shot; 600 lossy elements in blocks of 64, 3000 exact ones."""
+    part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
+    no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
+    of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
+    for rank, launches in enumerate(ranks.run(recorded, library, "two-shot", world_size=2)):
+        (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
+        assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
+        assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
+        of_sum = {"in_stride": part["part_stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
+        assert reduce_args == {**part, **of_sum, **no_noise}
+        assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
+    whole = {"part_stride": 3000 * 4 + 48 + 640, "part_numel": 640, "part_exact_numel": 3000, "num_parts": 1}
+    for launches in ranks.run(recorded, library, "one-shot", world_size=2):
+        (pack, pack_args), (unpack, unpack_args) = launches
+        assert (pack, unpack) == ("pack", "unpack")
+        assert pack_args == {**of_bucket, **whole, "scale": 1.0, **no_noise}
+        assert unpack_args == {**of_bucket, **whole, "num_messages": 2, "scale": 0.5}
+
+
+def test_every_kernel_parameter_has_the_engines_type():
+    """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
+    from fusedcomm.kernels import compile
+
+    for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
+        signature, _ = compile._signature(variant)
+        kinds = [
+            "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
+            for kind in signature.values()
+            if kind != "constexpr"
+        ]
+        assert kinds == _C.kernel_params(variant.kernel)
+    with pytest.raises(ValueError, match="no kernel is called 'sort'"):
+        _C.kernel_params("sort")
+
+
+# --- what can go wrong ----------------------------------------------------------------------------------------------
+
+
+def faulting(rank, world_size, library):
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    with fake.takes_over(wire="bf16"):
+        fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        synchronise(ddp, [torch.ones(3000)])
+        fake.fail("cuLaunchKernel", 700)
+        try:
+            synchronise(ddp, [torch.ones(3000)])
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
+    (error,) = ranks.run(faulting, library, world_size=1)
+    assert "the pack of chunk 1/1 failed for bucket 0 (weights.0; 1 parameters" in error
+    assert "cuLaunchKernel failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)" in error
+    assert "FUSEDCOMM_SYNC=1 finds the stage" in error
+
+
+def with_the_gil_under_the_lock(rank, world_size, library):
+    """Calls of another thread that ended, while a launch, within the hook call, waited for the GIL."""
+    fake = fake_cuda.gpu(library)
+    entered, own_run, ended = threading.Event(), fake._run, []
+
+    def run(*args):
+        entered.set()
+        time.sleep(0.2)  # without the GIL, and then waits for it: as in a collective that the flight recorder notes
+        own_run(*args)
+
+    with fake.takes_over(wire="bf16"):
+        ddp = DistributedDataParallel(Gradients((3000,)))
+        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        hook = comm._session.hook
+
+        def call():
+            entered.wait()
+            for binding in (hook.start_trace, hook.stop_trace, hook.stats, hook.buckets, hook.take_notices):
+                binding()
+                ended.append(binding.__name__)
+            hook.max_over_ranks(1.0, "a value")  # waits for the lock that the hook call has
+            ended.append("max_over_ranks")
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        fake._run = run
+        try:
+            synchronise(ddp, [torch.ones(3000)])
+        finally:
+            fake._run = own_run
+        thread.join()
+        comm.detach()
+    return ended
+
+
+def test_nobody_waits_for_the_engine_with_the_gil_in_hand(ranks, library):
+    (ended,) = ranks.run(with_the_gil_under_the_lock, library, world_size=1)
+    assert ended == ["start_trace", "stop_trace", "stats", "buckets", "take_notices", "max_over_ranks"]
+
+
+def captured(rank, world_size, library, is_watched):
+    """What a backward pass under capture raises, what had been done for it by then, and the gradient after it."""
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    begun = []
+    with fake.takes_over(wire="bf16"):
+        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        target = handle._targets[ddp]
+        if is_watched:  # as while wire="auto" searches
+            target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
+        (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+        with fake.capturing(), pytest.raises(RuntimeError) as raised:
+            ddp.reducer._run_comm_hook(bucket).wait()
+        done = len(fake.launches), len(begun), len(target.take_seen())
+        (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+        num_seen = len(target.take_seen())
+        comm.detach()
+    return str(raised.value), done, seen.unique().tolist(), num_seen
+
+
+@pytest.mark.parametrize("is_watched", [False, True], ids=["alone", "searching"])
+def test_a_captured_step_is_refused_before_anything_is_done(ranks, library, is_watched):
+    ((error, done, gradient, num_seen),) = ranks.run(captured, library, is_watched, world_size=1)
+    assert "captured into a CUDA graph" in error
+    assert done == (0, 0, 0)
+    assert gradient == [3.0] and num_seen == int(is_watched)
+
+
+def test_a_missing_driver_is_named():
+    with pytest.raises(RuntimeError, match=r"no CUDA driver: libno-such-cuda.so: cannot open .* need an NVIDIA driver"):
+        _C.CudaDriver("libno-such-cuda.so")
+    with pytest.raises(RuntimeError, match=r"libm.so.6 has no cuInit"):
+        _C.CudaDriver("libm.so.6")
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_a_cubin_that_does_not_load_is_an_error(fake, call):
+    fake.fail(call, 209)
+    with pytest.raises(RuntimeError, match=rf"{call} failed with CUDA_ERROR_OF_THE_TEST \(209\)"):
+        fake.loader(Config(), 3, (torch.float32,))
+
+
+def loaded_by_attaching(rank, world_size, library):
+    """Modules loaded: by attaching, by attaching again, with another wire, and in another context; launches worked."""
+    fake = fake_cuda.gpu(library)
+    ddp = DistributedDataParallel(Gradients((3000,)))
+    numbers = [fake.library.fake_num_loads()]
+    for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # of no other test
+        fake.library.fake_set_context(context)
+        with fake.takes_over(wire=wire):
+            comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+            (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
+            comm.detach()
+        assert (seen - 3).abs().max() < 1e-2 and fake.launches
+        numbers.append(fake.library.fake_num_loads())
+    fake.library.fake_set_context(1)
+    return [later - earlier for earlier, later in itertools.pairwise(numbers)]
+
+
+def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
+    ((first, again, other_wire, other_context),) = ranks.run(loaded_by_attaching, library, world_size=1)
+    assert first > 1 and again == 0 and other_context == first
+    assert other_wire == first - 1  # all but the kernel that scales in place
+
+
+def test_kernels_of_another_version_are_refused(fake):
+    from fusedcomm.kernels import compile
+
+    variant = compile.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
+    compiled = compile.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
+    with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
+        cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)
+
+
+def test_an_old_gpu_is_named_with_what_is_supported(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.raises(RuntimeError, match=r"Tesla V100 has compute capability 7.0; 7.5 or later is supported"):
+        cuda.check_capability(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert cuda.check_capability(torch.device("cuda")) == 90
+
+
+def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
+        cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
+
+
+@pytest.mark.parametrize("value", [0, 133, 2.0, True, "all"])
+def test_an_impossible_sm_limit_is_an_error(value):
+    with pytest.raises(ValueError, match=r"sm_limit=.* is not possible: use a whole number from 1 to 132"):
+        cuda.choose_sm_limit(value, 132)
+
+
+def test_the_sm_limit_is_a_share_of_the_gpu():
+    assert cuda.choose_sm_limit(None, 132) == 16
+    assert cuda.choose_sm_limit(None, 4) == 1
+    assert cuda.choose_sm_limit(132, 132) == 132
+    assert cuda.sm_limit_of_last(None, 132) == 132
+    assert cuda.sm_limit_of_last(20, 132) == 20
+
+
+@pytest.mark.parametrize("ahead", [frozenset(), frozenset({"pack"}), frozenset({"pack", "unpack"})], ids=sorted)
+def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead):
+    from fusedcomm.kernels import compile, ragged_cuda
+
+    taken = {}
+
+    def by(compiler):
+        def compiled(variant, capability):
+            taken[variant.kernel, variant.flat, variant.feedback] = compiler
+            return compile.Compiled(variant, variant.kernel, b"", "", 16, 0, _C.kernel_params(variant.kernel), 0)
+
+        return compiled
+
+    monkeypatch.setattr(compile, "check_triton", lambda: "3.7")
+    monkeypatch.setattr(compile, "compile", by("triton"))
+    monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
+    monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
+    cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
+    expected = {(kernel, flat, None): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
+    # Of measured buckets, which only Triton's kernels can do.
+    expected |= {("pack", flat, "fp32"): "triton" for flat in (True, False)}
+    expected["scale", True, None] = "triton"
+    assert taken == {**expected, **{(kernel, False, None): "cuda" for kernel in ahead}}

@@ -1,0 +1,466 @@
+"""The engine from end to end: real ranks over gloo, gradients through DDP's reducer, results known exactly."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import env, reference
+from fusedcomm.native import _C
+from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
+
+CODEC_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+
+# --- results that are exactly predictable ---------------------------------------------------------------------------
+
+
+def exact_means(rank, world_size, wire, kwargs, shapes, dtype):
+    ddp = DistributedDataParallel(Gradients(*shapes, dtype=dtype), bucket_cap_mb=0.02)
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in shapes], steps=3)
+    return [
+        bool(torch.equal(s, mean_of_integers(world_size, shape, dtype))) for s, shape in zip(seen, shapes, strict=True)
+    ]
+
+
+SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("wire", "kwargs"),
+    [
+        ("fp32", {}),
+        ("fp32", {"sum": "two-shot"}),
+        ("bf16", {}),
+        ("bf16", {"sum": "two-shot"}),
+        ("bf16", {"sum": "direct"}),
+        ("bf16", {"sum": "one-shot"}),
+        ("bf16", {"exempt": ("1d",)}),
+        ("fp16", {}),
+        ("fp16", {"sum": "direct", "predivide": 4.0}),
+        ("fp16", {"sum": "two-shot", "predivide": 0.5}),
+    ],
+    ids=str,
+)
+def test_means_are_exact_where_the_wire_can_carry_them(ranks, world_size, dtype, wire, kwargs):
+    for on_rank in ranks.run(exact_means, wire, kwargs, SHAPES, dtype, world_size=world_size):
+        assert all(on_rank)
+
+
+def block_result(rank, world_size, wire, rotate, numel, sum="two-shot"):
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
+    ddp = DistributedDataParallel(Gradients((numel,)))
+    fusedcomm.attach(ddp, wire=wire, exempt=(), sum=sum, rotate=rotate)
+    (seen,) = synchronise(ddp, [gradient])
+    return gradient, seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [1, 127, 128, 129, 5003, 300007])
+@pytest.mark.parametrize(
+    ("wire", "rotate"),
+    [("int8", False), ("int8", True), ("fp8", False), ("fp8_e5m2", False), ("int4", False), ("int4", True)],
+)
+def test_two_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_size, numel):
+    outcome = ranks.run(block_result, wire, rotate, numel, world_size=world_size)
+    gradients = [gradient for gradient, _ in outcome]
+    block = _C.default_block_numel(wire)
+    expected = reference.all_reduce_mean(gradients, wire, "two-shot", block=block, predivide=1.0, rotated=rotate)
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize(("world_size", "numel"), [(1, 5003), (2, 129), (2, 300007), (3, 5003)])
+@pytest.mark.parametrize(
+    ("wire", "rotate"),
+    [*[(wire, False) for wire in CODEC_WIRES], ("int8", True), ("int4", True)],
+)
+def test_one_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_size, numel):
+    outcome = ranks.run(block_result, wire, rotate, numel, "one-shot", world_size=world_size)
+    gradients = [gradient for gradient, _ in outcome]
+    block = _C.default_block_numel(wire)
+    expected = reference.all_reduce_mean(gradients, wire, "one-shot", block=block, rotated=rotate)
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+def bf16_result(rank, world_size, numel):
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    ddp = DistributedDataParallel(Gradients((numel,)))
+    fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    (seen,) = synchronise(ddp, [gradient])
+    return gradient, seen
+
+
+def test_bf16_two_shot_gives_the_bits_of_the_reference_on_three_ranks(ranks):
+    outcome = ranks.run(bf16_result, 40009, world_size=3)
+    expected = reference.all_reduce_mean(
+        [gradient for gradient, _ in outcome], wire="bf16", sum="two-shot", block=128, predivide=1.0
+    )
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+def absorbed(rank, world_size, sum):
+    """256 on rank 0 and 1 on the others: in bf16, 256 + 1 is 256 again."""
+    ddp = DistributedDataParallel(Gradients((20000,)))
+    fusedcomm.attach(ddp, wire="bf16", sum=sum)
+    (seen,) = synchronise(ddp, [torch.full((20000,), 256.0 if rank == 0 else 1.0)])
+    return seen.unique().tolist()
+
+
+def test_sums_are_accumulated_in_fp32(ranks):
+    # (256 + 1 + 1) / 3 = 86, which bf16 holds; rounding after each addition would give 256/3 → 85.5.
+    assert ranks.run(absorbed, "two-shot", world_size=3) == [[86.0]] * 3
+    assert ranks.run(absorbed, "one-shot", world_size=3) == [[86.0]] * 3
+    assert ranks.run(absorbed, "auto", world_size=3) == [[86.0]] * 3
+
+
+def scratch(rank, world_size, sums):
+    taken = []
+    for sum in sums:
+        comm = fusedcomm.attach(
+            DistributedDataParallel(Gradients((20000,))), wire="int8", sum=sum, chunk_nbytes=8192, chunks_in_flight=3
+        )
+        taken.append(comm.plan().scratch_nbytes)
+        comm.detach()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sums"), [(2, {"auto": 2, "one-shot": 2, "two-shot": 2}), (3, {"one-shot": 3, "auto": 2})]
+)
+def test_a_workspace_holds_two_chunks_or_every_ranks_in_one_shot(ranks, world_size, sums):
+    for taken in ranks.run(scratch, list(sums), world_size=world_size):
+        assert taken == [pytest.approx(3 * 8192 * chunks, rel=0.1) for chunks in sums.values()]
+
+
+def half_gradients_fp32_wire(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5000,), dtype=torch.bfloat16))
+    fusedcomm.attach(ddp, wire="fp32")
+    (seen,) = synchronise(ddp, [torch.full((5000,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)])
+    return seen.unique().tolist()
+
+
+def test_bf16_gradients_are_summed_in_fp32_under_an_fp32_wire(ranks):
+    assert ranks.run(half_gradients_fp32_wire, world_size=3) == [[86.0]] * 3
+
+
+# --- independence of chunks, slots, threads and instruction set; determinism ----------------------------------------
+
+
+def random_result(rank, world_size, wire, kwargs):
+    shapes = ((301, 77), (1000,), (7,), (50021,))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=2)])
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire, world_size):
+    results = [
+        ranks.run(random_result, wire, {"sum": "two-shot", **kwargs}, world_size=world_size)
+        for kwargs in (
+            {},
+            {"chunk_nbytes": 4096},
+            {"chunk_nbytes": 12345, "chunks_in_flight": 1},
+            {"codec_threads": 3, "chunk_nbytes": 65536},
+            {"isa": "portable", "chunks_in_flight": 7},
+        )
+    ]
+    for on_ranks in results:
+        for seen in on_ranks:
+            assert torch.equal(seen, results[0][0])
+
+
+def forced_sync_result(rank, world_size, wire, kwargs):
+    os.environ[env.SYNC] = "1"
+    try:
+        return random_result(rank, world_size, wire, kwargs)
+    finally:
+        del os.environ[env.SYNC]
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+@pytest.mark.parametrize("kwargs", [{}, {"sum": "two-shot", "chunk_nbytes": 12345, "chunks_in_flight": 1}])
+def test_one_stage_at_a_time_gives_identical_bits(ranks, wire, kwargs):
+    if wire == "fp32" and not kwargs:
+        kwargs = {"sum": "exact"}
+    overlapped = ranks.run(random_result, wire, kwargs, world_size=2)
+    for seen in ranks.run(forced_sync_result, wire, kwargs, world_size=2):
+        assert torch.equal(seen, overlapped[0])
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_all_ranks_end_with_the_same_bits_and_so_do_two_runs(ranks, wire):
+    first = ranks.run(random_result, wire, {})
+    second = ranks.run(random_result, wire, {})
+    for seen in first + second:
+        assert torch.equal(seen, first[0])
+
+
+def direct_result(rank, world_size, chunk_nbytes):
+    return random_result(rank, world_size, "bf16", {"sum": "direct", "chunk_nbytes": chunk_nbytes})
+
+
+def test_direct_on_two_ranks_does_not_depend_on_the_chunk_size(ranks):
+    results = [seen for size in (4096, 1 << 20) for seen in ranks.run(direct_result, size, world_size=2)]
+    for seen in results:
+        assert torch.equal(seen, results[0])
+
+
+# --- exempt parameters ----------------------------------------------------------------------------------------------
+
+
+def exempt_result(rank, world_size):
+    shapes = ((5000,), (200, 300), (333,))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    comm = fusedcomm.attach(ddp, wire="int8")
+    seen = synchronise(ddp, gradients)
+    return gradients, seen, [row.num_chunks for row in comm.plan().buckets], comm.plan().exempt
+
+
+def test_exempt_parameters_are_exact_and_travel_with_the_others(ranks):
+    outcome = ranks.run(exempt_result, world_size=3)
+    for index, exact in ((0, True), (1, False), (2, True)):
+        in_rank_order = outcome[0][0][index] + outcome[1][0][index] + outcome[2][0][index]
+        mean = in_rank_order * torch.tensor(1 / 3)
+        for _, seen, _, exempt in outcome:
+            assert torch.equal(seen[index], mean) == exact
+            assert exempt == ("weights.0", "weights.2")
+    # One bucket, one chunk: nothing travels beside the payload.
+    assert outcome[0][2] == [1]
+
+
+# --- non-finite gradients -------------------------------------------------------------------------------------------
+
+
+def nonfinite_result(rank, world_size, wire, sum):
+    gradients = [torch.ones(70, 100), torch.ones(9000)]
+    if rank == 1:
+        gradients[0].view(-1)[17] = float("nan")
+        gradients[1][5000] = float("inf")
+        gradients[1][7000] = float("-inf")
+    ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
+    comm = fusedcomm.attach(ddp, wire=wire, sum=sum, exempt=())
+    a, b = synchronise(ddp, gradients)
+    far = torch.isfinite(a.view(-1)[1024:]).all() and torch.isfinite(b[:4000]).all()
+    stats = comm.stats()
+    return (a.view(-1)[17].item(), b[5000].item(), b[7000].item(), bool(far)), stats.nonfinite_by_parameter
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("wire", "sum"),
+    [(wire, "two-shot") for wire in CODEC_WIRES] + [("fp32", "exact"), ("bf16", "direct"), ("fp16", "direct")],
+)
+def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire, sum, world_size):
+    for rank, (values, counts) in enumerate(ranks.run(nonfinite_result, wire, sum, world_size=world_size)):
+        nan, plus, minus, far = values
+        assert nan != nan and plus == float("inf") and minus == float("-inf")
+        assert far, "a non-finite element must not spread beyond its block"
+        assert counts == ({"weights.0": 1, "weights.1": 2} if rank == 1 else {})
+
+
+def scaler_steps(rank, world_size, wire):
+    """A GradScaler must skip the step on all ranks if one rank overflowed."""
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    fusedcomm.attach(ddp, wire=wire)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = ddp.module.weight.detach().clone()
+    loss = ddp(torch.ones(2, 64)).sum()
+    if rank == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return bool(torch.equal(before, ddp.module.weight)), scaler.get_scale()
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_a_grad_scaler_skips_the_step_everywhere(ranks, wire):
+    assert ranks.run(scaler_steps, wire, world_size=2) == [(True, 4.0)] * 2
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------
+
+
+def shapes_result(rank, world_size, wire):
+    shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+    gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
+    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+
+
+@pytest.mark.parametrize("wire", CODEC_WIRES)
+def test_empty_single_and_odd_sized_parameters(ranks, wire):
+    # Ranks hold -1, 1, 3, 5: equal values quantise without error even in blocks, the mean is 2. int4's scale is bf16.
+    mean = [constant(2.0, wire)]
+    for on_rank in ranks.run(shapes_result, wire):
+        assert on_rank == [[], mean, mean, [], mean, [], mean]
+
+
+# --- comparison with an exact sum -----------------------------------------------------------------------------------
+
+
+def verified_result(rank, world_size, wire, verify_every, nan):
+    shapes = ((100, 100), (7,), (20000,), (300, 20))
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    if nan and rank == 1:
+        gradients[2][5] = torch.nan
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.03)
+    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", verify_every=verify_every, exempt=())
+    seen = torch.cat([gradient.flatten() for gradient in synchronise(ddp, gradients, steps=9)])
+    stats = comm.stats()
+    return seen, [(v.step, v.bucket.split(" (")[0], v.relative_error) for v in stats.verified], stats.buckets
+
+
+@pytest.mark.parametrize(("wire", "low", "high"), [("bf16", 1e-4, 4e-3), ("int8", 3e-3, 3e-2), ("int4", 5e-2, 0.4)])
+def test_one_bucket_after_another_is_compared_with_an_exact_sum(ranks, wire, low, high):
+    plain = ranks.run(verified_result, wire, 0, False, world_size=3)
+    checked = ranks.run(verified_result, wire, 2, False, world_size=3)
+    for (seen, verified, num_buckets), (unchecked, nothing, as_many) in zip(checked, plain, strict=True):
+        assert torch.equal(seen, unchecked) and num_buckets == as_many and nothing == []
+        assert verified == checked[0][1]
+        # The first step has other buckets than the rest, which are two.
+        assert [step for step, _, _ in verified] == [0, 2, 4, 6, 8]
+        assert [name for _, name, _ in verified][1:] == ["bucket 1", "bucket 0", "bucket 1", "bucket 0"]
+        assert all(low < error < high for _, _, error in verified)
+
+
+def test_a_comparison_shows_what_is_not_finite_and_nothing_where_all_is_exact(ranks):
+    for _, verified, _ in ranks.run(verified_result, "bf16", 1, True, world_size=2):
+        assert any(error != error for _, _, error in verified)
+        assert any(error == error for _, _, error in verified)
+    for _, verified, _ in ranks.run(verified_result, "fp32", 1, False, world_size=2):
+        assert len(verified) == 9 and all(error < 1e-6 for _, _, error in verified)
+
+
+# --- the wire as the process group and the sockets see it -----------------------------------------------------------
+
+HEADERS_NBYTES = 4096
+"""More than gloo's, of a step's few messages."""
+
+
+def recorded_step(rank, world_size, wire, kwargs, numel):
+    ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    synchronise(ddp, [integers(rank, (numel,))], steps=3)  # past the rebuilding of buckets, which broadcasts
+    dist.barrier()
+    before, sent_before = len(flight_record()), tcp_nbytes_sent()
+    synchronise(ddp, [integers(rank, (numel,))])
+    sent_nbytes = tcp_nbytes_sent() - sent_before
+    entries = flight_record()[before:]
+    dist.barrier()
+    return [(e["profiling_name"], e["input_dtypes"][0], e["input_sizes"][0][0]) for e in entries], sent_nbytes
+
+
+def flight_record() -> list[dict]:
+    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace()).get("entries", [])
+
+
+@pytest.fixture(scope="module")
+def recording_ranks():
+    """Two ranks whose torch records every collective that a gloo backend is given (its flight recorder)."""
+    import os
+
+    from ranks import Ranks
+
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100000"
+    try:
+        pool = Ranks(2)
+    finally:
+        del os.environ["TORCH_FR_BUFFER_SIZE"]
+    yield pool
+    pool.close()
+
+
+NUMEL = 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("wire", "kwargs", "expected", "nbytes"),
+    [
+        ("fp32", {}, [("gloo:all_reduce", "Float", NUMEL)], 4 * NUMEL),
+        ("bf16", {"sum": "direct"}, [("gloo:all_reduce", "BFloat16", NUMEL)], 2 * NUMEL),
+        ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)], 2 * NUMEL),
+        # Messages are no collectives of torch's. Of two ranks each sends half of them twice, or all of them once.
+        ("bf16", {"sum": "two-shot"}, [], 2 * NUMEL),
+        ("int8", {"exempt": (), "sum": "two-shot"}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"exempt": (), "sum": "two-shot"}, [], NUMEL // 2 + 2 * NUMEL // 32),
+        ("bf16", {}, [], 2 * NUMEL),
+        ("fp8", {"exempt": ()}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"exempt": ()}, [], NUMEL // 2 + 2 * NUMEL // 32),
+    ],
+)
+def test_the_wire_that_was_asked_for_travels(recording_ranks, wire, kwargs, expected, nbytes):
+    for entries, sent_nbytes in recording_ranks.run(recorded_step, wire, kwargs, NUMEL):
+        assert entries == expected
+        assert nbytes <= sent_nbytes < nbytes + HEADERS_NBYTES
+
+
+# --- small things that would hurt -----------------------------------------------------------------------------------
+
+
+def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
+    assert ranks.run(beside_the_users_own_sums, {}) == [(True, {6.0})] * 4
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def nbytes_at_the_socket(rank, world_size, wire, kwargs, steps):
+    from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
+
+    ddp = DistributedDataParallel(Gradients((1 << 20,)))
+    comm = fusedcomm.attach(ddp, wire=wire, exempt=(), **kwargs)
+    gradient = torch.randn(1 << 20, generator=torch.Generator().manual_seed(rank))
+    synchronise(ddp, [gradient])
+    dist.barrier()
+    before = tcp_nbytes_sent()
+    if before is None:
+        return None
+    synchronise(ddp, [gradient], steps=steps)
+    sent = tcp_nbytes_sent() - before
+    dist.barrier()  # a rank that leaves closes its end of our sockets
+    return sent / steps, comm.plan().sent_nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("wire", "kwargs", "most"),
+    [
+        ("bf16", {"sum": "two-shot"}, 0.505),
+        ("int8", {}, 0.265),
+        ("fp8", {}, 0.265),
+        ("fp8_e5m2", {"error_feedback": True, "rounding": "stochastic"}, 0.265),
+        ("int4", {}, 0.145),
+        ("int4", {"rotate": True, "error_feedback": True}, 0.145),
+    ],
+    ids=str,
+)
+def test_what_leaves_the_sockets_is_what_the_plan_says(ranks, wire, kwargs, most, world_size):
+    """Of an fp32 ring's bytes, headers of the transport included."""
+    of_fp32 = 2 * 4 * (1 << 20) * (world_size - 1) / world_size
+    for counted in ranks.run(nbytes_at_the_socket, wire, kwargs, 5, world_size=world_size):
+        if counted is None:
+            pytest.skip("this kernel does not count the bytes of a socket")
+        sent, planned = counted
+        assert planned <= sent <= 1.005 * planned
+        assert sent <= most * of_fp32

@@ -1,0 +1,293 @@
+"""When a rank dies, leaves, stops or differs: a clear error on every surviving rank within the group's timeout."""
+
+import datetime
+import gc
+import os
+import signal
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, stderr_to, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.session import session
+
+
+def train_until_error(rank, world_size, wire, fate, through_state):
+    """Trains; in step 3 the last rank meets its fate in the middle of the backward pass. Returns the survivors' error
+    and how long they waited for it."""
+    timeout = datetime.timedelta(seconds=6)
+    group = dist.new_group(list(range(world_size)), timeout=timeout)
+    ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
+    if through_state:
+        state = fusedcomm.CommState(wire=wire, process_group=group)
+        ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    else:
+        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
+    gradients = [torch.ones(400, 300), torch.ones(500, 600)]
+    synchronise(ddp, gradients, steps=3)
+
+    def meet_fate(gradient):
+        if fate == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fate == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return gradient
+
+    if rank == world_size - 1:
+        ddp.module.weights[0].register_hook(meet_fate)
+    started = time.monotonic()
+    try:
+        synchronise(ddp, gradients)
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        # The error stays: no later step may pass as if nothing had happened.
+        with pytest.raises(RuntimeError, match="fusedcomm: rank"):
+            if through_state:
+                raise error
+            ddp.module.weights[0].grad = None
+            bucket_error_again(ddp, gradients)
+        if not through_state:
+            comm.detach()
+        return str(error), waited
+    return None, time.monotonic() - started
+
+
+def bucket_error_again(ddp, gradients):
+    """A reducer that raised in backward is not usable, a new module over the same engine target is not made: the
+    engine itself must refuse, which its hook shows without the reducer."""
+    zero_buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    ddp.reducer._run_comm_hook(zero_buckets[0]).wait()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("fate", ["killed", "stopped"])
+@pytest.mark.parametrize("through_state", [False, True])
+def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, wire, fate, through_state):
+    outcome = ranks.outcomes(train_until_error, wire, fate, through_state, world_size=3, lost=2)
+    for rank in (0, 1):
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, waited = value
+        assert f"fusedcomm: rank {rank} of 3" in error
+        assert "bucket" in error and "weights." in error or through_state and "parameter" in error
+        assert "restart the job" in error
+        assert waited < 15
+
+
+def disagree(rank, world_size, field):
+    """Rank 1 differs in one field; returns the error's text."""
+    arguments = {"wire": "int8", "block": 128}
+    shapes = [(5000,), (10, 10)]
+    if rank == 1:
+        if field == "block":
+            arguments["block"] = 64
+        elif field == "wire":
+            arguments = {"wire": "bf16"}
+        elif field == "exempt":
+            arguments["exempt"] = ("weights.1",)
+        elif field == "version":
+            fusedcomm.__version__ = "9.9.9"
+    try:
+        ddp = DistributedDataParallel(Gradients(*shapes))
+        if field == "parameters":
+            name = "weights" if rank == 0 else "other"
+            ddp.module._modules[name] = ddp.module._modules.pop("weights")
+        try:
+            fusedcomm.attach(ddp, **arguments)
+        except RuntimeError as error:
+            return str(error)
+    finally:
+        fusedcomm.__version__ = "0.1.0"
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("block", ["config.block", "128", "64"]),
+        ("wire", ["config.", "'int8'", "'bf16'"]),
+        ("exempt", ["config.exempt", "weights.1"]),
+        ("version", ["versions.fusedcomm", "9.9.9"]),
+        ("parameters", ["parameters.list[0]", "weights.0", "other.0"]),
+    ],
+)
+def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, named):
+    errors = ranks.run(disagree, field, world_size=3)
+    assert len(set(errors)) == 1
+    assert "rank 0" in errors[0] and "rank 1" in errors[0]
+    if field == "wire":
+        named = ["rank 1"]  # they differ in block and exempt, too, and the first difference is the one reported
+    for word in named:
+        assert word in errors[0]
+
+
+def wrong_on_one_rank(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5,)))
+    try:
+        fusedcomm.attach(ddp, isa="sse9" if rank == 1 else None)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_is_wrong_on_one_rank_alone_is_an_error_on_all(ranks):
+    errors = ranks.run(wrong_on_one_rank, world_size=3)
+    assert errors[1].startswith("ValueError: isa='sse9'")
+    assert errors[0] == errors[2] and "rank 1 cannot attach: isa='sse9'" in errors[0]
+
+
+def absent(rank, world_size):
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=2))
+    ddp = DistributedDataParallel(Gradients((5,)), process_group=group)
+    if rank == 1:
+        time.sleep(4)
+        return None
+    try:
+        fusedcomm.attach(ddp)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_rank_that_does_not_attach_is_named(ranks):
+    errors = ranks.run(absent, world_size=3)
+    assert "rank(s) [1] did not attach within 2 s" in errors[0] and errors[0] == errors[2]
+
+
+def stopped_under_way(rank, world_size):
+    """Detaching or exiting with buckets under way ends them with an error instead of hanging."""
+    ddp = DistributedDataParallel(Gradients((300000,)))
+    comm = fusedcomm.attach(ddp, wire="int8")
+    synchronise(ddp, [torch.ones(300000)])
+    if rank == 1:
+        comm.detach()
+        return None
+    bucket = ddp.reducer._get_zeros_like_grad_buckets()[0]
+    future = ddp.reducer._run_comm_hook(bucket)
+    comm.detach()
+    try:
+        future.wait()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_detaching_with_a_bucket_under_way_fails_that_bucket(ranks):
+    error, _ = ranks.run(stopped_under_way, world_size=2)
+    assert "fusedcomm: rank 0" in error
+
+
+def prevented(rank, world_size, when):
+    """The last rank cannot get ready, for a reason that no Python of ours raises."""
+
+    class Prevented(session.CpuPath):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            if when == "compiling":
+                raise OSError("No space left on device")
+
+        def connect(self, *args):
+            connected = super().connect(*args)
+            if when == "allocating":
+                raise MemoryError("no memory for workspaces")
+            return connected
+
+    ddp = DistributedDataParallel(Gradients((1000,)))
+    own = session.CpuPath
+    if rank == world_size - 1:
+        session.CpuPath = Prevented
+    try:
+        fusedcomm.attach(ddp, wire="bf16")
+    except (OSError, MemoryError, RuntimeError) as error:
+        # Nobody is attached: the module goes on with DDP's default.
+        return f"{type(error).__name__}: {error}", synchronise(ddp, [torch.full((1000,), float(rank))])[0][0].item()
+    finally:
+        session.CpuPath = own
+    return "attached", None
+
+
+@pytest.mark.parametrize(
+    ("when", "own"),
+    [("compiling", "OSError: No space left on device"), ("allocating", "MemoryError: no memory for workspaces")],
+)
+def test_what_prevents_one_rank_prevents_all_by_name(ranks, when, own):
+    first, second, last = ranks.run(prevented, when, world_size=3)
+    assert last == (own, 1.0)
+    assert first == second
+    assert first == (f"RuntimeError: fusedcomm: rank 2 cannot attach: {own.split(': ', 1)[1]}", 1.0)
+
+
+def prevented_from_connecting(rank, world_size):
+    """The last rank fails where the others wait for it, until they give up. What each raises, and its cause."""
+
+    class Prevented(session.CpuPath):
+        def connect(self, *args):
+            raise MemoryError("no memory for channels")
+
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=4))
+    ddp = DistributedDataParallel(Gradients((1000,)), process_group=group)
+    own = session.CpuPath
+    if rank == world_size - 1:
+        session.CpuPath = Prevented
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            fusedcomm.attach(ddp, wire="bf16")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", str(error.__cause__), [str(w.message) for w in caught]
+        finally:
+            session.CpuPath = own
+    return None
+
+
+def test_what_keeps_one_rank_from_connecting_is_the_reason_that_all_are_told(ranks):
+    first, second, last = ranks.run(prevented_from_connecting, world_size=3)
+    reason = "fusedcomm: rank 2 cannot attach: no memory for channels"
+    assert last == ("MemoryError: no memory for channels", "None", [reason])  # said before the others have given up
+    assert first[1] == second[1] == reason
+
+
+def let_go(rank, world_size, wire, how):
+    """In the second step the last rank stops, and the others fail by themselves and let go of everything. How long that
+    took, and what they said."""
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=25))
+    ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
+    comm = fusedcomm.attach(ddp, wire=wire, sum=how)
+    gradients = [torch.ones(400, 300), torch.ones(500, 600)]
+    synchronise(ddp, gradients, steps=2)
+
+    def fail(gradient):
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)  # a bucket is under way by now
+        raise ArithmeticError("of the user's")
+
+    ddp.module.weights[0].register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        synchronise(ddp, gradients)
+    comm.detach()
+    with tempfile.NamedTemporaryFile() as log, stderr_to(log.name):
+        began = time.monotonic()
+        del comm, ddp
+        gc.collect()
+        taken_s = time.monotonic() - began
+        text = Path(log.name).read_text()
+    return taken_s, text
+
+
+def test_messages_are_given_up_while_a_peer_is_silent(ranks):
+    for how in ("one-shot", "two-shot"):
+        outcomes = ranks.outcomes(let_go, "int8", how, world_size=2, lost=1)
+        kind, (taken_s, text) = outcomes[0]
+        assert kind == "value" and taken_s < 5 and "lets go of its channels" not in text, outcomes
+
+
+def test_channels_are_let_go_of_while_a_peer_is_silent(ranks):
+    """An all-reduce cannot be given up."""
+    outcomes = ranks.outcomes(let_go, "bf16", "direct", world_size=2, lost=1)
+    kind, (taken_s, text) = outcomes[0]
+    assert kind == "value" and 9 < taken_s < 15, outcomes
+    assert "fusedcomm: rank 0 of 2 lets go of its channels while a collective waits for a peer, for 10 s by now" in text

@@ -1,0 +1,675 @@
+"""Sums on two levels: real ranks over gloo, of which some pretend to share a host; results known exactly."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, beside_the_users_own_sums, constant, integers, mean_of_integers, on_host, synchronise
+from ranks import Ranks
+from torch.nn.parallel import DistributedDataParallel
+from traces import read
+
+import fusedcomm
+from fusedcomm import reference
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+from fusedcomm.tools import tcp_counter as transport
+from fusedcomm.trace import document as trace
+
+TWO_BY_TWO = [[0, 1], [2, 3]]
+INTERLEAVED = [[0, 2], [1, 3]]
+
+
+@pytest.fixture(scope="module")
+def six_ranks():
+    pool = Ranks(6)
+    yield pool
+    pool.close()
+
+
+def in_order_of_hosts(of_ranks: list, hosts: list[list[int]]) -> list:
+    return [of_ranks[rank] for group in hosts for rank in group]
+
+
+# --- results that are exactly predictable ---------------------------------------------------------------------------
+
+SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
+
+
+def exact_means(rank, world_size, wire, kwargs, dtype):
+    ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.02)
+    comm = fusedcomm.attach(ddp, wire=wire, **kwargs)
+    seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in SHAPES], steps=3)
+    exact = [torch.equal(s, mean_of_integers(world_size, shape, dtype)) for s, shape in zip(seen, SHAPES, strict=True)]
+    return all(exact), [row.sum for row in comm.plan().buckets]
+
+
+@pytest.mark.parametrize("hosts", [TWO_BY_TWO, INTERLEAVED], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("wire", "kwargs"),
+    [
+        ("fp32", {"local_wire": "fp32"}),
+        ("bf16", {}),
+        ("bf16", {"local_wire": "fp32", "sum": "two-shot"}),
+        ("bf16", {"exempt": ("1d",)}),
+        ("fp16", {"local_wire": "fp16", "predivide": 2.0}),
+    ],
+    ids=str,
+)
+def test_means_are_exact_where_the_wires_can_carry_them(ranks, hosts, dtype, wire, kwargs):
+    for exact, sums in ranks.run(exact_means, wire, {"hosts": hosts, **kwargs}, dtype):
+        assert exact and "two-shot" in sums
+
+
+def result(rank, world_size, wire, kwargs, shapes):
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(shape, generator=generator) * (rank + 1) for shape in shapes]
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    seen = synchronise(ddp, gradients, steps=2)
+    return torch.cat([g.flatten() for g in gradients]), torch.cat([s.flatten() for s in seen])
+
+
+def check_against_reference(outcome, hosts, wire, rotated=False, local_wire="bf16", exempt_mask=None):
+    gradients = in_order_of_hosts([gradient for gradient, _ in outcome], hosts)
+    kwargs = {"exempt_mask": exempt_mask, "local_wire": local_wire}
+    expected = reference.all_reduce_mean(
+        gradients,
+        wire,
+        block=_C.default_block_numel(wire),
+        rotated=rotated,
+        ranks_per_host=len(hosts[0]),
+        **kwargs,
+    )
+    simulated = fusedcomm.simulate(
+        [gradient for gradient, _ in outcome], wire, sum="two-shot", rotate=rotated, hosts=hosts, **kwargs
+    )
+    assert torch.equal(simulated, expected)
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+WIRES = [
+    ("bf16", False, "bf16"),
+    ("fp16", False, "fp32"),
+    ("int8", False, "bf16"),
+    ("fp8", False, "bf16"),
+    ("fp8_e5m2", False, "fp16"),
+    ("int4", True, "bf16"),
+    ("int4", False, "fp32"),
+]
+
+
+@pytest.mark.parametrize("hosts", [TWO_BY_TWO, [[0, 3], [1, 2]]], ids=str)
+@pytest.mark.parametrize("numel", [1, 129, 40009, 300007])
+@pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES)
+def test_every_rank_ends_with_the_bits_of_the_reference(ranks, wire, rotate, local_wire, hosts, numel):
+    kwargs = {"exempt": (), "sum": "two-shot", "rotate": rotate, "hosts": hosts, "local_wire": local_wire}
+    check_against_reference(ranks.run(result, wire, kwargs, ((numel,),)), hosts, wire, rotate, local_wire)
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3], [4, 5]], [[0, 1, 2], [3, 4, 5]]], ids=["3x2", "2x3"])
+@pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES[::3])
+def test_six_ranks(six_ranks, hosts, wire, rotate, local_wire):
+    kwargs = {"exempt": (), "rotate": rotate, "hosts": hosts, "local_wire": local_wire, "chunk_nbytes": 50000}
+    check_against_reference(six_ranks.run(result, wire, kwargs, ((100003,),)), hosts, wire, rotate, local_wire)
+
+
+def test_exempt_parameters_are_summed_host_by_host_in_fp32(ranks):
+    shapes = ((5000,), (200, 300), (333,))
+    mask = torch.cat([torch.full((torch.Size(shape).numel(),), len(shape) == 1) for shape in shapes])
+    for kwargs in ({}, {"chunk_nbytes": 8192}):
+        outcome = ranks.run(result, "int8", {"hosts": TWO_BY_TWO, **kwargs}, shapes)
+        check_against_reference(outcome, TWO_BY_TWO, "int8", exempt_mask=mask)
+
+
+def test_parameters_with_wires_of_their_own(ranks):
+    shapes = ((301, 77), (50, 41), (1000, 20), (999,))
+    wires = ("int8", "bf16", "int4", "fp32")
+    wire_for = {f"weights.{index}": wire for index, wire in enumerate(wires)}
+    results = [
+        ranks.run(result, "fp8", {"hosts": TWO_BY_TWO, "wire_for": wire_for, **kwargs}, shapes)
+        for kwargs in ({}, {"chunk_nbytes": 6000, "chunks_in_flight": 2})
+    ]
+    for outcome in results:
+        begin = 0
+        for shape, wire in zip(shapes, wires, strict=True):
+            numel = torch.Size(shape).numel()
+            part = [(gradient[begin:][:numel], seen[begin:][:numel]) for gradient, seen in outcome]
+            check_against_reference(part, TWO_BY_TWO, wire, local_wire="fp32" if wire == "fp32" else "bf16")
+            begin += numel
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire):
+    shapes = ((301, 77), (1000,), (7,), (50021,))
+    hosts = {"hosts": TWO_BY_TWO, "rounding": "stochastic", "seed": 3}
+    results = [
+        ranks.run(result, wire, {**hosts, **kwargs}, shapes)
+        for kwargs in (
+            {},
+            {"chunk_nbytes": 4096},
+            {"chunk_nbytes": 12345, "chunks_in_flight": 1},
+            {"chunk_nbytes": 12345, "chunks_in_flight": 2},
+            {"chunk_nbytes": 12345, "chunks_in_flight": 3},
+            {"codec_threads": 3, "chunk_nbytes": 65536},
+            {"isa": "portable", "chunks_in_flight": 7},
+        )
+    ]
+    for on_ranks in results:
+        for _, seen in on_ranks:
+            assert torch.equal(seen, results[0][0][1])
+
+
+def forced_sync_result(rank, world_size, *args):
+    os.environ["FUSEDCOMM_SYNC"] = "1"
+    try:
+        return result(rank, world_size, *args)
+    finally:
+        del os.environ["FUSEDCOMM_SYNC"]
+
+
+@pytest.mark.parametrize("chunks_in_flight", [1, 2, 4])
+def test_one_stage_at_a_time_gives_identical_bits(ranks, chunks_in_flight):
+    kwargs = {"hosts": TWO_BY_TWO, "chunk_nbytes": 12345, "chunks_in_flight": chunks_in_flight}
+    overlapped = ranks.run(result, "int8", kwargs, ((301, 77), (50021,)))
+    for _, seen in ranks.run(forced_sync_result, "int8", kwargs, ((301, 77), (50021,))):
+        assert torch.equal(seen, overlapped[0][1])
+
+
+def over_the_other_transport(rank, world_size, *args):
+    """What is enqueued on streams, NCCL's calls, over gloo: each ends before the next begins."""
+    from fusedcomm.session import session
+
+    class Path(session.CpuPath):
+        def connect(self, process_group, device, store):
+            self.codec = "portable"
+            native = _C.CpuDevice(isa="auto", codec_threads=1, forced_sync=True)
+            return native, _C.StreamTransport(process_group._get_backend(device), device)
+
+    own, session.CpuPath = session.CpuPath, Path
+    try:
+        return result(rank, world_size, *args)
+    finally:
+        session.CpuPath = own
+
+
+def test_the_transport_for_streams_has_the_same_channels(ranks):
+    kwargs = {"hosts": INTERLEAVED, "chunk_nbytes": 12345}
+    outcome = ranks.run(over_the_other_transport, "int8", {"exempt": (), **kwargs}, ((50021,),))
+    check_against_reference(outcome, INTERLEAVED, "int8")
+
+
+def on_both_devices(rank, world_size, kwargs):
+    generator = torch.Generator().manual_seed(rank)
+    shapes = ((301, 77), (1000,), (50021,))
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    results = []
+    for device in ("cpu", "cuda"):
+        ddp = DistributedDataParallel(Gradients(*shapes).to(device), bucket_cap_mb=0.05)
+        comm = fusedcomm.attach(ddp, hosts=TWO_BY_TWO, sum="two-shot", **kwargs)
+        seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=2)
+        results.append(torch.cat([gradient.flatten() for gradient in seen]).cpu())
+        comm.detach()
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU that this torch can use")
+@pytest.mark.parametrize("kwargs", [{"wire": "bf16"}, {"wire": "int8"}, {"wire": "int4", "rotate": True}], ids=str)
+def test_on_cuda_the_bits_are_those_of_the_cpu(ranks, kwargs):
+    for cpu, gpu in ranks.run(on_both_devices, kwargs, backend="cpu:gloo,cuda:nccl"):
+        assert torch.equal(cpu, gpu)
+
+
+def shapes_result(rank, world_size, wire):
+    shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=(), hosts=TWO_BY_TWO)
+    gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
+    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+def test_empty_single_and_odd_sized_parameters(ranks, wire):
+    mean = [constant(2.0, wire)]
+    for on_rank in ranks.run(shapes_result, wire):
+        assert on_rank == [[], mean, mean, [], mean, [], mean]
+
+
+def nonfinite_result(rank, world_size, wire):
+    gradients = [torch.ones(70, 100), torch.ones(9000)]
+    if rank == 1:
+        gradients[0].view(-1)[17] = float("nan")
+        gradients[1][5000] = float("inf")
+    ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
+    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=(), hosts=TWO_BY_TWO, chunk_nbytes=8192)
+    a, b = synchronise(ddp, gradients)
+    return a.view(-1)[17].item(), b[5000].item(), comm.stats().nonfinite_by_parameter
+
+
+@pytest.mark.parametrize("wire", ["fp8", "int4"])
+def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire):
+    for rank, (nan, inf, counts) in enumerate(ranks.run(nonfinite_result, wire)):
+        assert nan != nan and inf == float("inf")
+        assert counts == ({"weights.0": 1, "weights.1": 1} if rank == 1 else {})
+
+
+# --- noise and residuals --------------------------------------------------------------------------------------------
+
+
+def test_stochastic_rounding_has_the_noise_of_the_reference(ranks):
+    numel, seed = 30011, 11
+    kwargs = {"exempt": (), "sum": "two-shot", "rounding": "stochastic", "seed": seed, "hosts": TWO_BY_TWO}
+    outcome = ranks.run(result, "int8", kwargs, ((numel,),))
+    layout = _C.bucket_layout("int8", 128, 1, 0, numel, 1 << 40)
+    (packed,) = _C.host_layouts([layout], "bf16", 1)
+    two = _C.bucket_layout("int8", 128, 2, 0, 2 * layout.part.lossy_numel, 1 << 40)
+    (on_host,) = _C.host_layouts([two], "bf16", 2)
+    none = torch.empty(0)
+    of_hosts = []
+    for host, group in enumerate(TWO_BY_TWO):
+        parts = torch.cat([reference.pack(packed, 0, outcome[rank][0], none, 1.0) for rank in group])
+        key = reference.NoiseKey(seed, 0, 1, reference.FIRST_HOST + host)
+        of_hosts.append(reference.reduce(on_host, parts, 1.0, key, to=layout))
+    key = reference.NoiseKey(seed, 0, 1, reference.REDUCER)
+    mean = reference.reduce(two, torch.cat(of_hosts), 0.25, key)
+    expected, _ = reference.unpack(layout, 0, mean, 1.0, torch.float32)
+    for _, seen in outcome:
+        assert torch.equal(seen, expected)
+
+
+def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
+    """Sums, in float64, of what every step should have given, and gave; and the residuals at the end."""
+    shapes = ((40, 100), (900,), (30, 101))
+    ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02)
+    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", hosts=TWO_BY_TWO, error_feedback=True, **kwargs)
+    given = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    seen = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(num_steps):
+        gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+        for total, gradient in zip(given, gradients, strict=True):
+            total += gradient
+        for total, mean in zip(seen, synchronise(ddp, gradients), strict=True):
+            total += mean
+        if reload and step == 3:
+            comm.load_state_dict(comm.state_dict(consolidated=reload == "consolidated"))
+    residuals = comm.state_dict()["residuals"]
+    return given, seen, [residuals[f"weights.{index}"] for index in range(len(shapes))]
+
+
+@pytest.mark.parametrize("reload", [None, "own", "consolidated"])
+@pytest.mark.parametrize(
+    ("wire", "kwargs"),
+    [
+        ("int8", {"exempt": (), "local_wire": "fp32"}),
+        ("int4", {"exempt": (), "local_wire": "fp32", "rotate": True, "chunk_nbytes": 4096}),
+        ("int4", {"exempt": (), "local_wire": "fp32", "rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_what_was_delivered_and_what_is_left_out_are_all_there_was(ranks, wire, kwargs, reload):
+    """In fp32 inside a host nothing else is rounded: Σ means · ranks + Σ residuals = Σ gradients."""
+    outcome = ranks.run(delivered_and_left_out, wire, kwargs, 8, reload)
+    for index in range(3):
+        given = sum(of_rank[0][index] for of_rank in outcome).flatten()
+        left_out = sum(of_rank[2][index].double() for of_rank in outcome)
+        delivered = outcome[0][1][index].flatten() * len(outcome)
+        assert (given - delivered - left_out).norm() < 1e-5 * given.norm()
+        # And without residuals it would not be so.
+        assert left_out.norm() > 1e-3 * given.norm()
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+def test_residuals_of_every_format_keep_a_constant_gradient_from_getting_lost(ranks, format):
+    kwargs = {"exempt": (), "error_feedback": format, "hosts": TWO_BY_TWO, "sum": "two-shot"}
+    outcome = ranks.run(mean_of_many_steps, kwargs)
+    plain = ranks.run(mean_of_many_steps, {**kwargs, "error_feedback": None})
+    expected = sum(gradient for gradient, _ in outcome) / len(outcome)
+    fed_back, lost = ((seen[0][1] - expected).norm().item() for seen in (outcome, plain))
+    assert fed_back < 0.2 * lost
+
+
+def mean_of_many_steps(rank, world_size, kwargs, num_steps=20):
+    gradient = torch.randn(20000, generator=torch.Generator().manual_seed(rank))
+    ddp = DistributedDataParallel(Gradients((20000,)))
+    fusedcomm.attach(ddp, wire="int4", **kwargs)
+    return gradient, sum(synchronise(ddp, [gradient])[0] for _ in range(num_steps)) / num_steps
+
+
+# --- order, and ranks that are lost ---------------------------------------------------------------------------------
+
+
+def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
+    assert ranks.run(beside_the_users_own_sums, {"hosts": TWO_BY_TWO}) == [(True, {6.0})] * 4
+
+
+class Mixed(torch.nn.Module):
+    """Buckets summed on two levels, in place over all ranks, as float64, and sparse, in one backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 8, sparse=True)
+        self.small = torch.nn.Parameter(torch.zeros(10))
+        self.in_double = torch.nn.Parameter(torch.zeros(20, dtype=torch.float64))
+        self.large = torch.nn.Parameter(torch.zeros(200, 300))
+
+    def forward(self, rows: torch.Tensor, value: float) -> torch.Tensor:
+        dense = (self.large.sum() + self.small.sum() + self.in_double.sum().float()) * value
+        return dense + self.embedding(rows).sum() * value
+
+
+def mixed_buckets(rank, world_size, verify_every):
+    model = Mixed()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    comm = fusedcomm.attach(
+        ddp, wire="int8", hosts=INTERLEAVED, chunk_nbytes=4096, verify_every=verify_every, measure_every=2
+    )
+    for step in range(6):
+        ddp.zero_grad(set_to_none=True)
+        time.sleep(0.003 * ((rank * 5 + step) % 3))
+        ddp(torch.tensor([rank, 7]), float(rank)).backward()
+    embedded = model.embedding.weight.grad.to_dense()[:, 0]
+    dense = [p.grad.unique().tolist() for p in (model.large, model.small, model.in_double)]
+    return dense, embedded[[0, 1, 2, 3, 7]].tolist(), [row.sum for row in comm.plan().buckets], comm.stats()
+
+
+@pytest.mark.parametrize("verify_every", [0, 1])
+def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks, verify_every):
+    for dense, embedded, sums, stats in ranks.run(mixed_buckets, verify_every):
+        assert dense == [[1.5], [1.5], [1.5]]
+        assert embedded == [0.0, 0.25, 0.5, 0.75, 1.5]
+        assert {"two-shot", "exact"} <= set(sums)
+        assert bool(stats.verified) == bool(verify_every)
+        assert all(verified.relative_error < 0.01 for verified in stats.verified)
+        assert all(error < 0.01 for error in stats.quantisation_error.values()) and stats.quantisation_error
+
+
+def train_until_error(rank, world_size, lost):
+    """In the fourth step one rank is killed in the middle of its backward pass."""
+    ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", hosts=TWO_BY_TWO, chunk_nbytes=16384)
+    gradients = [torch.ones(400, 300), torch.ones(500, 600)]
+    synchronise(ddp, gradients, steps=3)
+    if rank == lost:
+        ddp.module.weights[0].register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    try:
+        synchronise(ddp, gradients)
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        comm.detach()
+        return str(error), waited
+    return None, time.monotonic() - started
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, lost):
+    outcome = ranks.outcomes(train_until_error, lost, lost=lost)
+    for rank in {*range(4)} - {lost}:
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error, waited = value
+        assert error is not None and f"fusedcomm: rank {rank} of 4" in error
+        assert "bucket" in error and "restart the job" in error
+        assert waited < 15
+
+
+# --- hosts ----------------------------------------------------------------------------------------------------------
+
+
+def attached(rank, world_size, kwargs):
+    """(error's type, its text) or (None, the plan's text, its hosts)."""
+    ddp = DistributedDataParallel(Gradients((5000,)))
+    try:
+        comm = fusedcomm.attach(ddp, **{"wire": "int8", "exempt": (), **kwargs})
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+    (seen,) = synchronise(ddp, [torch.full((5000,), float(rank))])
+    assert seen.unique().tolist() == [(world_size - 1) / 2]
+    plan = comm.plan()
+    return None, str(plan), plan.hosts and plan.hosts.groups
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "world_size", "text"),
+    [
+        ({"hosts": [[0, 1], [2]]}, 3, r"hosts[0] has 2 ranks, hosts[1] 1"),
+        ({"hosts": [[0, 1]]}, 4, "rank(s) [2, 3] are missing"),
+        ({"hosts": [[0, 1], [2, 5]]}, 4, "rank(s) [3] are missing"),
+        ({"hosts": [[0, 1], [2, 3]]}, 3, "rank(s) [3] do not exist"),
+        ({"hosts": [[0, 1], [1, 2]]}, 3, "rank(s) [1] are on two hosts"),
+        ({"hosts": "by rack"}, 2, "hosts='by rack' is not possible"),
+        ({"hosts": [[0, "1"]]}, 2, "is not possible: use 'auto', or a list"),
+        ({"hosts": []}, 2, "there is none"),
+        ({"hosts": "auto", "sum": "exact"}, 2, "sum='exact' has one level"),
+        ({"hosts": "auto", "sum": "direct"}, 2, "sum='direct' has one level"),
+        ({"hosts": "auto", "sum": "one-shot"}, 2, "sum='one-shot' has one level"),
+        ({"hosts": "auto", "local_wire": "int8"}, 2, "local_wire='int8' is not known"),
+        ({"local_wire": "fp16"}, 2, "it needs hosts"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_on_every_rank(ranks, kwargs, world_size, text):
+    for kind, error in ranks.run(attached, kwargs, world_size=world_size):
+        assert kind == "ValueError" and text in error
+
+
+def test_an_fp32_wire_is_not_rounded_on_its_way():
+    with pytest.raises(ValueError, match="local_wire='bf16' would round what wire='fp32' does not"):
+        Config(wire="fp32", hosts="auto", local_wire="bf16")
+    assert Config(wire="fp32", hosts="auto", local_wire="fp32").hosts == "auto"
+    assert Config(wire="fp32", hosts="auto").local_wire == "fp32"
+    assert Config(wire="int8", hosts="auto").local_wire == "bf16"
+
+
+def in_a_subgroup(rank, world_size):
+    members = [1, 2, 4, 5]
+    group = dist.new_group(members)
+    if rank not in members:
+        return None
+    ddp = DistributedDataParallel(Gradients((30000,)), process_group=group)
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), hosts=INTERLEAVED)  # ranks of the group
+    gradient = torch.randn(30000, generator=torch.Generator().manual_seed(rank))
+    (seen,) = synchronise(ddp, [gradient], steps=2)
+    return gradient, seen, comm.plan().hosts.groups
+
+
+def test_hosts_are_of_the_ranks_of_ddps_own_group(six_ranks):
+    outcome = [of_rank for of_rank in six_ranks.run(in_a_subgroup) if of_rank is not None]
+    assert all(groups == ((0, 2), (1, 3)) for _, _, groups in outcome)
+    check_against_reference([(gradient, seen) for gradient, seen, _ in outcome], INTERLEAVED, "int8")
+
+
+def named(rank, world_size, names):
+    with on_host(names[rank]):
+        return attached(rank, world_size, {"hosts": "auto"})
+
+
+def test_hosts_are_found_by_their_names(six_ranks):
+    for kind, text, groups in six_ranks.run(named, ["b", "a", "c", "b", "a", "c"]):
+        assert kind is None and groups == ((0, 3), (1, 4), (2, 5))
+        assert "3 hosts × 2 ranks, bf16 inside a host" in text.splitlines()[0]
+    for kind, text in six_ranks.run(named, ["a", "a", "b"], world_size=3):
+        assert kind == "ValueError" and "host a has 2 ranks, host b 1" in text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "world_size", "reason"),
+    [
+        ([[0], [1], [2]], 3, "every host has one rank"),
+        ([[0, 1, 2, 3]], 4, "all 4 ranks are on one host"),
+        ("auto", 4, "all 4 ranks are on one host"),
+    ],
+    ids=str,
+)
+def test_one_host_or_one_rank_on_each_is_one_level_and_the_plan_says_so(ranks, hosts, world_size, reason):
+    for kind, text, _ in ranks.run(attached, {"hosts": hosts}, world_size=world_size):
+        assert kind is None and f"sums have one level, not two: {reason}" in text
+
+
+def attached_by_torchrun(rank, world_size, ranks_on_host, kwargs):
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_on_host)
+    try:
+        return attached(rank, world_size, kwargs)[1]
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+@pytest.mark.parametrize(
+    ("ranks_on_host", "kwargs", "advised"),
+    [
+        (2, {"sum": "two-shot"}, True),
+        (1, {"sum": "two-shot"}, False),
+        (4, {"sum": "two-shot"}, False),
+        (2, {"sum": "two-shot", "hosts": TWO_BY_TWO}, False),
+        (2, {"wire": "bf16", "sum": "direct"}, False),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_hosts_are_told_of_sums_on_two_levels(ranks, ranks_on_host, kwargs, advised):
+    for text in ranks.run(attached_by_torchrun, ranks_on_host, kwargs):
+        assert ('with hosts="auto"' in text and "send 1/2 of that" in text) == advised
+
+
+def other_hosts(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((5,)))
+    try:
+        fusedcomm.attach(ddp, hosts=TWO_BY_TWO if rank else INTERLEAVED)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_that_do_not_agree_about_hosts_are_named(ranks):
+    errors = ranks.run(other_hosts)
+    assert len(set(errors)) == 1 and "config.hosts[0][1] is 2 on rank 0 and 1 on rank 1" in errors[0]
+
+
+def through_state(rank, world_size):
+    state = fusedcomm.CommState(wire="int8", exempt=(), sum="two-shot", hosts=TWO_BY_TWO, local_wire="fp32")
+    ddp = DistributedDataParallel(Gradients((5000,)))
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    return synchronise(ddp, [torch.full((5000,), float(rank))], steps=3)[0].unique().tolist()
+
+
+def test_a_comm_state_has_hosts_too(ranks):
+    assert ranks.run(through_state) == [[1.5]] * 4
+
+
+# --- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def sent(rank, world_size, wire, hosts, numel, num_steps):
+    """Bytes over TCP in one step, as the kernel counts them, and as planned; all ranks are on this machine."""
+    ddp = DistributedDataParallel(Gradients((numel,)))
+    comm = fusedcomm.attach(ddp, wire=wire, exempt=(), sum="two-shot", hosts=hosts)
+    gradients = [torch.ones(numel)]
+    synchronise(ddp, gradients, steps=3)
+    dist.barrier()
+    before = transport.tcp_nbytes_sent()
+    stats_before = comm.stats().sent_nbytes
+    synchronise(ddp, gradients, steps=num_steps)
+    dist.barrier()
+    counted = (transport.tcp_nbytes_sent() - before) / num_steps
+    dist.barrier()  # a rank that leaves closes its end of our sockets
+    plan = comm.plan()
+    return counted, plan.sent_nbytes, plan.sent_between_hosts_nbytes, (comm.stats().sent_nbytes - stats_before)
+
+
+@pytest.mark.skipif(transport.tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
+@pytest.mark.parametrize(("wire", "nbytes"), [("int8", 1 + 4 / 128), ("int4", 0.5 + 2 / 32), ("bf16", 2.0)])
+def test_the_network_carries_what_was_planned(ranks, wire, nbytes):
+    numel, steps = 1 << 18, 5
+    for counted, planned, between, in_stats in ranks.run(sent, wire, TWO_BY_TWO, numel, steps):
+        assert counted == pytest.approx(planned, rel=0.03)
+        assert in_stats == steps * planned
+        # 2 (H − 1) / H of an L-th, in the wire; the rest is (L − 1) / L, in the local wire and in the wire.
+        assert between == pytest.approx(2 * 0.5 * nbytes / 2 * numel, rel=0.01)
+        assert planned - between == pytest.approx(0.5 * (2.0 + nbytes) * numel, rel=0.01)
+    for counted, planned, between, _ in ranks.run(sent, wire, None, numel, steps):
+        assert counted == pytest.approx(planned, rel=0.03) and between is None
+
+
+def test_the_plan_tells_what_crosses_and_what_stays(ranks):
+    (_, text, _), *_ = ranks.run(attached, {"hosts": TWO_BY_TWO})
+    assert "2 hosts × 2 ranks, bf16 inside a host" in text.splitlines()[0]
+    assert "MiB go to other hosts" in text
+
+
+def traced(rank, world_size, path):
+    ddp = DistributedDataParallel(Gradients((300, 50), (4000,)))
+    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=8192, hosts=TWO_BY_TWO)
+    with comm.trace(path):
+        synchronise(ddp, [torch.ones(300, 50), torch.ones(4000)])
+
+
+def test_a_trace_shows_the_stages_of_both_levels_in_order(ranks, tmp_path):
+    ranks.run(traced, str(tmp_path / "{rank}.json"))
+    for rank in range(4):
+        chunks = {}
+        for event in read(trace.path_for(tmp_path / "{rank}.json", rank)):
+            if event["args"]["stage"] not in ("bucket", "exposed"):  # of a chunk
+                chunks.setdefault((event["args"]["bucket"], event["args"]["chunk"]), []).append(event)
+        assert len(chunks) > 1
+        for events in chunks.values():
+            events.sort(key=lambda event: event["ts"])
+            stages = [(event["args"]["stage"], event["track"]) for event in events]
+            assert stages == [
+                ("pack", "pack"),
+                ("local all-to-all", "local wire"),
+                ("local reduce", "local reduce"),
+                ("all-to-all", "wire"),
+                ("reduce", "reduce"),
+                ("all-gather", "wire"),
+                ("local all-gather", "local wire"),
+                ("unpack", "unpack"),
+            ]
+
+
+# --- workspaces -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks_per_host", [2, 8])
+@pytest.mark.parametrize("num_hosts", [2, 3, 16])
+def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_per_host, num_hosts):
+    world_size = ranks_per_host * num_hosts
+    others = {"head": "bf16", "tail": "int8"}
+    for chunk_nbytes in (4096, 12345, 1 << 20):
+        config = (
+            Config(wire=wire, chunk_nbytes=chunk_nbytes, hosts="auto", wire_for=others, local_wire="fp32")
+            if wire == "fp32"
+            else Config(wire=wire, chunk_nbytes=chunk_nbytes, hosts="auto", wire_for=others, local_wire=local_wire)
+        )
+        native = config.native(world_size, ranks_per_host=ranks_per_host)
+        workspace = _C.workspace_nbytes(native, world_size)
+        for exact in (0, 3, 5001):
+            for lossy in ([0, 0, 0], [5000, 0, 7], [123457, 1, 0], [0, 70001, 5], [999999, 100, 31]):
+                plan = _C.plan_bucket(native, world_size, torch.empty(0), exact, lossy[: len(config.wires)])
+                if plan.sum != "two-shot":
+                    continue
+                assert plan.layout.chunk_nbytes <= workspace
+                (local, *_) = plan.host_layouts
+                assert local.part_stride * ranks_per_host <= workspace
+                assert local.num_chunks == plan.layout.num_chunks
+
+
+# --- without ranks --------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_takes_a_number_of_ranks_on_each_host():
+    grads = [torch.randn(5003, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    by_number = fusedcomm.simulate(grads, "int4", hosts=2)
+    assert torch.equal(by_number, fusedcomm.simulate(grads, "int4", hosts=TWO_BY_TWO))
+    assert not torch.equal(by_number, fusedcomm.simulate(grads, "int4", hosts=INTERLEAVED))
+    for one_level in (1, 4, [[0], [1], [2], [3]]):
+        assert torch.equal(fusedcomm.simulate(grads, "int4", hosts=one_level), fusedcomm.simulate(grads, "int4"))
+    for hosts, text in ((3, "hosts=3 ranks on each host"), ("auto", "in one process"), ([[0, 1], [2]], r"has 2 ranks")):
+        with pytest.raises(ValueError, match=text):
+            fusedcomm.simulate(grads, "int4", hosts=hosts)

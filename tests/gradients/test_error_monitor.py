@@ -1,0 +1,404 @@
+"""What watches the wire: measured quantisation errors, buckets that fall back, and whose gradients were not finite."""
+
+import datetime
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import reference
+from fusedcomm.config import Config
+from fusedcomm.native import _C
+from fusedcomm.session.session import named_parameters
+
+NUMEL = 20000
+
+
+def smooth(rank, step, numel=NUMEL):
+    """Every wire is good at it."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def spiky(rank, step, numel=NUMEL):
+    """One outlier in every block of 32, so large that int4 has few steps left for the rest."""
+    x = smooth(rank, step, numel)
+    x[::32] = 12 * x[::32].sign()
+    return x
+
+
+def two_buckets(group=None):
+    """Bucket 0 has weights.1, bucket 1 weights.0."""
+    return DistributedDataParallel(Gradients((NUMEL,), (NUMEL,)), bucket_cap_mb=0.05, process_group=group)
+
+
+# ---- measured
+
+
+def measured(rank, world_size, kwargs, num_steps):
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, exempt=(), quiet=True, measure_every=2, **kwargs)
+    for step in range(num_steps):
+        results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+    return comm.stats().quantisation_error, results
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8", "int4", "int4 rotated"])
+def test_quantisation_errors_are_those_of_the_oracle(ranks, wire):
+    name, _, rotated = wire.partition(" ")
+    kwargs = {"wire": name, "sum": "two-shot", "rotate": bool(rotated)}
+    for rank, (errors, results) in enumerate(ranks.run(measured, kwargs, 4, world_size=2)):
+        # Measured in steps 1, 3, …; DDP has its buckets in their final order from step 1 on.
+        for bucket, gradient in (("bucket 0", spiky(rank, 3)), ("bucket 1", smooth(rank, 3))):
+            y = reference.rotate(gradient) if rotated else gradient
+            block = _C.default_block_numel(name)
+            sent = reference.decode(*reference.encode(y, name, block), name, block)
+            sent = reference.unrotate(sent) if rotated else sent
+            expected = (gradient.double() - sent.double()).norm() / gradient.double().norm()
+            assert errors[bucket] == pytest.approx(expected.item(), rel=1e-4)
+        # Measuring does not change a bit of what is sent.
+        for result, gradients in zip(
+            results, ([smooth(r, 3) for r in (0, 1)], [spiky(r, 3) for r in (0, 1)]), strict=True
+        ):
+            assert torch.equal(result, fusedcomm.simulate(gradients, name, sum="two-shot", rotate=bool(rotated)))
+
+
+def test_with_error_feedback_the_error_is_what_is_left_out(ranks):
+    for errors, _ in ranks.run(measured, {"wire": "int4", "error_feedback": "bf16"}, 4, world_size=2):
+        assert 0.01 < errors["bucket 1"] < 0.5
+
+
+def test_buckets_that_are_summed_exactly_have_no_error(ranks):
+    for errors, _ in ranks.run(measured, {"wire": "fp32"}, 4, world_size=2):
+        assert errors == {}
+
+
+# ---- fallback
+
+
+def wires_by_step(rank, world_size, kwargs, num_steps):
+    """(wire of each bucket after each step, results, warnings)"""
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, verify_every=1, **kwargs)
+    wires, results, messages = [], [], []
+    for step in range(num_steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(synchronise(ddp, [smooth(rank, step), spiky(rank, step)]))
+        messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+        wires.append([(bucket.wire, bucket.sum) for bucket in comm.plan().buckets])
+    delivered = [sum(step[index].double() for step in results) for index in range(2)]
+    residuals = comm.state_dict(consolidated=True)["residuals"]
+    return wires, results, messages, delivered, residuals
+
+
+@pytest.mark.parametrize(
+    ("fallback_wire", "row"),
+    [("bf16", ("bf16", "two-shot")), ("fp16", ("fp16", "two-shot")), ("fp32", ("fp32", "exact"))],
+)
+def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fallback_wire, row):
+    num_steps = 8
+    outcome = ranks.run(wires_by_step, {"fallback_error": 0.2, "fallback_wire": fallback_wire}, num_steps, world_size=3)
+    for wires, results, _, _, _ in outcome:
+        assert wires[1] == [("int4", "two-shot")] * 2
+        assert wires[-1] == [row, ("int4", "two-shot")]  # the other one loses no more than int4 does
+        assert [torch.equal(a, b) for a, b in zip(results[-1], outcome[0][1][-1], strict=True)] == [True, True]
+        exact = sum(spiky(rank, num_steps - 1) for rank in range(3)) / 3
+        assert (results[-1][1] - exact).norm() / exact.norm() < 0.005
+    assert [len(messages) for _, _, messages, _, _ in outcome] == [1, 0, 0]
+    message = outcome[0][2][0]
+    assert all(
+        words in message for words in ("weights.1", "fallback_error=0.2", "in step", fallback_wire, "every rank")
+    ), message
+
+
+@pytest.mark.parametrize(("world_size", "sum_of_codes"), [(2, "one-shot"), (3, "two-shot")])
+def test_a_fallback_takes_residuals_along(ranks, world_size, sum_of_codes):
+    """Into the next wire's, or, where there is none, into the gradients at hand."""
+    for fallback_wire in ("bf16", "fp32"):
+        kwargs = {"fallback_error": 0.2, "fallback_wire": fallback_wire, "error_feedback": True}
+        wires, _, _, delivered, residuals = ranks.run(wires_by_step, kwargs, 8, world_size=world_size)[0]
+        assert wires[0][0] == ("int4", sum_of_codes) and wires[-1][0][0] == fallback_wire
+        wanted = sum(spiky(rank, step).double() for rank in range(world_size) for step in range(8)) / world_size
+        total = delivered[1] + residuals.get("weights.1", torch.zeros(NUMEL))
+        assert torch.allclose(total, wanted, rtol=0, atol=1e-4)
+
+
+def only_once(rank, world_size):
+    """bf16 is further off than the threshold, too; then steps without gradients."""
+    ddp = two_buckets()
+    kwargs = {"verify_every": 1, "fallback_error": 1e-6, "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), wire_for={"weights.0": "fp16"}, quiet=True, **kwargs)
+    messages = []
+    for step in range(10):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scale = float(step < 6)
+            synchronise(ddp, [scale * smooth(rank, step), scale * spiky(rank, step)])
+        messages += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+    return messages, [bucket.wire for bucket in comm.plan().buckets]
+
+
+def test_a_fallback_is_said_once_and_never_to_what_is_less_exact(ranks):
+    outcome = ranks.run(only_once, world_size=2)
+    assert [wires for _, wires in outcome] == [["bf16", "fp16"]] * 2
+    assert len(outcome[0][0]) == 1 and "weights.1" in outcome[0][0][0]
+
+
+def told_where_warnings_are_errors(rank, world_size):
+    ddp = two_buckets()
+    fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, verify_every=1, fallback_error=0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+    return results
+
+
+def test_a_fallback_does_not_end_rank_0_alone_where_warnings_are_errors(ranks):
+    first, second = ranks.run(told_where_warnings_are_errors, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def zero_gradients(rank, world_size):
+    ddp = two_buckets()
+    kwargs = {"verify_every": 1, "fallback_error": 0.5, "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    for step in range(8):
+        synchronise(ddp, [(step < 3) * smooth(rank, step)] * 2)
+    return [bucket.wire for bucket in comm.plan().buckets]
+
+
+def test_a_step_without_gradients_is_no_reason_to_fall_back(ranks):
+    """What is left out is sent then, which is infinitely far from an exact zero."""
+    assert ranks.run(zero_gradients, world_size=2) == [["int4", "int4"]] * 2
+
+
+def loaded_by_one_rank(rank, world_size):
+    ddp = two_buckets()
+    kwargs = {"verify_every": 2, "fallback_error": 0.2, "error_feedback": True}
+    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    for step in range(9):
+        if rank == 0 and step in (3, 5, 6):
+            comm.load_state_dict({**comm.state_dict(), "step": 100 + step})
+        results = synchronise(ddp, [smooth(rank, step), spiky(rank, step)])
+    return results, [bucket.wire for bucket in comm.plan().buckets]
+
+
+def test_ranks_decide_alike_though_one_has_loaded_a_state(ranks):
+    (results, wires), (others, others_wires) = ranks.run(loaded_by_one_rank, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+    assert wires == others_wires and wires[0] == "bf16"
+
+
+# ---- whose gradients were not finite
+
+
+def reported(rank, world_size):
+    ddp = two_buckets()
+    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), quiet=True)
+    for step in range(2):
+        broken = [smooth(rank, step), smooth(rank, step)]
+        if rank == 1:
+            broken[1][5] = torch.nan
+        if rank == 2:
+            broken[0][:3] = torch.inf
+        synchronise(ddp, broken)
+    return comm.nonfinite_report()
+
+
+def test_the_report_names_rank_bucket_and_parameter(ranks):
+    for report in ranks.run(reported, world_size=3):
+        rows = [(row.rank, row.parameter, row.count) for row in report]
+        assert rows == [(2, "weights.0", 6), (1, "weights.1", 2)]
+        assert "bucket 1" in report[0].bucket and "bucket 0" in report[1].bucket
+
+
+def report_by_one_rank(rank, world_size):
+    ddp = two_buckets(dist.new_group(timeout=datetime.timedelta(seconds=4)))
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not take part within .* collective call"):
+            comm.nonfinite_report()
+    dist.barrier()  # rank 1 does not leave before: then it would be lost
+
+
+def test_a_report_that_not_every_rank_asks_for_is_an_error(ranks):
+    ranks.run(report_by_one_rank, world_size=2)
+
+
+# ---- wires for some parameters
+
+
+def with_wires(rank, world_size, kwargs):
+    ddp = DistributedDataParallel(Gradients((NUMEL,), (50, 60), (33,), (7000,)))
+    comm = fusedcomm.attach(ddp, wire="int4", quiet=True, **kwargs)
+    gradients = [smooth(rank, index, weight.numel()).view_as(weight) for index, weight in enumerate(ddp.module.weights)]
+    results = synchronise(ddp, gradients, steps=2)
+    (bucket,) = comm.plan().buckets
+    return gradients, results, bucket, comm.plan().exempt, comm.stats().sent_nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
+    kwargs = {"exempt": ("weights.2",), "wire_for": {"weights.1": "bf16", "weights.3": "int8", "weights.*": "fp8"}}
+    outcome = ranks.run(with_wires, kwargs, world_size=world_size)
+    for _, results, bucket, exempt, sent_nbytes in outcome:
+        sum = "one-shot" if world_size == 2 else "two-shot"
+        assert (bucket.wire, bucket.sum, exempt) == ("bf16+int8+fp8", sum, ("weights.2",))
+        for index, wire in enumerate(("fp8", "bf16", "fp32", "int8")):
+            means = fusedcomm.simulate([gradients[index] for gradients, *_ in outcome], wire, sum=sum)
+            assert torch.equal(results[index], means), wire
+        payload = 2 * 3000 + 4 * 33 + 1.04 * (NUMEL + 7000)
+        assert sent_nbytes == pytest.approx(2 * 2 * payload * (world_size - 1) / world_size, rel=0.02)
+
+
+def in_another_order(rank, world_size):
+    ddp = two_buckets()
+    wire_for = {"weights.0": "int8", "weights.1": "fp8"}
+    if rank == 1:
+        wire_for = dict(reversed(wire_for.items()))
+    with pytest.raises(RuntimeError, match="the ranks do not agree: config.wire_for"):
+        fusedcomm.attach(ddp, wire="int4", exempt=(), wire_for=wire_for, quiet=True)
+
+
+def test_the_order_of_wire_for_is_agreed_on(ranks):
+    """The first pattern that matches counts, and the wires' order is that of the bytes."""
+    ranks.run(in_another_order, world_size=2)
+
+
+def with_empty_parameters(rank, world_size, kwargs):
+    shapes = ((300, 100), (0,), (20, 30), (0, 5), (700,))
+    ddp = DistributedDataParallel(Gradients(*shapes))
+    fusedcomm.attach(ddp, quiet=True, sum="two-shot", **kwargs)
+    gradients = [torch.full(shape, 2.0 * rank + 1) for shape in shapes]
+    return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"wire": "int8", "exempt": ("weights.1",)},
+        {"wire": "int8", "error_feedback": True, "wire_for": {"weights.3": "bf16"}},
+        {"wire": "bf16", "exempt": (), "wire_for": {"weights.1": "int8", "weights.3": "fp8"}},
+    ],
+    ids=str,
+)
+def test_parameters_without_elements_have_wires_too(ranks, kwargs):
+    for values in ranks.run(with_empty_parameters, kwargs, world_size=2):
+        assert values == [[2.0], [], [2.0], [], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"wire_for": "bf16"}, ["wire_for='bf16'", "dict"]),
+        ({"wire_for": {"a": "fp7"}}, ["wire_for['a']='fp7'", "'fp8'"]),
+        ({"wire_for": {"": "fp8"}}, ["wire_for['']", "pattern"]),
+        ({"wire_for": {"a": "int8"}, "sum": "direct", "exempt": ()}, ["sum='direct'", "sum='two-shot'"]),
+        ({"wire": "fp32", "sum": "exact", "wire_for": {"a": "int8"}}, ["sum='exact'", "no other wires"]),
+        ({"rounding": "up"}, ["rounding='up'", "'stochastic'"]),
+        ({"wire": "fp32", "rounding": "stochastic"}, ["rounding='stochastic'", "fp32", "rounds nothing"]),
+        ({"sum": "direct", "rounding": "stochastic"}, ["rounding='stochastic'", "sum='two-shot'"]),
+        ({"seed": -1}, ["seed=-1", "2^64 - 1"]),
+        ({"seed": 0.5}, ["seed=0.5", "whole number"]),
+        ({"error_feedback": "fp8"}, ["error_feedback='fp8'", "'bf16'"]),
+        ({"wire": "fp32", "error_feedback": "fp32"}, ["error_feedback", "rounds nothing"]),
+        ({"sum": "direct", "error_feedback": "fp32"}, ["error_feedback", "sum='two-shot'"]),
+        ({"error_feedback": "int8"}, ["error_feedback='int8'", "wires with scales", "'bf16' or 'fp32'"]),
+        (
+            {"wire": "int8", "error_feedback": "int8", "wire_for": {"a": "bf16"}},
+            ["error_feedback='int8'", "wires with scales"],
+        ),
+        ({"measure_every": -3}, ["measure_every=-3", "0 for never"]),
+        ({"fallback_error": 0.5}, ["fallback_error=0.5", "verify_every"]),
+        ({"fallback_error": 0, "verify_every": 1}, ["fallback_error=0", "greater than 0"]),
+        ({"fallback_error": float("nan"), "verify_every": 1}, ["fallback_error=nan", "greater than 0"]),
+        ({"fallback_error": 0.5, "verify_every": 1, "sum": "direct"}, ["fallback_error=0.5", "sum='direct'"]),
+        ({"fallback_wire": "int8"}, ["fallback_wire='int8'", "'bf16'"]),
+        ({"fallback_wire": "fp32", "verify_every": 1}, ["fallback_wire='fp32'", "no effect without fallback_error"]),
+        ({"fallback_error": 0.5, "verify_every": 1}, ["fallback_wire='bf16'", "no more exact than wire='bf16'"]),
+        ({"wire": "fp32", "fallback_error": 0.5, "verify_every": 1}, ["no more exact than wire='fp32'"]),
+        (
+            {"wire": "int8", "error_feedback": "int8", "fallback_error": 0.5, "verify_every": 1},
+            ["fallback_wire='bf16'", "fallback_wire='fp32'", "error_feedback='int8'"],
+        ),
+        ({"wire": "int8", "exempt": ("1d",), "wire_for": {"1d": "bf16"}}, ["wire_for['1d']", "no effect", "exempt"]),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused_with_what_is_possible(kwargs, words):
+    with pytest.raises(ValueError) as error:
+        Config(**kwargs)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def refused_pattern(rank, world_size):
+    ddp = two_buckets()
+    with pytest.raises(ValueError, match="wire_for pattern 'head.*' matches none of the 2 parameters"):
+        fusedcomm.attach(ddp, wire="int8", wire_for={"head.*": "bf16"}, quiet=True)
+
+
+def test_a_pattern_that_matches_nothing_is_refused(ranks):
+    ranks.run(refused_pattern, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"wire_for": {"norm.*": "bf16"}}, ["'norm.*'", "all 2", "'norm.weight'", "exempt pattern '1d'"]),
+        (
+            {"exempt": (), "wire_for": {"head*": "bf16", "head.w*": "fp16"}},
+            ["'head.w*'", "all 1", "'head.weight'", "wire_for pattern 'head*'"],
+        ),
+        (
+            {"exempt": ("norm.*",), "wire_for": {"head.bias": "bf16", "1d": "fp16"}},
+            ["wire_for pattern '1d' has no effect", "all 3", "change exempt"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_pattern_whose_parameters_all_go_elsewhere_is_refused(options, words):
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "head": torch.nn.Linear(4, 2)})
+    with pytest.raises(ValueError) as error:
+        Config(wire="int8", **options).check_patterns(list(model.named_parameters()))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_pattern_that_some_of_its_parameters_are_left_to_is_not_refused():
+    parameters = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
+    config = Config(wire="int8", wire_for={"head.*": "bf16"})
+    config.check_patterns(parameters)
+    assert [config.wire_number(*pair) for pair in parameters] == [1, _C.EXACT_WIRE]
+    Config(wire="int8", wire_for={"1d": "bf16"}).check_patterns(parameters[:1])  # a model may have none
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wire_for": {"*.bias": "fp32"}},  # as "1d" gives them already
+        {"exempt": (), "wire_for": {"head.bias": "bf16", "*.bias": "bf16"}},
+        {"exempt": (), "wire_for": {"*.weight": "bf16", "*.bias": "fp16", "*": "fp8"}},
+        {"exempt": ("*.bias",), "wire_for": {"*.weight": "bf16", "1d": "fp32"}},
+    ],
+    ids=str,
+)
+def test_a_pattern_that_gives_what_is_given_already_or_all_that_is_left_is_not_refused(options):
+    parameters = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
+    Config(wire="int8", **options).check_patterns(parameters)
+
+
+def test_a_pattern_is_not_refused_if_one_of_several_wires_needs_it():
+    """As with wire="auto": int8 exempts biases by default, bf16 does not."""
+    named = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
+    configs = [Config(wire=wire, wire_for={"*.bias": "fp16"}) for wire in ("int8", "bf16")]
+    assert [p.wire for p in named_parameters(named, configs)] == [0, _C.EXACT_WIRE]
+    assert [p.wire for p in named_parameters(named, configs[1:])] == [0, 1]
+    with pytest.raises(ValueError, match="has no effect: all 1 parameters"):
+        named_parameters(named, configs[:1])
+    typo = [Config(wire=wire, wire_for={"bais": "fp16"}) for wire in ("int8", "bf16")]
+    with pytest.raises(ValueError, match="matches none of the 2 parameters"):
+        named_parameters(named, typo)

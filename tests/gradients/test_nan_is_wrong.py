@@ -1,0 +1,135 @@
+"""A NaN on one side of a comparison with a reference is a failure: in verify_every, in the fallback, and in the figures
+of benchmarks and demo."""
+
+import math
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import fake_cuda
+import pytest
+import torch
+from models import Gradients, synchronise, worst
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.tools.demo.results import Spread
+
+NUMEL = 3000
+needs_driver = pytest.mark.skipif(
+    torch.cuda.is_available() or shutil.which("g++") is None,
+    reason="for the stand-in driver, which needs g++ and no GPU",
+)
+
+
+def signed(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def verified(gradients, **kwargs) -> tuple[list[float], list[str], list[str], list[torch.Tensor]]:
+    """(relative errors, wires after each step, what this rank was told, results), `gradients` being each step's."""
+    ddp = DistributedDataParallel(Gradients((NUMEL,)))
+    wires, told, results = [], [], []
+    comm = fusedcomm.attach(ddp, exempt=(), quiet=True, verify_every=1, **kwargs)
+    for gradient in gradients:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results += synchronise(ddp, [gradient])
+        told += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
+        wires += [bucket.wire for bucket in comm.plan().buckets]
+    errors = [row.relative_error for row in comm.stats().verified]
+    comm.detach()
+    return errors, wires, told, results
+
+
+def too_large_for_the_wire(rank, world_size, kwargs):
+    """From step 2 on one element's mean is beyond fp16."""
+    gradients = [signed(rank, step) for step in range(7)]
+    for gradient in gradients[2:]:
+        gradient[7] = -1e5
+    return verified(gradients, wire="fp16", sum="two-shot", **kwargs)
+
+
+def test_a_result_that_is_not_finite_where_it_should_be_is_infinitely_off(ranks):
+    for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, {}, world_size=3)):
+        assert all(error < 0.01 for error in errors[:2]) and errors[2:] == [math.inf] * 5
+        assert results[-1][7] == -torch.inf
+        assert len(told) == (rank == 0)  # once, on one rank
+    # The last rank 0's.
+    said = ranks.run(too_large_for_the_wire, {}, world_size=2)[0][2][0]
+    assert "1 elements" in said and "bucket 0" in said and "in step 2" in said and "wire='bf16'" in said, said
+
+
+def test_and_falls_back(ranks):
+    kwargs = {"fallback_error": 0.5, "fallback_wire": "fp32"}
+    for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, kwargs, world_size=3)):
+        assert errors[2] == math.inf and errors[-1] < 1e-6 and results[-1][7] == -1e5
+        assert [("fallback_error" in text) for text in told] == ([False, True] if rank == 0 else [])
+
+
+def overflowing(rank, world_size, wire):
+    """As under a GradScaler that has gone too far: one rank's gradients have an Inf and a NaN, in every other step."""
+    gradients = [signed(rank, step) for step in range(8)]
+    for gradient in gradients[1::2]:
+        if rank == 1:
+            gradient[5], gradient[2000] = torch.inf, torch.nan
+    return verified(gradients, wire=wire, sum="two-shot", fallback_error=0.9, fallback_wire="fp32")
+
+
+@pytest.mark.parametrize("wire", ["fp16", "int8", "int4"])
+def test_gradients_that_are_not_finite_are_no_fault_of_the_wire(ranks, wire):
+    for errors, wires, told, results in ranks.run(overflowing, wire, world_size=2):
+        assert all(math.isnan(error) for error in errors[1::2]) and all(error < 0.5 for error in errors[::2]), errors
+        assert set(wires) == {wire} and not told
+        assert not results[1][5].isfinite() and not results[1][2000].isfinite()
+
+
+def by_faulty_kernels(rank, world_size, library, fault, kwargs):
+    """`made`: unpack writes a NaN where it should not; `lost`: it writes a zero where the gradient is NaN."""
+    fake = fake_cuda.gpu(library)
+    own = fake._run
+
+    def faulty(*args) -> None:
+        own(*args)
+        kernel, arguments = fake.launches[-1]
+        if kernel == "unpack":
+            arguments["grads"].view(torch.float32).fill_(torch.nan if fault == "made" else 0.0)
+
+    gradients = [signed(rank, step) for step in range(6)]
+    for gradient in gradients:
+        gradient[0] = torch.nan if fault == "lost" and rank == 0 else gradient[0]
+    options = {"wire": "int8", "sum": "two-shot", **kwargs}
+    fake._run = faulty
+    try:
+        with fake.takes_over(exempt=(), verify_every=1, **options):
+            return verified(gradients, **options)
+    finally:
+        fake._run = own
+
+
+@needs_driver
+@pytest.mark.parametrize("fault", ["made", "lost"])
+def test_a_kernel_that_makes_or_loses_a_nan_is_found_out(ranks, tmp_path, fault):
+    pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
+    library = fake_cuda.build(tmp_path)
+    for rank, (errors, _, told, _) in enumerate(ranks.run(by_faulty_kernels, library, fault, {}, world_size=2)):
+        assert errors == [math.inf] * 6
+        assert len(told) == (rank == 0) and all("1 elements" in text for text in told), told
+    fallback = {"fallback_error": 0.5}
+    for _, wires, _, _ in ranks.run(by_faulty_kernels, library, fault, fallback, world_size=2):
+        assert wires[0] == "int8" and wires[-1] == "bf16"
+
+
+def test_the_worst_of_some_errors_is_a_nan_if_one_is(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "bench"), *sys.path])
+    import _common
+
+    for function in (worst, _common.worst):
+        assert math.isnan(function([0.1, math.nan, 0.2])) and math.isnan(function([math.nan, 0.1]))
+        assert function([0.25, 0.5, 0.125]) == 0.5
+
+
+def test_a_spread_with_a_nan_has_no_range():
+    spread = Spread.of([1.0, math.nan, 2.0])
+    assert all(map(math.isnan, (spread.mean, spread.low, spread.high)))

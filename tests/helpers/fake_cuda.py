@@ -1,0 +1,202 @@
+"""The engine's CUDA path in the host's memory: a driver of our own whose launches run under Triton's interpreter.
+
+Everything is real but the GPU: the hook, the engine, the tables, the packing of arguments, the kernels' code.
+"""
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+from pathlib import Path
+
+import interpreter
+import torch
+
+from fusedcomm.config import Config, residual_name
+from fusedcomm.devices import cuda
+from fusedcomm.native import _C
+from fusedcomm.session import session
+
+TILE = 1024
+"""Small, so that small buckets have many tiles."""
+
+MAX_PROGRAMS = 3
+
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p
+)
+_C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
+_DTYPES = {
+    "*fp32": torch.float32,
+    "*bf16": torch.bfloat16,
+    "*fp16": torch.float16,
+    "*fp64": torch.float64,
+    "*i8": torch.int8,
+    "*i16": torch.int16,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+}
+
+
+def build(folder: Path) -> str:
+    """Compiles the driver; returns its path."""
+    source = Path(__file__).parent.parent / "native" / "fake_cuda.cpp"
+    library = folder / "libfakecuda.so"
+    subprocess.run(["g++", "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return str(library)
+
+
+@functools.cache
+def gpu(library: str) -> "FakeCuda":
+    """This process's; the library has one callback."""
+    return FakeCuda(library)
+
+
+class FakeCuda:
+    """One process's fake GPU. Loads the kernels of a configuration and runs what the engine launches."""
+
+    def __init__(self, library: str) -> None:
+        self.library = ctypes.CDLL(library)
+        self.library.fake_function_name.restype = ctypes.c_char_p
+        self.library.fake_function_name.argtypes = [ctypes.c_int64]
+        self.library.fake_num_loads.restype = ctypes.c_int64
+        self.library.fake_set_context.argtypes = [ctypes.c_int64]
+        self.driver = _C.CudaDriver(library)
+        self.launches: list[tuple[str, dict]] = []  # kernel, its arguments by name
+        self.grids: list[int] = []  # their numbers of programs
+        self.errors: list[BaseException] = []
+        self.max_programs_of_last = MAX_PROGRAMS
+        self._variants = {}
+        self._callback = _LAUNCH(self._launch)  # held: the library has only its address
+        self.library.fake_on_launch(self._callback)
+
+    def fail(self, call: str, result: int) -> None:
+        self.library.fake_fail(call.encode(), result)
+
+    @contextlib.contextmanager
+    def capturing(self):
+        """Within it the driver says that streams are being captured into a graph."""
+        self.library.fake_capture(1)
+        try:
+            yield
+        finally:
+            self.library.fake_capture(0)
+
+    def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
+        from fusedcomm.kernels import compile, constants
+
+        loader = _C.KernelLoader(self.driver, TILE)
+        for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes):
+            image = str(variant)
+            self._variants[f"{image}:{variant.kernel}"] = variant
+            cuda.load(
+                loader,
+                compile.Compiled(
+                    variant=variant,
+                    symbol=variant.kernel,
+                    cubin=image.encode(),
+                    ptx="",
+                    num_warps=constants.NUM_WARPS,
+                    shared_nbytes=0,
+                    params=tuple(_C.kernel_params(variant.kernel)),
+                    num_scratch_pointers=2,
+                ),
+            )
+        return loader
+
+    def device(self, backend, cfg: Config, grad_dtypes) -> "_C.CudaDevice":
+        return _C.CudaDevice(
+            kernels=self.loader(cfg, backend.size(), grad_dtypes),
+            device=torch.device("cpu"),
+            isa="fake",
+            max_programs=MAX_PROGRAMS,
+            max_programs_of_last=self.max_programs_of_last,
+            forced_sync=False,
+            backend=backend,
+            register_memory=False,
+        )
+
+    @contextlib.contextmanager
+    def takes_over(self, **kwargs):
+        """Within it, fusedcomm.attach with these arguments gives gradients on cpu the CUDA path; its launches are
+        recorded anew."""
+        fake = self
+        feedback = residual_name(kwargs.pop("error_feedback", None))
+        cfg = Config(error_feedback=feedback, **kwargs)
+
+        class Path:
+            codec = "fake"
+            s_per_byte = None
+            must_agree: dict = {}
+
+            def __init__(self, local, world_size) -> None:
+                pass
+
+            def connect(self, process_group, device, store):
+                backend = process_group._get_backend(device)
+                native = fake.device(backend, cfg, session.GRAD_DTYPES)
+                return native, _C.StreamTransport(backend, device)
+
+        self.launches.clear()
+        self.grids.clear()
+        self.errors.clear()
+        own, session.CpuPath = session.CpuPath, Path
+        try:
+            yield self
+        finally:
+            session.CpuPath = own
+            self.fail("", 0)
+            if self.errors:
+                raise self.errors[0]
+
+    def _launch(self, function, num_programs, num_threads, shared_nbytes, stream, params) -> int:
+        try:
+            self._run(self.library.fake_function_name(function).decode(), num_programs, num_threads, params)
+        except BaseException as error:  # an exception cannot cross the library
+            self.errors.append(error)
+            return 999
+        return 0
+
+    def _interpret(self, kernel, num_programs: int, args: list) -> None:
+        from triton.runtime.interpreter import GridExecutor
+
+        interpreter.mend()
+
+        class InPlace(GridExecutor):
+            """Leaves out the copies to the host and back: the arguments are there, and their sizes are not known."""
+
+            def _init_args_hst(self, args, kwargs):
+                return args, kwargs
+
+            def _restore_args_dev(self, args, args_hst, kwargs, kwargs_hst):
+                pass
+
+        InPlace(kernel.rewrite(), kernel.arg_names, (num_programs,), [])(*args)
+
+    def _run(self, name: str, num_programs: int, num_threads: int, params: int) -> None:
+        from fusedcomm.kernels import compile, constants
+
+        variant = self._variants[name]
+        assert num_threads == 32 * constants.NUM_WARPS
+        signature, constants_of_variant = compile._signature(variant)
+        runtime = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
+        addresses = (ctypes.c_void_p * (len(runtime) + 2)).from_address(params)
+        values = {}
+        for address, (name, kind), c_kind in zip(addresses, runtime, _C.kernel_params(variant.kernel), strict=False):
+            value = _C_TYPES[c_kind].from_address(address).value
+            values[name] = _tensor_at(value, _DTYPES[kind]) if c_kind == "ptr" else value
+        for scratch in addresses[len(runtime) :]:
+            assert ctypes.c_void_p.from_address(scratch).value is None
+        self.launches.append((variant.kernel, values))
+        self.grids.append(num_programs)
+        constants_of_variant["TILE"] = TILE
+        kernel = compile.KERNELS[variant.kernel]
+        constants_in_order = [constants_of_variant[name] for name in kernel.arg_names[len(values) :]]
+        self._interpret(kernel, num_programs, [*values.values(), *constants_in_order])
+
+
+def _tensor_at(address: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What the interpreter takes for a pointer: one element at that address, of which it uses the address alone."""
+    if address is None:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)

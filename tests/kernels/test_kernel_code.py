@@ -1,0 +1,431 @@
+"""What Triton makes of the kernels for every GPU generation, without a GPU: vector widths, registers, parameters.
+
+Compiled in child processes, because in this one Triton may interpret: this file, run as a program, is the child.
+"""
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+if __name__ != "__main__":
+    pytest.importorskip("triton")
+
+# One test compiles for all, and the others wait for it: minutes, where somebody else needs the cores, too.
+pytestmark = pytest.mark.timeout(3600)
+
+CAPABILITIES = (80, 90, 100, 120)
+OLDEST_CAPABILITY = 75
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+ROTATED = ("int8", "int4")  # looked at for every capability; fp8 differs in what comes before and after
+GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
+BLOCKS = {"int4": 32}  # elements; others have 128
+TILE = 8192
+NUM_THREADS = 512
+NUM_WORKERS = 2
+
+
+def kernel_key(kernel, wire, grad_dtype, flat, epilogue=False, rotated=False):
+    variant = f"{kernel}-{wire}-{grad_dtype}-{'flat' if flat else 'ragged'}"
+    return variant + "-epilogue" * epilogue + "-rotated" * rotated
+
+
+def all_kernels():
+    """(kernel, wire, gradient dtype, flat, epilogue, rotated, capability) of everything that is looked at here."""
+    kernels = []
+    for capability in (OLDEST_CAPABILITY, *CAPABILITIES):
+        kernels.append(("scale", None, "float32", True, False, False, capability))
+        for wire in WIRES if capability in CAPABILITIES else WIRES[3:]:
+            every_dtype = capability == 90 and wire in WIRES[:4]
+            # Elsewhere fp16 and fp8_e5m2 stand for little that bf16 and fp8 do not.
+            for flat in (True, False) if capability == 90 or wire not in ("fp16", "fp8_e5m2") else (True,):
+                kernels.append(("reduce", wire, None, flat, False, False, capability))
+                for dtype in GRAD_NBYTES if every_dtype else ("float32",):
+                    kernels.append(("pack", wire, dtype, flat, False, False, capability))
+                    kernels.append(("unpack", wire, dtype, flat, False, False, capability))
+                    if every_dtype:
+                        kernels.append(("unpack", wire, dtype, flat, True, False, capability))
+        for wire in ROTATED:
+            for flat in (True, False) if capability == 90 else (True,):
+                kernels.append(("pack", wire, "float32", flat, False, True, capability))
+                kernels.append(("unpack", wire, "float32", flat, capability == 90 and not flat, True, capability))
+    return kernels
+
+
+# Kernels that sum messages, and encoders with noise, residuals or another wire than they sum: (kernel, wire, gradient
+# dtype, flat, what else).
+ENCODERS = [
+    ("pack", "bf16", "float32", True, {"feedback": "fp32"}),
+    ("pack", "int4", "float32", True, {"stochastic": True, "feedback": "bf16", "rotated": True}),
+    ("reduce", "int8", None, True, {"feedback": "fp32"}),
+    ("unpack", "int8", "float32", True, {"sums": True}),
+    ("unpack", "bf16", "float32", True, {"sums": True}),
+    ("unpack", "bf16", "bfloat16", False, {"sums": True}),
+    ("unpack", "int4", "float32", True, {"sums": True, "rotated": True}),
+    ("unpack", "fp8", "float32", False, {"sums": True}),
+    ("pack", "bf16", "bfloat16", True, {"stochastic": True, "feedback": "bf16"}),
+    ("pack", "fp16", "float32", True, {"stochastic": True}),
+    ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "int8"}),
+    ("pack", "int8", "float32", False, {"stochastic": True, "feedback": "fp32"}),
+    ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("pack", "fp8_e5m2", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("reduce", "fp8", None, True, {"stochastic": True, "feedback": "fp32"}),
+    ("reduce", "int4", None, True, {"stochastic": True}),
+    ("reduce", "int4", None, True, {"stochastic": True, "feedback": "int8", "in_wire": "bf16", "rotated": True}),
+]
+RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+
+
+def all_encoders():
+    """(…, capability): all for two generations, the first four for the others, too."""
+    return [
+        (*encoder, capability)
+        for index, encoder in enumerate(ENCODERS)
+        for capability in CAPABILITIES
+        if capability in (80, 90) or index < 4
+    ]
+
+
+def encoder_key(kernel, wire, grad_dtype, flat, encoding, capability):
+    encoding = "-".join(name if value is True else f"{name}={value}" for name, value in encoding.items())
+    return f"{kernel_key(kernel, wire, grad_dtype, flat)}-{encoding}-{capability}"
+
+
+# ---- the child
+
+
+def resources(cubin):
+    """What cuobjdump says of the cubin's kernel: {"REG": …, "STACK": …, "LOCAL": …, …}."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+
+
+def compile_all(kernels, encoders):
+    from fusedcomm.kernels.compile import Variant
+
+    compiled = {}
+    for kernel, wire, dtype, flat, epilogue, rotated, capability in kernels:
+        variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, epilogue, rotated)
+        key = f"{kernel_key(kernel, wire, dtype, flat, epilogue, rotated)}-{capability}"
+        compiled[key] = compile_one(variant, capability)
+    for kernel, wire, dtype, flat, encoding, capability in encoders:
+        variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, **encoding)
+        compiled[encoder_key(kernel, wire, dtype, flat, encoding, capability)] = compile_one(variant, capability)
+    return compiled
+
+
+def compile_one(variant, capability):
+    from fusedcomm.kernels.compile import compile
+
+    result = compile(variant, capability)
+    return {
+        "ptx": result.ptx,
+        "params": result.params,
+        "num_scratch_pointers": result.num_scratch_pointers,
+        "symbol": result.symbol,
+        "shared_nbytes": result.shared_nbytes,
+        "num_warps": result.num_warps,
+        "cubin_begin": base64.b64encode(result.cubin[:4]).decode(),
+        "resources": resources(result.cubin),
+    }
+
+
+def without_interpreter():
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.fixture(scope="session")
+def compiled(made_once):
+    """{kernel_key-capability: what compile_all says of it}"""
+
+    def compile_in(folder):
+        outputs = [(folder / f"{index}.json").open("w") for index in range(NUM_WORKERS)]
+        workers = [
+            subprocess.Popen([sys.executable, __file__, str(index)], env=without_interpreter(), stdout=output)
+            for index, output in enumerate(outputs)
+        ]
+        for worker, output in zip(workers, outputs, strict=True):
+            assert worker.wait() == 0, f"worker {worker.args} failed: see its traceback above"
+            output.close()
+
+    results = {}
+    for path in made_once("kernel_code", compile_in).glob("*.json"):
+        results.update(json.loads(path.read_text()))
+    return results
+
+
+# ---- tests
+
+VARIANT = ("kernel", "wire", "dtype", "flat", "epilogue", "rotated", "capability")
+
+
+def every_kernel(capabilities=CAPABILITIES):
+    return [
+        pytest.param(*kernel, id=f"{kernel_key(*kernel[:-1])}-{kernel[-1]}")
+        for kernel in all_kernels()
+        if kernel[-1] in capabilities
+    ]
+
+
+@pytest.fixture
+def code(request, compiled):
+    return compiled[request.node.callspec.id]
+
+
+def wide_side_numel(kernel, wire, dtype):
+    """Elements for each thread at a time: 16 bytes of whichever is wider, gradient or code, if a tile has so many."""
+    nbytes = 4 if kernel == "scale" else CODE_NBYTES[wire]
+    return min(int(16 / max(nbytes, GRAD_NBYTES.get(dtype, 0))), TILE // NUM_THREADS)
+
+
+def access(verb, nbytes):
+    """A regular expression for a global access of `nbytes`, without a predicate or with one."""
+    types = {16: r"v4\.b32|v2\.b64", 8: r"v2\.b32|b64", 4: r"b32", 2: r"b16"}[nbytes]
+    return rf"{verb}\.global\.({types})\s"
+
+
+def accesses(ptx, verb, nbytes, predicated=False):
+    """The lines that have one; `predicated`: also those that may be skipped."""
+    lines = (line for line in ptx.splitlines() if re.search(access(verb, nbytes), line))
+    return [line for line in lines if predicated or "@" not in line.split(verb)[0]]
+
+
+def test_no_constant_is_extended(compiled):
+    """By the Triton that is installed, the newest; tests/kernels/test_kernel_constants.py has the oldest."""
+    from test_kernel_constants import wrong_constants
+
+    assert len(compiled) > 200
+    wrong = {key: lines for key, code in compiled.items() if (lines := wrong_constants(code["ptx"]))}
+    assert not wrong
+
+
+@pytest.mark.parametrize(VARIANT, every_kernel())
+def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+    """The wider side, gradient or code, in 128 bits; the other in as much as holds the same elements."""
+    numel = wide_side_numel(kernel, wire, dtype)
+    grad, wire_nbytes = GRAD_NBYTES.get(dtype, 0), CODE_NBYTES.get(wire, 0)
+    loaded, stored = {
+        "pack": (grad, wire_nbytes),
+        "unpack": (wire_nbytes, grad),
+        "reduce": (wire_nbytes, wire_nbytes),
+        "scale": (grad, grad),
+    }[kernel]
+    # A thread has 16 elements of a tile, and sums of int4 touch nothing wider than codes.
+    assert max(loaded, stored) * numel == (8 if (kernel, wire) == ("reduce", "int4") else 16)
+    for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
+        found = accesses(code["ptx"], verb, nbytes, predicated=kernel == "reduce")
+        wanted = TILE // (NUM_THREADS * numel) * (4 if kernel == "reduce" and verb == "ld" else 1)
+        assert len(found) >= wanted, f"{len(found)} instead of {wanted} {verb}.global of {nbytes} bytes"
+
+
+# A tile's loads, arithmetic and stores, from the first wide access to the last: what every element goes through.
+FORMATS = [*((wire, False) for wire in WIRES), *((wire, True) for wire in ROTATED)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("wire", "rotated"), FORMATS)
+def test_a_full_tile_is_packed_without_barriers_and_its_loads_come_first(compiled, wire, rotated, capability):
+    ptx = compiled[f"{kernel_key('pack', wire, 'float32', True, rotated=rotated)}-{capability}"]["ptx"]
+    loads = [match.start() for match in re.finditer(access("ld", 16), ptx)]
+    # The codes', for only scales are stored under a predicate.
+    code_store = r"(?m)^\s*" + access("st", 4 * CODE_NBYTES[wire])
+    stores = [match.start() for match in re.finditer(code_store, ptx) if match.start() > loads[-1]]
+    assert len(loads) == len(stores) == 4
+    body = ptx[loads[0] : stores[-1]]
+    assert "bar." not in body
+    assert ".shared" not in body
+    assert "mul.f32" not in ptx[loads[0] : loads[-1]].replace("mul.rn.f32", "mul.f32")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("wire", "rotated"), FORMATS)
+def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, rotated, capability):
+    ptx = compiled[f"{kernel_key('unpack', wire, 'float32', True, rotated=rotated)}-{capability}"]["ptx"]
+    load = re.search(access("ld", 4 * CODE_NBYTES[wire]), ptx).start()
+    stores = [match.start() for match in re.finditer(access("st", 16), ptx)]
+    assert len(stores) == 4
+    body = ptx[load : stores[-1]]
+    assert "bar." not in body
+    assert ".shared" not in body
+    # A thread holds four neighbours, so that three of the five stages of its 16 elements are exchanges.
+    assert body.count("shfl.sync") == 3 * 16 * rotated
+
+
+@pytest.mark.parametrize(VARIANT, every_kernel((OLDEST_CAPABILITY, *CAPABILITIES)))
+def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+    check_arithmetic_and_resources(code)
+    assert code["symbol"] == f"{kernel}_kernel"
+
+
+def check_arithmetic_and_resources(code):
+    ptx = code["ptx"]
+    assert not re.search(r"\bfma\.", ptx)
+    assert ".ftz" not in ptx
+    assert "div.full" not in ptx and "div.approx" not in ptx
+    assert not re.search(r"\b(ld|st)\.local", ptx)
+    assert code["resources"]["STACK"] == 0
+    assert code["resources"]["LOCAL"] == 0
+    assert code["resources"]["REG"] <= 65536 // NUM_THREADS
+    assert code["shared_nbytes"] <= 48 * 1024
+    assert code["num_warps"] * 32 == NUM_THREADS
+    assert code["cubin_begin"] == base64.b64encode(b"\x7fELF").decode()
+
+
+def test_sums_need_no_shared_memory(compiled):
+    """A thread adds the elements that it has loaded, and stores them."""
+    reduces = {key: code for key, code in compiled.items() if key.startswith("reduce-")}
+    assert len(reduces) > len(CAPABILITIES) * len(WIRES)
+    assert [key for key, code in reduces.items() if code["shared_nbytes"] or "bar.sync" in code["ptx"]] == []
+
+
+POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
+SECTIONS = POINTER * 3
+ENCODING = POINTER * 2 + I64 + I32 * 3
+PARAMS = {
+    "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + ENCODING,
+    "reduce": SECTIONS * 2 + I64 * 5 + I32 * 2 + F32 + ENCODING,
+    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 * 2 + F32 + POINTER * 2,
+    "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
+}
+
+
+@pytest.mark.parametrize(VARIANT, every_kernel())
+def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+    assert code["params"] == PARAMS[kernel]
+    assert 0 <= code["num_scratch_pointers"] <= 2
+
+
+# ---- encoders with noise and residuals
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wire", "dtype", "flat", "encoding", "capability"),
+    [pytest.param(*encoder, id=encoder_key(*encoder)) for encoder in all_encoders()],
+)
+def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
+    code, compiled, kernel, wire, dtype, flat, encoding, capability
+):
+    """A thread has as many neighbours as fill 16 bytes of whichever is widest: gradient, code or residual."""
+    check_arithmetic_and_resources(code)
+    assert code["params"] == PARAMS[kernel]
+    feedback, in_wire = encoding.get("feedback"), encoding.get("in_wire", wire)
+    sums, rotated = (encoding.get(name, False) for name in ("sums", "rotated"))
+    plain = compiled[f"{kernel_key(kernel, wire, dtype, flat, rotated=rotated and sums)}-90"]["ptx"]
+    # The loop's, and no more than they are without: noise and residuals stay with their threads. But a rotation within
+    # a piece of a tile goes through shared memory, with two, and sums rotate in one more place.
+    assert code["ptx"].count("bar.sync") <= plain.count("bar.sync") + 2 * (sums and rotated)
+    if sums:
+        # Later messages' codes come in accesses as wide as the first's.
+        numel = wide_side_numel(kernel, wire, dtype)
+        loads, of_plain = (len(accesses(ptx, "ld", numel * CODE_NBYTES[wire])) for ptx in (code["ptx"], plain))
+        assert loads - of_plain >= TILE // (NUM_THREADS * numel)
+    if feedback is None:
+        return
+    # An integer of a codes section; int4 has two codes in one.
+    widest = max(
+        RESIDUAL_NBYTES[feedback], *(max(1, CODE_NBYTES[w]) for w in (wire, in_wire)), GRAD_NBYTES.get(dtype, 0)
+    )
+    nbytes = 16 // widest * RESIDUAL_NBYTES[feedback]
+    wanted = TILE // (NUM_THREADS * 16 // widest)
+    for verb in ("ld", "st"):
+        assert len(re.findall(access(verb, nbytes), code["ptx"])) >= wanted
+
+
+# ---- what compile refuses
+
+REFUSALS = """
+import dataclasses, torch, triton
+from fusedcomm.kernels import compile as c, ragged_cuda
+
+def refused(expected, call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError("not refused: " + expected)
+
+variant = c.Variant("scale", None, 128, torch.float32, True)
+engine = c.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
+assert len(engine) == len(set(engine)) == 11, engine
+rotated = c.engine_variants([("int4", 32, True)], (torch.float32,))
+assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
+measured = c.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
+packs = [(v.stochastic, v.feedback) for v in measured if v.kernel == "pack" and v.flat]
+assert packs == [(True, None), (True, "fp32")], packs
+several = c.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "int8")
+assert {(v.wire, v.stochastic, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
+    ("int4", True, "int8"), ("fp32", False, None)
+}, several
+hosts = c.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
+assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v in hosts if v.wire} == {
+    ("pack", "bf16", None, False, False, None), ("pack", "int4", None, True, True, "bf16"),
+    ("reduce", "int4", "bf16", True, True, "bf16"),
+    ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
+}, hosts
+measured = c.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
+assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
+    ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
+    ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
+}, measured
+one_shot = c.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
+assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire} == {
+    (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
+}, one_shot
+refused("bf16 has none", lambda: c.engine_variants([("bf16", 128, False)], (torch.float32,), feedback="int8"))
+assert c.check_triton() == triton.__version__
+
+c.MAX_SHARED_NBYTES = 8
+refused("shared memory = 64; supported: at most 8", lambda: c.compile(variant, 90))
+c.MAX_SHARED_NBYTES = 48 * 1024
+c._TYPES["numel"], wanted = "i32", c._ptx_type
+c._ptx_type = lambda kind: {"i32": "i64"}.get(kind, wanted(kind))
+refused("with parameters = ('ptr', 'i32', 'f32'", lambda: c.compile(variant, 90))
+
+for variant in (
+    c.Variant("pack", "int4", 32, torch.float32, False),
+    c.Variant("unpack", "fp8", 128, torch.float32, False),
+    c.Variant("pack", "int8", 128, torch.float32, False, rotated=True),
+    c.Variant("pack", "int8", 128, torch.float32, False, stochastic=True),
+    c.Variant("pack", "int8", 128, torch.float32, False, feedback="fp32"),
+):
+    refused("for fp32, bf16, fp16, int8 unrotated", lambda: ragged_cuda.compile(variant, 90))
+
+for version in ("3.5.1", "3.10.0", "4.0.0", "2.3.0+git"):
+    triton.__version__ = version
+    refused(f"Triton {version} is not supported: use 3.6 to 3.9", c.check_triton)
+"""
+
+
+def run_python(source, env):
+    return subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True)
+
+
+def test_refuses_what_the_engine_could_not_launch():
+    result = run_python(REFUSALS, without_interpreter())
+    assert result.returncode == 0, result.stderr
+
+
+def test_refuses_to_compile_under_the_interpreter():
+    source = "from fusedcomm.kernels.compile import check_triton; check_triton()"
+    result = run_python(source, {**os.environ, "TRITON_INTERPRET": "1"})
+    assert "TRITON_INTERPRET is set" in result.stderr
+
+
+if __name__ == "__main__":
+    mine = slice(int(sys.argv[1]), None, NUM_WORKERS)
+    print(json.dumps(compile_all(all_kernels()[mine], all_encoders()[mine])))

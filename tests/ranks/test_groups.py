@@ -1,0 +1,130 @@
+"""Channels of our own beside the user's process group."""
+
+import datetime
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_hosts import needs_hosts, printed_by
+from scripts import printed_by_two_ranks
+
+import fusedcomm
+from fusedcomm.ranks import groups, hosts
+
+pytestmark = pytest.mark.alone
+
+
+def timed(rank, world_size):
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    channels = groups.make_channels(group, cpu, groups.private_store(group))
+    return groups.time_link(channels.scatter)
+
+
+def test_all_ranks_time_the_link_alike(ranks):
+    for world_size in (2, 3):
+        first, *others = ranks.run(timed, world_size=world_size)
+        assert all(other == first for other in others)
+        assert groups.MIN_S_PER_BYTE <= first < 1e-6  # loopback has more than 1 MB/s
+    assert ranks.run(timed, world_size=1) == [None]
+
+
+def plan_of(rank, world_size):
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
+    comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    given = fusedcomm.attach(
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), chunk_nbytes=8192, quiet=True
+    )
+    return comm.plan().config.chunk_nbytes, given.plan().config.chunk_nbytes
+
+
+def test_ranks_have_chunks_of_one_size(ranks):
+    found = ranks.run(plan_of, world_size=3)
+    assert found[0] == found[1] == found[2] and found[0][1] == 8192
+
+
+ENDING_SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+from fusedcomm.ranks import groups
+from scripts import let_threads_be_late
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+group, cpu = dist.group.WORLD, torch.device("cpu")
+channels = groups.make_channels(group, cpu, groups.private_store(group))
+let_threads_be_late()
+print(groups.time_link(channels.scatter))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
+def test_a_process_may_end_once_its_link_was_timed(tmp_path):
+    first, second = printed_by_two_ranks(ENDING_SCRIPT, tmp_path)
+    assert first == second and float(first) > 0
+
+
+class NcclStandIn:
+    """What groups.py uses of ProcessGroupNCCL, which a CPU build of torch has not; notes in `calls` what is done."""
+
+    calls: list = []
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, store, rank, size, options):
+        self.rank, self.size, self.timeout = rank, size, options._timeout
+        self.calls.append(("made", rank, size))
+
+    def eager_connect_single_device(self, device):
+        self.calls.append(("connected", self.rank, self.size, device))
+
+
+class GroupOfSix:
+    """A process group whose backend has a timeout and a rank, and nothing else that channels need."""
+
+    class options:
+        _timeout = datetime.timedelta(seconds=7)
+
+    def _get_backend(self, device):
+        return self
+
+    def rank(self):
+        return 4
+
+
+def test_communicators_of_two_levels_are_connected_at_attach(monkeypatch):
+    """Within the host first, then between hosts, on every rank: each connects when all of its ranks do."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclStandIn, raising=False)
+    monkeypatch.setattr(NcclStandIn, "calls", [])
+    device = torch.device("cuda", 3)
+    two_of_three = hosts.checked([[0, 1, 2], [3, 4, 5]], 6)
+    channels = groups.make_host_channels(GroupOfSix(), device, dist.HashStore(), two_of_three)
+    assert NcclStandIn.calls == [
+        ("made", 1, 3),
+        ("connected", 1, 3, device),
+        ("made", 1, 2),
+        ("connected", 1, 2, device),
+    ]
+    assert channels.local_scatter is channels.local_gather and channels.cross_scatter is channels.cross_gather
+    assert channels.local_scatter.timeout == channels.cross_scatter.timeout == datetime.timedelta(seconds=7)
+
+
+TIME_LINK = """
+import torch, torch.distributed as dist
+from fusedcomm.ranks import groups
+dist.init_process_group("gloo")
+group, cpu = dist.group.WORLD, torch.device("cpu")
+channels = groups.make_channels(group, cpu, groups.private_store(group))
+print(f"s_per_byte={groups.time_link(channels.scatter)}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs_hosts
+def test_a_slow_link_is_timed(tmp_path, capsys):
+    printed = printed_by(TIME_LINK, tmp_path, capsys)
+    found = [float(line.split("=")[1]) for line in printed.splitlines() if "s_per_byte=" in line]
+    assert len(found) == 2 and found[0] == found[1]
+    # 100 Mbit/s; TCP has barely begun to send faster, and other processes may be in the way.
+    assert 0.6 < found[0] / 8e-8 < 6

@@ -1,0 +1,297 @@
+"""Waits for other ranks outside of a step: a rank that dies is named on all others within seconds, and what it was last
+seen doing; one that is late is reported, and waited for."""
+
+import datetime
+import os
+import tempfile
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, stderr_to, synchronise
+from stores import group_over
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.devices import cpu
+from fusedcomm.ranks import peers
+from fusedcomm.session import session
+
+STALL_AFTER_S = 2.0
+TIMEOUT_S = 60
+WITHIN_S = 3 * STALL_AFTER_S + 10
+VICTIM = 1
+SHAPES = ((400, 300), (500, 600))
+
+
+def die() -> None:
+    os._exit(1)
+
+
+def attach(ddp: DistributedDataParallel, wire: str = "int8", **kwargs) -> "fusedcomm.ddp.handle.Handle":
+    return fusedcomm.attach(ddp, wire=wire, stall_after=STALL_AFTER_S, **kwargs)
+
+
+def step(ddp: DistributedDataParallel) -> None:
+    synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
+
+
+def dies_before_attaching(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    if is_victim:
+        die()
+    attach(ddp)
+
+
+def dies_while_connecting(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    """The configurations have been compared, and nobody has its channels."""
+    if is_victim:
+        cpu.CpuPath.connect = lambda *args: die()
+    attach(ddp)
+
+
+def dies_while_connecting_half(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    """It has one of its two channels."""
+    if is_victim:
+        own, made = cpu.groups._gloo, []
+
+        def gloo(store, name, *args):
+            made.append(name)
+            return own(store, name, *args) if len(made) == 1 else die()
+
+        cpu.groups._gloo = gloo
+    attach(ddp)
+
+
+def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    """As trainers register hooks: the engine starts in the first backward pass."""
+    state = fusedcomm.CommState(wire="int8", stall_after=STALL_AFTER_S, process_group=ddp.process_group)
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    if is_victim:
+        die()
+    step(ddp)
+
+
+def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    """When it is to make the first candidate that was not made at attach."""
+    comm = attach(ddp, "auto", wires=("bf16",))
+    tuner = comm._runs
+    record = tuner._search.record
+    tuner._search.record = lambda step_ms: record(1e6 if tuner.is_off else step_ms)  # so that there is one
+    if is_victim:
+        session.Session.__init__ = lambda *args, **kwargs: die()
+    while True:
+        step(ddp)
+        if comm.tuning().finished:
+            raise AssertionError("the search ended without another candidate")
+
+
+def dies_before_saving(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    comm = attach(ddp, error_feedback=True)
+    step(ddp)
+    if is_victim:
+        die()
+    comm.state_dict(consolidated=True)
+
+
+def dies_before_the_report(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    comm = attach(ddp)
+    step(ddp)
+    if is_victim:
+        die()
+    comm.nonfinite_report()
+
+
+def dies_in_a_traced_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
+    """After the step, before it has given its trace; only rank 0 waits for that."""
+    comm = attach(ddp)
+    with tempfile.TemporaryDirectory() as folder:
+        with comm.trace(os.path.join(folder, "trace.json"), all_ranks=True):
+            step(ddp)
+            if is_victim:
+                die()
+
+
+# What the victim was last seen doing, as the others' errors have it.
+SEEN = {
+    dies_before_attaching: "It has not come to attach",
+    dies_while_connecting: "attaching: connecting with the other ranks",
+    dies_while_connecting_half: "attaching: connecting with the other ranks",
+    dies_in_its_first_step: "It has not come to attach",
+    dies_while_searching: "for wire='auto'",
+    dies_before_saving: "in training",
+    dies_before_the_report: "in training",
+    dies_in_a_traced_step: "in training",
+}
+
+
+def survive(rank, world_size, script, store_kind):
+    """The error, and how long it took to come."""
+    own_timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    with group_over(store_kind, rank, world_size, VICTIM, own_timeout) as group:
+        ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
+        started = time.monotonic()
+        try:
+            script(ddp, rank == VICTIM)
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+        return None, "", time.monotonic() - started
+
+
+@pytest.mark.parametrize("script", SEEN, ids=lambda script: script.__name__)
+def test_a_rank_that_dies_outside_of_a_step_is_named_with_what_it_was_doing(ranks, script):
+    outcome = ranks.outcomes(survive, script, "tcp", world_size=3, lost=VICTIM)
+    for rank in (0, 2):
+        kind, value = outcome[rank]
+        assert kind == "value", value
+        error_type, error, waited = value
+        if script is dies_in_a_traced_step and rank != 0:
+            assert error_type is None
+            continue
+        assert error_type and "rank 1" in error and waited < WITHIN_S, (waited, error)
+        if rank == 0 or error_type == "PeerLostError":
+            assert SEEN[script] in error, error
+
+
+def test_so_it_is_over_a_file(ranks):
+    outcome = ranks.outcomes(survive, dies_before_attaching, "file", world_size=3, lost=VICTIM)
+    for rank in (0, 2):
+        kind, value = outcome[rank]
+        assert kind == "value" and "rank 1" in value[1] and value[2] < WITHIN_S, value
+
+
+def detached_after_a_death(rank, world_size):
+    group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    ddp = DistributedDataParallel(Gradients(*SHAPES), process_group=group)
+    comm = attach(ddp)
+    step(ddp)
+    if rank == VICTIM:
+        die()
+    while not comm._runs.peers._connections.lost():
+        time.sleep(0.05)
+    started = time.monotonic()
+    comm.detach()
+    return time.monotonic() - started
+
+
+def test_detaching_waits_for_no_rank(ranks):
+    outcome = ranks.outcomes(detached_after_a_death, world_size=3, lost=VICTIM)
+    for rank in (0, 2):
+        kind, value = outcome[rank]
+        assert kind == "value" and value < 10, value
+
+
+def comes_late(rank, world_size):
+    """The last rank attaches when rank 0 has warned. Returns rank 0's warnings and whether the next step was right."""
+    store = dist.distributed_c10d._get_default_store()
+    ddp = DistributedDataParallel(Gradients(*SHAPES))
+    said = []
+
+    def show(message, *args, **kwargs):
+        said.append(str(message))
+        store.set("warned", "")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        if rank == world_size - 1:
+            store.wait(["warned"], datetime.timedelta(seconds=60))
+        fusedcomm.attach(ddp, wire="int8", stall_after=0.5 if rank == 0 else 60)
+    gradients = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
+    return said, [gradient.unique().tolist() for gradient in gradients]
+
+
+def test_a_rank_that_comes_late_to_attach_is_reported_and_waited_for(ranks):
+    outcome = ranks.run(comes_late, world_size=3)
+    said = outcome[0][0]
+    assert len(said) == 1 and "has waited for" in said[0] and "rank 2" in said[0] and "rank 1" not in said[0], said
+    assert "It has not come to attach" in said[0] and "It goes on waiting" in said[0]
+    assert all(gradients == [[2.0], [2.0]] for _, gradients in outcome)
+
+
+def saves_late(rank, world_size, log):
+    """Rank 1 calls state_dict when rank 0 has warned that it has not."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES))
+    comm = fusedcomm.attach(ddp, wire="int8", error_feedback=True, stall_after=0.5 if rank == 0 else 60)
+    step(ddp)
+    if rank == 1:
+        until = time.monotonic() + 60
+        while "has not called" not in open(log).read() and time.monotonic() < until:
+            time.sleep(0.05)
+        return len(comm.state_dict(consolidated=True)["residuals"])
+    with stderr_to(log):
+        return len(comm.state_dict(consolidated=True)["residuals"])
+
+
+def test_a_rank_that_comes_late_to_save_is_named_by_the_watch(ranks, tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    assert ranks.run(saves_late, str(log), world_size=2) == [2, 2]
+    warned = log.read_text()
+    assert "rank 1 is slow: it has not called state_dict(consolidated=True)" in warned, warned
+    assert "rank 0 waits" in warned and "for the others in state_dict(consolidated=True)" in warned
+
+
+def waits_for_a_silent_store(rank, world_size):
+    """The store's answers never come: only this rank can say anything."""
+
+    class Silent(dist.Store):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_silent = False
+
+        def set(self, key, value) -> None:
+            pass
+
+        def check(self, keys) -> bool:
+            return self.wait(keys)
+
+        def wait(self, keys, timeout=None) -> bool:
+            time.sleep(30 if self.is_silent else 0)
+            return True
+
+    store = Silent()
+    waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), stall_after_s=0.5)
+    store.is_silent = rank == 0
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+
+        def show(message, *args, **kwargs):
+            said.append(str(message))
+            raise InterruptedError  # long enough
+
+        warnings.showwarning = show
+        try:
+            waiting.wait(store, {1: "key"}, "testing")
+        except InterruptedError:
+            pass
+    dist.barrier()  # rank 1 has not been lost
+    return said
+
+
+def test_that_the_store_is_silent_is_said(ranks):
+    said, _ = ranks.run(waits_for_a_silent_store, world_size=2)
+    assert len(said) == 1 and "while testing" in said[0] and "the store is silent" in said[0], said
+
+
+def leaves_after_its_part(rank, world_size):
+    """Rank 1 has given all that is asked of it, and leaves; rank 2 comes when rank 1 has gone."""
+    group = dist.group.WORLD
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    waiting = peers.Peers(group, store, datetime.timedelta(seconds=60), stall_after_s=60)
+    if rank == 1:
+        store.set("part/1", "")
+        die()
+    while not waiting._connections.lost():
+        time.sleep(0.05)
+    if rank == 2:
+        time.sleep(3 * peers._GRACE_S)
+        store.set("part/2", "")
+    return waiting.wait(store, {1: "part/1", 2: "part/2"}, "testing")
+
+
+def test_a_rank_that_has_given_its_part_may_leave(ranks):
+    outcome = ranks.outcomes(leaves_after_its_part, world_size=3, lost=1)
+    assert [outcome[0], outcome[2]] == [("value", []), ("value", [])]

@@ -1,0 +1,188 @@
+"""The command line: what it refuses, what ``doctor`` says, and a very short ``demo``."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import fusedcomm
+from fusedcomm.tools.cli import main
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+    )
+
+
+def refusal(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(list(argv))
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        ((), "COMMAND"),
+        (("frobnicate",), "frobnicate"),
+        (("demo", "--steps", "0"), "0 is not possible"),
+        (("demo", "--steps", "many"), "invalid whole number value: 'many'"),
+        (("demo", "--seeds", "-1"), "-1 is not possible"),
+    ],
+)
+def test_refuses(capsys, argv, named):
+    assert named in refusal(capsys, *argv)
+
+
+def test_demo_names_the_wires_there_are(capsys, demo_packages):
+    text = refusal(capsys, "demo", "--wires", "bf16", "int3")
+    assert "int3" in text
+    assert all(wire in text for wire in fusedcomm.WIRES)
+
+
+@pytest.mark.parametrize("ranks", ["1", "1000"])
+def test_demo_refuses_ranks(capsys, tmp_path, demo_packages, ranks):
+    assert f"{ranks} ranks are not possible" in refusal(capsys, "demo", "--ranks", ranks, "--out", str(tmp_path))
+
+
+def test_demo_refuses_other_ranks_than_torchrun_started(capsys, tmp_path, monkeypatch, demo_packages):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun started 2" in refusal(capsys, "demo", "--ranks", "3", "--out", str(tmp_path))
+
+
+def test_demo_refuses_a_folder_that_cannot_be(capsys, tmp_path, demo_packages):
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in refusal(capsys, "demo", "--out", str(tmp_path / "file"))
+
+
+def test_demo_refuses_a_folder_that_it_may_not_write_to(capsys, tmp_path, monkeypatch, demo_packages):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    text = refusal(capsys, "demo", "--out", str(tmp_path))
+    assert f"--out {tmp_path}/demo.json cannot be written: no permission" in text
+
+
+# ---- doctor
+
+
+def test_doctor_says_what_there_is():
+    done = run("-m", "fusedcomm", "doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("torch", "gloo yes", "compiler", "portable", "supported over gloo"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("module", ["fusedcomm._C", "torch"])
+def test_doctor_runs_without(module):
+    hide = (
+        f"import sys; sys.modules[{module!r}] = None; from fusedcomm.tools import cli; sys.exit(cli.main(['doctor']))"
+    )
+    done = run("-c", hide)
+    assert done.returncode == 1, done.stderr
+    assert "cannot be used" in done.stdout
+    assert not done.stderr
+
+
+def test_without_the_extension_every_command_says_how_to_build_it(demo_packages):
+    hide = "import sys; sys.modules['fusedcomm._C'] = None; from fusedcomm.tools import cli; sys.exit(cli.main())"
+    for command in ("doctor", "demo"):
+        done = run("-c", hide, command)
+        assert done.returncode == 1
+        assert "make build" in done.stdout + done.stderr
+
+
+def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
+    package = os.path.dirname(fusedcomm.__file__)
+    shutil.copytree(package, tmp_path / "fusedcomm", ignore=shutil.ignore_patterns("_C.*", "kernels"))
+    # An editable install would find what is missing there; a plain one does not.
+    hide = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
+    done = run("-c", f"{hide}; sys.path.insert(0, sys.argv[1]); import fusedcomm; fusedcomm.attach", str(tmp_path))
+    assert f"has not been built: there is none in {tmp_path / 'fusedcomm'}" in done.stderr
+
+
+def test_doctor_takes_an_empty_cxx_for_none():
+    assert "c++" in run("-m", "fusedcomm", "doctor", CXX="").stdout
+
+
+@pytest.mark.parametrize(
+    ("queues", "words"),
+    [("1", "wait for each other, so"), ("3", "share 3 queues"), ("8", None), ("", None)],
+)
+def test_doctor_says_that_streams_are_serialised(queues, words):
+    done = run("-m", "fusedcomm", "doctor", CUDA_DEVICE_MAX_CONNECTIONS=queues)
+    assert done.returncode == 0
+    if words is None:
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in done.stdout
+    else:
+        assert f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: " in done.stdout and words in done.stdout
+
+
+def test_doctor_refuses_an_instruction_set_that_is_not_there():
+    done = run("-m", "fusedcomm", "doctor", FUSEDCOMM_ISA="abacus")
+    assert done.returncode == 1
+    assert "FUSEDCOMM_ISA=abacus" in done.stdout
+
+
+# ---- demo
+
+
+@pytest.fixture
+def demo_packages():
+    for module in ("sklearn", "matplotlib", "tqdm"):
+        pytest.importorskip(module)
+
+
+def test_demo(tmp_path, demo_packages):
+    done = run("-m", "fusedcomm", "demo", "--steps", "12", "--seeds", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert written["env"]["ranks"] == 2
+    assert written["noise_band"]["seeds"] == 2
+    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in fusedcomm.WIRES)]
+    assert [row["name"] for row in written["summary"]] == names
+    runs = {run["name"]: run for run in written["runs"]}
+    assert list(runs) == names + [f"{name}, seed 1" for name in names]
+    assert all(name in done.stdout for name in names)
+    for row in runs.values():
+        assert len(row["loss_curve"]) == 12
+        assert row["ranks_identical"]
+        assert 0 < row["exposed_ms_p50"] < row["step_ms_p50"] <= row["step_ms_p95"]
+        assert 0 <= row["accuracy"] <= 1
+
+    # Twelve steps hardly learn, but where the arithmetic is the same the loss is.
+    default = runs["DDP default"]
+    assert runs["fusedcomm fp32"]["final_loss"] == pytest.approx(default["final_loss"], rel=1e-6)
+    assert runs["fusedcomm bf16"]["final_loss"] == pytest.approx(default["final_loss"], rel=2e-2)
+
+    if default["wire_bytes_per_step"] is None:
+        pytest.skip("this kernel does not count the bytes of a socket: ratios not checked")
+    ratios = {row["name"]: row["bytes_ratio"] for row in written["summary"]}
+    bounds = {"fp32": (0.99, 1.01), "bf16": (0.49, 0.51), "fp16": (0.49, 0.51), "int8": (0.25, 0.27)}
+    for wire, (low, high) in bounds.items():
+        assert low <= ratios[f"fusedcomm {wire}"] <= high, wire
+
+
+def test_demo_runs_under_torchrun(tmp_path, demo_packages):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    demo = ("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
+    done = run(*torchrun, *demo)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == 3
+
+
+def test_an_error_in_a_rank_reaches_the_user(tmp_path, demo_packages):
+    (tmp_path / "demo.json").symlink_to("/dev/full")  # rank 0 cannot write it, and nobody can tell before
+    done = run("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "rank 0 failed" in done.stderr
+    assert "No space left on device" in done.stderr

@@ -1,0 +1,379 @@
+"""``fusedcomm plan``: published figures, what the model says of clusters on paper, and what it refuses."""
+
+import dataclasses
+import json
+
+import pytest
+
+from fusedcomm import chunks
+from fusedcomm.config import Config
+from fusedcomm.tools import cost_model
+from fusedcomm.tools.cli import main
+from fusedcomm.tools.plan import command as plan_command
+from fusedcomm.tools.plan import paper as paper_plan
+from fusedcomm.tools.plan import published
+from fusedcomm.tools.plan.architectures import architecture
+from fusedcomm.tools.plan.paper import Hardware, Recommendation, Row, Training, even_parameters, plan, recommend, ways
+
+WIRES = ("bf16", "int8", "fp8", "int4")
+MANY = ("--params", "1e8", "--step-ms", "100")
+
+
+def refusal(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *argv])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def rows_by_way(hardware: Hardware, numel: int = 10**8, step_s: float = 0.1) -> dict[str, Row]:
+    rows = plan(hardware, Training(even_parameters(numel), step_s), WIRES, (5, 25, 100))
+    return {row.way: row for row in rows}
+
+
+# ---- what has been published
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.4])
+def test_horovods_scaling(slowdown):
+    found = published.horovod(slowdown=slowdown)
+    assert [(row.model, row.ranks) for row in found] == [
+        ("inception-v3", 512),
+        ("resnet101", 512),
+        ("vgg16", 512),
+        ("vgg16", 128),
+    ]
+    for row in found:
+        assert row.predicted == pytest.approx(row.published, rel=0.10), row
+
+
+def test_the_shape_of_the_bucket_size_curve():
+    curves = {(curve.model, curve.ranks): curve for curve in published.bucket_size()}
+    for ranks in (16, 32):
+        small, large = curves["resnet50", ranks], curves["bert-large", ranks]
+        assert 10 <= small.best_mib <= 25
+        assert large.best_mib > small.best_mib
+        for curve in (small, large):
+            steps = curve.step_s_by_mib
+            best = steps[curve.best_mib]
+            assert steps[0] > 1.04 * best  # a collective for each parameter
+            assert steps[max(steps)] > 1.04 * best  # nothing left to overlap with
+            sizes = sorted(steps)
+            falling, rising = sizes[: sizes.index(curve.best_mib) + 1], sizes[sizes.index(curve.best_mib) :]
+            assert [steps[size] for size in falling] == sorted((steps[size] for size in falling), reverse=True)
+            assert [steps[size] for size in rising] == sorted(steps[size] for size in rising)
+    no_buckets = [curves["resnet50", ranks].step_s_by_mib[0] for ranks in (16, 32)]
+    assert no_buckets[1] > no_buckets[0]  # more hops for each of as many collectives
+
+
+def test_defaults_of_hardware_are_told():
+    defaults = {field.name: field.default for field in dataclasses.fields(Hardware)}
+    for option, (_, text) in plan_command._HARDWARE.items():
+        if option != "--ranks":
+            assert text.endswith(f"({defaults[option[2:].replace('-', '_')]:g})"), option
+
+
+def test_the_default_slowdown_is_the_one_that_fits():
+    def square_error(slowdown: float) -> float:
+        return sum((measured - found) ** 2 for *_, measured, found in published.slowdown_fit(slowdown))
+
+    default = Hardware(2).slowdown
+    assert square_error(default) <= min(square_error(slowdown / 10) for slowdown in range(11))
+
+
+# ---- architectures
+
+
+@pytest.mark.parametrize(
+    "name, numel, giga_multiply_adds",
+    [
+        ("resnet50", 25_557_032, 4.09),
+        ("resnet101", 44_549_160, 7.80),
+        ("resnet152", 60_192_808, 11.51),
+        ("inception-v3", 23_834_568, 5.71),
+        ("vgg16", 138_357_544, 15.47),
+        ("bert-base", 109_482_240, None),
+        ("bert-large", 335_141_888, None),
+        ("gpt2", 124_439_808, None),
+        ("gpt2-xl", 1_557_611_200, None),
+    ],
+)
+def test_architectures_are_as_large_as_published(name, numel, giga_multiply_adds):
+    found = architecture(name)
+    assert found.numel == numel
+    if giga_multiply_adds is not None:
+        assert found.multiply_adds / 1e9 == pytest.approx(giga_multiply_adds, abs=0.01)
+
+
+def test_most_of_vgg16_is_ready_at_once():
+    """Its three linear layers have nine tenths of its parameters and hardly anything to compute."""
+    workload = Training(architecture("vgg16").parameters, 0.3).workload()
+    early = sum(gradient.numel for gradient in workload.gradients if gradient.ready_s < 0.02 * workload.backward_s)
+    assert early / workload.numel == pytest.approx(0.894, abs=0.001)
+    assert workload.gradients[-1].ready_s == pytest.approx(workload.backward_s)
+
+
+def test_the_wire_decides_what_is_exempt():
+    training = Training(architecture("resnet50").parameters, 0.1)
+    exempt = {wire: sum(g.numel for g in training.workload(Config(wire=wire)).gradients if g.exempt) for wire in WIRES}
+    assert exempt["bf16"] == 0
+    assert exempt["int8"] == 2 * 26560 + 1000  # norms and the bias
+
+
+# ---- latencies
+
+
+def test_latencies_are_nccls_formulas():
+    """4 hosts × 2 GPUs; 10 µs between hosts, 1 within, 5 to launch; no time for bytes to speak of."""
+    hardware = Hardware(
+        8, 2, nic_gbps=1e6, efficiency=1.0, local_gbps=1e6, nic_latency_us=10, local_latency_us=1, launch_us=5
+    )
+    for two_levels, exchange, gather in ((False, (5 + 10, 1), (5 + 30, 4)), (True, (5 + 10, 5 + 1), (5 + 30, 5 + 1))):
+        found = hardware.cluster().two_levels if two_levels else hardware.cluster()
+        for name, between, within in (
+            ("all_reduce", 5 + 1.9 * 60, 1.9 * 8),
+            ("tree", 5 + 2 * 2 * 10, 2 * 1),
+            ("exchange", *exchange),
+            ("gather", *gather),
+        ):
+            fixed = getattr(found.network, name).fixed_s, getattr(found.local, name).fixed_s
+            assert fixed == (pytest.approx(between * 1e-6, rel=1e-3), pytest.approx(within * 1e-6, rel=1e-2)), name
+
+
+def test_on_one_host_the_launch_is_within_it():
+    found = Hardware(4, 4, launch_us=5, local_latency_us=1, local_gbps=1e6).cluster()
+    assert found.local.all_reduce.fixed_s == pytest.approx((5 + 2 * 3) * 1e-6)
+    assert found.local.gather.fixed_s == pytest.approx((5 + 3) * 1e-6)
+
+
+# ---- the codec
+
+
+def test_stages_take_the_bytes_that_they_read_and_write():
+    """At 1 GB/s and no time for a kernel, ns an element: fp32 gradients have 4 bytes, bf16 2."""
+    for ranks in (2, 8):
+        hardware = Hardware(ranks, 1, memory_gbytes_per_s=1.0, codec_share=1.0, kernel_us=0.0)
+        codec = hardware.cluster().codec("bf16")
+        for stage, nbytes in (("pack", 4 + 2), ("reduce", 2), ("unpack", 2 + 4), ("sum", ranks * 2 + 4)):
+            assert codec.seconds(stage, 1000) == pytest.approx(1e-6 * nbytes), stage
+        assert codec.whole_s("one-shot", 1000) == pytest.approx(1e-6 * (6 + ranks * 2 + 4))
+
+
+# ---- plans
+
+
+def test_two_levels_are_better_where_the_nic_is_the_bottleneck():
+    rows = rows_by_way(Hardware(64, 8, nic_gbps=25, local_gbps=200))
+    for wire in WIRES:
+        flat, levels = rows[f"wire={wire}"], rows[f"wire={wire}, hosts=auto"]
+        assert levels.step_s < 0.75 * flat.step_s
+        assert levels.sent_nbytes < flat.sent_nbytes / 3
+    assert rows["wire=int8, hosts=auto"].speedup > 2
+    assert rows["DDP default"].bound == "network"
+    assert 'hosts="auto"' in recommend(list(rows.values()), WIRES).line
+
+
+def test_ways_have_two_levels_only_where_there_are_two():
+    assert not any("hosts" in way for way in ways(WIRES, several_levels=False))
+    for hardware in (Hardware(8, 1), Hardware(8, 8)):
+        assert not any("hosts" in way for way in rows_by_way(hardware))
+
+
+def test_a_row_says_what_its_step_is_made_of():
+    rows = rows_by_way(Hardware(8, nic_gbps=10), numel=10**7, step_s=0.05)
+    default = rows["DDP default"]
+    assert default.sent_nbytes == pytest.approx(2 * 7 / 8 * 4e7, rel=1e-6)
+    assert rows["wire=bf16, sum=direct"].sent_nbytes == pytest.approx(default.sent_nbytes / 2, rel=1e-3)
+    assert rows["wire=int8"].sent_nbytes == pytest.approx(default.sent_nbytes * (1 + 4 / 128) / 4, rel=0.01)
+    for row in rows.values():
+        assert row.efficiency == pytest.approx(0.05 / row.step_s)
+        assert row.exposed_s == pytest.approx(row.step_s - 0.05)
+        assert row.speedup == pytest.approx(default.step_s / row.step_s)
+    assert rows["DDP, best cap"].step_s <= default.step_s
+
+
+def test_leave_it_off_where_compute_hides_everything():
+    rows = rows_by_way(Hardware(8, nic_gbps=400), numel=10**7, step_s=2.0)
+    assert recommend(list(rows.values()), WIRES).line.startswith("leave it off: compute-bound")
+
+
+def test_leave_it_off_where_latency_is_all():
+    """4096 hosts for a small model: an all-to-all has more messages than a tree has hops."""
+    rows = rows_by_way(Hardware(4096, nic_gbps=400), numel=10**6, step_s=0.002)
+    assert rows["wire=int8"].bound == "latency"
+    assert recommend(list(rows.values()), WIRES).line.startswith("leave it off: latency-bound")
+
+
+def recommendation(accepted: tuple[str, ...] = WIRES, **step_s: float) -> Recommendation:
+    default = Row("DDP default", None, None, 25, 1.0, 1.0, 0.5, 1, 0.5, 4, "network")
+    others = []
+    for wire, seconds in step_s.items():
+        others.append(dataclasses.replace(default, way=wire, wire=wire, attach=f'wire="{wire}"', step_s=seconds))
+    return recommend([default, default, *others], accepted)
+
+
+def recommended(**step_s: float) -> str:
+    found = recommendation(**step_s)
+    assert found.faster is None
+    return found.line
+
+
+def test_the_most_exact_of_nearly_equal_ways_is_recommended():
+    assert recommended(bf16=0.61, int8=0.60) == 'fusedcomm.attach(ddp, wire="bf16")'
+    assert recommended(bf16=0.70, int8=0.60) == 'fusedcomm.attach(ddp, wire="int8")'
+    assert recommended(int8=0.60, int4=0.56) == 'fusedcomm.attach(ddp, wire="int8")'
+    assert recommended(int8=0.60, int4=0.50) == 'fusedcomm.attach(ddp, wire="int4")'
+    assert recommended(int8=0.99, int4=0.93) == 'fusedcomm.attach(ddp, wire="int4")'
+    assert recommended(int8=0.98).startswith("leave it off: network-bound, and the fastest way is 1.02 times")
+
+
+def test_only_accepted_wires_are_recommended_and_a_faster_one_is_named():
+    found = recommendation(("bf16", "int8"), bf16=0.61, int8=0.50, fp8=0.49, int4=0.30)
+    assert found.line == 'fusedcomm.attach(ddp, wire="int8")' and found.faster.wire == "int4"
+    assert recommendation(("bf16", "int8"), bf16=0.61, fp8=0.60).faster is None
+    found = recommendation(("bf16",), bf16=0.99, int4=0.30)
+    assert found.line.startswith("leave it off: network-bound") and found.faster.wire == "int4"
+    found = recommendation((), bf16=0.5)
+    assert found.line == "leave it off: no wire of ours was accepted" and found.faster.wire == "bf16"
+
+
+# ---- the command
+
+
+def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
+    argv = ["--ranks", "16", "--gpus-per-host", "4", "--nic-gbps", "10", "--model", "resnet50"]
+    path = tmp_path / "plan.json"
+    assert main(["plan", *argv, "--samples-per-s", "400", "--batch", "64", "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "assumed:"
+    written = json.loads(path.read_text())
+    assumed = [line.strip().split(": ", 1) for line in lines[1 : lines.index("")]]
+    assert dict(assumed) == written["assumptions"]
+    assert "160 ms" in written["assumptions"]["compute"]
+    assert written["hardware"]["ranks_per_host"] == 4
+    # Below the line of code, what a wire would gain that was not accepted.
+    assert written["recommendation"] == lines[-2] and written["accepted"] == ["bf16", "int8"]
+    assert lines[-2].startswith('fusedcomm.attach(ddp, wire="int8"')
+    faster = written["faster_but_not_accepted"]
+    assert faster["wire"] == "int4" and faster["way"] in lines[-1] and lines[-1].endswith("then --accept int4")
+    assert [row["way"] for row in written["rows"]][:3] == ["DDP default", "DDP, best cap", "wire=bf16"]
+    assert {field.name for field in dataclasses.fields(Row)} == set(written["rows"][0])
+    assert all(any(line.startswith(row["way"]) for line in lines) for row in written["rows"])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "said"),
+    [
+        (paper_plan, "TREE_PIECE_NBYTES", 77 << 10, "pieces of 77 KiB"),
+        (paper_plan, "TREE_RATE", 0.77, "0.77 of a ring's rate"),
+        (paper_plan, "RING_PLATEAU", 7.7, "7.7 × these latencies"),
+        (paper_plan, "MESSAGES_UNDER_WAY", 77, "77 messages"),
+        (paper_plan, "WORTH_INT4", 0.77, "int4 only if nothing else does, or it is faster by more than 77%"),
+        (paper_plan, "WORTHWHILE", 0.077, "shorter by more than 8%"),
+        (cost_model, "FIRST_BUCKET_NBYTES", 7 << 20, "a first one of 7 MiB"),
+        (cost_model, "DEFAULT_CAP_NBYTES", 77 << 20, "DDP's own, 77"),
+        (chunks, "_DEVICE_NBYTES", 7 << 20, "of 7 MiB, 4 under way"),
+    ],
+)
+def test_every_constant_of_the_model_is_said(module, name, value, said, monkeypatch):
+    """What is no option, but would change what is predicted or recommended."""
+    hardware = Hardware(16, ranks_per_host=4)
+    monkeypatch.setattr(module, name, value)
+    assert said in " ".join((hardware.assumptions() | hardware.assumptions_of_ways()).values())
+
+
+def test_what_else_the_ways_assume_is_said():
+    several, one = (Hardware(16, ranks_per_host=count) for count in (4, 1))
+    assert several.assumptions_of_ways()["within a host, with hosts"].startswith("bf16")
+    assert "within a host, with hosts" not in one.assumptions_of_ways()
+    assert "one dimension" in one.assumptions_of_ways()["exact"]
+    assert "no gradient_as_bucket_view" in one.assumptions()["memory"]
+
+
+def test_every_hardware_option_reaches_the_model(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    given = {
+        "ranks": 12,
+        "ranks_per_host": 3,
+        "nic_gbps": 7.0,
+        "efficiency": 0.5,
+        "nic_latency_us": 3.0,
+        "local_gbps": 11.0,
+        "local_latency_us": 2.0,
+        "memory_gbytes_per_s": 100.0,
+        "slowdown": 0.0,
+    }
+    options = [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    assert main(["plan", *options, *MANY, "--json", str(path)]) == 0
+    hardware = json.loads(path.read_text())["hardware"]
+    assert {name: hardware[name] for name in given} == given
+
+
+@pytest.mark.parametrize("preset, word", [("horovod-2018", "vgg16"), ("ddp-bucket-size", "bert-large")])
+def test_presets(capsys, tmp_path, preset, word):
+    path = tmp_path / "preset.json"
+    assert main(["plan", "--preset", preset, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("assumed:") and word in out
+    written = json.loads(path.read_text())
+    assert written["assumptions"]["calibrated on these figures"].startswith("nothing")
+    assert len(written["rows"]) == 4
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert main(["plan", "--ranks", "8", *MANY, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_folders_are_made(tmp_path):
+    path = tmp_path / "new" / "folder" / "plan.json"
+    assert main(["plan", "--ranks", "8", *MANY, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["rows"]
+
+
+def test_accepted_wires_can_be_given(capsys):
+    assert main(["plan", "--ranks", "16", "--nic-gbps", "1", *MANY, "--accept", "int4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith('fusedcomm.attach(ddp, wire="int4"')
+
+
+def test_a_plot_without_matplotlib_names_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main(["plan", "--ranks", "8", *MANY, "--plot", str(tmp_path / "plan.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (MANY, "how many GPUs"),
+        (("--ranks", "10", "--gpus-per-host", "4", *MANY), "ranks=10 do not fill hosts of ranks_per_host=4"),
+        (("--ranks", "1", *MANY), "ranks=1 is not possible: use at least 2"),
+        (("--ranks", "8", "--ranks-per-host", "0", *MANY), "ranks_per_host=0"),
+        (("--ranks", "8", "--nic-gbps", "0", *MANY), "nic_gbps=0 is not possible: use a positive number"),
+        (("--ranks", "8", "--nic-gbps", "nan", *MANY), "nic_gbps=nan"),
+        (("--ranks", "8", "--efficiency", "1.5", *MANY), "efficiency=1.5"),
+        (("--ranks", "8", "--nic-latency-us", "-1", *MANY), "nic_latency_us=-1.0"),
+        (("--ranks", "8", "--backward-share", "2", *MANY), "backward_share=2"),
+        (("--ranks", "8", "--step-ms", "10"), "one of --model and --params"),
+        (("--ranks", "8", "--model", "vgg16", *MANY), "one of --model and --params"),
+        (("--ranks", "8", "--params", "0", "--step-ms", "10"), "--params 0"),
+        (("--ranks", "8", "--params", "1e8"), "one of --step-ms and --samples-per-s"),
+        (("--ranks", "8", "--params", "1e8", "--step-ms", "-5"), "--step-ms -5"),
+        (("--ranks", "8", "--params", "1e8", "--samples-per-s", "9"), "with --batch None"),
+        (("--ranks", "8", "--wires", "int3", *MANY), "wire='int3'"),
+        (("--ranks", "8", "--caps", "-1", *MANY), "caps=[-1.0]"),
+        (("--ranks", "8", "--model", "alexnet", "--step-ms", "10"), "alexnet"),
+        (("--ranks", "8", "--json", "/dev/null/plan.json", *MANY), "name another file"),
+        (("--ranks", "8", "--json", "/", *MANY), "name a file"),
+        (("--ranks", "8", "--plot", "plan.txt", *MANY), "ends in one of .png, .pdf, .svg"),
+        (("--ranks", "8", "--batch", "4", *MANY), "--batch 4 would do nothing beside --step-ms 100"),
+        (("--ranks", "8", "--wires", "bf16", "--accept", "int8", *MANY), "--accept int8: it is not among --wires bf16"),
+        (("--preset", "horovod-2018", "--ranks", "8"), "--ranks would do nothing: --preset horovod-2018"),
+        (("--preset", "horovod-2018", "--backward-share", "0.5"), "--backward-share would do nothing: --preset"),
+        (("--preset", "ddp-bucket-size", "--wires", "int8"), "--wires would do nothing: --preset ddp-bucket-size"),
+    ],
+)
+def test_refuses(capsys, argv, said):
+    assert said in refusal(capsys, *argv)

@@ -1,0 +1,331 @@
+"""``fusedcomm probe``: the whole on real ranks within a tiny budget, and the command."""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import on_host
+from test_probe_workload import SCRIPT, script
+
+from fusedcomm.config import Config
+from fusedcomm.ranks import groups
+from fusedcomm.tools import output
+from fusedcomm.tools.cli import main
+from fusedcomm.tools.probe import report
+from fusedcomm.tools.probe.choices import OFF
+from fusedcomm.tools.probe.local import _agreed_cores
+from fusedcomm.tools.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, measure_network
+from fusedcomm.tools.probe.run import Settings, probe
+from fusedcomm.tools.probe.team import ProbeError, Team
+from fusedcomm.tools.probe.traced import stage_points
+from fusedcomm.tools.probe.workload import Synthetic
+
+pytestmark = pytest.mark.alone
+
+TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
+
+
+def run_probe(rank, world_size, settings):
+    torch.manual_seed(0)
+    findings = probe(settings, dist.group.WORLD, torch.device("cpu"))
+    return report.as_json(findings), report.text(findings), [option.name for option in findings.options]
+
+
+@pytest.fixture(scope="module")
+def probed(ranks):
+    began = time.monotonic()
+    outcomes = ranks.run(run_probe, TINY, world_size=2)
+    return outcomes, time.monotonic() - began
+
+
+def test_the_budget_is_respected(probed):
+    outcomes, seconds = probed
+    # Other tests may use this machine, too.
+    assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + 15, outcomes[0][0]["seconds"]
+    assert seconds < TINY.seconds + 30
+
+
+def test_the_json_has_everything(probed):
+    (document, _, names), (others, _, _) = probed[0]
+    document = json.loads(json.dumps(document))
+    assert names == [OFF, "bf16", "bf16 direct", "int8"]
+    assert [row["name"] for row in document["predictions"]] == names
+    assert all(row["step_s"] > 0 and row["num_buckets"] == 1 for row in document["predictions"])
+    sent = {row["name"]: row["sent_nbytes"] / TINY.params for row in document["predictions"]}
+    assert (sent[OFF], sent["bf16"]) == pytest.approx((4, 2), rel=0.01) and sent["int8"] == pytest.approx(
+        1.03, rel=0.02
+    )
+    assert document["network"]["link_bytes_s"] > 0
+    for kind in ("all_reduce", "exchange", "direct"):
+        assert document["network"][kind]["per_unit_s"] >= 0 and document["network"][kind]["fixed_s"] >= 0
+        of_kind = [sample for sample in document["network"]["samples"] if sample["kind"] == kind]
+        assert {sample["in_flight"] > 1 for sample in of_kind} == {True, False}
+        assert all(min(sample["seconds"]) > 0 for sample in of_kind)
+    assert document["network"]["exchange"]["cpu_s_per_unit"] > 0
+    assert set(document["local"]["codecs"]) == set(document["local"]["points"]) == {"fp32", "bf16", "int8"}
+    assert 0 < document["local"]["cores"] <= os.cpu_count()
+    assert document["workload"]["numel"] == TINY.params and document["workload"]["backward_s"] > 0
+    assert set(document["crossover_bytes_s"]) == {"bf16", "int8"}
+    baseline, *ours = document["check"]
+    assert baseline["name"] == OFF and ours and {row["name"] for row in ours} <= {"bf16", "bf16 direct"}
+    assert all(row["measured_s"] > 0 and row["ratio"] > 0 for row in document["check"])
+    recommendation = document["recommendation"]
+    assert recommendation["baseline"]["name"] == OFF and recommendation["reason"]
+    if recommendation["measured"]:
+        measured_s = {row["name"]: row["measured_s"] for row in document["check"]}
+        assert recommendation["step_s"] == measured_s[recommendation["option"]["name"]]
+        assert recommendation["step_s"] <= 1.05 * min(measured_s.values())
+    assert document["environment"]["world_size"] == 2 and document["environment"]["device"] == "cpu"
+    # What decides is the same on every rank.
+    for key in ("predictions", "recommendation", "crossover_bytes_s", "workload"):
+        assert document[key] == json.loads(json.dumps(others[key])), key
+
+
+def network_measured(rank, world_size, s_per_byte):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "time_link", lambda backend: s_per_byte)
+        found = measure_network(Team(dist.group.WORLD, torch.device("cpu")), 0.5)
+    return {kind: sorted({s.nbytes for s in found.samples if s.kind == kind}) for kind in ("exchange", "direct")}
+
+
+@pytest.mark.parametrize("s_per_byte", [8e-8, 1e-11])
+def test_messages_are_of_the_sizes_that_suit_the_link(ranks, s_per_byte):
+    """Of two ranks on a slow link the smallest are as long as what is sent before their sizes are known."""
+    of_all, *others = ranks.run(network_measured, s_per_byte, world_size=2)
+    for kind in ("exchange", "direct"):
+        # An all-gather of two ranks is an exchange of both ranks' chunks.
+        num_chunks, sum = (2, "one-shot") if kind == "exchange" else (1, "direct")
+        message = num_chunks * Config(sum=sum).resolved(2, "cpu", s_per_byte).chunk_nbytes
+        assert of_all[kind] == sorted({4 << 10, message // 16, message // 4, message}) and others[0] == of_all
+
+
+def channels_kept(rank, world_size):
+    made, make_channels = [], groups.make_channels
+
+    def noted(*arguments):
+        channels = make_channels(*arguments)
+        made.append(weakref.ref(channels))
+        return channels
+
+    def seconds(team, function, rounds, warmup):
+        kept.append(made[0]() is not None)
+        raise ProbeError("enough")
+
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "make_channels", noted)
+        patch.setattr(Team, "time", seconds)
+        with pytest.raises(ProbeError, match="enough"):
+            measure_network(Team(dist.group.WORLD, torch.device("cpu")), 0.5)
+    return kept
+
+
+def test_channels_are_kept_while_others_connect_them(ranks):
+    """Two ranks sum in one shot and need one of the two; letting go of the other looks like a crash where a rank still
+    connects it."""
+    assert ranks.run(channels_kept, world_size=2) == [[True]] * 2
+
+
+def run_probe_on_hosts(rank, world_size, settings, names):
+    with on_host(names[rank]):
+        return run_probe(rank, world_size, settings)
+
+
+def test_hosts_with_several_ranks(ranks):
+    settings = dataclasses.replace(TINY, wires=("int8",), accept=("int8",), cores=0.5)
+    (document, text, names), *others = ranks.run(run_probe_on_hosts, settings, ["a", "b", "a", "b"])
+    assert names == [OFF, "int8", "int8 by host"] and all(theirs[2] == names for theirs in others)
+    assert document["environment"]["ranks_per_host"] == 2 and document["environment"]["uneven_hosts"] == ""
+    sent = [row["sent_nbytes"] / settings.params for row in document["predictions"]]
+    assert sent == pytest.approx([6, 2 * 1.03, 1.03], rel=0.02)
+    samples = document["network"]["samples"]
+    largest = {
+        kind: max(s["sent_nbytes"] / s["nbytes"] for s in samples if s["kind"] == kind) for kind in ON_TWO_LEVELS
+    }
+    assert largest == {"exchange": 1, "direct": 1.5, "all_reduce": 1.5, BETWEEN: 1, WITHIN: 0.5}
+    for level in ("network", "local"):
+        cost = document["network"]["two_levels"][level]["exchange"]
+        assert cost["per_unit_s"] > 0 and cost["fixed_s"] >= 0 and cost["cpu_s_per_unit"] > 0
+    assert set(document["local"]["codecs"]) == {"fp32", "int8", "bf16"}  # what travels within a host
+    assert set(document["crossover_bytes_s"]) == {"int8", "int8 by host"}
+    assert {row["hosts"] for row in document["check"]} >= {None}
+    for part in ("all-to-all between hosts", "all-to-all within a host", "MB/s a host", "sent by a host"):
+        assert part in text
+    assert "fewer cores than ranks" in text
+
+
+def test_hosts_with_different_numbers_of_ranks_have_no_sums_on_two_levels(ranks):
+    settings = dataclasses.replace(TINY, wires=("bf16",), cores=1.0)
+    (document, text, names), *_ = ranks.run(run_probe_on_hosts, settings, ["a", "a", "b"], world_size=3)
+    assert names == [OFF, "bf16", "bf16 direct"] and document["network"]["two_levels"] is None
+    assert "host a has 2 ranks, host b 1" in text and "MB/s a rank" in text and "fewer cores" not in text
+
+
+def test_the_text_says_what_to_do(probed):
+    (_, text, _), _ = probed[0]
+    assert "Recommended: ddp = " in text or "Leave it off: " in text
+    for part in ("predicted step, ms", "checked against real steps:", "all-to-all", "bf16 direct"):
+        assert part in text
+
+
+def run_beside_work(rank, world_size, settings):
+    """The probe's document, and how long the same work has taken before and after it, in seconds."""
+    team = Team(dist.group.WORLD, torch.device("cpu"))
+
+    def seconds():
+        model = Synthetic(settings.params, settings.backward_s, team.device)
+        return statistics.median(team.time(lambda: [model._compute() for _ in model.weights], 5))
+
+    before_s = seconds()
+    document, _, _ = run_probe(rank, world_size, settings)
+    return document, (before_s, seconds())
+
+
+def test_a_backward_pass_takes_as_long_as_it_should(ranks):
+    settings = dataclasses.replace(TINY, backward_s=0.05, wires=("bf16",))
+    (document, beside_s), _ = ranks.run(run_beside_work, settings, world_size=2)
+    # By the machine's speed then; which is about what was asked for, unless other work comes and goes.
+    assert min(beside_s) / 3 < document["workload"]["backward_s"] < 3 * max(beside_s)
+    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8
+    ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
+    assert ready == sorted(ready)
+
+
+def failing_script(rank, world_size, paths):
+    try:
+        probe(dataclasses.replace(TINY, script=paths[rank]), dist.group.WORLD, torch.device("cpu"))
+    except ProbeError as error:
+        return str(error)
+
+
+def test_a_script_that_fails_fails_on_every_rank(ranks, tmp_path):
+    good = script(tmp_path, SCRIPT)
+    missing = ranks.run(failing_script, [good, str(tmp_path / "no.py")], world_size=2)
+    assert missing[0] == missing[1] and missing[0].startswith("on rank 1: --script")
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT.replace("256", "128"))
+    different = ranks.run(failing_script, [good, str(other)], world_size=2)
+    assert different == ["the ranks' models differ: rank 1 has other parameters than rank 0"] * 2
+
+
+def other_settings(rank, world_size):
+    settings = dataclasses.replace(TINY, seconds=TINY.seconds + rank, script=f"{rank}.py", cores=rank + 1)
+    try:
+        probe(settings, dist.group.WORLD, torch.device("cpu"))
+    except ProbeError as error:
+        return str(error)
+
+
+def test_ranks_with_other_command_lines_are_named(ranks):
+    wanted = f"the ranks' command lines differ: seconds is {TINY.seconds} on rank 0 and {TINY.seconds + 1} on rank 1; "
+    assert ranks.run(other_settings, world_size=2) == [wanted + "give every host the same"] * 2
+
+
+def cores_agreed_on(rank, world_size, of_ranks):
+    return _agreed_cores(Team(dist.group.WORLD, torch.device("cpu")), of_ranks[rank])
+
+
+def test_ranks_agree_on_the_fewest_cores_whoever_was_told_of_them(ranks):
+    counted, *_ = ranks.run(cores_agreed_on, [None, None], world_size=2)
+    assert counted == len(os.sched_getaffinity(0)) / 2
+    for of_ranks in ([0.25, None], [None, 0.25], [0.5, 0.25]):
+        assert ranks.run(cores_agreed_on, of_ranks, world_size=2) == [0.25] * 2
+
+
+def traced(rank, world_size):
+    team = Team(dist.group.WORLD, torch.device("cpu"))
+    return [stage_points(team, wire) for wire in ("int8", "fp32", "bf16")]
+
+
+def test_stages_from_traces(ranks):
+    """As on an accelerator, where they cannot be called by themselves."""
+    of_three, of_two = (ranks.run(traced, world_size=p)[0] for p in (3, 2))
+    two_shot = ["pack", "reduce", "unpack"]
+    assert [list(points) for points in of_three] == [two_shot, ["pack"], two_shot]
+    # In one shot; but 16-bit wires can be summed directly, too, and then nothing is summed by unpack.
+    assert [list(points) for points in of_two] == [["pack", "sum"], ["pack"], ["pack", "sum", "unpack"]]
+    for points in (points for of_wire in (*of_three, *of_two) for points in of_wire.values()):
+        assert all(numel > 10_000 and 1e-6 < seconds < 1 for numel, seconds in points)
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("--wires", "int3"), "--wires int3: no such wire"),
+        (("--wires", "bf16", "--accept", "int8"), "--accept int8: it is not among --wires bf16"),
+        (("--seconds", "1"), "--seconds 1 is not possible: use at least 5"),
+        (("--params", "0"), "--params must be at least 1"),
+        (("--caps", "-1"), "bucket sizes are numbers of MiB above 0"),
+        (("--cores", "0"), "--cores 0 is not possible"),
+        (("--script", "no.py"), "--script no.py: there is no file no.py"),
+        (
+            ("--script", "no.py", "--params", "1e6"),
+            "--params 1e+06 is of the step without a script, and --script no.py",
+        ),
+        (("--backward-ms", "0", "--script", "no.py"), "--backward-ms 0 is of the step without a script"),
+        (("--plot", "probe.txt"), "--plot probe.txt: a picture's name ends in one of .png, .pdf, .svg"),
+        (("--json", "/dev/null/probe.json"), "--json /dev/null/probe.json: its folder cannot be made"),
+        (("--json", "/"), "--json / is a folder"),
+        (("--params", "nan"), "--params must be at least 1"),
+        (("--params", "inf"), "neither infinite"),
+        (("--backward-ms", "nan"), "--backward-ms at least 0"),
+        (("--seconds", "nan"), "--seconds nan is not possible"),
+        (("--caps", "5", "nan"), "--caps 5.0 nan: bucket sizes"),
+        (("--caps", "inf"), "--caps inf: bucket sizes"),
+        (("--cores", "nan"), "--cores nan is not possible"),
+    ],
+)
+def test_refusals(capsys, arguments, text):
+    with pytest.raises(SystemExit) as stopped:
+        main(["probe", *arguments])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_one_rank_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit) as stopped:
+        main(["probe"])
+    assert stopped.value.code == 2 and "torchrun started one rank" in capsys.readouterr().err
+
+
+def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
+    files = ("--json", str(tmp_path / "new" / "p.json"), "--plot", str(tmp_path / "p.png"))
+    command = [sys.executable, "-m", "fusedcomm", "probe", *files, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def test_the_command_without_torchrun(tmp_path):
+    """And a script, and the picture."""
+    pytest.importorskip("matplotlib")
+    done = run_command(tmp_path, "--seconds", "5", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on this machine's loopback" in done.stdout and "torchrun" in done.stdout
+    document = json.loads((tmp_path / "new" / "p.json").read_text())
+    assert document["workload"]["numel"] == 64 * 256 + 256 + 256 * 10 + 10
+    assert document["workload"]["optimizer_s"] > 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_wrong_with_a_script_is_said_once(tmp_path):
+    done = run_command(tmp_path, "--script", script(tmp_path, "make = 3"))
+    assert done.returncode == 2 and done.stderr.count("has no function make()") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_picture_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="matplotlib, which is not installed: pip install matplotlib"):
+        output.pyplot()

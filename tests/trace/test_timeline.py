@@ -1,0 +1,341 @@
+"""One timeline of all ranks: clocks aligned by collectives, every rank's stages, what each step waited for."""
+
+import contextlib
+import copy
+import json
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.tools.cli import main
+from fusedcomm.trace import document as trace
+from fusedcomm.trace import merge as timeline
+
+SHAPES = ((300, 50), (20, 30), (4000,))
+
+
+def traced(rank, world_size, path, kwargs, attach_kwargs):
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
+    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=8192, **attach_kwargs)
+    gradients = [torch.ones(shape) for shape in SHAPES]
+    synchronise(ddp, gradients, steps=2)
+    with comm.trace(path, **kwargs):
+        synchronise(ddp, gradients, steps=3)
+    synchronise(ddp, gradients)
+    return list(comm._session.hook.stats().recent_exposed_ms)
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def spans_of(document):
+    return [event for event in document["traceEvents"] if event["ph"] == "X"]
+
+
+def check_merged(document, world_size, stages):
+    events, about = spans_of(document), document["otherData"]["fusedcomm"]
+    assert about["world_size"] == world_size == len(about["clock_uncertainty_us"])
+    assert min(event["ts"] for event in events) == 0
+    begins, ends = {}, {}
+    for rank in range(world_size):
+        own = [event for event in events if event["pid"] == rank]
+        assert {event["args"]["stage"] for event in own} == {*stages, "bucket", "exposed"}
+        assert {event["args"]["step"] for event in own} == {2, 3, 4}
+    for event in events:
+        assert event["dur"] >= 0
+        args = event["args"]
+        # Where sums have one level, each collective is of all ranks.
+        if "local all-to-all" not in stages and args["stage"].startswith("all-"):
+            key = (args["step"], args["bucket"], args["chunk"], args["stage"])
+            begins.setdefault(key, []).append(event["ts"])
+            ends.setdefault(key, []).append(event["ts"] + event["dur"])
+    for key, begin in begins.items():
+        assert len(begin) == world_size
+        assert max(begin) <= min(ends[key]) + 1e-3  # none ends before all have begun
+    names = {e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
+    assert names == {rank: f"fusedcomm rank {rank} of {world_size}" for rank in range(world_size)}
+
+
+TWO_SHOT = ("pack", "all-to-all", "reduce", "all-gather", "unpack")
+
+
+def test_one_trace_of_all_ranks(ranks, tmp_path):
+    exposed_ms = ranks.run(traced, str(tmp_path / "trace.json"), {"all_ranks": True}, {}, world_size=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    document = read(tmp_path / "trace.json")
+    check_merged(document, 3, TWO_SHOT)
+    # The ranks run on one machine and began to trace within a step of each other.
+    about = document["otherData"]["fusedcomm"]
+    assert about["clock_uncertainty_us"][0] == 0 and max(about["clock_uncertainty_us"]) < 50_000
+    for rank in range(3):
+        exposed = [e for e in spans_of(document) if e["pid"] == rank and e["args"]["stage"] == "exposed"]
+        exposed.sort(key=lambda event: event["ts"])
+        assert [event["name"] for event in exposed] == ["step 2", "step 3", "step 4"]
+        # Of six steps the third to the fifth were traced.
+        assert [event["dur"] / 1e3 for event in exposed] == pytest.approx(exposed_ms[rank][2:5], rel=1e-4, abs=1e-3)
+
+
+def test_one_trace_where_sums_have_two_levels(ranks, tmp_path):
+    hosts = {"hosts": [[0, 2], [1, 3]]}
+    ranks.run(traced, str(tmp_path / "trace.json"), {"all_ranks": True}, hosts, world_size=4)
+    document = read(tmp_path / "trace.json")
+    check_merged(document, 4, (*TWO_SHOT, "local all-to-all", "local reduce", "local all-gather"))
+    # Ranks 0 and 3 are in no collective together: rank 2, or 1, is between them.
+    assert max(document["otherData"]["fusedcomm"]["clock_uncertainty_us"]) < 50_000
+
+
+@pytest.fixture(scope="module")
+def traces(ranks, tmp_path_factory):
+    """Files of three ranks, as they write them."""
+    folder = tmp_path_factory.mktemp("traces")
+    ranks.run(traced, str(folder / "trace-{rank}.json"), {}, {}, world_size=3)
+    return [folder / f"trace-{rank}.json" for rank in range(3)]
+
+
+def shifted(document, shift_us, rate=1.0):
+    document = copy.deepcopy(document)
+    for event in spans_of(document):
+        event["ts"] = event["ts"] * rate + shift_us
+        event["dur"] *= rate
+    return document
+
+
+def test_clocks_that_were_shifted_are_found_again(traces):
+    documents = [read(path) for path in traces]
+    offsets, uncertainties = timeline.clock_offsets(documents)
+    shifts = [0.0, 7.5e6, -123_456.0]
+    moved = [shifted(document, shift) for document, shift in zip(documents, shifts, strict=True)]
+    found, same_uncertainties = timeline.clock_offsets(moved)
+    assert same_uncertainties == pytest.approx(uncertainties, abs=1e-2)
+    for rank in range(3):
+        assert found[rank] + shifts[rank] == pytest.approx(offsets[rank], abs=1e-2)
+    merged = timeline.merge(moved)
+    check_merged(merged, 3, TWO_SHOT)
+
+
+def simulated(num_ranks, num_steps, clocks, seed, rates=None):
+    """Documents of all-reduces in a true time that all share, seen by `clocks` (offsets, microseconds)."""
+    generator = random.Random(seed)
+    documents, now = [], 1000.0
+    events = [[] for _ in range(num_ranks)]
+    for step in range(num_steps):
+        begin = [now + generator.uniform(0, 500) for _ in range(num_ranks)]
+        end = [max(begin) + generator.uniform(5, 300) for _ in range(num_ranks)]
+        now = max(end)
+        for rank in range(num_ranks):
+            rate = rates[rank] if rates else 1.0
+            args = {"bucket": "bucket 0 (a)", "stage": "all-reduce", "step": step, "chunk": 0}
+            ts = begin[rank] * rate - clocks[rank]
+            events[rank].append(
+                {"ph": "X", "pid": rank, "tid": 0, "ts": ts, "dur": (end[rank] - begin[rank]) * rate, "args": args}
+            )
+    for rank in range(num_ranks):
+        about = {"version": "0", "run": "r/1", "rank": rank, "world_size": num_ranks, "host": rank, "place": 0}
+        documents.append({"traceEvents": events[rank], "otherData": {"fusedcomm": about}})
+    return documents
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_true_offsets_lie_within_the_stated_uncertainty(seed):
+    generator = random.Random(seed)
+    clocks = [0.0] + [generator.uniform(-1e7, 1e7) for _ in range(6)]
+    offsets, uncertainties = timeline.clock_offsets(simulated(7, 40, clocks, seed))
+    assert offsets[0] == uncertainties[0] == 0
+    for found, true, uncertainty in zip(offsets[1:], clocks[1:], uncertainties[1:], strict=True):
+        assert abs(found - true) <= uncertainty + 1e-6
+        assert uncertainty < 100  # of delays up to 300, over 40 collectives
+
+
+def test_clocks_of_different_rates_are_still_aligned_nearly(seed=3):
+    rates = [1.0, 1.001, 0.999]  # much worse than any clock: 100 ms apart after 100 s
+    documents = simulated(3, 500, [0.0, 0.0, 0.0], seed, rates)
+    offsets, uncertainties = timeline.clock_offsets(documents)
+    length = max(event["ts"] for event in spans_of(documents[0]))
+    for offset, uncertainty in zip(offsets[1:], uncertainties[1:], strict=True):
+        assert 0 < uncertainty < 0.01 * length and abs(offset) < 0.002 * length
+
+
+def test_a_rank_without_a_common_collective_is_not_aligned():
+    documents = simulated(2, 3, [0.0, 50.0], 0)
+    for event in spans_of(documents[1]):
+        event["args"]["stage"] = "pack"
+    assert timeline.clock_offsets(documents) == ([0.0, 0.0], [0.0, float("inf")])
+    merged = timeline.merge(documents)
+    assert merged["otherData"]["fusedcomm"]["clock_uncertainty_us"] == [0.0, None]
+    json.loads(json.dumps(merged, allow_nan=False))
+
+
+# ---- the command
+
+
+def test_the_command_merges_files(traces, tmp_path, capsys):
+    out = tmp_path / "merged.json"
+    assert main(["timeline", *map(str, reversed(traces)), "-o", str(out)]) == 0
+    check_merged(read(out), 3, TWO_SHOT)
+    assert "3 ranks, clocks aligned to ±" in capsys.readouterr().out
+
+
+def changed(path, folder, **about):
+    document = read(path)
+    document["otherData"]["fusedcomm"].update(about)
+    copied = folder / f"changed {path.name}"
+    copied.write_text(json.dumps(document))
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda files, folder: files[:1] + files[2:], ["rank(s) [1] of 3 are missing"]),
+        (lambda files, folder: [*files, files[0]], ["trace-0.json", "both of rank 0"]),
+        (lambda files, folder: [*files[:2], changed(files[2], folder, run="other")], ["of trace 'other'", "one job"]),
+        (lambda files, folder: [*files[:2], changed(files[2], folder, world_size=4)], ["of ranks 4", "of 3"]),
+        (lambda files, folder: [write(folder / "a.json", "{")], ["a.json is not JSON"]),
+        (lambda files, folder: [write(folder / "a.json", '{"traceEvents": []}')], ["a.json is not a trace"]),
+        (lambda files, folder: [write(folder / "a.json", "[1, 2]")], ["a.json is not a trace"]),
+        (lambda files, folder: [folder / "absent.json"], ["absent.json", "No such file"]),
+        (lambda files, folder: [merged_already(files, folder)], ["has been merged already"]),
+    ],
+)
+def test_the_command_refuses_what_is_not_one_trace(traces, tmp_path, capsys, spoil, words):
+    with pytest.raises(SystemExit):
+        main(["timeline", *map(str, spoil(traces, tmp_path)), "-o", str(tmp_path / "out.json")])
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text
+    assert not (tmp_path / "out.json").exists()
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def merged_already(files, folder):
+    timeline.merge_files(files, folder / "merged.json")
+    return folder / "merged.json"
+
+
+# ---- what goes wrong while tracing
+
+
+def leaving(rank, world_size, path):
+    """Rank 1 leaves the block with an error; rank 0 says so, and training goes on."""
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    with pytest.raises(ValueError, match="all_ranks=True writes one"):
+        with comm.trace("trace-{rank}.json", all_ranks=True):
+            pass
+    error = None
+    try:
+        with comm.trace(path, all_ranks=True):
+            synchronise(ddp, [torch.ones(50)])
+            if rank == 1:
+                raise KeyError("lost")
+    except (KeyError, RuntimeError) as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    synchronise(ddp, [torch.ones(50)])
+    return error
+
+
+def alone_first(rank, world_size, path):
+    """Rank 0 traces by itself, with and without the others' knowledge of it, and then all do."""
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    for own in (f"{path}-alone.json", f"{path}-alone-{{rank}}.json"):
+        with comm.trace(own) if rank == 0 else contextlib.nullcontext():
+            synchronise(ddp, [torch.ones(50)])
+    for options in ({"all_ranks": True}, {}):
+        with comm.trace(path + ("" if options else "-{rank}.json"), **options):
+            synchronise(ddp, [torch.ones(50)])
+
+
+def test_a_trace_of_one_rank_leaves_those_of_all_as_they_are(ranks, tmp_path):
+    path = tmp_path / "trace"
+    ranks.run(alone_first, str(path), world_size=3)
+    assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
+    merged = merged_already([Path(f"{path}-{rank}.json") for rank in range(3)], tmp_path)
+    assert {event["pid"] for event in spans_of(read(merged))} == {0, 1, 2}
+
+
+def where_it_cannot_be_written(rank, world_size, path):
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    error = None
+    try:
+        with comm.trace(path, all_ranks=True):
+            synchronise(ddp, [torch.ones(50)])
+    except OSError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+        synchronise(ddp, [torch.ones(50)])  # which the others are in
+    with comm.trace(f"{path}/made/trace.json", all_ranks=True):
+        synchronise(ddp, [torch.ones(50)])
+    return error
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_traced(ranks, tmp_path):
+    errors = ranks.run(where_it_cannot_be_written, str(tmp_path), world_size=2)
+    assert errors == [f"IsADirectoryError: [Errno 21] a trace is a file, and this is a folder: '{tmp_path}'", None]
+    assert {event["pid"] for event in spans_of(read(tmp_path / "made" / "trace.json"))} == {0, 1}
+
+
+def on_a_full_disk(rank, world_size, path):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device", path)
+
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(trace, "write", fail)
+        with comm.trace(path):
+            synchronise(ddp, [torch.ones(50)])
+    synchronise(ddp, [torch.ones(50)])
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_trace_that_is_lost_ends_no_training(ranks, tmp_path):
+    (warning,), none = ranks.run(on_a_full_disk, str(tmp_path / "trace.json"), world_size=2)
+    assert warning.startswith("fusedcomm: the trace was not written: [Errno 28] No space left") and none == []
+
+
+def without_a_document(rank, world_size, path):
+    """On rank 1 the trace itself fails."""
+
+    def fail(*arguments):
+        raise ArithmeticError("no clock")
+
+    ddp = DistributedDataParallel(Gradients((50,)))
+    comm = fusedcomm.attach(ddp)
+    error = None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(trace, "document", fail)
+        try:
+            with comm.trace(path, all_ranks=True):
+                synchronise(ddp, [torch.ones(50)])
+        except (ArithmeticError, RuntimeError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+    with comm.trace(path, all_ranks=True):
+        synchronise(ddp, [torch.ones(50)])
+    return error
+
+
+def test_a_rank_whose_trace_fails_is_named(ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    errors = ranks.run(without_a_document, str(path), world_size=3)
+    named = "RuntimeError: fusedcomm: rank 1 has no trace: ArithmeticError('no clock')"
+    assert errors == [named, "ArithmeticError: no clock", None]
+    assert {event["pid"] for event in spans_of(read(path))} == {0, 1, 2}
+
+
+def test_a_rank_that_leaves_with_an_error_is_named(ranks, tmp_path):
+    errors = ranks.run(leaving, str(tmp_path / "trace.json"), world_size=3)
+    assert errors == ["RuntimeError: fusedcomm: rank 1 has no trace: KeyError('lost')", "KeyError: 'lost'", None]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,230 @@
+"""Messages among the ranks of a channel (csrc/transport/exchange.h)."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_hosts import needs_hosts, printed_by
+
+from fusedcomm.native import _C
+from fusedcomm.ranks import groups
+
+pytestmark = pytest.mark.alone
+
+NBYTES, NUM_EXCHANGES = 40_003, 40
+
+
+def make_exchange(max_sending=0):
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    channels = groups.make_channels(group, cpu, groups.private_store(group))
+    dist.barrier()  # a channel let go of while another rank still connects it looks like a crash there
+    return _C.Exchange(channels.scatter, max_sending=max_sending)
+
+
+def part(sender, receiver, number):
+    """What this rank sends that one in this exchange, another message each time."""
+    generator = torch.Generator().manual_seed(sender + 10 * receiver + 100 * number)
+    return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
+
+
+def all_to_all(rank, world_size, max_sending):
+    exchange = make_exchange(max_sending)
+    send = [torch.cat([part(rank, to, i) for to in range(world_size)]) for i in range(NUM_EXCHANGES)]
+    receive = [torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in send]
+    under_way = [exchange.start(send=s, receive=r) for s, r in zip(send, receive, strict=True)]
+    for ended in under_way:
+        ended.wait()
+    for number, received in enumerate(receive):
+        assert torch.equal(received, torch.cat([part(sender, rank, number) for sender in range(world_size)]))
+    dist.barrier()
+    return len(under_way)
+
+
+@pytest.mark.parametrize(("world_size", "max_sending"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_every_part_arrives_where_it_belongs(ranks, world_size, max_sending):
+    assert ranks.run(all_to_all, max_sending, world_size=world_size) == [NUM_EXCHANGES] * world_size
+
+
+def all_gather(rank, world_size, in_place):
+    exchange = make_exchange()
+    everyones = torch.cat([part(sender, 0, 0) for sender in range(world_size)])
+    receive = torch.zeros_like(everyones)
+    own = receive[rank * NBYTES : (rank + 1) * NBYTES] if in_place else torch.zeros(NBYTES, dtype=torch.uint8)
+    own.copy_(part(rank, 0, 0))
+    exchange.start(send=own, receive=receive).wait()
+    dist.barrier()
+    return torch.equal(receive, everyones)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_part_goes_to_all(ranks, world_size, in_place):
+    assert all(ranks.run(all_gather, in_place, world_size=world_size))
+
+
+def get_ahead(rank, world_size, max_sending, expected):
+    """What the first two ranks have of each other before the third begins, of four exchanges."""
+    exchange = make_exchange(max_sending)
+    send = torch.full((NBYTES,), rank + 1, dtype=torch.uint8)
+    receive = [torch.zeros(world_size, NBYTES, dtype=torch.uint8) for _ in range(4)]
+    under_way = []
+    if rank != 2:
+        under_way = [exchange.start(send=send, receive=r.view(-1)) for r in receive]
+        ahead, until = 0, time.monotonic() + 20
+        while ahead < expected and time.monotonic() < until:
+            time.sleep(0.1)
+            ahead = sum(bool(r[1 - rank].all()) for r in receive)
+        time.sleep(0.5)  # for more than is expected
+        ahead = [bool(r[1 - rank].all()) for r in receive]
+    dist.barrier()
+    if rank == 2:
+        under_way = [exchange.start(send=send, receive=r.view(-1)) for r in receive]
+    for ended in under_way:
+        ended.wait()
+    dist.barrier()
+    assert all(torch.equal(r[:, 0], torch.tensor([1, 2, 3], dtype=torch.uint8)) for r in receive)
+    return ahead if rank != 2 else None
+
+
+@pytest.mark.parametrize(("max_sending", "expected"), [(0, 4), (1, 1), (2, 2)])
+def test_no_peer_gets_further_ahead_than_it_may(ranks, max_sending, expected):
+    ahead = ranks.run(get_ahead, max_sending, expected, world_size=3)
+    assert ahead[0] == ahead[1] == [number < expected for number in range(4)]
+
+
+def close(rank, world_size, max_sending):
+    exchange = make_exchange(max_sending)
+    both = [torch.zeros(2 * NBYTES, dtype=torch.uint8) for _ in range(2)]
+    exchange.start(send=both[0], receive=both[1]).wait()
+    if rank == 1:
+        dist.barrier()
+        return None
+    under_way = [exchange.start(send=both[0], receive=both[1]) for _ in range(3)]  # rank 1 starts none of these
+    began = time.monotonic()
+    del exchange
+    taken_s = time.monotonic() - began
+    found = []
+    for ended in under_way:
+        with pytest.raises(RuntimeError) as error:
+            ended.wait()
+        found.append(str(error.value))
+    dist.barrier()
+    return taken_s, found
+
+
+@pytest.mark.parametrize("max_sending", [0, 1])
+def test_what_is_under_way_ends_with_its_channel(ranks, max_sending):
+    taken_s, found = ranks.run(close, max_sending, world_size=2)[0]
+    assert taken_s < 5  # the group's timeout is minutes
+    assert found == ["its channel has been closed"] * 3
+
+
+def lose_the_last(rank, world_size):
+    """It is killed while its messages are on their way. How long the others wait for what it owes them."""
+    exchange = make_exchange()
+    send, receive = (torch.zeros(world_size << 26, dtype=torch.uint8) for _ in range(2))
+    exchange.start(send=send[: 8 * world_size], receive=receive[: 8 * world_size]).wait()
+    dist.barrier()
+    began = time.monotonic()
+    under_way = [exchange.start(send=send, receive=receive) for _ in range(3)]
+    if rank == world_size - 1:
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for ended in under_way:
+        try:
+            ended.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return time.monotonic() - began, errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, world_size):
+    for kind, found in ranks.outcomes(lose_the_last, world_size=world_size, lost=world_size - 1)[:-1]:
+        assert kind == "value", found
+        taken_s, errors = found
+        assert taken_s < 15 and len(errors) >= 2  # the group's timeout is minutes
+        assert all("Connection" in error or "closed" in error or "reset" in error for error in errors)
+
+
+LONG_S = 6
+
+
+def lose_the_last_while(rank, world_size, others_have_begun):
+    """Rank 2 is killed when the others have waited for it for long; rank 0 waits for it first. Its error."""
+    exchange = make_exchange()
+    send, receive = (torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in range(2))
+    exchange.start(send=send, receive=receive).wait()
+    dist.barrier()
+    if rank == 2:
+        time.sleep(LONG_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and not others_have_begun:
+        time.sleep(LONG_S + 4)  # meanwhile its connections stay
+        return None
+    with pytest.raises(RuntimeError) as error:
+        exchange.start(send=send, receive=receive).wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("others_have_begun", [True, False])
+def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
+    """Whoever waits for a rank that fails, since it waits for another one, would be told of the wrong one."""
+    kind, error = ranks.outcomes(lose_the_last_while, others_have_begun, world_size=3, lost=2)[0]
+    assert kind == "value", error
+    assert error.startswith("between this rank and rank 2: ")
+    late = re.findall(r"; between this rank and rank 1: not complete after [67]\.\d s$", error)
+    assert len(late) == error.count("rank 1") == (not others_have_begun), error
+
+
+def refused(rank, world_size):
+    exchange, bytes_ = make_exchange(), torch.zeros(8, dtype=torch.uint8)
+    for send, receive in ((bytes_.float(), bytes_), (bytes_, bytes_[::2]), (bytes_[:3], bytes_), (bytes_, bytes_[:5])):
+        with pytest.raises(ValueError, match="^(send|receive) must"):
+            exchange.start(send=send, receive=receive)
+    dist.barrier()
+
+
+def test_other_tensors_are_refused(ranks):
+    ranks.run(refused, world_size=2)
+
+
+LATE_S, MESSAGE_NBYTES = 0.05, 400_000
+
+BEGIN_LATE = f"""
+import time, torch, torch.distributed as dist
+from fusedcomm.ranks import groups
+from fusedcomm.native import _C
+dist.init_process_group("gloo")
+group, cpu = dist.group.WORLD, torch.device("cpu")
+exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group)).scatter, max_sending=0)
+send, receive = (torch.zeros({2 * MESSAGE_NBYTES}, dtype=torch.uint8) for _ in range(2))
+for _ in range(3):
+    exchange.start(send=send, receive=receive).wait()
+seconds = []
+for _ in range(15):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep({LATE_S})
+    began = time.monotonic()
+    exchange.start(send=send, receive=receive).wait()
+    seconds.append(time.monotonic() - began)
+if dist.get_rank() == 1:
+    print(f"late={{min(seconds)}}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs_hosts
+def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):
+    """Also where one rank begins later: then gloo's all-to-all uses one after the other."""
+    printed = printed_by(BEGIN_LATE, tmp_path, capsys)
+    (taken_s,) = map(float, re.findall(r"late=([\d.]+)", printed))
+    line_s = MESSAGE_NBYTES * 8 / 1e8
+    assert line_s < taken_s < 2 * line_s

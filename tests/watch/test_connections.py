@@ -1,0 +1,22 @@
+"""What a process knows of its TCP connections: what has not left them."""
+
+import subprocess
+import sys
+
+import pytest
+from scripts import compiled
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_what_the_other_end_does_not_take_has_not_left(tmp_path):
+    binary = compiled(tmp_path, "tests/native/connections_scene.cpp", "csrc/watch/connections.cpp")
+    printed = subprocess.run([binary], capture_output=True, text=True, check=True).stdout.splitlines()
+    given, (unsent, arrived, *own), (unsent_later, arrived_later, *own_later) = (
+        int(printed[0]),
+        *(line.split() for line in printed[1:]),
+    )
+    # The other end's window is full; IPv4 on a socket for both is told as IPv4. The first byte that TCP counts is none
+    # of those given.
+    assert 0 < int(unsent) < given and int(arrived) <= given - int(unsent) + 1
+    assert own == own_later == ["127.0.0.1"]
+    assert int(unsent_later) == 0 and int(arrived) < int(arrived_later) and 0 <= int(arrived_later) - given <= 2
