@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.plan import command as plan_command
 from fusedcomm.tools.probe import command as probe_command
 
@@ -17,10 +18,6 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"fusedcomm {args.command}: {error}", file=sys.stderr)
         return 1
-
-
-class UsageError(Exception):
-    """The arguments ask for something impossible; the text says what and what to change."""
 
 
 def _parser() -> argparse.ArgumentParser:

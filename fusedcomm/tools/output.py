@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
-from fusedcomm.tools.cli import UsageError
+from fusedcomm.tools.errors import UsageError
 
 PICTURES = (".png", ".pdf", ".svg")
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 import fusedcomm
 from fusedcomm.ranks import groups
 from fusedcomm.tools import output
-from fusedcomm.tools.cli import UsageError
+from fusedcomm.tools.errors import UsageError
 
 _DEFAULT_RANKS = 2
 _MAX_RANKS = 64  # more would leave some ranks less than half a batch of training digits

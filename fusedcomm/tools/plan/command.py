@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedcomm.tools.arguments import COMPARED, accepted, add_accept_to
 from fusedcomm.tools.plan import architectures
-from fusedcomm.tools.probe.command import COMPARED, accepted, add_accept_to
 
 if TYPE_CHECKING:
     from fusedcomm.tools.plan.paper import Row
@@ -67,7 +67,7 @@ class _Picture:
 def run(args: argparse.Namespace) -> int:
     """Raises UsageError for arguments that are impossible, ImportError where something is not installed."""
     from fusedcomm.tools import output
-    from fusedcomm.tools.cli import UsageError
+    from fusedcomm.tools.errors import UsageError
 
     _refuse_what_a_preset_has(args)
     output.check(args.json, args.plot)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
-    from fusedcomm.tools.cli import UsageError
+    from fusedcomm.tools.errors import UsageError
 
     if args.preset is None:
         return

@@ -1,32 +1,10 @@
 """The arguments of ``fusedcomm probe``. Loads nothing: the other commands have to run where this one cannot."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-COMPARED = ("bf16", "int8", "fp8", "int4")
-"""Compared unless the user names others."""
-
-ACCEPT = ("bf16", "int8")
-"""Wires that are recommended unless the user accepts others."""
-
-
-def accepted(wires: Sequence[str], accept: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of --wires that may be recommended. Raises UsageError for --accept with another."""
-    from fusedcomm.tools.cli import UsageError
-
-    if accept is None:
-        return tuple(wire for wire in ACCEPT if wire in wires)
-    missing = [wire for wire in accept if wire not in wires]
-    if missing:
-        raise UsageError(f"--accept {missing[0]}: it is not among --wires {' '.join(wires)}: add it there")
-    return tuple(accept)
-
-
-def add_accept_to(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--accept", nargs="+", metavar="WIRE", help=f"those of them that may be recommended ({' '.join(ACCEPT)})"
-    )
+from fusedcomm.tools.arguments import COMPARED, accepted, add_accept_to
+from fusedcomm.tools.errors import UsageError
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -54,7 +32,6 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fusedcomm.tools.cli import UsageError
     from fusedcomm.tools.probe.launch import Options, launch
     from fusedcomm.tools.probe.run import Settings
 

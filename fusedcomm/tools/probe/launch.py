@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from fusedcomm.config import WIRES
 from fusedcomm.ranks import groups
 from fusedcomm.tools import output
-from fusedcomm.tools.cli import UsageError
+from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.probe import plot, report
 from fusedcomm.tools.probe.run import Findings, Settings, probe
 from fusedcomm.tools.probe.team import ProbeError

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.config import Config
 from fusedcomm.ranks.hosts import Hosts, of_names
+from fusedcomm.tools.arguments import ACCEPT
 from fusedcomm.tools.cost_model import Cluster, Workload
 from fusedcomm.tools.probe.check import Check, check
 from fusedcomm.tools.probe.choices import OFF, Option, Recommendation, crossover_bytes_s, finalists, options, recommend
-from fusedcomm.tools.probe.command import ACCEPT
 from fusedcomm.tools.probe.local import MeasuredLocal, measure_local
 from fusedcomm.tools.probe.network import ON_ONE_LEVEL, MeasuredNetwork, measure_network
 from fusedcomm.tools.probe.speed import Speed, speed_of
