@@ -1,5 +1,6 @@
-// What an engine has under way: which bucket, in which stage, since when. Always kept, since a stall is noticed only
-// once it is there: a mutex that nobody holds for long, and entries that are used again. Read by the watch (watch.h).
+// What an engine has under way: which bucket, in which stage, since when. It is kept all the time, since a stall is
+// noticed only after it has begun. That is cheap: a mutex that is held briefly, and entries that are used again. The
+// watch (watch.h) reads it.
 #pragma once
 
 #include <algorithm>
@@ -19,23 +20,23 @@ class Board {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Ranks hand over the same jobs in the same order, so these counts say who is behind whom.
+  // Every rank hands over the same jobs in the same order, so these counts tell which rank is behind.
   struct View {
     int64_t num_handed = 0;
     int64_t num_ended = 0;
-    int64_t last_step = -1;         // the last that has ended; -1: none
+    int64_t last_step = -1;         // the last step that has ended; -1: none
     Clock::time_point last_handed;  // at first when the board was made
     Clock::time_point last_ended;
 
     // The oldest job that has not ended, if there is one; `label` is null otherwise.
     std::shared_ptr<const BucketLabel> label;
     int64_t step = 0;
-    int64_t num_chunks = 0;
+    int64_t num_chunks = 0;  // 0: a collective call between steps
     Clock::time_point handed;
-    Clock::time_point oldest_since;  // the hand-over, or the end of the one before it
-    // Its last change: the moment from which a stall counts.
-    Clock::time_point moved;
-    // Of its stages under way the one that began first. On streams the host is through with them all at once.
+    Clock::time_point oldest_since;  // the hand-over, or the end of the job before it if that was later
+    Clock::time_point moved;         // its last change, from which a stall counts
+    // Where it is. With several stages under way, stage, chunk and stage_began are of the one that began first. A job
+    // whose work has all been enqueued on streams is at kStream.
     enum class At : uint8_t { kQueue, kStage, kStream } at = At::kQueue;
     Stage stage = Stage::kPack;
     int64_t chunk = 0;
@@ -52,7 +53,7 @@ class Board {
     return num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1;
   }
 
-  // `done`: the moment at which the device will be through with it; null: it has ended already.
+  // `done` is reached when the device has done the job's work; null: the job has ended already.
   void end(int64_t job, StampPtr done) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -60,18 +61,18 @@ class Board {
     ended.is_through = true;
     ended.done = std::move(done);
     ended.moved = now;
-    // One question to the device a pass, not one a job.
+    // The device is asked once a pass, not for every job.
     drop_ended(now, /*asks=*/ended.is_last);
   }
 
-  // As if it had never been handed over; no other job has been since.
+  // As if the job had never been handed over. It must be the last one that was.
   void withdraw(int64_t job) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1 == job) jobs_.pop_back();
   }
 
-  // Returns a number for leave().
-  size_t enter(int64_t job, Stage stage, int64_t chunk) {
+  // Returns a number for end_stage().
+  size_t begin_stage(int64_t job, Stage stage, int64_t chunk) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
     touch(job, now);
@@ -82,14 +83,15 @@ class Board {
     return i;
   }
 
-  void leave(size_t entry) {
+  void end_stage(size_t entry) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
     touch(stages_[entry].job, now);
     stages_[entry].job = -1;
   }
 
-  // Asks the device about what was handed over before `asked_since` only: others end unasked, at the end of a pass.
+  // Asks the device about the oldest job only if that has not moved since `asked_since`: jobs end unasked at the end of
+  // a pass.
   View view(Clock::time_point asked_since) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -126,8 +128,8 @@ class Board {
     bool is_last;
     int64_t num_chunks;
     Clock::time_point handed, moved;
-    bool is_through = false;  // all of it has been ordered
-    StampPtr done;            // null: and has ended
+    bool is_through = false;  // all its work has been enqueued, and on a CPU done
+    StampPtr done;            // when the device has done it; null: it has
   };
   struct Entry {
     int64_t job = -1;  // -1: free
@@ -137,17 +139,17 @@ class Board {
   };
 
   void touch(int64_t job, Clock::time_point now) {
-    // A transfer that was given up with its job may end after it.
+    // A transfer that was given up may end after its job.
     if (job >= num_dropped_) jobs_[static_cast<size_t>(job - num_dropped_)].moved = now;
   }
 
-  // asks: the device, where it is not known yet whether a job has been reached.
+  // `asks`: ask the device whether it has done a job's work where that is not known yet.
   void drop_ended(Clock::time_point now, bool asks) {
     for (; !jobs_.empty() && jobs_.front().is_through; jobs_.pop_front()) {
       const Job& oldest = jobs_.front();
       try {
         if (oldest.done && !(asks ? oldest.done->reached() : oldest.done->is_known_reached())) return;
-      } catch (...) {  // a device that has failed; the next stage says so, with the bucket's name
+      } catch (...) {  // the device has failed: the next stage reports that, with the bucket's name
       }
       if (oldest.is_last) last_step_ = oldest.step;
       last_ended_ = now;

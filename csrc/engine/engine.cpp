@@ -28,7 +28,7 @@ class StageScope {
         job_(job),
         stage_(stage),
         chunk_(chunk),
-        entry_(board.enter(job.number, stage, chunk)) {
+        entry_(board.begin_stage(job.number, stage, chunk)) {
     device_.range_push(job.label->ranges[static_cast<size_t>(stage)]);
     if (tracer_.on()) begin_ = device_.stamp();
   }
@@ -506,7 +506,7 @@ Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int
       // The stage stays on the board, for whoever asks what its bucket is waiting for.
       std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
-    board->leave(scope.entry());
+    board->end_stage(scope.entry());
   };
 }
 
@@ -521,7 +521,7 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
       body([failure, device, tracer, board, job, stage, chunk, began = scope.began(), entry = scope.entry(),
             done = std::move(done)](std::exception_ptr cause) {
         if (began) tracer->add(job->label, stage, job->step, chunk, began, device->stamp());
-        if (!cause) board->leave(entry);
+        if (!cause) board->end_stage(entry);
         done(cause ? failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);
       });
       device->settle();

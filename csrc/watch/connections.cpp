@@ -17,7 +17,8 @@
 namespace fusedcomm {
 namespace {
 
-// `get`: getpeername or getsockname. Empty if this is no internet socket, or has been closed meanwhile.
+// The address of one end; `get` is getpeername or getsockname. Empty if `fd` is no internet socket, or was closed
+// meanwhile.
 std::string end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage address{};
   socklen_t nbytes = sizeof(address);
@@ -32,12 +33,12 @@ std::string end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
     std::memcpy(&v6, &address, sizeof(v6));
     inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof(text));
   }
-  constexpr char kMapped[] = "::ffff:";  // IPv4 on a socket for both
+  constexpr char kMapped[] = "::ffff:";  // an IPv4 address on a socket for IPv4 and IPv6
   const std::string found = text;
   return found.rfind(kMapped, 0) == 0 ? found.substr(sizeof(kMapped) - 1) : found;
 }
 
-// Bytes; below 0 if this is no TCP connection.
+// Below 0 if `fd` is no TCP connection.
 int64_t unsent_nbytes(int fd) {
   int type = 0, nbytes = 0;
   socklen_t size = sizeof(type);
@@ -46,7 +47,7 @@ int64_t unsent_nbytes(int fd) {
 }
 
 int64_t arrived_nbytes(int fd) {
-  tcp_info info{};  // an older system fills in less of it
+  tcp_info info{};  // an older kernel fills in only its beginning
   socklen_t size = sizeof(info);
   const bool is_known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
   return is_known ? static_cast<int64_t>(info.tcpi_bytes_acked) : 0;

@@ -1,5 +1,5 @@
-// What this process has given to its TCP connections and they have not sent: the line, or the other end, takes no more.
-// On a network that crawls all ranks wait for each other, and in turn; but bytes pile up where it is slow.
+// What this process has given to its TCP connections and they have not sent, because the line or the other end takes no
+// more. congestion.h finds the slow place of a network from it.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,14 @@
 
 namespace fusedcomm {
 
-// Addresses are numbers, without ports. Empty where the system (not Linux) does not tell.
+// Addresses are numeric, without ports. Empty on systems other than Linux, which do not tell.
 struct Connections {
-  // Bytes, by the other end's address: what has not left, and what has arrived since the connections were made.
-  std::map<std::string, int64_t> unsent, arrived;
-  std::set<std::string> own;  // the addresses of this end
+  // Bytes that have not left, by the other end's address.
+  std::map<std::string, int64_t> unsent;
+  // Bytes that have arrived there since the connections were made.
+  std::map<std::string, int64_t> arrived;
+  // The addresses of this end.
+  std::set<std::string> own;
 };
 
 Connections connections();

@@ -16,11 +16,11 @@ struct Courier::Desk {
   StorePtr store;
   Errand errand;  // empty: none waits or is under way
   bool stopping = false;
-  bool ended = false;  // the thread
-  std::string loss;
-  std::string problem;  // of the errand under way, or of the last one
+  bool ended = false;                  // the thread
+  std::optional<std::string> loss;     // see loss()
+  std::optional<std::string> problem;  // what the errand under way threw, or the last one
 
-  // Of the thread alone.
+  // Used by the thread alone.
   bool was_renewed = false;
 
   void work() {
@@ -28,13 +28,13 @@ struct Courier::Desk {
     for (;;) {
       changed.wait(lock, [this] { return stopping || errand; });
       if (stopping) break;
-      problem.clear();
+      problem.reset();
       lock.unlock();
-      std::string what = run([this] { errand(*store); });
-      if (!what.empty() && !was_renewed) {
+      std::optional<std::string> what = run([this] { errand(*store); });
+      if (what && !was_renewed) {
         was_renewed = true;
         lock.lock();
-        problem = what;  // it may take long to connect again
+        problem = what;  // known already while it connects again, which may take long
         lock.unlock();
         what = run([this] {
           store = store->clone();
@@ -49,18 +49,18 @@ struct Courier::Desk {
     ended = true;
     changed.notify_all();
     lock.unlock();
-    store.reset();  // a store of Python's is released with the GIL, for which nobody must wait with the lock held
+    store.reset();  // a store written in Python is released under the GIL: the lock must not be held meanwhile
   }
 
   // Returns what `call` threw, in one line; empty if nothing.
   template <typename Call>
-  static std::string run(const Call& call) {
+  static std::optional<std::string> run(const Call& call) {
     try {
       call();
-      return "";
+      return std::nullopt;
     } catch (const std::exception& error) {
       std::string what = error.what();
-      what.resize(std::min(what.size(), what.find('\n')));  // torch's have a backtrace
+      what.resize(std::min(what.size(), what.find('\n')));  // torch's errors go on with a backtrace
       return what.empty() ? "unknown error" : what;
     }
   }
@@ -74,28 +74,31 @@ Courier::Courier(StorePtr store) : desk_(std::make_shared<Desk>()) {
 #endif
 }
 
-std::string Courier::send(Errand errand, std::chrono::duration<double> limit) {
+std::optional<StoreProblem> Courier::send(Errand errand, std::chrono::duration<double> timeout) {
+  using Kind = StoreProblem::Kind;
+  const StoreProblem is_stopping{Kind::kStopping, "the engine is stopping"};
   std::unique_lock<std::mutex> lock(desk_->mutex);
-  if (desk_->stopping) return "the engine is stopping";
-  if (!desk_->loss.empty()) return desk_->loss;
-  if (desk_->errand) return "it has not answered yet";
+  if (desk_->stopping) return is_stopping;
+  if (desk_->loss) return StoreProblem{Kind::kFailed, *desk_->loss};
+  if (desk_->errand) {
+    return StoreProblem{desk_->problem ? Kind::kFailed : Kind::kSilent, "it has not answered yet"};
+  }
   desk_->errand = std::move(errand);
   desk_->changed.notify_all();
-  desk_->changed.wait_for(lock, limit, [this] { return desk_->stopping || !desk_->errand; });
-  if (desk_->stopping) return "the engine is stopping";
-  if (!desk_->errand) return desk_->problem;
-  const std::string late = "no answer within " + std::to_string(static_cast<int>(limit.count() * 1e3)) + " ms";
-  return desk_->problem.empty() ? late : late + " of connecting again after: " + desk_->problem;
+  desk_->changed.wait_for(lock, timeout, [this] { return desk_->stopping || !desk_->errand; });
+  if (desk_->stopping) return is_stopping;
+  if (!desk_->errand) {
+    if (!desk_->problem) return std::nullopt;
+    return StoreProblem{Kind::kFailed, *desk_->problem};
+  }
+  const std::string late = "no answer within " + std::to_string(static_cast<int>(timeout.count() * 1e3)) + " ms";
+  if (!desk_->problem) return StoreProblem{Kind::kSilent, late};
+  return StoreProblem{Kind::kFailed, late + " of connecting again after: " + *desk_->problem};
 }
 
-std::string Courier::loss() const {
+std::optional<std::string> Courier::loss() const {
   std::lock_guard<std::mutex> lock(desk_->mutex);
   return desk_->loss;
-}
-
-bool Courier::has_failed() const {
-  std::lock_guard<std::mutex> lock(desk_->mutex);
-  return !desk_->problem.empty() || !desk_->loss.empty();
 }
 
 void Courier::stop() {

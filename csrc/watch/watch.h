@@ -1,15 +1,18 @@
 // Notices that an engine waits for too long, or has failed, and finds out for which rank: it calls the roll.
 //
-//   a rank waits longer than stall_after, or its bucket moves and yet takes longer, or a transfer failed
-//     ──► it opens a roll call in the store ──► every rank's watch sees that within a poll and answers with what it has
-//     under way ──► who has not answered in time is missing, who has not handed over what others wait for is slow
-//     ──► the report goes to the store, so that all who wait say the same ──► a warning; after a failure, the error
+//   a rank's oldest bucket has not moved for stall_after, or moves and takes longer than that, or a transfer failed
+//     ──► the rank opens a roll call in the store ──► every rank's watch sees that at its next poll and answers with
+//     what it has under way ──► a rank that has not answered in time is missing; one that has not handed over what the
+//     others wait for is slow ──► the report goes to the store, so that all ranks that wait say the same ──► a warning
+//     or, after a failure, the end of the error's text
 //
-// A thread of its own, in C++, since the main thread sits in the backward pass; and one more for the store, which may
-// never answer (courier.h). Both end at once when the engine stops. What the watches of all p ranks ask of the store:
-// one small request each per poll, p a second, from 500 ranks on 500 a second (more often only where stall_after is
-// below 4 s). A roll call: about six requests a rank, two more for each answer that is read, and while it lasts up to
-// five times the polls.
+// What travels are typed fields (roll_call.h); the sentences are made from them at the end (roll_call_text.h).
+//
+// A watch has a C++ thread of its own, since the main thread sits in the backward pass, and one more for the store,
+// which may never answer (courier.h). Both end at once when the engine stops. Load of the store: one small request from
+// each rank at each poll, p a second of p ranks, from 500 ranks on 500 a second in all (more only where stall_after is
+// below 4 s). A roll call takes about six requests from each rank and two more for each answer that is read; while it
+// lasts, ranks poll up to five times as often.
 #pragma once
 
 #include <condition_variable>
@@ -32,20 +35,20 @@ struct WatchOptions {
   int world_size = 1;
   double stall_after_s = 60;
   double timeout_s = 1800;  // of the process group
-  std::string store_text;   // what the store is and who hosts it, for people
+  std::string store_text;   // what the store is and which process hosts it, for people
 };
 
 class Watch {
  public:
-  // `store`: a prefix that only the ranks of this engine use; where each has set "who/<rank>". It is cloned.
+  // `store`: a prefix that only the ranks of this engine use, where each has set "who/<rank>". It is cloned.
   Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device, const StorePtr& store,
         WatchOptions options);
   ~Watch() { stop(); }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // What is known of the other ranks after this failure; empty once stopped. Waits for a roll call: as long as ranks
-  // may take to answer, about 3 s, if one is missing, and at most 2 · (answer_ + 6 · limit_): 18 s, of 1,000 ranks 34
+  // What is known of the other ranks after this failure, for people; empty once stopped. Waits for a roll call: about 3
+  // s if a rank is missing, and at most 2 · (answer_deadline_ + 6 · request_timeout_), which is 18 s, of 1,000 ranks 34
   // s, of 10,000 ranks 214 s.
   std::string explain(const std::string& failure);
   void stop();
@@ -54,74 +57,93 @@ class Watch {
   using Clock = Board::Clock;
   using Seconds = std::chrono::duration<double>;
 
+  // A roll call that is open.
+  struct Call {
+    int64_t number = 0;
+    std::optional<Opening> opening;  // empty: it cannot be read
+  };
+
   void loop();
-  // Answers the roll calls that others have opened.
+  // Answers the roll calls that others have opened. Where this rank waits as well, it also warns.
   void answer_others();
-  // Also of a bucket that moves, but takes as long: a link that crawls.
+  // Opens a roll call if this rank's oldest job stands still, or crawls.
   void report_stall();
   void explain_failure();
 
   RankState state() const;
-  // And what its connections hold: takes a moment, since only what stays there tells.
+  // The state with what the connections hold. Takes a moment: only bytes that stay there tell anything.
   RankState answer();
-  // For how long the oldest job has not moved, and for how long it has been the oldest.
-  double stalled_s(const Board::View& view) const;
-  double under_way_s(const Board::View& view) const;
-  // Opens one, or takes part in the one that another rank has just opened.
-  // `patience`: for a store that is silent.
-  Finding call_roll(const std::string& why, Seconds patience);
-  // In one that is open: collects the answers if it is this rank's own, else waits for the report.
-  Finding take_part(const std::string& number, const std::string& opened);
-  Finding collect(const std::string& number, const std::string& opened);
-  // Asks the store who they are, as far as they will be listed.
+  OwnWait own_wait(const Board::View& view) const;
+
+  // Functions that return a finding return nothing when the watch is stopping.
+
+  // Opens a roll call for `why`, or takes part in one that another rank has just opened. Waits so long for a silent
+  // store.
+  std::optional<Finding> call_roll(Opening why, Seconds silence_timeout);
+  // Collects the answers to this rank's own call; else waits for the report of the rank that opened it.
+  std::optional<Finding> take_part(const Call& call);
+  std::optional<Finding> collect(const Call& call);
+  // Collects the answers itself if the report does not come in time.
+  std::optional<Finding> wait_for_report(const Call& call);
+  // `why`: of the call, for people.
+  std::optional<Finding> without_store(const StoreProblem& problem, const std::string& why);
+  // Asks the store who the absent ranks are, as many as will be listed.
   void name_absent(RollCall* call);
-  // By another rank; collects itself if that is not in time.
-  Finding wait_for_report(const std::string& number, const std::string& opened);
-  Finding without_store(const std::string& problem, const std::string& why);
-  // Whether what `send` returned may pass: the store has not failed, but has not answered.
-  bool is_silence(const std::string& problem) const;
-  // What was found concerns the job that is the oldest now.
+
+  // Remembers what was found about the job that is the oldest in `view`.
   void keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s);
-  std::string send(Courier::Errand errand) { return courier_.send(std::move(errand), limit_); }
-  // False when stopping.
-  bool sleep(Seconds duration);
   void warn_of_stall();
-  // Once, that the store is lost.
+  // Warns once if the store is lost.
   void warn_of_loss();
+  std::optional<StoreProblem> send(Courier::Errand errand) {
+    return courier_.send(std::move(errand), request_timeout_);
+  }
+  // Returns false when stopping.
+  bool sleep(Seconds duration);
 
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<const Device> device_;
   const WatchOptions options_;
-  // Between two looks at the store, for its sake longer where ranks are many; between two looks during a roll call;
-  // for an answer to a roll call, and from when on one is late; for the store to do one errand, and to answer again
-  // where it did not; for a whole roll call.
-  const Seconds poll_, look_, answer_, late_, limit_, patience_, roll_call_;
+  // Between two looks at the store; longer where many ranks share it.
+  const Seconds poll_interval_;
+  // The same while a roll call lasts.
+  const Seconds roll_call_poll_;
+  // A rank that has not answered a roll call by then is missing.
+  const Seconds answer_deadline_;
+  // An answer that takes longer is late.
+  const Seconds late_after_;
+  // For the store to do one errand.
+  const Seconds request_timeout_;
+  // For a silent store to answer again.
+  const Seconds silence_timeout_;
+  // For a whole roll call.
+  const Seconds roll_call_timeout_;
   Courier courier_;
 
-  mutable std::mutex mutex_;  // what follows, down to explanation_
+  mutable std::mutex mutex_;  // guards what follows, down to explanation_
   std::condition_variable changed_;
   bool stopping_ = false;
-  std::string failure_;                     // empty: none
+  std::optional<std::string> failure_;
   std::optional<std::string> explanation_;  // of the failure
 
-  // Of the thread alone.
-  Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has waited for nobody
+  // Used by the thread alone.
+  Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has not waited meanwhile
   int64_t next_call_ = 1;
-  int64_t reported_job_ = -1;  // the stall that was warned of is of this job
-  double crawled_s_ = 0;       // how long one took that was warned of though it moved
-  int64_t silent_job_ = -1;    // so is that the store was silent when it was to be looked into
+  int64_t reported_job_ = -1;  // the last job whose stall was warned of
+  int64_t silent_job_ = -1;    // the last job of which it was warned that the store is silent
+  double crawled_s_ = 0;       // how long a job had been under way, at most, when it was warned that it crawls
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;
     int64_t job;
     bool is_stall;
-    double under_way_s;  // the job, when the roll was called
+    double under_way_s;  // when the roll was called
     Clock::time_point when;
   };
   std::optional<Known> known_;
 
   std::mutex stop_mutex_;
-  std::thread thread_;  // last: it uses all of it
+  std::thread thread_;  // last, since it uses all other members
 };
 
 }  // namespace fusedcomm

@@ -325,13 +325,16 @@ class Session:
                 with contextlib.suppress(RuntimeError):  # the store is gone, too
                     self._store.set(_GIVEN_UP, "")
                 warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
+        verdict = None
         try:
-            agreement.agree(self.peers, dist.PrefixStore(what, store), record, "attaching")
+            verdict = agreement.agree(self.peers, dist.PrefixStore(what, store), record, "attaching")
+            verdict.raise_problem()
         except RuntimeError as error:
             if problem is None:
                 raise
-            # What another rank had before may be why this one has any.
-            raise problem from (None if str(problem) in str(error) else error)
+            # Another rank's earlier problem may have caused this rank's, unless it is the same one.
+            is_same = verdict is not None and verdict.cause == record[agreement.PROBLEM]
+            raise problem from (None if is_same else error)
 
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":

@@ -1,75 +1,90 @@
-// What a roll call concludes from answers made up here, for tests/watch/test_roll_call.py: prints the report of the
-// scene named; or of a thousand answers that a slow store hands out, with the seconds that it takes for each as the
-// second argument.
+// What a roll call concludes from answers made up here, for tests/test_roll_call.py. Prints the report of the scene
+// named; "slowly <s>": of a thousand answers that a slow store hands out, which takes so many seconds for each;
+// "garbled": of answers of which two cannot be read. "words <scene>", "round trip", "unreadable" and "concern" check
+// what their functions say, and print nothing.
 #include <cstdio>
+#include <functional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <vector>
 
+#include "require.h"
 #include "watch/roll_call.h"
+#include "watch/roll_call_text.h"
 
 using namespace fusedcomm;
 
 namespace {
 
+using At = Board::View::At;
+
 // Has handed over `num_handed` jobs, of which `num_ended` have ended, two to a step.
-RankState at(int64_t num_handed, int64_t num_ended, const std::string& stage, bool on_wire) {
+RankState at(int64_t num_handed, int64_t num_ended, At place = At::kQueue) {
   RankState state;
   state.num_handed = num_handed;
   state.num_ended = num_ended;
   state.last_step = num_ended / 2 - 1;
   state.idle_s = 7.25;
   if (num_handed > num_ended) {
-    state.bucket = "bucket " + std::to_string(num_ended % 2) + " (layer.weight;\n1 parameters, 1 MiB)";
+    state.job = RankState::Job::kBucket;
+    state.label = "bucket " + std::to_string(num_ended % 2) + " (layer.weight;\n1 parameters, 1 MiB)";
     state.step = num_ended / 2;
-    state.stage = stage;
+    state.at = place;
     state.chunk = 2;
     state.num_chunks = 4;
-    state.on_wire = on_wire;
     state.waits_s = 3;
   }
-  return RankState::from_text("of a later version\n" + state.to_text());
+  return state;
+}
+
+RankState at(int64_t num_handed, int64_t num_ended, Stage stage) {
+  RankState state = at(num_handed, num_ended, At::kStage);
+  state.stage = stage;
+  return state;
 }
 
 RollCall scene(const std::string& name) {
   RollCall call;
   call.number = 5;
   call.world_size = name == "many" ? 40 : 4;
-  call.opened = "opened by rank 0";
+  call.opening = Opening{};
   call.waited_s = 2;
   for (int rank = 0; rank < call.world_size; ++rank) {
-    call.answers[rank] = at(12, 10, "all-to-all", true);
+    call.answers[rank] = at(12, 10, Stage::kAllToAll);
     call.answers[rank].own = {"127.0.0.1", "10.0.0." + std::to_string(rank + 1)};
   }
   if (name == "busy") {
-    call.answers[2] = at(12, 10, "pack", false);
+    call.answers[2] = at(12, 10, Stage::kPack);
     call.answers[2].stage_s = 2;
   } else if (name == "working" || name == "all working") {
-    for (const int rank : {1, 2}) call.answers[rank] = at(12, 10, rank == 1 ? "pack" : "reduce", false);
+    for (const int rank : {1, 2}) call.answers[rank] = at(12, 10, rank == 1 ? Stage::kPack : Stage::kReduce);
     if (name == "all working") call.answers[0] = call.answers[3] = call.answers[1];
   } else if (name == "working crawl") {
-    call.answers[1] = at(12, 10, "pack", false);
+    call.answers[1] = at(12, 10, Stage::kPack);
     call.answers[0].unsent = {{"10.0.0.3", 950'000}};
     call.answers[0].per_s = {{"10.0.0.3", 260'000}};
   } else if (name == "call" || name == "call of all") {
     for (auto& [rank, state] : call.answers) {
       if (name == "call" && rank == 2) {
-        state = at(10, 10, "", false);
+        state = at(10, 10);
         continue;
       }
-      state = at(11, 10, "", false);
-      state.bucket = "state_dict()";
+      state = at(11, 10);
+      state.job = RankState::Job::kCall;
+      state.label = "state_dict()";
       state.num_chunks = 0;
     }
   } else if (name == "behind") {
-    call.answers[1] = at(10, 10, "", false);
-    call.answers[3] = at(11, 11, "", false);  // is through with what the others wait for
+    call.answers[1] = at(10, 10);
+    call.answers[3] = at(11, 11);  // is through with what the others wait for
   } else if (name == "failed") {
-    call.answers[3] = at(12, 12, "", false);
+    call.answers[3] = at(12, 12);
     call.answers[3].failure = "the reduce failed";
   } else if (name == "queued") {
-    call.answers[1] = at(12, 10, "", false);
+    call.answers[1] = at(12, 10);
   } else if (name == "streams") {
-    call.answers[1] = at(12, 10, "work on the device's streams", true);
+    call.answers[1] = at(12, 10, At::kStream);
   } else if (name == "many") {
     for (int rank = 20; rank < 40; ++rank) {
       call.answers.erase(rank);
@@ -108,7 +123,7 @@ RollCall scene(const std::string& name) {
   } else if (name == "upload") {
     call.answers[1].unsent = {{"192.0.2.1", 900'000}};
   } else if (name == "passing") {
-    call.answers[2] = at(12, 10, "pack", false);
+    call.answers[2] = at(12, 10, Stage::kPack);
     call.answers[2].stage_s = 0.1;
   } else if (name == "everywhere") {
     for (auto& [rank, state] : call.answers) {
@@ -118,7 +133,7 @@ RollCall scene(const std::string& name) {
     call.answers[1].unsent = {{"10.0.0.1", 60'000}};
   } else if (name == "unsent and behind") {
     for (const int rank : {0, 2, 3}) call.answers[rank].unsent = {{"10.0.0.2", 950'000}};
-    call.answers[1] = at(10, 10, "", false);
+    call.answers[1] = at(10, 10);
   } else if (name == "late") {
     call.late_s[2] = 1.75;
   } else if (name == "unread") {
@@ -132,11 +147,11 @@ RollCall scene(const std::string& name) {
     call.answers.erase(2);
     call.absent[2] = "process 1 on node";
   } else if (name == "over") {
-    for (auto& [rank, state] : call.answers) state = at(12, 12, "", false);
+    for (auto& [rank, state] : call.answers) state = at(12, 12);
   } else if (name != "network") {
     throw std::invalid_argument(name);
   }
-  for (auto& [rank, state] : call.answers) state = RankState::from_text(state.to_text());  // as out of the store
+  for (auto& [rank, state] : call.answers) state = decode<RankState>(encode(state));  // as out of the store
   return call;
 }
 
@@ -149,7 +164,7 @@ RollCall read_slowly(double store_s) {
   const auto fetch = [&](int rank) {
     const bool is_there = rank != 900 && (rank != 800 || now_s >= 1.5);
     now_s += store_s;
-    return is_there ? at(12, 10, "all-to-all", true).to_text() : std::string();
+    return is_there ? std::optional(encode(at(12, 10, Stage::kAllToAll))) : std::nullopt;
   };
   while (!answers.are_known(kDeadline) && now_s <= kEnd) {
     const double began_s = now_s;
@@ -163,15 +178,249 @@ RollCall read_slowly(double store_s) {
   return call;
 }
 
+// Rank 1's answer is cut off, and rank 2's is a report.
+RollCall garbled() {
+  const auto fetch = [](int rank) -> std::optional<std::string> {
+    if (rank == 2) return encode(Finding{true, "fusedcomm: roll call 5 of 4 ranks", false});
+    const std::string text = encode(at(12, 10, Stage::kAllToAll));
+    return rank == 1 ? text.substr(0, text.size() - 1) : text;
+  };
+  Answers answers(4);
+  answers.read(fetch, [] { return 0.0; }, 1);
+  REQUIRE(answers.are_known(1), "an answer that cannot be read is one");
+  RollCall call = scene("network");
+  call.answers.clear();
+  answers.put_into(&call, 1, 2);
+  return call;
+}
+
+void print_report(const RollCall& call) {
+  const Conclusion conclusion = conclude(call);
+  std::printf("%s%s\n", conclusion.is_conclusive ? "conclusive\n" : "", report_text(call, conclusion).c_str());
+}
+
+// ---- words
+
+// All that was found, but for the texts.
+auto decisions(const Conclusion& found) {
+  using Place = std::tuple<std::vector<int>, double, At, Stage, int64_t>;
+  const auto places = [](const std::vector<RankGroup>& groups) {
+    std::vector<Place> places;
+    for (const RankGroup& group : groups) {
+      places.emplace_back(group.ranks, group.longest_s, group.state.at, group.state.stage, group.state.chunk);
+    }
+    return places;
+  };
+  std::vector<std::pair<int, Conclusion::Slow::How>> slow;
+  for (const Conclusion::Slow& rank : found.slow) slow.emplace_back(rank.rank, rank.how);
+  const Congestion pile = found.congestion.value_or(Congestion{});
+  return std::make_tuple(found.awaited ? found.awaited->num_ended : -1, found.failed, slow, places(found.at_work),
+                         places(found.waiting), found.reason, found.congestion.has_value(), pile.senders,
+                         pile.receivers, pile.unsent_nbytes, found.is_conclusive);
+}
+
+// Texts for people that say what other fields could decide; the words of the reports are among them.
+const char* const kWords[] = {"after a failure: ",
+                              " moves, but has been under way for ",
+                              "conclusive\n",
+                              "work on the device's streams",
+                              "pack",
+                              "opened by rank 2, ",
+                              "failure x\nnum_ended 0\nstage pack\non_wire 0",
+                              "state_dict()",
+                              ""};
+
+void check_words(const std::string& name) {
+  const auto expected = decisions(conclude(scene(name)));
+  for (const char* words : kWords) {
+    RollCall call = scene(name);
+    call.opening->label = call.opening->failure = words;
+    for (auto& [rank, who] : call.absent) who = words;
+    for (auto& [rank, state] : call.answers) {
+      if (state.job != RankState::Job::kNone) state.label = words;
+      if (state.failure) state.failure = words;
+      state = decode<RankState>(encode(state));
+    }
+    REQUIRE(decisions(conclude(call)) == expected, "%s with \"%s\"", name.c_str(), words);
+  }
+}
+
+// Which roll calls of other ranks this rank has a part in, whatever their texts say.
+void check_concern() {
+  struct Case {
+    Opening::Why why;
+    OwnWait own;  // with stall_after 2
+    Concern expected;
+  };
+  using Why = Opening::Why;
+  const OwnWait idle, begun{false, true, 0.1, 0.1}, moves{false, true, 0.1, 1.5}, stands{false, true, 1.5, 1.5},
+      failed{true, false, 0, 0}, failed_moving{true, true, 0.1, 0.1};
+  const Case cases[] = {
+      {Why::kStalled, idle, Concern::kNone},     {Why::kStalled, begun, Concern::kNone},
+      {Why::kStalled, moves, Concern::kNone},    {Why::kStalled, stands, Concern::kStall},
+      {Why::kStalled, failed, Concern::kStall},  {Why::kStalled, failed_moving, Concern::kStall},
+      {Why::kCrawling, idle, Concern::kNone},    {Why::kCrawling, begun, Concern::kNone},
+      {Why::kCrawling, moves, Concern::kCrawl},  {Why::kCrawling, stands, Concern::kStall},
+      {Why::kCrawling, failed, Concern::kCrawl}, {Why::kCrawling, failed_moving, Concern::kCrawl},
+      {Why::kFailed, idle, Concern::kNone},      {Why::kFailed, begun, Concern::kStall},
+      {Why::kFailed, moves, Concern::kStall},    {Why::kFailed, stands, Concern::kStall},
+      {Why::kFailed, failed, Concern::kStall},   {Why::kFailed, failed_moving, Concern::kStall},
+  };
+  for (const Case& a : cases) {
+    for (const char* words : kWords) {
+      Opening opening;
+      opening.why = a.why;
+      opening.label = opening.failure = words;
+      const Concern found = concern_of(decode<Opening>(encode(opening)), a.own, 2);
+      REQUIRE(found == a.expected, "why %d, stalled for %g s, \"%s\": %d", static_cast<int>(a.why), a.own.stalled_s,
+              words, static_cast<int>(found));
+    }
+  }
+}
+
+// ---- what travels
+
+RankState with_every_field() {
+  RankState state;
+  state.num_handed = 11;
+  state.num_ended = 10;
+  state.last_step = 4;
+  state.idle_s = 0.1;
+  state.job = RankState::Job::kCall;
+  state.label = std::string("bucket 0 (\n\0ü:3,)", 17);
+  state.step = kMaxCount;
+  state.num_chunks = 7;
+  state.waits_s = 1.0 / 3;
+  state.at = At::kStream;
+  state.stage = Stage::kExposed;
+  state.chunk = 5;
+  state.stage_s = -0.0;
+  state.own = {"", "10.0.0.1", "fe80::1"};
+  state.unsent = {{"10.0.0.2", kMaxConnectionNbytes}, {"fe80::2", 0}};
+  state.per_s = {{"10.0.0.2", 3}};
+  state.failure = "";
+  return state;
+}
+
+Opening opening_with_every_field() {
+  return {3, Opening::Why::kFailed, 2.5, 1e300, 9, "bucket 1", "the all-to-all failed\nfor bucket 1"};
+}
+
+auto tied(const RankState& state) {
+  return std::tie(state.num_handed, state.num_ended, state.last_step, state.idle_s, state.job, state.label, state.step,
+                  state.num_chunks, state.waits_s, state.at, state.stage, state.chunk, state.stage_s, state.own,
+                  state.unsent, state.per_s, state.failure);
+}
+
+auto tied(const Opening& opening) {
+  return std::tie(opening.rank, opening.why, opening.stalled_s, opening.under_way_s, opening.step, opening.label,
+                  opening.failure);
+}
+
+auto tied(const Finding& finding) { return std::tie(finding.is_conclusive, finding.text); }
+
+template <typename Struct>
+void check_round_trip(const Struct& value) {
+  const Struct back = decode<Struct>(encode(value));
+  REQUIRE(tied(back) == tied(value), "%s: %s", Struct::kKind, encode(value).c_str());
+  REQUIRE(encode(back) == encode(value), "%s", Struct::kKind);
+}
+
+void check_round_trips() {
+  check_round_trip(with_every_field());
+  check_round_trip(RankState{});
+  check_round_trip(opening_with_every_field());
+  check_round_trip(Opening{});
+  check_round_trip(Finding{true, "fusedcomm: roll call 1\n  rank 2", false});
+  check_round_trip(Finding{});
+}
+
+// Of a text that is not what a rank writes: "" if it is read nevertheless.
+template <typename Struct>
+std::string problem_of(const std::string& text) {
+  try {
+    decode<Struct>(text);
+    return "";
+  } catch (const UnreadableError& error) {
+    return error.what();
+  }
+}
+
+template <typename Struct>
+void check_damaged(const Struct& value) {
+  const std::string text = encode(value);
+  for (size_t length = 0; length < text.size(); ++length) {
+    REQUIRE(!problem_of<Struct>(text.substr(0, length)).empty(), "%zu bytes of %s", length, text.c_str());
+  }
+  for (size_t i = 0; i < text.size(); ++i) {
+    for (int bit = 0; bit < 8; ++bit) {
+      std::string garbled = text;
+      garbled[i] = static_cast<char>(garbled[i] ^ (1 << bit));
+      REQUIRE(!problem_of<Struct>(garbled).empty(), "bit %d of byte %zu of %s", bit, i, text.c_str());
+    }
+  }
+  REQUIRE(!problem_of<Struct>(text + "x").empty(), "longer than %s", text.c_str());
+}
+
+std::string field(const std::string& bytes) { return std::to_string(bytes.size()) + ":" + bytes + ","; }
+
+void check_problem(const std::string& problem, const std::string& expected) {
+  REQUIRE(problem == expected, "%s", problem.c_str());
+}
+
+void check_unreadable() {
+  check_damaged(with_every_field());
+  check_damaged(opening_with_every_field());
+  check_damaged(Finding{true, "fusedcomm: roll call 1", false});
+
+  check_problem(problem_of<Opening>("report 1 0123456789abcdef\n1:0,0:,and more"),
+                "it does not begin with \"call 1 \" but is \"report 1 0123456789abcdef?1:0,0:,and mor…\"");
+  check_problem(problem_of<Finding>("report 2 "), "it does not begin with \"report 1 \" but is \"report 2 \"");
+  check_problem(problem_of<Finding>("report 1 0123"), "it is cut off or garbled: no checksum in \"report 1 0123\"");
+  check_problem(problem_of<Finding>(""), "it does not begin with \"report 1 \" but is \"\"");
+  // With a right checksum: a rank that writes other fields than it should.
+  const auto sealed_problem = [](const std::string& fields) { return problem_of<Finding>(sealed("report", fields)); };
+  check_problem(sealed_problem(""), "its field \"is_conclusive\" has no length");
+  check_problem(sealed_problem("-1:1,"), "its field \"is_conclusive\" has no length");
+  check_problem(sealed_problem("99999999999999999999:1,"), "its field \"is_conclusive\" has no length");
+  check_problem(sealed_problem(field("2") + field("")), "its field \"is_conclusive\" is 2, not from 0 to 1");
+  check_problem(sealed_problem(field("yes") + field("")), "its field \"is_conclusive\" is \"yes\", not an integer");
+  check_problem(sealed_problem(field("1") + "4:abc,"), "its field \"text\" is to have 4 bytes and does not end there");
+  check_problem(sealed_problem(field("1") + "18446744073709551615:abc,"),
+                "its field \"text\" is to have 18446744073709551615 bytes and does not end there");
+  check_problem(sealed_problem(field("1") + "2:abc,"), "its field \"text\" is to have 2 bytes and does not end there");
+  check_problem(sealed_problem(field("1") + field("abc") + field("d")),
+                "it goes on after its last field with \"1:d,\"");
+  const std::string none = field("0"), infinite = field("9218868437227405312");
+  check_problem(problem_of<Opening>(sealed("call", none + field("3"))), "its field \"why\" is 3, not from 0 to 2");
+  check_problem(problem_of<Opening>(sealed("call", none + none + infinite)),
+                "its field \"stalled_s\" is not a finite number");
+  const std::string to_own = none + none + none + none + none + none + none + none + none + none + none + none + none;
+  check_problem(problem_of<RankState>(sealed("state", to_own + field("9223372036854775807"))),
+                "its field \"own\" has no length");
+  check_problem(problem_of<RankState>(sealed("state", to_own + none + field("1") + field("::1") + field("-1"))),
+                "its field \"unsent\" is -1, not from 0 to 1099511627776");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 2) {
-    const Finding finding = conclude(read_slowly(std::stod(argv[2])));
-    std::printf("%s%s\n", finding.is_conclusive ? "conclusive\n" : "", finding.text.c_str());
-    return 0;
+  const std::string what = argv[1];
+  if (what == "slowly") {
+    print_report(read_slowly(std::stod(argv[2])));
+  } else if (what == "garbled") {
+    print_report(garbled());
+  } else if (what == "words") {
+    REQUIRE(argc == 3, "which scene?");
+    check_words(argv[2]);
+  } else if (what == "round trip") {
+    check_round_trips();
+  } else if (what == "unreadable") {
+    check_unreadable();
+  } else if (what == "concern") {
+    check_concern();
+  } else {
+    print_report(scene(what));
   }
-  const Finding finding = conclude(scene(argv[1]));
-  std::printf("%s%s\n", finding.is_conclusive ? "conclusive\n" : "", finding.text.c_str());
   return 0;
 }

@@ -1,0 +1,205 @@
+#include "watch/roll_call_text.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <sstream>
+
+namespace fusedcomm {
+namespace {
+
+bool is_call(const RankState& state) { return state.job == RankState::Job::kCall; }
+
+std::string rank_text(int64_t rank) { return "rank " + std::to_string(rank); }
+
+std::string kb_text(int64_t nbytes) { return std::to_string((nbytes + 500) / 1000) + " KB"; }
+
+// A label may have line breaks; every finding has one line.
+std::string one_line(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
+}
+
+// "handed over 3.0 s ago"
+std::string since_text(const RankState& state, double seconds) {
+  return (is_call(state) ? "called " : "handed over ") + seconds_text(seconds) + " ago";
+}
+
+// "it has not handed over bucket 0 (…) of step 5; nothing under way for 7.2 s, since step 4"
+std::string behind_text(const RankState& state, const RankState& awaited) {
+  const std::string label = one_line(awaited.label);
+  return (is_call(awaited) ? "it has not called " + label + ", as every rank has to"
+                           : "it has not handed over " + label + " of step " + std::to_string(awaited.step)) +
+         "; nothing under way for " + seconds_text(state.idle_s) +
+         (state.last_step < 0 ? ", since it attached" : ", since step " + std::to_string(state.last_step));
+}
+
+std::string slow_text(const RollCall& call, const Conclusion& conclusion, const Conclusion::Slow& slow) {
+  using How = Conclusion::Slow::How;
+  const std::string head = rank_text(slow.rank) + " is slow: ";
+  if (slow.how == How::kLate) {
+    return head + "it took " + seconds_text(call.late_s.at(slow.rank)) +
+           " to answer, as if its process had been stopped";
+  }
+  const RankState& state = call.answers.at(slow.rank);
+  if (slow.how == How::kBehind) return head + behind_text(state, *conclusion.awaited);
+  return head + "in step " + std::to_string(state.step) + " busy with " + under_way_text(state) + ", " +
+         since_text(state, state.waits_s);
+}
+
+// "ranks 0, 2 wait in step 5 for the all-to-all of chunk 3/4 of bucket 0 (…), handed over 3.0 s ago"
+std::string group_text(const RankGroup& group, bool is_at_work) {
+  const bool is_one = group.ranks.size() == 1;
+  const char* does = is_at_work ? (is_one ? " is busy" : " are busy") : (is_one ? " waits" : " wait");
+  return ranks_text(group.ranks) + does + " in step " + std::to_string(group.state.step) +
+         (is_at_work ? " with " : " for ") + under_way_text(group.state) + ", " +
+         since_text(group.state, group.longest_s);
+}
+
+// "what rank 1 sends piles up: …"
+std::string congestion_text(const Congestion& found) {
+  std::ostringstream text;
+  if (found.senders.empty()) {
+    text << "what is sent to " << ranks_text(found.receivers);
+  } else {
+    text << "what " << ranks_text(found.senders) << (found.senders.size() == 1 ? " sends" : " send");
+    if (!found.receivers.empty()) text << " to " << ranks_text(found.receivers);
+  }
+  text << " piles up: " << kb_text(found.unsent_nbytes) << " have not left, " << std::fixed << std::setprecision(1)
+       << static_cast<double>(found.arriving_nbytes_per_s) / 1e6 << " MB/s arrive; elsewhere "
+       << kb_text(found.elsewhere_nbytes);
+  return text.str();
+}
+
+// Empty if the reason is not known.
+std::string reason_text(const RollCall& call, const Conclusion& conclusion) {
+  const std::string all = call.late_s.empty() ? "every rank answered and none is behind: " : "";
+  switch (conclusion.reason) {
+    case Conclusion::Reason::kUnknown:
+      return "";
+    case Conclusion::Reason::kOver:
+      return "every rank answered, and none waits any more";
+    case Conclusion::Reason::kCall:
+      return "every rank answered and none is behind";
+    case Conclusion::Reason::kAtWork:
+      return all + "some are at work, and the others wait for them";
+    case Conclusion::Reason::kNetwork:
+      return all + "they wait for the network" +
+             (conclusion.congestion ? ", where " + congestion_text(*conclusion.congestion) : "");
+  }
+  return "";
+}
+
+// Indented lines, of each kind kMaxListed at most.
+class Lines {
+ public:
+  explicit Lines(std::string head) : text_(std::move(head)) {}
+
+  void add(const std::string& line) { text_ += "\n  " + line; }
+
+  void list(const std::string& line) {
+    if (++num_listed_ <= kMaxListed) add(line);
+  }
+
+  // Says how many ranks of the kind were not listed. The next kind begins.
+  void end_list(const char* what) {
+    if (num_listed_ > kMaxListed) add(std::to_string(num_listed_ - kMaxListed) + " more ranks are " + what);
+    num_listed_ = 0;
+  }
+
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+  size_t num_listed_ = 0;
+};
+
+// Ranks whose answers are not known, and why.
+void add_unknown(const RollCall& call, Lines* lines) {
+  for (const auto& [rank, who] : call.absent) {
+    lines->list(rank_text(rank) + " (" + (who.empty() ? "which has no watch" : who) +
+                ") is missing: no answer within " + seconds_text(call.waited_s) +
+                ". It is stopped, was killed, has left, or is cut off");
+  }
+  lines->end_list("missing");
+  for (const auto& [rank, problem] : call.unreadable) {
+    lines->list(rank_text(rank) + " answered, but its answer cannot be read: " + problem);
+  }
+  lines->end_list("not to be understood");
+  if (!call.unread.empty()) {
+    lines->add(std::to_string(call.unread.size()) + (call.unread.size() == 1 ? " answer" : " answers") +
+               " not read in time, of " + ranks_text(call.unread) + (call.store_problem ? "" : ": the store is slow"));
+  }
+  if (call.store_problem) {
+    lines->add((call.store_problem->is_silence() ? "then the store was silent: " : "then the store failed: ") +
+               call.store_problem->text);
+  }
+}
+
+}  // namespace
+
+std::string report_text(const RollCall& call, const Conclusion& conclusion) {
+  Lines lines("fusedcomm: roll call " + std::to_string(call.number) + " of " + std::to_string(call.world_size) +
+              " ranks, " + opening_text(call.opening));
+  add_unknown(call, &lines);
+  for (const int rank : conclusion.failed) {
+    lines.list(rank_text(rank) + " has failed: " + one_line(*call.answers.at(rank).failure));
+  }
+  lines.end_list("failed");
+  for (const Conclusion::Slow& slow : conclusion.slow) lines.list(slow_text(call, conclusion, slow));
+  lines.end_list("slow");
+  if (const std::string reason = reason_text(call, conclusion); !reason.empty()) lines.add(reason);
+  for (const RankGroup& group : conclusion.at_work) lines.list(group_text(group, /*is_at_work=*/true));
+  lines.end_list("at work");
+  for (const RankGroup& group : conclusion.waiting) lines.list(group_text(group, /*is_at_work=*/false));
+  lines.end_list("waiting elsewhere");
+  return lines.text();
+}
+
+std::string why_text(const Opening& opening) {
+  switch (opening.why) {
+    case Opening::Why::kStalled:
+      return "where nothing has moved for " + seconds_text(opening.stalled_s);
+    case Opening::Why::kCrawling:
+      return "where " + opening.label + " of step " + std::to_string(opening.step) +
+             " moves, but has been under way for " + seconds_text(opening.under_way_s);
+    case Opening::Why::kFailed:
+      return "after a failure: " + opening.failure;
+  }
+  return "";
+}
+
+std::string opening_text(const std::optional<Opening>& opening) {
+  if (!opening) return "opened by a rank whose reason cannot be read";
+  return "opened by " + rank_text(opening->rank) + ", " + why_text(*opening);
+}
+
+std::string seconds_text(double seconds) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(1) << seconds << " s";
+  return text.str();
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < std::min(ranks.size(), kMaxListed); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return ranks.size() > kMaxListed ? text + " and " + std::to_string(ranks.size() - kMaxListed) + " more" : text;
+}
+
+std::string under_way_text(const RankState& state) {
+  const std::string label = one_line(state.label);
+  if (is_call(state)) return "the others in " + label;
+  switch (state.at) {
+    case Board::View::At::kQueue:
+      return "the next stage of " + label;
+    case Board::View::At::kStream:
+      return "work on the device's streams of " + label;
+    case Board::View::At::kStage:
+      break;
+  }
+  return std::string("the ") + stage_name(state.stage) + " of chunk " + std::to_string(state.chunk + 1) + "/" +
+         std::to_string(state.num_chunks) + " of " + label;
+}
+
+}  // namespace fusedcomm
