@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from models import Gradients, stderr_to, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
 
@@ -248,6 +250,30 @@ def test_what_keeps_one_rank_from_connecting_is_the_reason_that_all_are_told(ran
     reason = "fusedcomm: rank 2 cannot attach: no memory for channels"
     assert last == ("MemoryError: no memory for channels", "None", [reason])  # said before the others have given up
     assert first[1] == second[1] == reason
+
+
+def with_problems_of_their_own(rank, world_size, problems):
+    """Rank 1 has a problem, and then rank 0 has one, too. What each raises, and its cause."""
+    store = groups.private_store(dist.group.WORLD)
+    attaching = types.SimpleNamespace(
+        peers=peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), 60), rank=rank, _store=store
+    )
+    while rank == 0 and not store.check(["plan/record/1"]):
+        time.sleep(0.01)
+    try:
+        session.Session._agree(attaching, store, "plan", {}, OSError(problems[rank]))
+    except OSError as error:
+        return str(error), error.__cause__ and str(error.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("own", "is_told"), [("no space", True), ("", True), ("rank 1", True), ("no space left on device", False)]
+)
+def test_a_rank_with_a_problem_is_told_of_an_earlier_one_unless_that_is_the_same(ranks, own, is_told):
+    first = "no space left on device"
+    on_0, on_1 = ranks.run(with_problems_of_their_own, [own, first], world_size=2)
+    assert on_0 == (own, f"fusedcomm: rank 1 cannot attach: {first}" if is_told else None)
+    assert on_1 == (first, None)
 
 
 def let_go(rank, world_size, wire, how):

@@ -159,10 +159,14 @@ def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks)
             assert "rank 2 (process" in warned and "is missing" in warned
 
 
-def slow(rank, world_size, victim, stall_after, late_s):
-    """In step 3 the `victim` begins its backward pass late; then five more steps."""
+def slow(rank, world_size, victim, stall_after, late_s, forged=None):
+    """In step 3 the `victim` begins its backward pass late; then five more steps. `forged`: what rank 0 puts into the
+    store as roll call 1."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=stall_after)
+    if forged is not None and rank == 0:
+        comm._session._store.set("watch/call/1", forged)
+        comm._session._store.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronise(ddp, gradients, steps=3)
     with tempfile.NamedTemporaryFile() as log:
@@ -191,6 +195,15 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks):
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
         assert "ranks 0, 2 wait in step 3 for the all-to-all of chunk 1/" in warned
         assert "missing" not in warned
+
+
+@pytest.mark.parametrize("forged", ["", "opened by rank 2, after a failure: ", "call 1 0123456789abcdef\n1:2,"])
+def test_a_roll_call_that_cannot_be_read_is_answered_and_passed_over(ranks, forged):
+    outcomes = ranks.run(slow, 1, 2, 6, forged, world_size=3)
+    assert all(right for right, _, _ in outcomes) and outcomes[1][1] == ""
+    for _, warned, _ in (outcomes[0], outcomes[2]):
+        assert "Warning: fusedcomm: roll call 2 of 3 ranks, opened by rank " in warned
+        assert "rank 1 is slow: it has not handed over bucket 0" in warned and "missing" not in warned
 
 
 def test_nothing_is_said_of_a_wait_within_stall_after(ranks):
@@ -404,7 +417,14 @@ from torch.nn.parallel import DistributedDataParallel
 os.dup2(1, 2)  # its warnings are what this is about
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-ddp = DistributedDataParallel(torch.nn.Linear(1000, 2000, bias=False))
+NAME = "after a failure: weight"  # a label is for people, whatever it says
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter(NAME, torch.nn.Parameter(torch.zeros(2000, 1000)))
+    def forward(self, x):
+        return torch.nn.functional.linear(x, getattr(self, NAME))
+ddp = DistributedDataParallel(Model())
 comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", chunk_nbytes=384 << 10, stall_after=2, quiet=True)
 for step in range(5):
     if step == 2 and rank == 2:
@@ -412,7 +432,7 @@ for step in range(5):
         subprocess.run(["tc", "qdisc", "replace", *line, *"rate 6mbit burst 64kb latency 50ms".split()], check=True)
     ddp.zero_grad()
     ddp(torch.full((1, 1000), rank + 1.0)).sum().backward()
-    assert (ddp.module.weight.grad == 2).all()
+    assert (getattr(ddp.module, NAME).grad == 2).all()
 print("rank", rank, "is through", flush=True)
 dist.barrier()
 dist.destroy_process_group()
@@ -429,7 +449,7 @@ def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys)
         opened = [line for line in lines if "fusedcomm: roll call" in line]
         # Once after 2 s, and once more if it takes twice as long and longer; not in every step.
         assert 1 <= len(opened) <= 2, opened
-        why = r"where bucket 0 \(weight; .*\) of step 2 moves, but has been under way for [2-5]\.\d s"
+        why = r"where bucket 0 \(after a failure: weight; .*\) of step 2 moves, but has been under way for [2-5]\.\d s"
         assert re.search("roll call 1 of 3 ranks, opened by rank [0-2], " + why, opened[0]), opened
         found = [lines[lines.index(report) + 1].removeprefix(f"[host{rank}]   ") for report in opened]
         network = "every rank answered and none is behind: they wait for the network"
