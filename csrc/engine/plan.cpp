@@ -153,7 +153,7 @@ int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<StreamWire>
 }  // namespace
 
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       const std::vector<int64_t>& lossy_numels) {
+                       const std::vector<int64_t>& lossy_numels, bool in_one_run) {
   BucketPlan plan;
   std::vector<StreamWire> streams;
   int64_t lossy_numel = 0;
@@ -195,7 +195,7 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
     whole = {Wire::kFp32, config.block_numel, false, lossy_numel + exact_numel};
     exact_numel = 0;
     plan.pack_scale = static_cast<float>(1 / p);  // before the sum, as DDP's own all-reduce does: the same bits
-    plan.in_place = dtype == GradDtype::kFloat32;
+    plan.in_place = in_one_run && dtype == GradDtype::kFloat32;
   } else {
     if (exact_numel != 0) {
       throw std::invalid_argument(

@@ -82,9 +82,10 @@ inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 // Throws std::invalid_argument naming the field, its value and what is possible.
 void check_config(const WireConfig& config);
 
-// lossy_numels: by the number of the wire, missing ones are 0.
+// lossy_numels: by the number of the wire, missing ones are 0. in_one_run: the gradients lie one after another, so that
+// a collective may work on their own memory.
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       const std::vector<int64_t>& lossy_numels);
+                       const std::vector<int64_t>& lossy_numels, bool in_one_run = true);
 
 // Upper bound of chunk_nbytes() and host_chunk_nbytes() over every bucket: the size of one workspace. The module does
 // not bound it more tightly, since what a reducer will bring cannot be told for sure from it (parameters frozen, tied

@@ -36,7 +36,7 @@ std::optional<double> relative_error_of(const at::Tensor& norms) {
 Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
     : options_(options), engine_(engine), transport_(transport) {}
 
-void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index,
+void Guard::submit(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass, size_t index,
                    size_t num_buckets, std::shared_ptr<const BucketRecord> record) {
   const int64_t every = options_.verify_every;
   const bool due = every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
@@ -45,8 +45,10 @@ void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int
     return;
   }
   at::NoGradGuard no_grad;
-  const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
-  const auto norms = at::empty({3}, buffer.options().dtype(at::kDouble));
+  // A copy also of what lies in one run.
+  const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
+  exact.mul_(1.0 / transport_->world_size());
+  const auto norms = at::empty({3}, exact.options().dtype(at::kDouble));
   for (const at::Tensor& tensor : {exact, norms}) engine_->device().will_use(tensor);
   auto check = std::make_shared<BucketJob>();
   check->owner = job->owner;
@@ -64,9 +66,9 @@ void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
   // On the lane, and so after the end, of the bucket's own unpacking.
-  stages.unpack = [this, verification, exact, buffer] {
+  stages.unpack = [this, verification, exact, gradients] {
     at::NoGradGuard inner_no_grad;
-    compare(buffer, exact, verification.norms);
+    compare(gradients->flattened(), exact, verification.norms);
     std::lock_guard<std::mutex> lock(mutex_);
     verifications_.push_back(verification);
     if (verifications_.size() > kMaxVerifications) verifications_.pop_front();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "gradients/bucket.h"
 #include "transport/c10d_transport.h"
 
 namespace fusedcomm {
@@ -48,8 +49,8 @@ class Guard {
 
   // Submits the job; if it is its bucket's turn, with an exact sum of the same gradients behind it, which on_done waits
   // for, too. `index` and `num_buckets` are the bucket's and those of the step before.
-  void submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index, size_t num_buckets,
-              std::shared_ptr<const BucketRecord> record);
+  void submit(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass, size_t index,
+              size_t num_buckets, std::shared_ptr<const BucketRecord> record);
 
   // Whether buckets of this pass are to be measured, and what came out for one.
   bool is_measured(int64_t pass) const;

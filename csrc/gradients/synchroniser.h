@@ -1,10 +1,9 @@
-// From DDP's buckets to the engine's jobs, and from a finished job to the reducer's future.
+// From buckets to the engine's jobs, and from a finished job to the front end's future.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "engine/engine.h"
@@ -31,8 +30,9 @@ class GradHook {
   // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
-  // Returns at once; the future holds the bucket's own buffer, or the error.
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+  // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or the
+  // error. Every rank brings the same buckets, in the order of their indices.
+  c10::intrusive_ptr<c10::ivalue::Future> run(const Bucket& bucket);
 
   // From now on stalls are reported, and failures explained.
   void watch(const StorePtr& store, const WatchOptions& options);
@@ -81,21 +81,21 @@ class GradHook {
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> hand_over(c10d::GradBucket& bucket);
-  std::string text_of(const c10d::GradBucket& bucket);
+  c10::intrusive_ptr<c10::ivalue::Future> hand_over(const Bucket& bucket);
+  std::string text_of(const Bucket& bucket);
   // Before the first bucket of a backward pass.
   void begin_pass();
   void fall_back(const Guard::Failing& failing);
-  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
-                                      int64_t step) const;
+  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record,
+                                      const GradientsPtr& gradients, int64_t step) const;
   // Has this rank's pack of the bucket measured.
-  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
-               int64_t step);
+  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record,
+               const GradientsPtr& gradients, int64_t step);
 
   // All that follow, under mutex_.
-  std::shared_ptr<const BucketRecord> record_of(const c10d::GradBucket& bucket);
+  std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
   // Raises an error if DDP has left out buckets.
-  void check_order(const c10d::GradBucket& bucket, const BucketRecord& record);
+  void check_order(const Bucket& bucket, const BucketRecord& record);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<C10dTransport> transport_;
