@@ -122,7 +122,27 @@ void bind_peers(py::module_& m) {
           NoGil());
 }
 
+// What `run` gives, as Python's torch.futures.Future holds it.
+template <typename Run, typename Hook, typename BucketOfAnyKind>
+std::shared_ptr<torch::jit::PythonFutureWrapper> returned(Run run, Hook& hook, BucketOfAnyKind& bucket) {
+  FuturePtr future;
+  {
+    const py::gil_scoped_release no_gil;
+    future = std::invoke(run, hook, bucket);
+  }
+  return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+}
+
 void bind_hook(py::module_& m) {
+  // Gradients where they lie, in the order of their parameters.
+  py::class_<Bucket>(m, "Bucket")
+      .def(py::init([](size_t index, bool is_last, std::vector<at::Tensor> parameters,
+                       std::vector<at::Tensor> gradients) {
+             return Bucket(index, is_last, std::move(parameters),
+                           std::make_shared<const Gradients>(std::move(gradients)));
+           }),
+           py::kw_only(), py::arg("index"), py::arg("is_last"), py::arg("parameters"), py::arg("gradients"));
+
   py::class_<EngineStats>(m, "EngineStats")
       .def_readonly("num_steps", &EngineStats::num_steps)
       .def_readonly("num_buckets", &EngineStats::num_buckets)
@@ -205,15 +225,7 @@ void bind_hook(py::module_& m) {
       .def("restore_residuals", &GradHook::restore_residuals, NoGil())
       .def_property("step", py::cpp_function(&GradHook::step, NoGil()),
                     py::cpp_function(&GradHook::restore_step, NoGil()))
-      .def("run",
-           [](GradHook& hook, c10d::GradBucket& bucket) {
-             c10::intrusive_ptr<c10::ivalue::Future> future;
-             {
-               py::gil_scoped_release no_gil;
-               future = hook.run(bucket);
-             }
-             return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
-           })
+      .def("run", [](GradHook& hook, const Bucket& bucket) { return returned(&GradHook::run, hook, bucket); })
       .def(
           "watch",
           [](GradHook& hook, const StorePtr& store, double stall_after_s, double timeout_s,
@@ -277,6 +289,7 @@ void bind_hook(py::module_& m) {
         reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(target)));
       },
       py::arg("reducer"), py::arg("target"));
+  m.def("run_ddp_bucket", [](GradHook& hook, DdpBucket& bucket) { return returned(&run_ddp_bucket, hook, bucket); });
   m.def("take_ddp_hook", &take_ddp_hook, py::arg("reducer"), NoGil());
 }
 

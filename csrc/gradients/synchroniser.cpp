@@ -16,8 +16,6 @@
 namespace fusedcomm {
 namespace {
 
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-
 // With its device, so that completing it records an event there and waiting for it waits for that.
 FuturePtr make_future(c10::Device device) {
   std::vector<c10::Device> devices;

@@ -14,6 +14,8 @@
 
 namespace fusedcomm {
 
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
 class GradHook {
  public:
   // The same on every rank.
@@ -32,7 +34,7 @@ class GradHook {
 
   // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or the
   // error. Every rank brings the same buckets, in the order of their indices.
-  c10::intrusive_ptr<c10::ivalue::Future> run(const Bucket& bucket);
+  FuturePtr run(const Bucket& bucket);
 
   // From now on stalls are reported, and failures explained.
   void watch(const StorePtr& store, const WatchOptions& options);
@@ -81,7 +83,7 @@ class GradHook {
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> hand_over(const Bucket& bucket);
+  FuturePtr hand_over(const Bucket& bucket);
   std::string text_of(const Bucket& bucket);
   // Before the first bucket of a backward pass.
   void begin_pass();

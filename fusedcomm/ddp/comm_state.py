@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fusedcomm.autotune.search import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
+from fusedcomm.native import _C
 from fusedcomm.session.session import NamedParameter, Session, named_parameters
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.session.stats import Stats
@@ -186,7 +187,8 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
         )
     state.look_at(bucket)
     # The reducer takes nothing but a Python object from a hook that was registered in Python.
-    return state.session(bucket.buffer().device).hook.run(bucket).then(_value)
+    session = state.session(bucket.buffer().device)
+    return _C.run_ddp_bucket(session.hook, bucket).then(_value)
 
 
 def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
