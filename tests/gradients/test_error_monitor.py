@@ -13,7 +13,7 @@ import fusedcomm
 from fusedcomm import reference
 from fusedcomm.config import Config
 from fusedcomm.native import _C
-from fusedcomm.session.session import named_parameters
+from fusedcomm.session.parameters import named_parameters
 
 NUMEL = 20000
 
