@@ -1,0 +1,174 @@
+"""No arrow runs upward and none in a circle: every #include of csrc/ and every import of fusedcomm/ and kernels/."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A layer includes only itself and what stands below it.
+CSRC = ("bindings", "frontends", "gradients", "watch", "engine", "devices", "transport", "codec", "lanes", "wire")
+WITHOUT_TORCH = ("engine", "codec", "lanes", "wire")
+
+FUSEDCOMM = (
+    "__main__",
+    "tools",
+    "__init__",
+    "ddp",
+    "autotune",
+    "session",
+    "trace",
+    "devices",
+    "simulation",
+    "config",
+    "chunks",
+    "patterns",
+    "ranks",
+    "kernels",
+    "reference",
+    "env",
+    "native",
+    "version",
+    "_C",
+)
+
+Arrow = tuple[str, str]
+"""From a file or module to one that it includes or imports."""
+
+
+def upward(arrows: list[Arrow], layers: tuple[str, ...], layer_of) -> list[str]:
+    found = []
+    for source, target in arrows:
+        above, below = layer_of(source), layer_of(target)
+        for name in (above, below):
+            assert name in layers, f"{source} → {target}: {name} is no layer of {', '.join(layers)}"
+        if layers.index(below) < layers.index(above):
+            found.append(f"{source} → {target}: {above} stands below {below}")
+    return found
+
+
+def circle(arrows: list[Arrow]) -> list[str]:
+    """The files of one circle, in its order; empty if there is none."""
+    targets: dict[str, list[str]] = {}
+    for source, target in arrows:
+        if source != target:
+            targets.setdefault(source, []).append(target)
+    done: set[str] = set()
+
+    def follow(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for target in targets.get(name, ()):
+                if found := follow(target, [*path, name]):
+                    return found
+            done.add(name)
+        return []
+
+    return next(filter(None, (follow(name, []) for name in targets)), [])
+
+
+def includes(folder: Path) -> list[Arrow]:
+    return [
+        (str(path.relative_to(folder)), name)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".h", ".cpp")
+        for name in re.findall(r'^\s*#\s*include "([^"]+)"', path.read_text(), re.M)
+    ]
+
+
+def imports(path: Path, module: str) -> Iterator[str]:
+    """The modules of ours that a module imports, wherever in it; not those for type checkers alone."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(node)
+        for check in ast.walk(tree)
+        if isinstance(check, ast.If) and isinstance(check.test, ast.Name) and check.test.id == "TYPE_CHECKING"
+        for node in ast.walk(check)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fusedcomm")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            if base.split(".")[0] == "fusedcomm":
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for folder, package in ((ROOT / "fusedcomm", "fusedcomm"), (ROOT / "kernels", "fusedcomm.kernels")):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if folder.name == "fusedcomm" and parts[0] == "kernels":
+                continue  # a link to kernels/
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+def python_arrows() -> list[Arrow]:
+    known = modules()
+    arrows = []
+    for module, path in known.items():
+        for name in imports(path, module):
+            while name not in known and name != "fusedcomm._C":
+                name = name.rpartition(".")[0]
+            arrows.append((module, name))
+    return arrows
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_no_include_runs_upward_or_in_a_circle():
+    arrows = includes(ROOT / "csrc")
+    assert len(arrows) > 100
+    assert upward(arrows, CSRC, lambda name: name.split("/")[0]) == []
+    assert circle(arrows) == []
+
+
+def test_the_engine_knows_no_torch():
+    """Which is what lets the sanitizers build it alone."""
+    for layer in WITHOUT_TORCH:
+        for path in (ROOT / "csrc" / layer).rglob("*"):
+            if path.is_file():
+                assert not re.search(r"#\s*include <(torch|ATen|c10|pybind11)", path.read_text()), path
+
+
+def test_no_import_runs_upward_or_in_a_circle():
+    arrows = python_arrows()
+    assert len(arrows) > 200
+    assert upward(arrows, FUSEDCOMM, room_of) == []
+    assert circle(arrows) == []
+
+
+def test_training_imports_no_tool():
+    assert [a for a in python_arrows() if "tools" in room_of(a[1]) and room_of(a[0]) not in ("tools", "__main__")] == []
+
+
+@pytest.mark.parametrize(
+    ("arrows", "found"),
+    [
+        ([("engine/plan.h", "wire/layout.h"), ("lanes/lane.h", "wire/layout.h")], []),
+        ([("wire/layout.h", "engine/plan.h")], ["wire/layout.h → engine/plan.h: wire stands below engine"]),
+    ],
+)
+def test_an_arrow_upward_is_found(arrows, found):
+    assert upward(arrows, CSRC, lambda name: name.split("/")[0]) == found
+
+
+def test_a_circle_is_found():
+    assert circle([("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]) == ["b", "c", "b"]
+    assert circle([("a", "b"), ("b", "c"), ("a", "c")]) == []
