@@ -368,7 +368,7 @@ def captured(rank, world_size, library, is_watched):
     begun = []
     with fake.takes_over(wire="bf16"):
         comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
-        target = handle._targets[ddp]
+        target = handle.targets[ddp]
         if is_watched:  # as while wire="auto" searches
             target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
