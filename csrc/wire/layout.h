@@ -34,7 +34,7 @@ inline constexpr int64_t kDefaultBlockNumel = 128;
 inline constexpr int64_t kMinBlockNumel = 32;
 inline constexpr int64_t kMaxBlockNumel = 4096;
 
-// kFp8 is e4m3. Names for people are in wire_names.h, what the codes mean in fusedcomm/reference.py.
+// kFp8 is e4m3. Names for people are in names.h, what the codes mean in fusedcomm/reference.py.
 enum class Wire : uint8_t { kFp32, kBf16, kFp16, kInt8, kFp8, kFp8E5m2, kInt4 };
 
 // Wires that quantise carry one scale for every block of elements.

@@ -1,4 +1,4 @@
-// The codec's inner loops over blocks, and the table of all kernels; see codec_kernels_impl.h.
+// The codec's inner loops over blocks, and the table of all kernels; see elements_impl.h.
 #pragma once
 
 #include "codec/isa/noise_impl.h"

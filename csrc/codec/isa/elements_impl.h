@@ -1,5 +1,5 @@
-// The codec's inner loops, written once over a vector type V: here single elements, in codec_noise_impl.h noise, in
-// codec_blocks_impl.h blocks. Each codec_<isa>.cpp includes the last after it has selected its instruction set, defines
+// The codec's inner loops, written once over a vector type V: here single elements, in noise_impl.h noise, in
+// blocks_impl.h blocks. Each <isa>.cpp includes the last after it has selected its instruction set, defines
 // its V and makes a table: everything here has internal linkage, so no other file can end up with code its machine
 // cannot run. For the same reason no function template of std is used.
 //
