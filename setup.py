@@ -3,6 +3,8 @@
 ``CppExtension``, never ``CUDAExtension``: one build serves CPU and GPU, and no CUDA toolkit is asked for.
 """
 
+import re
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,13 +28,53 @@ REDUCER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/red
 if "std::unique_ptr<CommHookInterface> comm_hook_;" in REDUCER.read_text():
     COMPILE_FLAGS.append("-DFUSEDCOMM_REDUCER_HAS_COMM_HOOK")
 
+CSRC = Path("csrc").absolute()
+UNITS = Path("build/units")
+
+
+@cache
+def uses_torch(file: Path) -> bool:
+    """Whether the file includes a header of torch or pybind11, itself or through our own headers."""
+    names = re.findall(r'^#include [<"](.+)[>"]', file.read_text(), re.MULTILINE)
+    if any(name.startswith(("ATen/", "c10/", "pybind11/", "torch/")) for name in names):
+        return True
+    return any(uses_torch(CSRC / name) for name in names if (CSRC / name).is_file())
+
+
+def write_unit(name: str, files: list[Path]) -> str:
+    """Writes a source file that includes `files`, unless it is there already, and returns its path."""
+    unit = UNITS / f"{name}.cpp"
+    text = "".join(f'#include "{file.relative_to(CSRC)}"\n' for file in files)
+    if not unit.is_file() or unit.read_text() != text:
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        unit.write_text(text)
+    return str(unit)
+
+
+def sources() -> list[str]:
+    """What is compiled: files that use torch in two units, the others one by one.
+
+    Reading torch's headers takes longer than compiling what a file of ours adds to them, so it is done twice (once for
+    each of two cores) and not once for each file. Files of a unit share their anonymous namespaces: a name that two of
+    them define there is an error.
+    """
+    files = sorted(CSRC.rglob("*.cpp"))
+    units: dict[str, list[Path]] = {"bindings": [], "torch": []}
+    for file in filter(uses_torch, files):
+        units["bindings" if file.is_relative_to(CSRC / "bindings") else "torch"].append(file)
+    # The units come first: they take longest.
+    return [write_unit(name, unit) for name, unit in units.items()] + [
+        str(file.relative_to(CSRC.parent)) for file in files if not uses_torch(file)
+    ]
+
+
 setup(
     ext_modules=[
         CppExtension(
             "fusedcomm._C",
-            include_dirs=[str(Path("csrc").absolute())],
-            sources=sorted(str(p) for p in Path("csrc").rglob("*.cpp")),
-            depends=sorted(str(p) for p in Path("csrc").rglob("*.h")),
+            include_dirs=[str(CSRC)],
+            sources=sources(),
+            depends=sorted(str(p) for p in Path("csrc").rglob("*") if p.suffix in (".cpp", ".h")),
             extra_compile_args=COMPILE_FLAGS,
         )
     ],

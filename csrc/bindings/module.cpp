@@ -1,12 +1,12 @@
 // The Python boundary: a table of contents, nothing else.
 #include <pybind11/functional.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <variant>
 
@@ -212,7 +212,8 @@ void bind_hook(py::module_& m) {
                py::gil_scoped_release no_gil;
                future = hook.run(bucket);
              }
-             return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+             // torch makes its Python future of a Work: naming that type here takes the longest of all to compile.
+             return py::cast(c10d::Work::create_from_future(future)).attr("get_future")();
            })
       .def(
           "watch",
