@@ -79,4 +79,6 @@ setup(
         )
     ],
     cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
+    # pip's editable build would put object files into a folder that it removes, and the next build would begin anew.
+    options={"build_ext": {"build_temp": "build/objects"}},
 )
