@@ -6,7 +6,6 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <variant>
 
@@ -15,6 +14,11 @@
 #include "frontends/ddp/hook.h"
 #include "gradients/grad_dtype.h"
 #include "wire/names.h"
+
+// Of torch/csrc/jit/python/pybind_utils.h, which would take as long to compile as all of this file.
+namespace torch::jit {
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue ivalue);
+}  // namespace torch::jit
 
 namespace fusedcomm {
 namespace {
@@ -212,8 +216,7 @@ void bind_hook(py::module_& m) {
                py::gil_scoped_release no_gil;
                future = hook.run(bucket);
              }
-             // torch makes its Python future of a Work: naming that type here takes the longest of all to compile.
-             return py::cast(c10d::Work::create_from_future(future)).attr("get_future")();
+             return torch::jit::toPyObject(std::move(future));
            })
       .def(
           "watch",
