@@ -1,5 +1,7 @@
 #include "bindings/codec_bindings.h"
 
+#include <ATen/ATen.h>
+
 #include <memory>
 #include <optional>
 #include <sstream>
