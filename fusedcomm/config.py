@@ -12,7 +12,7 @@ from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
 ROUNDINGS = ("nearest", "stochastic")

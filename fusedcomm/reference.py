@@ -7,10 +7,10 @@ Sizes and offsets are asked of the layout (csrc/wire/layout.h); the arithmetic i
     fp32     code = y
     bf16     code = y rounded to nearest even         overflow becomes Inf
     fp16     code = y rounded to nearest even         overflow becomes Inf, subnormals are kept
-    blocks   absmax = max |y| of a block; L is the greatest code: 127 (int8), 448 (fp8), 57344 (fp8_e5m2), 7 (int4)
+    blocks   absmax = max |y| of a block; L is the greatest code: 127 (int8), 448 (fp8), 7 (int4)
                scale = absmax / L, inverse = L / absmax; int4: scale = absmax / 7 rounded to bf16, inverse = 1 / scale
-               code = y · inverse, to nearest even among whole numbers (int8, int4) or values of e4m3fn, e5m2 (fp8),
-               which keep the sign of zero; what lies beyond L becomes L
+               code = y · inverse, to nearest even among whole numbers (int8, int4) or values of e4m3fn (fp8), which
+               keep the sign of zero; what lies beyond L becomes L
                a block with absmax < 2^-100           scale = 0, code = 0
                a block with an Inf or a NaN           scale = Inf, code = ±L for ±Inf, 0 for all others
     rotate   y of 32 consecutive elements ← H·(signs·y) first, unnormalised; undone after decoding by signs·(H·y)/32
@@ -47,12 +47,11 @@ WIRE_DTYPES = {
     "fp16": torch.float16,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
     "int4": torch.uint8,
 }
 """Of the codes; int4 has two in a byte, the even element's in the low half."""
 
-GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0, "int4": 7.0}
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 
 _LEAST_ABSMAX = 2.0**-100
 """Blocks below it become zeros, so that neither scale nor inverse comes near overflow or a denormal."""
@@ -150,7 +149,6 @@ def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> t
         torch.bfloat16: (7, -126),
         torch.float16: (10, -14),
         torch.float8_e4m3fn: (3, -6),
-        torch.float8_e5m2: (2, -14),
     }[dtype]
     magnitude = v.abs()
     dropped = 23 - mantissa_nbits

@@ -12,11 +12,11 @@ NUM_WARPS = 16
 """With TILE, one 128-bit access per thread carries a quarter of a tile: four of them are in flight before the first
 use, and one program saturates its SM without keeping the registers from other kernels."""
 
-WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "int4": 6}
-BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6}
+BLOCK_WIRES = ("int8", "fp8", "int4")
 """Those whose blocks have a scale."""
 
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 1}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 1}
 """Of the integers that a codes section is made of: one for each element, int4 one for two elements."""
 
 SCALE_NBYTES = {"int4": 2}
@@ -39,7 +39,6 @@ BF16 = tl.constexpr(WIRE_IDS["bf16"])
 FP16 = tl.constexpr(WIRE_IDS["fp16"])
 INT8 = tl.constexpr(WIRE_IDS["int8"])
 FP8 = tl.constexpr(WIRE_IDS["fp8"])
-FP8_E5M2 = tl.constexpr(WIRE_IDS["fp8_e5m2"])
 INT4 = tl.constexpr(WIRE_IDS["int4"])
 FEEDBACK_FP32 = tl.constexpr(FEEDBACK_IDS["fp32"])
 FEEDBACK_BF16 = tl.constexpr(FEEDBACK_IDS["bf16"])

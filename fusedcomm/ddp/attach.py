@@ -66,7 +66,7 @@ def attach(
         ddp: the module that DistributedDataParallel wraps, parameters on cpu over a gloo group or on one cuda device
             over an NCCL group.
         wire: what travels: "fp32", "bf16", "fp16", or codes with a scale for every `block` elements: "int8", "fp8"
-            (e4m3), "fp8_e5m2", "int4". Or "auto": the first steps try DDP's own all-reduce, `wires` and, of the best
+            (e4m3), "int4". Or "auto": the first steps try DDP's own all-reduce, `wires` and, of the best
             of them, other sums and chunks where those are left open; the ranks keep what makes their steps shortest, or
             the more exact if it is within 3% (docs/autotune.md). Whatever else is given here is for all that is tried.
         sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (each rank takes the fp32

@@ -9,7 +9,7 @@ import torch
 from fusedcomm import reference
 from fusedcomm.native import _C
 
-BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("bf16", "fp16", *BLOCK_WIRES, *(f"{wire} rotated" for wire in BLOCK_WIRES))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}

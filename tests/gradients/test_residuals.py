@@ -55,7 +55,7 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts
         ("fp16", {"error_feedback": "bf16", "rounding": "stochastic"}),
         ("int8", {"error_feedback": "int8"}),
         ("fp8", {"rounding": "stochastic", "seed": 2**63 + 5}),
-        ("fp8_e5m2", {"error_feedback": True, "rounding": "stochastic"}),
+        ("fp8", {"error_feedback": True, "rounding": "stochastic"}),
         ("int4", {"error_feedback": True, "rotate": True}),
         ("int4", {"error_feedback": "int8", "rotate": True, "rounding": "stochastic"}),
     ],

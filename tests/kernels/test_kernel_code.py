@@ -23,10 +23,10 @@ pytestmark = pytest.mark.timeout(3600)
 
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 ROTATED = ("int8", "int4")  # looked at for every capability; fp8 differs in what comes before and after
 GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
 BLOCKS = {"int4": 32}  # elements; others have 128
 TILE = 8192
 NUM_THREADS = 512
@@ -45,8 +45,8 @@ def all_kernels():
         kernels.append(("scale", None, "float32", True, False, False, capability))
         for wire in WIRES if capability in CAPABILITIES else WIRES[3:]:
             every_dtype = capability == 90 and wire in WIRES[:4]
-            # Elsewhere fp16 and fp8_e5m2 stand for little that bf16 and fp8 do not.
-            for flat in (True, False) if capability == 90 or wire not in ("fp16", "fp8_e5m2") else (True,):
+            # Elsewhere fp16 stands for little that bf16 does not.
+            for flat in (True, False) if capability == 90 or wire != "fp16" else (True,):
                 kernels.append(("reduce", wire, None, flat, False, False, capability))
                 for dtype in GRAD_NBYTES if every_dtype else ("float32",):
                     kernels.append(("pack", wire, dtype, flat, False, False, capability))
@@ -76,7 +76,7 @@ ENCODERS = [
     ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "int8"}),
     ("pack", "int8", "float32", False, {"stochastic": True, "feedback": "fp32"}),
     ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
-    ("pack", "fp8_e5m2", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("pack", "fp8", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
     ("reduce", "fp8", None, True, {"stochastic": True, "feedback": "fp32"}),
     ("reduce", "int4", None, True, {"stochastic": True}),
     ("reduce", "int4", None, True, {"stochastic": True, "feedback": "int8", "in_wire": "bf16", "rotated": True}),

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 90)
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 WITH_SCALES = WIRES[3:]
 ENCODERS = ({"feedback": "fp32"}, {"stochastic": True, "feedback": "bf16"}, {"stochastic": True, "feedback": "int8"})
 

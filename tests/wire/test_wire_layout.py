@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from fusedcomm.native import _C
 
-BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
-SCALE_NBYTES = {"int8": 4, "fp8": 4, "fp8_e5m2": 4, "int4": 2}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
+SCALE_NBYTES = {"int8": 4, "fp8": 4, "int4": 2}
 
 blocks = st.sampled_from([2**k for k in range(5, 13)])
 numels = st.one_of(st.integers(0, 300), st.integers(0, 2**22), st.integers(2**31, 2**42))
@@ -34,7 +34,7 @@ def test_constants():
     assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
     assert _C.ALIGN_NBYTES == 16
     assert _C.ROTATION_NUMEL == 32
-    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 128, 32]
+    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32]
     assert [wire for wire in WIRES if _C.has_scales(wire)] == list(BLOCK_WIRES)
 
 
@@ -51,7 +51,7 @@ def test_an_int4_part_byte_by_byte():
     assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 48)
 
 
-@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("fp8_e5m2", 0.265), ("int4", 0.145)])
+@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145)])
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
@@ -159,7 +159,7 @@ def test_a_block_must_be_a_power_of_two_within_limits(block):
 
 @pytest.mark.parametrize("wire", ["int2", "", "BF16"])
 def test_an_unknown_wire_is_named_with_the_choices(wire):
-    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, fp8_e5m2, int4"):
+    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, int4"):
         _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
 
 
