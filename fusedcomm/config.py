@@ -16,7 +16,7 @@ WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
 ROUNDINGS = ("nearest", "stochastic")
-RESIDUALS = ("fp32", "bf16", "int8")
+RESIDUALS = ("fp32", "bf16")
 FALLBACK_WIRES = ("fp32", "bf16", "fp16")
 LOCAL_WIRES = ("fp32", "bf16", "fp16")
 _LOCAL_WIRE = "bf16"
@@ -230,12 +230,6 @@ class Config:
             raise ValueError(
                 f"fallback_wire={self.fallback_wire!r} is no more exact than wire={self.wire!r}: there is nothing "
                 "to fall back to; use fallback_wire='fp32', or fallback_error=None"
-            )
-        # int8 residuals have blocks, which the fallback has not.
-        if self.error_feedback == "int8" and self.fallback_wire != "fp32":
-            raise ValueError(
-                f"error_feedback='int8' keeps residuals in a wire's blocks, which fallback_wire={self.fallback_wire!r} "
-                "does not have: use fallback_wire='fp32', or error_feedback='bf16' or 'fp32'"
             )
 
     @property

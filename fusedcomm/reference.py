@@ -30,7 +30,7 @@ With error feedback an encoder adds to y what it has left out so far, before any
 now, in a residual for each element of the padded stream; so an element's errors do not add up over the steps:
 
     y += residual, then residual = y − decoded (rotated back, where y was rotated), or 0 where that is not finite
-    residuals are fp32, bf16 (rounded as on the wire), or int8 with the wire's blocks (encoded as on the wire)
+    residuals are fp32 or bf16 (rounded as on the wire)
 
 Every NaN that is stored is the canonical one, 0x7FC00000 and its like in 16 bits.
 """
@@ -234,29 +234,19 @@ def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---- residuals
 
-RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def load_residual(residual: torch.Tensor, format: str, numel: int, block: int) -> torch.Tensor:
-    """fp32 [numel] of a residual, uint8 [_C.residual_nbytes(format, block, numel)]."""
-    if format != "int8":
-        return residual.view(RESIDUAL_DTYPES[format]).float()
-    scales = residual[_C.residual_scale_offset(numel) :].view(torch.float32)
-    return decode(residual[:numel].view(torch.int8), scales, "int8", block)
+def load_residual(residual: torch.Tensor, format: str) -> torch.Tensor:
+    """fp32 [numel] of a residual, uint8 [_C.residual_nbytes(format, numel)]."""
+    return residual.view(RESIDUAL_DTYPES[format]).float()
 
 
-def store_residual(
-    residual: torch.Tensor, values: torch.Tensor, begin: int, format: str, numel: int, block: int
-) -> None:
-    """Writes `values` (fp32), zeros for what is not finite, to a residual of `numel` elements, from `begin` on."""
+def store_residual(residual: torch.Tensor, values: torch.Tensor, begin: int, format: str) -> None:
+    """Writes `values` (fp32), zeros for what is not finite, to a residual, from element `begin` on."""
     values = torch.where(values.isfinite(), values, 0.0)
-    end = begin + values.numel()
-    if format != "int8":
-        residual.view(RESIDUAL_DTYPES[format])[begin:end] = round_to(values, RESIDUAL_DTYPES[format])
-        return
-    codes, scales = encode(values, "int8", block)
-    residual[begin:end] = codes.view(torch.uint8)
-    residual[_C.residual_scale_offset(numel) :].view(torch.float32)[begin // block : end // block] = scales
+    stored = round_to(values, RESIDUAL_DTYPES[format])
+    residual.view(RESIDUAL_DTYPES[format])[begin : begin + values.numel()] = stored
 
 
 # ---- rotation
@@ -324,9 +314,7 @@ def pack(
     lossy = torch.cat(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
-    codes, scales = _encode_stream(
-        layout, lossy, begin, layout.padded_numel, begin, key, feedback, rotated=layout.rotated
-    )
+    codes, scales = _encode_stream(layout, lossy, begin, begin, key, feedback, rotated=layout.rotated)
     exacts = [
         _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
         for p in range(layout.num_parts)
@@ -365,7 +353,6 @@ def reduce(
         to,
         scaled(lossy_sum, scale),
         chunk * numel,
-        to.num_chunks * numel,
         first,
         key,
         feedback,
@@ -380,7 +367,6 @@ def _encode_stream(
     layout: "_C.BucketLayout",
     y: torch.Tensor,
     begin: int,
-    residual_numel: int,
     first: int,
     key: NoiseKey | None,
     feedback: Feedback | None,
@@ -389,14 +375,14 @@ def _encode_stream(
     """Codes and scales of `y`: elements of the stream from `first` on, of the residual from `begin` on."""
     end = begin + y.numel()
     if feedback is not None:
-        residual = load_residual(feedback.residual, feedback.format, residual_numel, layout.block_numel)
+        residual = load_residual(feedback.residual, feedback.format)
         y = y + residual[begin:end]
     u = None if key is None else noise(key, first, y.numel(), y.device)
     codes, scales = encode(rotate(y) if rotated else y, layout.wire, layout.block_numel, u)
     if feedback is not None:
         decoded = decode(codes, scales, layout.wire, layout.block_numel)
         left_out = y - (unrotate(decoded) if rotated else decoded)
-        store_residual(feedback.residual, left_out, begin, feedback.format, residual_numel, layout.block_numel)
+        store_residual(feedback.residual, left_out, begin, feedback.format)
     return codes, scales
 
 

@@ -112,7 +112,7 @@ class Residuals:
     """What a run of :func:`simulate` calls, one for each step of the same bucket, has left out so far.
 
     Args:
-        format: "fp32", "bf16" or "int8", as ``error_feedback`` of :func:`fusedcomm.attach`.
+        format: "fp32" or "bf16", as ``error_feedback`` of :func:`fusedcomm.attach`.
     """
 
     def __init__(self, format: str = "fp32") -> None:
@@ -125,7 +125,7 @@ class Residuals:
 
     def _prepare(self, layout: "_C.BucketLayout", num_senders: int) -> None:
         if not self._of_senders:
-            nbytes = _C.residual_nbytes(self.format, layout.block_numel, layout.padded_numel)
+            nbytes = _C.residual_nbytes(self.format, layout.padded_numel)
             self._of_senders = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(num_senders)]
             self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
             self._layout = _described(layout)

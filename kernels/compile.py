@@ -31,7 +31,7 @@ KERNELS = {"pack": pack_kernel, "reduce": reduce_kernel, "unpack": unpack_kernel
 GRAD_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CODE_TYPES = {1: "*i8", 2: "*i16", 4: "*i32"}
 SCALE_TYPES = {2: "*i16", 4: "*fp32"}
-RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16", "int8": "*i8"}
+RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16"}
 
 # By parameter name, for all kernels; those of gradients, scales, codes and residuals depend on the variant.
 _TYPES = {
@@ -43,7 +43,6 @@ _TYPES = {
     **dict.fromkeys(("in_stride", "part_stride", "part_numel", "part_exact_numel", "first_part"), "i64"),
     **dict.fromkeys(("noise_parameter", "noise_step", "noise_source"), "i32"),
     "noise_seed": "i64",
-    "residual_scales": "*fp32",
     "data": "*fp32",
     "scale": "fp32",
     "nonfinite_out": "*i64",
@@ -98,13 +97,10 @@ def engine_variants(
     `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
     first encoder leaves out is asked for, as an fp32 residual. `local_wire`: the wire in which gradients travel within
     a host, packed to nearest, so that their sums are what is encoded in `wires`; whether there are such hosts may turn
-    out later. None: all travel in `wires`. `one_shot`: unpack sums, and nothing is reduced. ValueError if a wire has no
-    blocks for an int8 residual.
+    out later. None: all travel in `wires`. `one_shot`: unpack sums, and nothing is reduced.
     """
     variants = []
     for wire, block, rotated in wires:
-        if feedback == "int8" and wire in ("bf16", "fp16"):
-            raise ValueError(f"an int8 residual has the wire's blocks, and {wire} has none: use 'bf16' or 'fp32'")
         lossless = wire == "fp32"
         encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
         packs = [Variant("pack", wire, block, None, True, rotated=rotated, **encoder)]

@@ -13,8 +13,6 @@ NUM_WARPS = 16
 use, and one program saturates its SM without keeping the registers from other kernels."""
 
 WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6}
-BLOCK_WIRES = ("int8", "fp8", "int4")
-"""Those whose blocks have a scale."""
 
 CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 1}
 """Of the integers that a codes section is made of: one for each element, int4 one for two elements."""
@@ -22,7 +20,7 @@ CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 1}
 SCALE_NBYTES = {"int4": 2}
 """Where scales are not fp32: int4's are bf16."""
 
-FEEDBACK_IDS = {None: 0, "fp32": 1, "bf16": 2, "int8": 3}
+FEEDBACK_IDS = {None: 0, "fp32": 1, "bf16": 2}
 """Formats of residuals; None: nothing is kept."""
 
 OPTIONS = {
@@ -42,4 +40,3 @@ FP8 = tl.constexpr(WIRE_IDS["fp8"])
 INT4 = tl.constexpr(WIRE_IDS["int4"])
 FEEDBACK_FP32 = tl.constexpr(FEEDBACK_IDS["fp32"])
 FEEDBACK_BF16 = tl.constexpr(FEEDBACK_IDS["bf16"])
-FEEDBACK_INT8 = tl.constexpr(FEEDBACK_IDS["int8"])

@@ -113,8 +113,8 @@ def encode_tile(
 ):
     """Encodes `y`, as encode_and_store does, with all that the variant has.
 
-    key: see noise(); position: the tile's first element in the stream. residual: (values, scales); kept: what it holds
-    for the tile, fp32 [TILE]; kept_at: where it holds that, in elements.
+    key: see noise(); position: the tile's first element in the stream. kept: what `residual` holds for the tile, fp32
+    [TILE]; kept_at: where it holds that, in elements.
     """
     if FEEDBACK:
         y += kept
@@ -124,4 +124,4 @@ def encode_tile(
     if FEEDBACK:
         if ROTATED:
             decoded = unrotate(decoded)
-        store_residual(residual, y - decoded, kept_at, numel, VEC, BLOCK, FEEDBACK)
+        store_residual(residual, y - decoded, kept_at, numel, VEC, FEEDBACK)

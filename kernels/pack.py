@@ -59,17 +59,17 @@ def pack_tile(
     FEEDBACK: tl.constexpr,
 ):
     """Packs a tile into the part whose sections are given; returns `seen`, grown by the magnitudes met."""
-    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_out.dtype.element_ty, residual[0].dtype.element_ty)
+    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_out.dtype.element_ty, residual.dtype.element_ty)
     begin, on_wire, real = extent(numel, part_numel, part, tile, TILE)
     offset, run, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
     lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
     if (run >= TILE) & (on_wire == TILE) & (offset % VEC == 0):
-        kept = load_residual(residual, begin, TILE, VEC, BLOCK, TILE, FEEDBACK)
+        kept = load_residual(residual, begin, TILE, VEC, TILE, FEEDBACK)
         y = to_fp32(tl.load(grads + offset // VEC * VEC + lane)) * scale
     else:
         y = load_scattered(grads, starts, offsets, begin, real, low, high, lane, scale, FLAT)
         # Only now, since the addresses of the gradients take most registers.
-        kept = load_residual(residual, begin, on_wire, VEC, BLOCK, TILE, FEEDBACK)
+        kept = load_residual(residual, begin, on_wire, VEC, TILE, FEEDBACK)
     seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
     encode_tile(
         y,
@@ -216,7 +216,6 @@ def pack_kernel(
     num_parts: tl.int32,
     scale: tl.float32,
     residual,
-    residual_scales,
     noise_seed: tl.int64,
     noise_parameter: tl.int32,
     noise_step: tl.int32,
@@ -230,7 +229,6 @@ def pack_kernel(
     STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    kept = (residual, residual_scales)
     key = (noise_seed, noise_parameter, noise_step, noise_source)
     exact_unit = first_unit(0)
     seen = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
@@ -252,7 +250,7 @@ def pack_kernel(
             num_parts,
             exact_unit,
             scale,
-            kept,
+            residual,
             key,
             FP32,
             BLOCK,
@@ -280,7 +278,7 @@ def pack_kernel(
         num_parts,
         lossy_unit,
         scale,
-        kept,
+        residual,
         key,
         WIRE,
         BLOCK,
@@ -343,7 +341,7 @@ def pack(
         *(exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel),
         *(exact_out, scales_out, codes_out, layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel),
         *(chunk * layout.num_parts, layout.num_parts, scale),
-        *encoding_args(encoding, layout, 0, layout.padded_numel, out),
+        *encoding_args(encoding, 0, layout.padded_numel, out),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,

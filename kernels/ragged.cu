@@ -525,8 +525,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        const i64* __restrict__ exact_starts, const i64* __restrict__ exact_offsets,
                        const int* __restrict__ exact_first, u64* exact_counts, int exact_num_slices, i64 exact_numel,
                        u32* exact_out, float* scales_out, Code* codes_out, i64 part_stride, i64 part_numel,
-                       i64 part_exact_numel, i64 first_part, int num_parts, float scale, const void*, const void*, i64,
-                       int, int, int) {  // what only other variants use: residuals and noise
+                       i64 part_exact_numel, i64 first_part, int num_parts, float scale, const void*, i64, int, int,
+                       int) {  // what only other variants use: residuals and noise
   const Stream lossy = {starts, offsets, first, num_slices, numel, part_numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, exact_num_slices, exact_numel, part_exact_numel};
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -38,7 +38,7 @@ LANE_NUMEL = 16
 _STREAM = ("ptr", "ptr", "ptr", "i32", "i64")  # starts, offsets, first, num_slices, numel
 _COUNTED_STREAM = ("ptr", "ptr", "ptr", "ptr", "i32", "i64")  # with counts
 _PARTS = ("ptr", "ptr", "ptr", "i64", "i64", "i64", "i64", "i32")
-_ENCODING = ("ptr", "ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it, but not used
+_ENCODING = ("ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it, but not used
 PARAMS = {
     "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS, "f32", *_ENCODING),
     # num_messages is taken, too, but not used.

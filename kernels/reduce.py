@@ -106,12 +106,10 @@ def reduce_tile(
 ):
     """Sums a tile of the part, of those written, whose sections are given; position: of the first such part's first
     element in the stream."""
-    VEC: tl.constexpr = vector_numel(
-        codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual[0].dtype.element_ty
-    )
+    VEC: tl.constexpr = vector_numel(codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual.dtype.element_ty)
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
-    kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK)
+    kept = load_residual(residual, begin, numel, VEC, TILE, FEEDBACK)
     total = tl.full([TILE], minus_zero_unless(False, tl.float32), tl.float32)
     # With scales and residuals, four at a time are more than the registers hold.
     AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
@@ -227,7 +225,6 @@ def reduce_kernel(
     world_size: tl.int32,
     scale: tl.float32,
     residual,
-    residual_scales,
     noise_seed: tl.int64,
     noise_parameter: tl.int32,
     noise_step: tl.int32,
@@ -241,7 +238,6 @@ def reduce_kernel(
     STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    kept = (residual, residual_scales)
     key = (noise_seed, noise_parameter, noise_step, noise_source)
     num_exact_units = 0
     if HAS_EXACT:
@@ -266,7 +262,7 @@ def reduce_kernel(
             first_unit(0),
             0,
             scale,
-            kept,
+            residual,
             key,
             FP32,
             FP32,
@@ -289,7 +285,7 @@ def reduce_kernel(
         first_unit(num_exact_units),
         first_part * part_numel,
         scale,
-        kept,
+        residual,
         key,
         IN_WIRE,
         WIRE,
@@ -331,7 +327,7 @@ def reduce(
         *sections(to, out, num_parts * to.part_stride),
         *(layout.part_stride, to.part_stride, to.part.lossy_numel, to.part.exact_numel),
         *(chunk * to.num_parts + first_part, num_parts, layout.num_parts, scale),
-        *encoding_args(encoding, to, chunk * numel, to.num_chunks * numel, out),
+        *encoding_args(encoding, chunk * numel, to.num_chunks * numel, out),
         IN_WIRE=WIRE_IDS[layout.wire],
         WIRE=WIRE_IDS[to.wire],
         BLOCK=to.block_numel,

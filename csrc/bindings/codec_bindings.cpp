@@ -49,8 +49,7 @@ BucketStreams streams_of(const std::vector<at::Tensor>& lossy, const std::vector
 using NoiseTuple = std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>;
 using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
 
-Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual,
-                     const BucketLayout& layout) {
+Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
   Encoding encoding;
   if (noise) {
     const auto& [seed, parameter, step, source] = *noise;
@@ -62,7 +61,7 @@ Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional
     Residual& kept = encoding.residual;
     kept.format = residual_format_from_name(format);
     kept.numel = numel;
-    kept.data = wire_bytes(bytes, residual_nbytes(kept.format, layout.block_numel, numel), "residual");
+    kept.data = wire_bytes(bytes, residual_nbytes(kept.format, numel), "residual");
   }
   return encoding;
 }
@@ -72,7 +71,7 @@ int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, cons
              const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
   const BucketStreams streams = streams_of(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
-  const Encoding encoding = encoding_of(noise, residual, layout);
+  const Encoding encoding = encoding_of(noise, residual);
   py::gil_scoped_release no_gil;
   return codec.pack({layout, chunk, streams, scale, bytes, encoding});
 }
@@ -84,7 +83,7 @@ void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& pa
   const BucketLayout& to = to_layout ? *to_layout : layout;
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
   std::byte* bytes = wire_bytes(out, to.part_stride * num_parts, "out");
-  const Encoding encoding = encoding_of(noise, residual, to);
+  const Encoding encoding = encoding_of(noise, residual);
   py::gil_scoped_release no_gil;
   codec.reduce({layout, in, scale, to, bytes, num_parts, chunk, first_part, encoding});
 }
@@ -228,13 +227,12 @@ void bind_layout(py::module_& m) {
         return host_layouts(layouts, wire_from_name(wire), ranks_per_host);
       },
       py::arg("layouts"), py::arg("wire"), py::arg("ranks_per_host"));
-  m.def("residual_scale_offset", &residual_scale_offset, py::arg("numel"));
   m.def(
       "residual_nbytes",
-      [](const std::string& format, int64_t block, int64_t numel) {
-        return residual_nbytes(residual_format_from_name(format), block, numel);
+      [](const std::string& format, int64_t numel) {
+        return residual_nbytes(residual_format_from_name(format), numel);
       },
-      py::arg("format"), py::arg("block"), py::arg("numel"));
+      py::arg("format"), py::arg("numel"));
   m.def("stream_table", &stream_table, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
 }
 

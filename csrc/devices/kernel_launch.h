@@ -123,12 +123,6 @@ struct PartShape {
   int64_t exact_numel = 0;
 };
 
-// Of the element that the kernel counts residuals from. Null where nothing is kept.
-struct ResidualArgs {
-  void* values = nullptr;
-  void* scales = nullptr;  // where they are int8
-};
-
 // The kernels take unsigned words as signed ones of the same bits.
 struct NoiseArgs {
   int64_t seed = 0;
@@ -146,14 +140,14 @@ struct PackLaunch {
   int64_t first_part = 0;
   int32_t num_parts = 0;
   float scale = 1;
-  ResidualArgs residual;  // from the stream's first element
+  void* residual = nullptr;  // from the stream's first element; null where nothing is kept
   NoiseArgs noise;
 
   auto params() {
     return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.counts, lossy.num_slices, lossy.numel,
                     exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel, out.exact,
                     out.scales, out.codes, part.stride, part.numel, part.exact_numel, first_part, num_parts, scale,
-                    residual.values, residual.scales, noise.seed, noise.parameter, noise.step, noise.source);
+                    residual, noise.seed, noise.parameter, noise.step, noise.source);
   }
 };
 
@@ -166,13 +160,13 @@ struct ReduceLaunch {
   int32_t num_parts = 0;
   int32_t world_size = 0;
   float scale = 1;
-  ResidualArgs residual;  // from the first element written
+  void* residual = nullptr;  // from the first element written; null where nothing is kept
   NoiseArgs noise;
 
   auto params() {
     return std::tie(in.exact, in.scales, in.codes, out.exact, out.scales, out.codes, in_stride, part.stride, part.numel,
-                    part.exact_numel, first_part, num_parts, world_size, scale, residual.values, residual.scales,
-                    noise.seed, noise.parameter, noise.step, noise.source);
+                    part.exact_numel, first_part, num_parts, world_size, scale, residual, noise.seed, noise.parameter,
+                    noise.step, noise.source);
   }
 };
 

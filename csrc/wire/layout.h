@@ -254,14 +254,10 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
 
 // ---- residuals: what rounding has left out so far, see reference.py
 
-enum class ResidualFormat : uint8_t { kFp32, kBf16, kInt8 };
+enum class ResidualFormat : uint8_t { kFp32, kBf16 };
 
-// Of `numel` elements, a multiple of the block where it is int8: that has fp32 scales of the wire's blocks behind it.
-inline int64_t residual_scale_offset(int64_t numel) { return round_up(numel, kAlignNbytes); }
-inline int64_t residual_nbytes(ResidualFormat format, int64_t block_numel, int64_t numel) {
-  return format == ResidualFormat::kFp32   ? 4 * numel
-         : format == ResidualFormat::kBf16 ? 2 * numel
-                                           : residual_scale_offset(numel) + 4 * ceil_div(numel, block_numel);
+inline int64_t residual_nbytes(ResidualFormat format, int64_t numel) {
+  return (format == ResidualFormat::kFp32 ? 4 : 2) * numel;
 }
 
 }  // namespace fusedcomm

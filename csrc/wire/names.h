@@ -43,13 +43,13 @@ inline Wire wire_from_name(const std::string& name) {
 }
 
 // Indexed by ResidualFormat.
-inline constexpr const char* kResidualFormatNames[] = {"fp32", "bf16", "int8"};
+inline constexpr const char* kResidualFormatNames[] = {"fp32", "bf16"};
 
 inline ResidualFormat residual_format_from_name(const std::string& name) {
   for (size_t i = 0; i < std::size(kResidualFormatNames); ++i) {
     if (name == kResidualFormatNames[i]) return static_cast<ResidualFormat>(i);
   }
-  throw std::invalid_argument("a residual cannot be '" + name + "': use 'fp32', 'bf16' or 'int8'");
+  throw std::invalid_argument("a residual cannot be '" + name + "': use 'fp32' or 'bf16'");
 }
 
 }  // namespace fusedcomm

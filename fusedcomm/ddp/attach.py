@@ -89,10 +89,10 @@ def attach(
         seed: rounding="stochastic" only: the same seed, step and buckets give the same bits, on any device.
         error_feedback: True: what encoders leave out of a step is added to the next one, so that rounding delays
             gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and by two-shot as
-            much again divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of
-            that. They stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs a
-            two-shot or one-shot sum, which "auto" takes for all but small buckets. With hosts a rank keeps those of
-            what it sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
+            much again divided by the ranks), or, as "bf16", in half of that. They stay with their parameters when DDP
+            rebuilds its buckets, and are in ``state_dict()``. Needs a two-shot or one-shot sum, which "auto" takes for
+            all but small buckets. With hosts a rank keeps those of what it sums for its host (4 bytes divided by the
+            host's ranks), and what `local_wire` leaves out is lost.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": a power of two near √world_size for direct, else 1.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB

@@ -91,7 +91,7 @@ CONFIGS = {
     "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
     "int4 rotated stochastic feedback": {
         **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "int8"},
+        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "bf16"},
     },
     "several wires": {
         **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
@@ -100,7 +100,7 @@ CONFIGS = {
     },
     "two levels": {
         **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "int8"},
+        **{"rounding": "stochastic", "error_feedback": "bf16"},
     },
     "two levels measured": {
         **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
@@ -110,7 +110,7 @@ CONFIGS = {
     "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
     "int4 one-shot rotated": {
         **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "int8"},
+        **{"rounding": "stochastic", "error_feedback": "bf16"},
     },
     "several wires one-shot": {
         **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},

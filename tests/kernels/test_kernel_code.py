@@ -73,15 +73,15 @@ ENCODERS = [
     ("unpack", "fp8", "float32", False, {"sums": True}),
     ("pack", "bf16", "bfloat16", True, {"stochastic": True, "feedback": "bf16"}),
     ("pack", "fp16", "float32", True, {"stochastic": True}),
-    ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "int8"}),
+    ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "bf16"}),
     ("pack", "int8", "float32", False, {"stochastic": True, "feedback": "fp32"}),
-    ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
-    ("pack", "fp8", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "bf16", "rotated": True}),
+    ("pack", "fp8", "float32", False, {"stochastic": True, "feedback": "bf16", "rotated": True}),
     ("reduce", "fp8", None, True, {"stochastic": True, "feedback": "fp32"}),
     ("reduce", "int4", None, True, {"stochastic": True}),
-    ("reduce", "int4", None, True, {"stochastic": True, "feedback": "int8", "in_wire": "bf16", "rotated": True}),
+    ("reduce", "int4", None, True, {"stochastic": True, "feedback": "bf16", "in_wire": "bf16", "rotated": True}),
 ]
-RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def all_encoders():
@@ -386,7 +386,6 @@ one_shot = c.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=Tr
 assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire} == {
     (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
 }, one_shot
-refused("bf16 has none", lambda: c.engine_variants([("bf16", 128, False)], (torch.float32,), feedback="int8"))
 assert c.check_triton() == triton.__version__
 
 c.MAX_SHARED_NBYTES = 8
