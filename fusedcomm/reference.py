@@ -56,10 +56,6 @@ GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 _LEAST_ABSMAX = 2.0**-100
 """Blocks below it become zeros, so that neither scale nor inverse comes near overflow or a denormal."""
 
-_ROTATION_SIGNS = 0x9E3779B9
-"""Bit i is set where element i of a run of 32 changes its sign before it is rotated: else a constant run, which is
-common, would end up in one element."""
-
 
 # ---- elements
 
@@ -267,7 +263,8 @@ def unrotate(y: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(like: torch.Tensor) -> torch.Tensor:
-    bits = [_ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
+    """Signs change before a rotation, since a constant run, which is common, would end up in one element else."""
+    bits = [_C.ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
     return torch.tensor([-1.0 if bit else 1.0 for bit in bits], device=like.device)
 
 

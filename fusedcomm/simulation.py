@@ -9,8 +9,6 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts, checked
 from fusedcomm.reference import FIRST_HOST, REDUCER
 
-_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 # All ranks' encodings of one piece of the gradients are held at once, as its owner holds them. Results do not depend
 # on where pieces are cut, as long as it is between blocks.
 _PIECES_NBYTES = 64 << 20
@@ -293,8 +291,8 @@ def _flats(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             raise TypeError(f"grads[{rank}] must be a tensor, not {type(grad).__name__}")
         if grad.device.type != "cpu" or grad.layout != torch.strided:
             raise ValueError(f"grads[{rank}] is {grad.layout} on {grad.device}: use dense tensors on cpu")
-        if grad.dtype not in _GRAD_DTYPES:
-            raise ValueError(f"grads[{rank}] is {grad.dtype}: use one of {', '.join(map(str, _GRAD_DTYPES))}")
+        if grad.dtype not in _C.GRAD_DTYPES:
+            raise ValueError(f"grads[{rank}] is {grad.dtype}: use one of {', '.join(map(str, _C.GRAD_DTYPES))}")
         for name in ("shape", "dtype"):
             first, this = getattr(grads[0], name), getattr(grad, name)
             if this != first:

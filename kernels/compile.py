@@ -45,8 +45,6 @@ _TYPES = {
     "noise_seed": "i64",
     "data": "*fp32",
     "scale": "fp32",
-    "nonfinite_out": "*i64",
-    "sum_sq_out": "*fp64",
 }
 _ALIGNED = (
     *("grads", "data", "in_stride", "part_stride", "residual"),
@@ -63,7 +61,6 @@ class Variant:
     block: int  # elements; matters to wires with scales alone
     grad_dtype: torch.dtype | None  # None: reduce
     flat: bool  # pack, unpack: FLAT and no exact stream; reduce: no exact section
-    epilogue: bool = False  # unpack
     rotated: bool = False  # the kernel rotates, unpack: back; reduce only where it changes the wire
     in_wire: str | None = None  # reduce: what is summed, if that is another than what is written
     stochastic: bool = False  # pack, reduce
@@ -202,7 +199,6 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
         "TILE": TILE,
         "FLAT": variant.flat,
         "HAS_EXACT": not variant.flat,
-        "EPILOGUE": variant.epilogue,
         "ROTATED": variant.rotated,
         "STOCHASTIC": variant.stochastic,
         "FEEDBACK": FEEDBACK_IDS[variant.feedback],

@@ -117,11 +117,6 @@ def max_in_thread(x, LANES: tl.constexpr, VEC: tl.constexpr):
     return tl.max(tl.max(tl.reshape(x, (x.shape[0] // (LANES * VEC), LANES, VEC)), axis=2), axis=0)
 
 
-@triton.jit
-def sum_in_thread(x, LANES: tl.constexpr, VEC: tl.constexpr):
-    return tl.sum(tl.sum(tl.reshape(x, (x.shape[0] // (LANES * VEC), LANES, VEC)), axis=2), axis=0)
-
-
 # ---- codes
 
 

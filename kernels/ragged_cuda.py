@@ -42,7 +42,7 @@ _ENCODING = ("ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it
 PARAMS = {
     "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS, "f32", *_ENCODING),
     # num_messages is taken, too, but not used.
-    "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "i32", "f32", "ptr", "ptr"),
+    "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "i32", "f32"),
 }
 
 
@@ -91,7 +91,7 @@ def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
             f"ragged.cu has pack and unpack of buckets that are not flat, for {', '.join(WIRES)} unrotated, to "
             f"nearest, not {variant}"
         )
-    cubin, ptx = _compile(variant.wire, variant.block, variant.grad_dtype, variant.epilogue, tile, capability)
+    cubin, ptx = _compile(variant.wire, variant.block, variant.grad_dtype, tile, capability)
     symbol = f"ragged_{variant.kernel}_kernel"
     _check_params(ptx, symbol, PARAMS[variant.kernel])
     return Compiled(
@@ -106,20 +106,12 @@ def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
 
 
 @functools.cache
-def _compile(
-    wire: str, block: int, grad_dtype: torch.dtype, epilogue: bool, tile: int, capability: int
-) -> tuple[bytes, str]:
+def _compile(wire: str, block: int, grad_dtype: torch.dtype, tile: int, capability: int) -> tuple[bytes, str]:
     check_cupy()
     # Not cupy.RawModule(code=...), which asks the device for its architecture even where it is given.
     from cupy_backends.cuda.libs import nvrtc
 
-    macros = {
-        "WIRE": WIRE_IDS[wire],
-        "GRAD": GRAD_IDS[grad_dtype],
-        "BLOCK": block,
-        "TILE": tile,
-        "EPILOGUE": int(epilogue),
-    }
+    macros = {"WIRE": WIRE_IDS[wire], "GRAD": GRAD_IDS[grad_dtype], "BLOCK": block, "TILE": tile}
     options = (f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", *(f"-D{k}={v}" for k, v in macros.items()))
     program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
     try:
@@ -158,25 +150,15 @@ def pack(bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_prog
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, True), *_stream(bucket.exact, True))
     arguments = (*arguments, *_parts(layout, chunk, out), scale, *(None,) * len(_ENCODING))
-    _launch("pack", bucket, False, num_programs, arguments)
+    _launch("pack", bucket, num_programs, arguments)
 
 
-def unpack(
-    bucket: "Bucket",
-    chunk: int,
-    parts: torch.Tensor,
-    scale: float,
-    num_programs: int,
-    epilogue: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """The values of `parts`, uint8 [layout.chunk_nbytes], into the bucket's slices, on a GPU.
-
-    `epilogue`: (non-finite count int64 [num_programs], Σg² float64 [num_programs]), written by program.
-    """
+def unpack(bucket: "Bucket", chunk: int, parts: torch.Tensor, scale: float, num_programs: int) -> None:
+    """The values of `parts`, uint8 [layout.chunk_nbytes], into the bucket's slices, on a GPU."""
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, False), *_stream(bucket.exact, False))
-    arguments = (*arguments, *_parts(layout, chunk, parts), 1, scale, *(epilogue or (None, None)))
-    _launch("unpack", bucket, epilogue is not None, num_programs, arguments)
+    arguments = (*arguments, *_parts(layout, chunk, parts), 1, scale)
+    _launch("unpack", bucket, num_programs, arguments)
 
 
 def _stream(stream: "Stream", counted: bool) -> tuple[object, ...]:
@@ -191,14 +173,14 @@ def _parts(layout: object, chunk: int, parts: torch.Tensor) -> tuple[object, ...
     return *sections, *shape, chunk * layout.num_parts, layout.num_parts
 
 
-def _launch(kernel: str, bucket: "Bucket", epilogue: bool, num_programs: int, arguments: tuple[object, ...]) -> None:
+def _launch(kernel: str, bucket: "Bucket", num_programs: int, arguments: tuple[object, ...]) -> None:
     import cupy
 
     from .compile import Variant
 
     device = bucket.grads.device
     layout = bucket.layout
-    variant = Variant(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, epilogue, layout.rotated)
+    variant = Variant(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, layout.rotated)
     capability = "{}{}".format(*torch.cuda.get_device_capability(device))
     compiled = compile(variant, int(capability), bucket.tile)
     with torch.cuda.device(device), cupy.cuda.Device(device.index or 0):

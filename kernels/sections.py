@@ -1,15 +1,10 @@
 """The typed views of a part's sections that the kernels take, cut where the layout says."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from fusedcomm.native import _C
+
 from .constants import CODE_NBYTES, SCALE_NBYTES
-
-if TYPE_CHECKING:
-    from fusedcomm.native import _C
-
-ALIGN_NBYTES = 16
 
 # Of a code's width: kernels round by integers.
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -26,8 +21,8 @@ def sections(
     """
     if parts.dtype != torch.uint8 or tuple(parts.shape) != (nbytes,) or not parts.is_contiguous():
         raise ValueError(f"parts must be contiguous uint8 [{nbytes}], not {parts.dtype} {list(parts.shape)}")
-    if parts.data_ptr() % ALIGN_NBYTES:
-        raise ValueError(f"parts must start at a multiple of {ALIGN_NBYTES} bytes")
+    if parts.data_ptr() % _C.ALIGN_NBYTES:
+        raise ValueError(f"parts must start at a multiple of {_C.ALIGN_NBYTES} bytes")
     piece = parts[layout.part_offset :]
     return (
         piece.view(torch.int32),

@@ -2,9 +2,6 @@
 
 With ROTATED, what is decoded is rotated back before it is multiplied by the scale. With SUMS there are several messages
 of one part each, one behind the other: x = (the fp32 sum, in their order, of what each has)·scale.
-
-With the epilogue each program also counts what it stored that is not finite, and sums the squares, so that nobody has
-to read the gradients again to skip a step or clip a norm. Sums are fp32 within a thread's piece of a tile, fp64 beyond.
 """
 
 from typing import TYPE_CHECKING
@@ -13,29 +10,23 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import FP32, NUM_THREADS, OPTIONS, WIRE_IDS
+from .constants import FP32, OPTIONS, WIRE_IDS
 from .elements import (
-    INF_BITS,
     code_lane,
     decode,
     has_scales,
     load_scales,
-    magnitude_bits,
     per_code,
-    sum_in_thread,
     times_scales,
-    to_fp32,
     to_gradient,
     vector_numel,
 )
-from .rotation import RUN_NUMEL, unrotate
+from .rotation import RUN, unrotate
 from .sections import sections
 from .tiles import extent, first_unit, offsets_of, place_of, section_of, tiles_of
 
 if TYPE_CHECKING:
     from .bucket import Bucket
-
-RUN = tl.constexpr(RUN_NUMEL)
 
 
 @triton.jit
@@ -94,18 +85,7 @@ def load_gradients(
 
 
 @triton.jit
-def summarise(nonfinite, sum_sq, stored, VEC: tl.constexpr):
-    LANES: tl.constexpr = nonfinite.shape[0]
-    g = to_fp32(stored)
-    nonfinite += sum_in_thread((magnitude_bits(g) >= INF_BITS).to(tl.int32), LANES, VEC)
-    sum_sq += sum_in_thread(g * g, LANES, VEC).to(tl.float64)
-    return nonfinite, sum_sq
-
-
-@triton.jit
 def unpack_tile(
-    nonfinite,
-    sum_sq,
     grads,
     starts,
     offsets,
@@ -124,11 +104,10 @@ def unpack_tile(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Unpacks a tile of the part whose sections are given; returns `nonfinite` and `sum_sq` with the tile's added."""
+    """Unpacks a tile of the part whose sections are given."""
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_in.dtype.element_ty)
     dtype: tl.constexpr = grads.dtype.element_ty
     begin, on_wire, real = extent(numel, part_numel, part, tile, TILE)
@@ -154,8 +133,6 @@ def unpack_tile(
             SUMS,
         )
         tl.store(grads + offset // VEC * VEC + lane, g)
-        if EPILOGUE:
-            nonfinite, sum_sq = summarise(nonfinite, sum_sq, g, VEC)
     else:
         # In pieces: an address for every element of a tile is more than the registers hold.
         PIECE: tl.constexpr = max(TILE // 4, RUN)
@@ -183,15 +160,10 @@ def unpack_tile(
             )
             places = offsets_of(starts, offsets, begin + piece, low, high, piece_lane, mask, FLAT)
             tl.store(grads + places, some, mask=mask)
-            if EPILOGUE:
-                nonfinite, sum_sq = summarise(nonfinite, sum_sq, tl.where(mask, some, 0.0), 1)
-    return nonfinite, sum_sq
 
 
 @triton.jit
 def unpack_stream(
-    nonfinite,
-    sum_sq,
     grads,
     starts,
     offsets,
@@ -211,16 +183,13 @@ def unpack_stream(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
         part = (unit // num_tiles).to(tl.int64)
-        nonfinite, sum_sq = unpack_tile(
-            nonfinite,
-            sum_sq,
+        unpack_tile(
             grads,
             starts,
             offsets,
@@ -239,11 +208,9 @@ def unpack_stream(
             BLOCK,
             TILE,
             FLAT,
-            EPILOGUE,
             ROTATED,
             SUMS,
         )
-    return nonfinite, sum_sq
 
 
 @triton.jit(
@@ -274,25 +241,18 @@ def unpack_kernel(
     num_parts: tl.int32,
     num_messages: tl.int32,
     scale: tl.float32,
-    nonfinite_out,
-    sum_sq_out,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
     HAS_EXACT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    nonfinite = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
-    sum_sq = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.float64)
     num_exact_units = 0
     if HAS_EXACT:
         num_exact_units = num_parts * tiles_of(part_exact_numel, TILE)
-        nonfinite, sum_sq = unpack_stream(
-            nonfinite,
-            sum_sq,
+        unpack_stream(
             grads,
             exact_starts,
             exact_offsets,
@@ -312,13 +272,10 @@ def unpack_kernel(
             BLOCK,
             TILE,
             False,
-            EPILOGUE,
             False,
             SUMS,
         )
-    nonfinite, sum_sq = unpack_stream(
-        nonfinite,
-        sum_sq,
+    unpack_stream(
         grads,
         starts,
         offsets,
@@ -338,13 +295,9 @@ def unpack_kernel(
         BLOCK,
         TILE,
         FLAT,
-        EPILOGUE,
         ROTATED,
         SUMS,
     )
-    if EPILOGUE:
-        tl.store(nonfinite_out + tl.program_id(0), tl.sum(nonfinite.to(tl.int64), axis=0))
-        tl.store(sum_sq_out + tl.program_id(0), tl.sum(sum_sq, axis=0))
 
 
 def unpack(
@@ -353,43 +306,29 @@ def unpack(
     parts: torch.Tensor,
     scale: float,
     num_programs: int,
-    epilogue: tuple[torch.Tensor, torch.Tensor] | None = None,
     num_messages: int = 1,
 ) -> None:
     """Writes the elements of one chunk to the slices of `bucket`, from `parts`, uint8 [layout.chunk_nbytes].
 
-    `epilogue`: (nonfinite int64 [num_programs], sum_sq fp64 [num_programs]), set to what each program stored.
     `num_messages`: more than one, if the layout has one part: `parts` has so many messages, which are summed.
-    ValueError if `parts` or the epilogue has another shape or dtype, or `parts` another alignment than 16 bytes.
+    ValueError if `parts` has another shape, dtype or alignment than 16 bytes.
     """
     layout = bucket.layout
     if num_messages > 1 and layout.num_parts != 1:
         raise ValueError(f"{num_messages} messages of {layout.num_parts} parts cannot be summed: use one part")
     exact_in, scales_in, codes_in = sections(layout, parts, layout.chunk_nbytes * num_messages)
-    nonfinite, sum_sq = epilogue or (bucket.lossy.counts, bucket.lossy.counts)
-    if epilogue and not (
-        nonfinite.shape == sum_sq.shape == (num_programs,) and (nonfinite.dtype, sum_sq.dtype) == EPILOGUE_DTYPES
-    ):
-        raise ValueError(
-            f"the epilogue must be int64 and float64 [{num_programs}], not {nonfinite.dtype} {list(nonfinite.shape)}, "
-            f"{sum_sq.dtype} {list(sum_sq.shape)}"
-        )
     lossy, exact = bucket.lossy, bucket.exact
     unpack_kernel[(num_programs,)](
         *(bucket.grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel),
         *(exact.starts, exact.offsets, exact.first, exact.num_slices, exact.numel),
         *(exact_in, scales_in, codes_in, layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel),
-        *(chunk * layout.num_parts, layout.num_parts, num_messages, scale, nonfinite, sum_sq),
+        *(chunk * layout.num_parts, layout.num_parts, num_messages, scale),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
         FLAT=bucket.flat,
         HAS_EXACT=not bucket.flat,
-        EPILOGUE=epilogue is not None,
         ROTATED=layout.rotated,
         SUMS=num_messages > 1,
         **OPTIONS,
     )
-
-
-EPILOGUE_DTYPES = (torch.int64, torch.float64)

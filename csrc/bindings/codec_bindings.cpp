@@ -143,6 +143,8 @@ void bind_layout(py::module_& m) {
   m.attr("ALIGN_NBYTES") = kAlignNbytes;
   m.attr("DEFAULT_BLOCK_NUMEL") = kDefaultBlockNumel;
   m.attr("ROTATION_NUMEL") = kRotationNumel;
+  m.attr("ROTATION_SIGNS") = kRotationSigns;
+  m.attr("GRAD_DTYPES") = py::tuple(py::cast(std::vector(std::begin(kGradDtypes), std::end(kGradDtypes))));
   m.def(
       "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
       py::arg("wire"));

@@ -362,11 +362,6 @@ int checked_num_threads(int num_threads) {
 
 // ---- Stream
 
-void Stream::clear() {
-  slices_.clear();
-  starts_.resize(1);
-}
-
 void Stream::append(void* data, int64_t numel, GradDtype dtype) {
   if (numel < 0) throw std::invalid_argument("a slice of " + std::to_string(numel) + " elements is not possible");
   if (numel == 0) return;

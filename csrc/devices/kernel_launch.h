@@ -180,14 +180,11 @@ struct UnpackLaunch {
   int32_t num_parts = 0;
   int32_t num_messages = 0;
   float scale = 1;
-  int64_t* nonfinite = nullptr;  // the epilogue's, which the engine does not ask for
-  double* sum_sq = nullptr;
 
   auto params() {
     return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel, exact.starts,
                     exact.offsets, exact.first, exact.num_slices, exact.numel, in.exact, in.scales, in.codes,
-                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale, nonfinite,
-                    sum_sq);
+                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale);
   }
 };
 

@@ -134,7 +134,7 @@ class FakeCuda:
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, cfg, session.GRAD_DTYPES)
+                native = fake.device(backend, cfg, _C.GRAD_DTYPES)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()
