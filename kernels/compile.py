@@ -1,17 +1,19 @@
 """Compiles the kernels ahead of time for the C++ engine, which launches them by their handles.
 
 How Triton passes a kernel's arguments is no public interface and differs between its versions, so it is verified, not
-believed: the parameter list of the PTX has to be the one that the engine packs. Needs no GPU, and nothing of fusedcomm.
+believed: the parameter list of the PTX has to be the one that the engine packs. Needs no GPU.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from fusedcomm.native import _C
 
 from .constants import CODE_NBYTES, FEEDBACK_IDS, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
 from .pack import pack_kernel
@@ -52,25 +54,13 @@ _ALIGNED = (
 )
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One kernel's specialisation."""
-
-    kernel: str  # pack, reduce, unpack or scale
-    wire: str | None  # None: scale
-    block: int  # elements; matters to wires with scales alone
-    grad_dtype: torch.dtype | None  # None: reduce
-    flat: bool  # pack, unpack: FLAT and no exact stream; reduce: no exact section
-    rotated: bool = False  # the kernel rotates, unpack: back; reduce only where it changes the wire
-    in_wire: str | None = None  # reduce: what is summed, if that is another than what is written
-    stochastic: bool = False  # pack, reduce
-    feedback: str | None = None  # pack, reduce: the residual's format
-    sums: bool = False  # unpack: of several messages
+Variant = _C.KernelKey
+"""One kernel's specialisation: csrc/devices/kernel_key.h says what its fields are."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    variant: Variant
+    variant: "_C.KernelKey"
     symbol: str  # the kernel's name in the cubin
     cubin: bytes
     ptx: str
@@ -88,7 +78,7 @@ def engine_variants(
     measured: bool = False,
     local_wire: str | None = None,
     one_shot: bool = False,
-) -> tuple[Variant, ...]:
+) -> tuple["_C.KernelKey", ...]:
     """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
 
     `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
@@ -100,26 +90,21 @@ def engine_variants(
     for wire, block, rotated in wires:
         lossless = wire == "fp32"
         encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
-        packs = [Variant("pack", wire, block, None, True, rotated=rotated, **encoder)]
-        sums_of_hosts = []
+        first_encoders = [encoder, {**encoder, "feedback": "fp32"}] if measured and not lossless else [encoder]
+        packs = [{"wire": wire, "rotated": rotated, **how} for how in first_encoders]
+        sums = [] if one_shot else [{"wire": wire, **encoder}]
         if local_wire is not None:
-            in_wire = local_wire if local_wire != wire else None
-            sums_of_hosts = [Variant("reduce", wire, block, None, True, rotated=rotated, in_wire=in_wire, **encoder)]
-        if measured and not lossless:
-            packs, sums_of_hosts = (
-                [*encoders, *(replace(encoder, feedback="fp32") for encoder in encoders)]
-                for encoders in (packs, sums_of_hosts)
-            )
-        if local_wire is not None:
-            packs.append(Variant("pack", local_wire, block, None, True))
-        unpack = Variant("unpack", wire, block, None, True, rotated=rotated, sums=one_shot)
-        sums = [] if one_shot else [Variant("reduce", wire, block, None, True, **encoder), *sums_of_hosts]
+            packs.append({"wire": local_wire})
+            if not one_shot:
+                sums += [{"wire": wire, "rotated": rotated, "in_wire": local_wire, **how} for how in first_encoders]
+        unpack = {"wire": wire, "rotated": rotated, "sums": one_shot}
         for flat in (True, False):
-            variants += [
-                replace(variant, grad_dtype=dtype, flat=flat) for dtype in grad_dtypes for variant in (*packs, unpack)
-            ]
-            variants += [replace(variant, flat=flat) for variant in sums]
-    variants.append(Variant("scale", None, 0, torch.float32, True))
+            for dtype in grad_dtypes:
+                gradients = {"block": block, "grad_dtype": dtype, "flat": flat}
+                variants += [Variant("pack", **gradients, **how) for how in packs]
+                variants.append(Variant("unpack", **gradients, **unpack))
+            variants += [Variant("reduce", block=block, flat=flat, **how) for how in sums]
+    variants.append(Variant("scale"))
     return tuple(dict.fromkeys(variants))
 
 
@@ -135,7 +120,7 @@ def check_triton() -> str:
     return version
 
 
-def compile(variant: Variant, capability: int) -> Compiled:
+def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     """Compiles for a compute capability, e.g. 90. Triton caches what it has compiled before.
 
     RuntimeError if Triton is not supported, or if what it made cannot be launched as the engine launches.
@@ -179,7 +164,7 @@ def ptx_params(ptx: str) -> tuple[str, ...]:
     return tuple("ptr" if pointer else names.get(kind, kind) for kind, pointer in declared)
 
 
-def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
+def _signature(variant: "_C.KernelKey") -> tuple[dict[str, str], dict[str, object]]:
     """(type of every parameter in the kernel's order, value of every constexpr)."""
     wire = variant.wire or "fp32"
     in_wire = variant.in_wire or wire
@@ -213,6 +198,6 @@ def _ptx_type(triton_type: str) -> str:
     return "ptr" if triton_type.startswith("*") else {"fp32": "f32"}.get(triton_type, triton_type)
 
 
-def _require(version: str, variant: Variant, what: str, found: object, supported: object) -> None:
+def _require(version: str, variant: "_C.KernelKey", what: str, found: object, supported: object) -> None:
     if found != supported:
         raise RuntimeError(f"Triton {version} compiled {variant} with {what} = {found}; supported: {supported}")

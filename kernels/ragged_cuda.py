@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from fusedcomm.native import _C
+
 from .constants import TILE, WIRE_IDS
 
 if TYPE_CHECKING:
     from .bucket import Bucket, Stream
-    from .compile import Variant
 
 AHEAD_OF_TRITON: frozenset[str] = frozenset()
 """"pack", "unpack" or both, where bench/kernels.py shows this file's kernel ahead: what the engine takes for buckets of
@@ -50,7 +51,7 @@ PARAMS = {
 class Compiled:
     """The same fields as compile.Compiled has."""
 
-    variant: "Variant"
+    variant: "_C.KernelKey"
     symbol: str  # the kernel's name in the cubin
     cubin: bytes  # both kernels
     ptx: str
@@ -75,13 +76,13 @@ def check_cupy() -> str:
     return cupy.__version__
 
 
-def has(variant: "Variant") -> bool:
+def has(variant: "_C.KernelKey") -> bool:
     """Whether ragged.cu has a kernel for it."""
     plain = not (variant.flat or variant.rotated or variant.stochastic or variant.feedback or variant.sums)
     return variant.kernel in PARAMS and variant.wire in WIRES and plain
 
 
-def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
+def compile(variant: "_C.KernelKey", capability: int, tile: int = TILE) -> Compiled:
     """Compiles for a compute capability, e.g. 90; once for each set of options in a process.
 
     ValueError if the variant is not one of this file's, RuntimeError with NVRTC's log if it cannot be compiled.
@@ -176,11 +177,9 @@ def _parts(layout: object, chunk: int, parts: torch.Tensor) -> tuple[object, ...
 def _launch(kernel: str, bucket: "Bucket", num_programs: int, arguments: tuple[object, ...]) -> None:
     import cupy
 
-    from .compile import Variant
-
     device = bucket.grads.device
     layout = bucket.layout
-    variant = Variant(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, layout.rotated)
+    variant = _C.KernelKey(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, layout.rotated)
     capability = "{}{}".format(*torch.cuda.get_device_capability(device))
     compiled = compile(variant, int(capability), bucket.tile)
     with torch.cuda.device(device), cupy.cuda.Device(device.index or 0):

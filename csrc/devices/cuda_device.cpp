@@ -41,9 +41,17 @@ NoiseArgs noise_args(const NoiseKey& key) {
           static_cast<int32_t>(key.source)};
 }
 
-// The key of a kernel that encodes `layout`.
+// The key of a kernel that encodes or decodes `layout`, as far as the layout tells.
+KernelKey key_of(const char* kernel, const BucketLayout& layout) {
+  KernelKey key{kernel};
+  key.wire = layout.wire;
+  key.block_numel = layout.block_numel;
+  key.rotated = layout.rotated;
+  return key;
+}
+
 KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Encoding& encoding) {
-  KernelKey key{kernel, layout.wire, layout.block_numel, layout.rotated};
+  KernelKey key = key_of(kernel, layout);
   key.stochastic = encoding.stochastic;
   if (encoding.residual.data) key.feedback = encoding.residual.format;
   return key;
@@ -267,7 +275,7 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.num_messages = static_cast<int32_t>(args.num_messages);
   launch.scale = args.scale;
-  KernelKey key{UnpackLaunch::kName, layout.wire, layout.block_numel, layout.rotated};
+  KernelKey key = key_of(UnpackLaunch::kName, layout);
   key.sums = args.num_messages > 1;
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);

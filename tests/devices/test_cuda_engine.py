@@ -5,6 +5,7 @@ Streams are not in it (tests/engine/test_streams.py simulates those), nor the co
 """
 
 import itertools
+import pickle
 import shutil
 import threading
 import time
@@ -295,6 +296,23 @@ def test_every_kernel_parameter_has_the_engines_type():
         assert kinds == _C.kernel_params(variant.kernel)
     with pytest.raises(ValueError, match="no kernel is called 'sort'"):
         _C.kernel_params("sort")
+
+
+def test_a_kernels_key_has_what_matters_to_it():
+    key = _C.KernelKey("pack", "bf16", 64, torch.float16, flat=False, in_wire="fp32", feedback="bf16")
+    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")  # no blocks, and no sum
+    assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, False, feedback="fp32")
+    assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
+    reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16", stochastic=True)
+    assert (reduce.block, reduce.grad_dtype, reduce.in_wire, reduce.stochastic) == (32, None, "bf16", True)
+    assert reduce != _C.KernelKey("reduce", "int4", 64, rotated=True, in_wire="bf16", stochastic=True)
+    for each in (key, reduce, _C.KernelKey("scale")):
+        copy = pickle.loads(pickle.dumps(each))
+        assert (copy, hash(copy), repr(copy)) == (each, hash(each), repr(each))
+    with pytest.raises(ValueError, match="kernel unpack needs a gradient dtype"):
+        _C.KernelKey("unpack", "bf16")
+    with pytest.raises(ValueError, match="kernel pack needs a wire"):
+        _C.KernelKey("pack", grad_dtype=torch.float32)
 
 
 # --- what can go wrong ----------------------------------------------------------------------------------------------
