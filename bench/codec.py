@@ -29,7 +29,7 @@ NUM_RANKS = 4
 RING_NBYTES = 256 * MIB
 WHOLE = 1 << 62  # one chunk, whatever its size
 ONE_SHOT_CHUNK_NBYTES = 128 << 10  # of each of two ranks, on a link of 1 Gbit/s
-PLAIN_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
+PLAIN_WIRES = _C.WIRES
 # Encoded otherwise: unpack is the plain one's, or the rotated one's.
 SPECIAL_WIRES = (
     *("int8-stochastic", "int4-stochastic"),

@@ -171,8 +171,8 @@ def _signature(variant: "_C.KernelKey") -> tuple[dict[str, str], dict[str, objec
     types = {
         **_TYPES,
         "grads": GRAD_TYPES.get(variant.grad_dtype, ""),
-        "scales_in": SCALE_TYPES[SCALE_NBYTES.get(in_wire, 4)],
-        "scales_out": SCALE_TYPES[SCALE_NBYTES.get(wire, 4)],
+        "scales_in": SCALE_TYPES[SCALE_NBYTES[in_wire]],
+        "scales_out": SCALE_TYPES[SCALE_NBYTES[wire]],
         "codes_in": CODE_TYPES[CODE_NBYTES[in_wire]],
         "codes_out": CODE_TYPES[CODE_NBYTES[wire]],
         "residual": RESIDUAL_TYPES[variant.feedback],

@@ -7,7 +7,7 @@ computed or loaded once for each VEC of them, as [TILE // VEC], and no exchange 
 import triton
 import triton.language as tl
 
-from .constants import BF16, FP8, FP16, FP32, INT4, INT8
+from .constants import BF16, FP8, FP16, FP32, INT4, INT8, WITH_SCALES
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -30,7 +30,7 @@ def vector_numel(*dtypes):
 
 @triton.constexpr_function
 def has_scales(wire):
-    return wire >= INT8.value
+    return wire in WITH_SCALES
 
 
 @triton.constexpr_function

@@ -8,6 +8,7 @@ from .constants import CODE_NBYTES, SCALE_NBYTES
 
 # Of a code's width: kernels round by integers.
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+SCALES = {4: torch.float32, 2: torch.int16}
 
 
 def sections(
@@ -26,6 +27,6 @@ def sections(
     piece = parts[layout.part_offset :]
     return (
         piece.view(torch.int32),
-        piece[layout.part.scale_offset :].view(torch.int16 if layout.wire in SCALE_NBYTES else torch.float32),
+        piece[layout.part.scale_offset :].view(SCALES[SCALE_NBYTES[layout.wire]]),
         piece[layout.part.code_offset :].view(INTEGERS[CODE_NBYTES[layout.wire]]),
     )

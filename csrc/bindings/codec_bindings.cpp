@@ -138,6 +138,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> stream_table(const BucketLayout& 
 
 std::pair<int64_t, int64_t> bounds(const Range& range) { return {range.begin, range.end}; }
 
+py::tuple names_of_wires() {
+  py::list names;
+  for (const NamedWire& known : kWires) names.append(known.name);
+  return py::tuple(names);
+}
+
 void bind_layout(py::module_& m) {
   m.attr("WIRE_LAYOUT_VERSION") = kWireLayoutVersion;
   m.attr("ALIGN_NBYTES") = kAlignNbytes;
@@ -148,6 +154,12 @@ void bind_layout(py::module_& m) {
   m.def(
       "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
       py::arg("wire"));
+  m.attr("WIRES") = names_of_wires();
+  m.attr("RESIDUAL_FORMATS") =
+      py::tuple(py::cast(std::vector<std::string>(std::begin(kResidualFormatNames), std::end(kResidualFormatNames))));
+  m.def("wire_id", [](const std::string& wire) { return static_cast<int>(wire_from_name(wire)); }, py::arg("wire"));
+  m.def("code_nbits", [](const std::string& wire) { return code_nbits(wire_from_name(wire)); }, py::arg("wire"));
+  m.def("scale_nbytes", [](const std::string& wire) { return scale_nbytes(wire_from_name(wire)); }, py::arg("wire"));
   m.def("has_scales", [](const std::string& wire) { return has_scales(wire_from_name(wire)); }, py::arg("wire"));
   m.def("exactness", [](const std::string& wire) { return exactness(wire_from_name(wire)); }, py::arg("wire"));
   m.attr("MIN_BLOCK_NUMEL") = kMinBlockNumel;
