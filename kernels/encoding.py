@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .arguments import Noise
+
 # Of a residual's values in memory; kernels round by integers.
 VALUES = {"fp32": torch.float32, "bf16": torch.int16}
 
@@ -26,8 +28,8 @@ class Encoding:
 NEAREST = Encoding()
 
 
-def encoding_args(encoding: Encoding, first: int, numel: int, unused: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    """(residual, seed, parameter, step, source), the residual from its element `first` of `numel` on.
+def encoding_args(encoding: Encoding, first: int, numel: int, unused: torch.Tensor) -> tuple[torch.Tensor, Noise]:
+    """(residual, noise), the residual from its element `first` of `numel` on.
 
     `unused`: any tensor, uint8, for the residual where there is none. ValueError if it has another shape or dtype.
     """
@@ -43,7 +45,7 @@ def encoding_args(encoding: Encoding, first: int, numel: int, unused: torch.Tens
             )
         values = residual[_C.residual_nbytes(format, first) :].view(VALUES[format])
     seed, parameter, step, source = encoding.key or (0, 0, 0, 0)
-    return values, _signed(seed, 64), _signed(parameter, 32), _signed(step, 32), _signed(source, 32)
+    return values, Noise(_signed(seed, 64), _signed(parameter, 32), _signed(step, 32), _signed(source, 32))
 
 
 def _signed(word: int, nbits: int) -> int:

@@ -4,6 +4,7 @@ import torch
 
 from fusedcomm.native import _C
 
+from .arguments import Sections
 from .constants import CODE_NBYTES, SCALE_NBYTES
 
 # Of a code's width: kernels round by integers.
@@ -11,9 +12,7 @@ INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 SCALES = {4: torch.float32, 2: torch.int16}
 
 
-def sections(
-    layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sections(layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int) -> Sections:
     """(exact int32, scales, codes) of the layout's piece of the first part in `parts`, uint8 [nbytes], parts of a
     message; each view runs on to the end.
 
@@ -25,7 +24,7 @@ def sections(
     if parts.data_ptr() % _C.ALIGN_NBYTES:
         raise ValueError(f"parts must start at a multiple of {_C.ALIGN_NBYTES} bytes")
     piece = parts[layout.part_offset :]
-    return (
+    return Sections(
         piece.view(torch.int32),
         piece[layout.part.scale_offset :].view(SCALES[SCALE_NBYTES[layout.wire]]),
         piece[layout.part.code_offset :].view(INTEGERS[CODE_NBYTES[layout.wire]]),

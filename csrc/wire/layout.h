@@ -34,7 +34,7 @@ inline constexpr int64_t kDefaultBlockNumel = 128;
 inline constexpr int64_t kMinBlockNumel = 32;
 inline constexpr int64_t kMaxBlockNumel = 4096;
 
-// kFp8 is e4m3; 5 was e5m2. Names for people are in wire_names.h, what the codes mean in fusedcomm/reference.py.
+// kFp8 is e4m3; 5 was e5m2. Names for people are in names.h, what the codes mean in fusedcomm/reference.py.
 enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
 
 // Wires that quantise carry one scale for every block of elements.

@@ -264,17 +264,17 @@ def recorded(rank, world_size, library, sum):
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes by hand: two parts, or one in a one-shot; 600 lossy elements in blocks of 64, 3000 exact ones."""
-    part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
-    no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
-    of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
+    part = {"shape.stride": 1500 * 4 + 32 + 320, "shape.numel": 320, "shape.exact_numel": 1500}
+    no_noise = dict.fromkeys(("key.seed", "key.parameter", "key.step", "key.source"), 0)
+    of_bucket = {"lossy.num_slices": 1, "lossy.numel": 600, "exact.num_slices": 1, "exact.numel": 3000, "first_part": 0}
     for rank, launches in enumerate(ranks.run(recorded, library, "two-shot", world_size=2)):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
         assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
-        of_sum = {"in_stride": part["part_stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
+        of_sum = {"in_stride": part["shape.stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
         assert reduce_args == {**part, **of_sum, **no_noise}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
-    whole = {"part_stride": 3000 * 4 + 48 + 640, "part_numel": 640, "part_exact_numel": 3000, "num_parts": 1}
+    whole = {"shape.stride": 3000 * 4 + 48 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
     for launches in ranks.run(recorded, library, "one-shot", world_size=2):
         (pack, pack_args), (unpack, unpack_args) = launches
         assert (pack, unpack) == ("pack", "unpack")
@@ -288,11 +288,8 @@ def test_every_kernel_parameter_has_the_engines_type():
 
     for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
         signature, _ = compile._signature(variant)
-        kinds = [
-            "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
-            for kind in signature.values()
-            if kind != "constexpr"
-        ]
+        parameters = compile.flattened(compile.KERNELS[variant.kernel], signature)
+        kinds = ["ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind) for _, _, kind in parameters]
         assert kinds == _C.kernel_params(variant.kernel)
     with pytest.raises(ValueError, match="no kernel is called 'sort'"):
         _C.kernel_params("sort")

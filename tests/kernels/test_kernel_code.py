@@ -292,11 +292,11 @@ def test_sums_need_no_shared_memory(compiled):
 
 POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
 SECTIONS = POINTER * 3
-ENCODING = POINTER * 2 + I64 + I32 * 3
+ENCODING = POINTER + I64 + I32 * 3
 PARAMS = {
     "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + ENCODING,
     "reduce": SECTIONS * 2 + I64 * 5 + I32 * 2 + F32 + ENCODING,
-    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 * 2 + F32 + POINTER * 2,
+    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 * 2 + F32,
     "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
 }
 

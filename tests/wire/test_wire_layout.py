@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fusedcomm
 from fusedcomm.native import _C
 
 BLOCK_WIRES = ("int8", "fp8", "int4")
@@ -36,6 +37,15 @@ def test_constants():
     assert _C.ROTATION_NUMEL == 32
     assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32]
     assert [wire for wire in WIRES if _C.has_scales(wire)] == list(BLOCK_WIRES)
+
+
+def test_there_is_one_list_of_wires_and_their_ids_stay():
+    """5 was fp8_e5m2's."""
+    ids = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6}
+    assert {wire: _C.wire_id(wire) for wire in _C.WIRES} == ids
+    assert fusedcomm.WIRES == _C.WIRES == WIRES
+    assert [_C.code_nbits(wire) for wire in _C.WIRES] == [8 * CODE_NBYTES[wire] for wire in _C.WIRES]
+    assert all(_C.scale_nbytes(wire) == nbytes for wire, nbytes in SCALE_NBYTES.items())
 
 
 def test_an_int8_part_byte_by_byte():
