@@ -8,19 +8,33 @@ Names are loaded when first used, so that ``fusedcomm doctor`` can run where the
 import importlib
 from typing import TYPE_CHECKING
 
+from fusedcomm.version import __version__
+
 if TYPE_CHECKING:
     from fusedcomm.autotune.search import Tuning
     from fusedcomm.config import SUMS, WIRES
+    from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
-    from fusedcomm.ddp.handle import Handle, attach
+    from fusedcomm.ddp.handle import Handle
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
 
-__version__ = "0.1.0"
-__all__ = ["SUMS", "WIRES", "CommState", "Handle", "Residuals", "Stats", "Tuning", "attach", "comm_hook", "simulate"]
+__all__ = [
+    "SUMS",
+    "WIRES",
+    "CommState",
+    "Handle",
+    "Residuals",
+    "Stats",
+    "Tuning",
+    "__version__",
+    "attach",
+    "comm_hook",
+    "simulate",
+]
 
 _HOME = {
-    "attach": "ddp.handle",
+    "attach": "ddp.attach",
     "Handle": "ddp.handle",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",

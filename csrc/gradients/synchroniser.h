@@ -83,9 +83,12 @@ class GradHook {
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
-  FuturePtr hand_over(const Bucket& bucket);
+  // Throws the exception that is being handled, on accelerators with the bucket's name if it has none.
+  [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
+  void submit_foreign(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
+                      const std::shared_ptr<at::Tensor>& result);
   std::string text_of(const Bucket& bucket);
-  // Before the first bucket of a backward pass.
+  // Before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
   void fall_back(const Guard::Failing& failing);
   std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record,

@@ -118,6 +118,10 @@ class Tuning:
         return looks
 
     @property
+    def has_tried_two_levels(self) -> bool:
+        return any(trial.candidate.by_host for trial in self.trials)
+
+    @property
     def line(self) -> str:
         looks = self._looks
         times = _times({candidate: seen[0] for candidate, seen in looks.items()})

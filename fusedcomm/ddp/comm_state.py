@@ -14,7 +14,8 @@ from fusedcomm.autotune.search import WIRE as AUTO
 from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
-from fusedcomm.session.session import NamedParameter, Session, named_parameters
+from fusedcomm.session.parameters import NamedParameter, named_parameters
+from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.session.stats import Stats
 

@@ -10,7 +10,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import Config
-from fusedcomm.session.session import NamedParameter, named_parameters
+from fusedcomm.session.parameters import NamedParameter, named_parameters
 
 
 def native_hook(state: object, bucket: object) -> None:
@@ -156,7 +156,11 @@ def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Ten
 def synchronised_parameters(
     named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
 ) -> list[NamedParameter]:
-    """What the reducer has; see :func:`~fusedcomm.session.session.named_parameters`. RuntimeError: several devices."""
+    """What the reducer has; see :func:`fusedcomm.session.parameters.named_parameters`.
+
+    Raises:
+        RuntimeError: the gradients are on several devices.
+    """
     devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")

@@ -2,18 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm.autotune.search import Tuning
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts, advice
-
-if TYPE_CHECKING:
-    from fusedcomm.session.session import NamedParameter
+from fusedcomm.session.parameters import NamedParameter
 
 _MIB = 1 << 20
 
@@ -36,6 +33,21 @@ class BucketRow:
     leaves each host once."""
 
 
+class Found(Protocol):
+    """What a plan says of a search for the wire; :class:`fusedcomm.autotune.search.Tuning` is one."""
+
+    @property
+    def line(self) -> str:
+        """What has been chosen, or how far the search is."""
+
+    @property
+    def bucket_cap(self) -> object | None:
+        """The bucket_cap_mb that it predicts, printable; None while the search goes on."""
+
+    @property
+    def has_tried_two_levels(self) -> bool: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The effective plan. ``str(plan)`` is what rank 0 prints."""
@@ -53,7 +65,7 @@ class Plan:
     hosts: Hosts | None = None
     off: bool = False
     """Whether gradients go through DDP's own all-reduce, since wire="auto" has not found, or not yet tried, better."""
-    tuning: Tuning | None = None
+    tuning: Found | None = None
     """What wire="auto" has found."""
     ranks_on_host: int | None = None
     """As torchrun says; None: nobody said."""
@@ -132,7 +144,7 @@ class Plan:
 
     @property
     def _has_tried_two_levels(self) -> bool:
-        return self.tuning is not None and any(trial.candidate.by_host for trial in self.tuning.trials)
+        return self.tuning is not None and self.tuning.has_tried_two_levels
 
     def _ranks(self) -> str:
         if self.hosts is None or self.hosts.flat_reason:
@@ -147,7 +159,7 @@ def predicted_rows(
     native: "_C.WireConfig | None",
     world_size: int,
     hosts: Hosts | None,
-    parameters: Sequence["NamedParameter"],
+    parameters: Sequence[NamedParameter],
     bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
     """Rows for `parameters` cut as DDP cuts them: from the last parameter to the first.

@@ -8,27 +8,23 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-import fusedcomm
-from fusedcomm import env
+from fusedcomm import env, version
 from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
-from fusedcomm.patterns import by_tensor
 from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.session import plan
+from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
-
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that have a wire format."""
 
 T = TypeVar("T")
 
@@ -36,51 +32,6 @@ _GIVEN_UP = "given up"
 """A key that is there once a rank cannot attach, for those that are connecting and would wait for it."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedParameter:
-    name: str
-    tensor: torch.Tensor
-    wire: int
-    """Its number, see csrc/engine/plan.h."""
-    other_names: tuple[str, ...] = ()
-    """Of a tied parameter. Patterns know it by them, too; state, plan and the ranks by `name` alone."""
-
-
-def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequence[Config]) -> list[NamedParameter]:
-    """Those that require gradients first, then the others, which DDP may have had from before they were frozen. Wires
-    by the first of `configs`.
-
-    Args:
-        named: a tied parameter once by each of its names.
-
-    Raises:
-        ValueError: a pattern has no effect on parameters that require gradients (on any, if all are frozen), or two
-            disagree over a tied one, whichever of `configs` is used.
-    """
-    named = sorted(named, key=lambda pair: not pair[1].requires_grad)
-    checked = [(name, tensor) for name, tensor in named if tensor.requires_grad] or named
-    errors = []
-    for each in configs:
-        try:
-            each.check_patterns(checked)
-        except ValueError as error:
-            errors.append(error)
-    if len(errors) == len(configs):
-        raise errors[0]
-    parameters = [NamedParameter(name, tensor, 0, tuple(others)) for (name, *others), tensor in by_tensor(named)]
-    return numbered(parameters, configs[0])
-
-
-def numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
-    """With the wires that they have by `config`."""
-    return [dataclasses.replace(p, wire=config.wire_number(p.name, p.tensor, p.other_names)) for p in parameters]
-
-
-def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParameter]:
-    """Those that require gradients now."""
-    return [p for p in parameters or [] if p.tensor.requires_grad]
 
 
 class Session:
@@ -339,14 +290,16 @@ class Session:
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":
             return CpuPath(self.local, self.world_size)
-        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(GRAD_DTYPES), key=str)
-        return CudaPath(self.config, self.local, self.process_group, self.device, dtypes or list(GRAD_DTYPES), announce)
+        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(_C.GRAD_DTYPES), key=str)
+        return CudaPath(
+            self.config, self.local, self.process_group, self.device, dtypes or list(_C.GRAD_DTYPES), announce
+        )
 
     def _record(self) -> dict:
         """What all ranks must share. What LocalOptions has may differ: the bytes do not depend on it."""
         record = {
             "versions": {
-                "fusedcomm": fusedcomm.__version__,
+                "fusedcomm": version.__version__,
                 "torch": torch.__version__.split("+")[0],
                 "wire layout": _C.WIRE_LAYOUT_VERSION,
                 "byte order": sys.byteorder,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fusedcomm
+from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
     from fusedcomm.native import _C
@@ -71,7 +71,7 @@ def document(
             }
         )
     about = {
-        "version": fusedcomm.__version__,
+        "version": __version__,
         "run": run,
         "rank": rank,
         "world_size": world_size,

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
-from fusedcomm.autotune.tuner import Space
+from fusedcomm.autotune.space import Space
 from fusedcomm.native import _C
 
 pytestmark = pytest.mark.alone
@@ -295,7 +295,7 @@ def test_ddps_ways_to_run_a_step_go_through_the_search(ranks, model, ddp_kwargs,
 def frozen(world_size, candidate, ddp):
     from fusedcomm.autotune.tuner import model_digest
 
-    parameters = [fusedcomm.session.session.NamedParameter(name, p, 0) for name, p in ddp.module.named_parameters()]
+    parameters = [fusedcomm.session.parameters.NamedParameter(name, p, 0) for name, p in ddp.module.named_parameters()]
     digest = model_digest(parameters)
     trials = (Trial(OFF, 20.0), Trial(candidate, 10.0))
     return Tuning(True, candidate, trials, 31, 99, world_size, "cpu", digest)

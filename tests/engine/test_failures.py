@@ -17,6 +17,7 @@ from models import Gradients, stderr_to, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import version
 from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
@@ -95,7 +96,7 @@ def disagree(rank, world_size, field):
         elif field == "exempt":
             arguments["exempt"] = ("weights.1",)
         elif field == "version":
-            fusedcomm.__version__ = "9.9.9"
+            version.__version__ = "9.9.9"
     try:
         ddp = DistributedDataParallel(Gradients(*shapes))
         if field == "parameters":
@@ -106,7 +107,7 @@ def disagree(rank, world_size, field):
         except RuntimeError as error:
             return str(error)
     finally:
-        fusedcomm.__version__ = "0.1.0"
+        version.__version__ = fusedcomm.__version__
 
 
 @pytest.mark.parametrize(

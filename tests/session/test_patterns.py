@@ -10,7 +10,7 @@ import fusedcomm
 from fusedcomm.config import Config
 from fusedcomm.ddp.module import named_tensors
 from fusedcomm.native import _C
-from fusedcomm.session.session import named_parameters, numbered
+from fusedcomm.session.parameters import named_parameters, numbered
 
 SHAPES = ((160, 64), (160, 64), (64, 64))
 

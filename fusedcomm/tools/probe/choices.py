@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import ONE_DIMENSIONAL, Config
-from fusedcomm.ddp.handle import Handle, attach
+from fusedcomm.ddp.attach import attach
+from fusedcomm.ddp.handle import Handle
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import AUTO
 from fusedcomm.tools.cost_model import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import Config
-from fusedcomm.ddp.handle import attach
+from fusedcomm.ddp.attach import attach
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point
 from fusedcomm.tools.probe.team import Team
