@@ -174,7 +174,7 @@ void Engine::check_fits_workspaces(const BucketPlan& plan) const {
     throw std::length_error("a chunk of " + std::to_string(chunk_nbytes) + " bytes does not fit a workspace of " +
                             std::to_string(slot_nbytes_));
   }
-  if ((plan.sum == Sum::kOneShot) != one_shot_) {
+  if (plan.sums_codes() && (plan.sum == Sum::kOneShot) != one_shot_) {
     throw std::length_error("sum='" + sum_name(plan.sum) + "' has other workspaces than this engine, whose sums are " +
                             (one_shot_ ? "" : "not ") + "one-shot");
   }
@@ -320,7 +320,9 @@ void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts)
 Engine::Underway Engine::submit_first_leg(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
   Slot& slot = slots_[next_slot_++ % slots_.size()];
   const BucketPlan& plan = job->plan;
-  std::byte *const outgoing = slot.outgoing.get(), *const incoming = slot.incoming.get();
+  // What an all-reduce adds up in place lies in either, and one-shot engines have no outgoing one.
+  const std::shared_ptr<std::byte>& whole = slot.outgoing ? slot.outgoing : slot.incoming;
+  std::byte *const outgoing = whole.get(), *const incoming = slot.incoming.get();
   Underway underway{&slot, chunk, nullptr};
   // In a one-shot a rank's message is packed where all ranks' are to lie.
   std::byte* const packed = plan.sum == Sum::kOneShot ? incoming + rank() * plan.chunk_nbytes() : outgoing;
@@ -333,7 +335,7 @@ Engine::Underway Engine::submit_first_leg(const std::shared_ptr<BucketJob>& job,
                                             transport_->all_gather_in_place(Channel::kScatter, all, std::move(done));
                                           }));
   } else if (plan.sum != Sum::kTwoShot) {
-    const WireSpan span{outgoing, plan.chunk_nbytes(), slot.outgoing};
+    const WireSpan span{outgoing, plan.chunk_nbytes(), whole};
     underway.event = scatter_lane_->start(
         std::move(underway.event), wire_stage(job, Stage::kAllReduce, chunk, [this, job, span](Lane::Completion done) {
           transport_->all_reduce(Channel::kScatter, span, job->plan.layouts.front().wire, std::move(done));
@@ -362,7 +364,7 @@ void Engine::submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* un
   const BucketPlan& plan = job->plan;
   const int64_t chunk = underway->chunk, part_nbytes = plan.layouts.front().part_stride;
   std::byte *const outgoing = underway->slot->outgoing.get(), *const incoming = underway->slot->incoming.get();
-  const std::byte* result = outgoing;
+  const std::byte* result = outgoing ? outgoing : incoming;
   ++underway->num_legs;
   if (plan.on_two_levels() && underway->num_legs == 2) {
     underway->event = all_to_all(*cross_scatter_lane_, job, Stage::kAllToAll, Channel::kCrossScatter,
