@@ -110,9 +110,8 @@ def engine_variants(
                 variants.append(Variant("unpack", **gradients, **unpack))
             variants += [Variant("reduce", block=block, flat=flat, **how) for how in sums]
     if torch.float32 in grad_dtypes:  # an exact sum of gradients that lie apart; those in one run are summed in place
-        variants += [
-            Variant(kernel, wire="fp32", grad_dtype=torch.float32, flat=False) for kernel in ("pack", "unpack")
-        ]
+        exact = {"wire": "fp32", "grad_dtype": torch.float32, "flat": False}
+        variants += [Variant("pack", **exact), Variant("unpack", **exact)]
     variants.append(Variant("scale"))
     return tuple(dict.fromkeys(variants))
 

@@ -140,11 +140,11 @@ py::object returned(Run run, Hook& hook, BucketOfAnyKind& bucket) {
 void bind_hook(py::module_& m) {
   // Gradients where they lie, in the order of their parameters.
   py::class_<Bucket>(m, "Bucket")
-      .def(py::init([](size_t index, bool is_last, std::vector<at::Tensor> parameters,
-                       std::vector<at::Tensor> gradients) {
-             return Bucket(index, is_last, std::move(parameters),
-                           std::make_shared<const Gradients>(std::move(gradients)));
-           }),
+      .def(py::init(
+               [](size_t index, bool is_last, std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients) {
+                 return Bucket(index, is_last, std::move(parameters),
+                               std::make_shared<const Gradients>(std::move(gradients)));
+               }),
            py::kw_only(), py::arg("index"), py::arg("is_last"), py::arg("parameters"), py::arg("gradients"));
 
   py::class_<EngineStats>(m, "EngineStats")

@@ -194,9 +194,9 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
   if (record->foreign) return record;
   if (bucket.check) bucket.check();
   const at::Tensor& run = gradients.front();
-  TORCH_CHECK(!record->in_one_run || (run.is_contiguous() && run.numel() == record->numel), "fusedcomm: ",
-              record->label->text, " holds ", run.numel(), " elements where its parameters have ", record->numel,
-              ": this layout of buckets is not known. Please report it with your DDP options.");
+  TORCH_CHECK(!record->in_one_run || (run.is_contiguous() && run.numel() == record->numel),
+              "fusedcomm: ", record->label->text, " holds ", run.numel(), " elements where its parameters have ",
+              record->numel, ": this layout of buckets is not known. Please report it with your DDP options.");
   plan(engine, record.get());
   prepare(&engine.device(), parameters, record.get());
   move_residuals(engine, place, record.get(), gradients);
@@ -218,8 +218,8 @@ void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients,
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
     int64_t& before = seen[member.payload][member.exact];
-    const Range range =
-        job.plan.in_place ? Range{0, gradients.numel()} : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
+    const Range range = job.plan.in_place ? Range{0, gradients.numel()}
+                                          : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
     const int64_t begin = std::max(range.begin, before);
     const int64_t end = std::min(range.end, before + member.numel);
     if (begin < end) {

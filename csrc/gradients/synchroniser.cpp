@@ -268,8 +268,8 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
   return job;
 }
 
-void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record,
-                       const GradientsPtr& gradients, int64_t step) {
+void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
+                       int64_t step) {
   if (record->plan.sum == Sum::kExact) return;
   at::NoGradGuard no_grad;
   const BucketPlan& plan = record->plan;

@@ -32,8 +32,8 @@ class GradHook {
   // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
-  // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or the
-  // error. Every rank brings the same buckets, in the order of their indices.
+  // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or
+  // the error. Every rank brings the same buckets, in the order of their indices.
   FuturePtr run(const Bucket& bucket);
 
   // From now on stalls are reported, and failures explained.
@@ -91,11 +91,11 @@ class GradHook {
   // Before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
   void fall_back(const Guard::Failing& failing);
-  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record,
-                                      const GradientsPtr& gradients, int64_t step) const;
+  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
+                                      int64_t step) const;
   // Has this rank's pack of the bucket measured.
-  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record,
-               const GradientsPtr& gradients, int64_t step);
+  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
+               int64_t step);
 
   // All that follow, under mutex_.
   std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
