@@ -7,7 +7,7 @@ import torch
 
 from fusedcomm.native import _C
 
-from .constants import TILE
+from .variants import TILE
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -5,12 +5,7 @@ The wires are the enum of csrc/wire/layout.h.
 
 import triton.language as tl
 
-TILE = 8192
-"""Stream elements that a program handles at a time: at least 16 KiB of 16-bit, 32 KiB of fp32 gradients in flight."""
-
-NUM_WARPS = 16
-"""With TILE, one 128-bit access per thread carries a quarter of a tile: four of them are in flight before the first
-use, and one program saturates its SM without keeping the registers from other kernels."""
+from .variants import NUM_WARPS
 
 WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "int4": 6}
 BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
