@@ -21,7 +21,6 @@ MAJORS = (13, 12)
 """Versions of NVRTC that have been tried, after that of torch's own CUDA, the best first."""
 
 FORMATS = {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""fused.cu's names, where they are not the wires' own."""
 
 
 def check_nvrtc() -> str:

@@ -7,7 +7,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 
 from fusedcomm.kernels import nvrtc, variants
@@ -68,7 +67,12 @@ class Kernel:
         ]
         params = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         variant = self.variant_of(arguments[0].dtype, constants)
-        if variant.wire == "fp8_e5m2" or variant.in_wire == "fp8_e5m2" or variant.feedback == "int8":
+        if "fp8_e5m2" in (variant.wire, variant.in_wire) or variant.feedback == "int8":  # which are about to go
+            import hypothesis
+            import pytest
+
+            if hypothesis.currently_in_test_context():
+                hypothesis.reject()
             pytest.skip("not in CUDA C++")
         if self.library:
             launch_on_cpu(self.library, variant, TILE, num_programs, ctypes.addressof(params))
