@@ -393,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
                 i64 numel, const i64* exact_starts, const i64* exact_offsets, const int* exact_first, u64* exact_counts,
                 int exact_num_slices, i64 exact_numel, u8* exact_out, u8* scales_out, u8* codes_out, i64 part_stride,
                 i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts, float scale, void* residual,
-                const void*, i64 noise_seed, int noise_parameter, int noise_step, int noise_source) {
+                i64 noise_seed, int noise_parameter, int noise_step, int noise_source) {
   __shared__ Scratch scratch;
   const Stream lossy = {starts, offsets, first, counts, num_slices, numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, exact_counts, exact_num_slices, exact_numel};
@@ -424,8 +424,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     reduce_kernel(u8* exact_in, u8* scales_in, u8* codes_in, u8* exact_out, u8* scales_out, u8* codes_out,
                   i64 in_stride, i64 part_stride, i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts,
-                  int world_size, float scale, void* residual, const void*, i64 noise_seed, int noise_parameter,
-                  int noise_step, int noise_source) {
+                  int world_size, float scale, void* residual, i64 noise_seed, int noise_parameter, int noise_step,
+                  int noise_source) {
   __shared__ Scratch scratch;
   const Encoder encoder = {residual, noise_seed, noise_parameter, noise_step, noise_source};
   for_each_tile(part_numel, part_exact_numel, num_parts, [&](auto is_exact, i64 of_part, i64 part, i64 index) {
@@ -456,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     unpack_kernel(void* grads, const i64* starts, const i64* offsets, const int* first, int num_slices, i64 numel,
                   const i64* exact_starts, const i64* exact_offsets, const int* exact_first, int exact_num_slices,
                   i64 exact_numel, u8* exact_in, u8* scales_in, u8* codes_in, i64 part_stride, i64 part_numel,
-                  i64 part_exact_numel, i64 first_part, int num_parts, int num_messages, float scale, i64*, double*) {
+                  i64 part_exact_numel, i64 first_part, int num_parts, int num_messages, float scale) {
   const Stream lossy = {starts, offsets, first, nullptr, num_slices, numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, nullptr, exact_num_slices, exact_numel};
   for_each_tile(part_numel, part_exact_numel, num_parts, [&](auto is_exact, i64 of_part, i64 part, i64 index) {

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from .variants import NUM_WARPS, TILE, Compiled, Variant
+from fusedcomm.native import _C
+
+from .variants import NUM_WARPS, TILE, Compiled
 
 SOURCE = Path(__file__).with_name("fused.cu")
 MAJORS = (13, 12)
@@ -28,7 +30,7 @@ def check_nvrtc() -> str:
     return _library()[1]
 
 
-def macros(variant: Variant, tile: int, num_threads: int) -> dict[str, str | int]:
+def macros(variant: "_C.KernelKey", tile: int, num_threads: int) -> dict[str, str | int]:
     """What fused.cu has to be told of a variant: formats by their names there, everything else as numbers."""
     wire = variant.wire or "fp32"
     return {
@@ -46,20 +48,20 @@ def macros(variant: Variant, tile: int, num_threads: int) -> dict[str, str | int
     }
 
 
-def options(variant: Variant, capability: int, tile: int = TILE, num_threads: int = 32 * NUM_WARPS) -> tuple[str, ...]:
+def options(
+    variant: "_C.KernelKey", capability: int, tile: int = TILE, num_threads: int = 32 * NUM_WARPS
+) -> tuple[str, ...]:
     """NVRTC's, for fused.cu."""
     defined = {variant.kernel.upper(): 1, **macros(variant, tile, num_threads)}
     return f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", *(f"-D{name}={x}" for name, x in defined.items())
 
 
-def compile(variant: Variant, capability: int, folder: str | None = None) -> Compiled:
+def compile(variant: "_C.KernelKey", capability: int, folder: str | None = None) -> Compiled:
     """Compiles for a compute capability, e.g. 90. Keeps what it has compiled in `folder`, unless that is None.
 
     RuntimeError with NVRTC's log if it cannot be compiled, or if the kernel's parameters are not those that the engine
     passes.
     """
-    from fusedcomm.native import _C
-
     symbol, params = f"{variant.kernel}_kernel", tuple(_C.kernel_params(variant.kernel))
     told = options(variant, capability)
     # The parameters, too: they have been checked where a cubin is found.

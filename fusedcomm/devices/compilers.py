@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from fusedcomm import env
 
 if TYPE_CHECKING:
-    from fusedcomm.kernels.variants import Compiled, Variant
+    from fusedcomm.kernels.variants import Compiled
+    from fusedcomm.native import _C
 
 
 @dataclass(frozen=True)
 class Compiler:
     name: str  # with its version
     reason: str  # for taking this one
-    compile: "Callable[[Variant, int], Compiled]"  # for a compute capability, e.g. 90; finds what it has made before
+    # For a compute capability, e.g. 90; finds what it has made before.
+    compile: "Callable[[_C.KernelKey, int], Compiled]"
     folder: str | None  # where it keeps what it has made; None: where Triton does
 
 

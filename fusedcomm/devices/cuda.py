@@ -11,7 +11,7 @@ from fusedcomm.devices import compile_once, compilers
 from fusedcomm.native import _C
 
 if TYPE_CHECKING:
-    from fusedcomm.kernels.variants import Compiled, Variant
+    from fusedcomm.kernels.variants import Compiled
 
 DRIVER = "libcuda.so.1"
 
@@ -113,7 +113,9 @@ def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
     return num_sms if sm_limit is None else choose_sm_limit(sm_limit, num_sms)
 
 
-def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:
+def kernel_variants(
+    cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]
+) -> tuple["_C.KernelKey", ...]:
     """Every kernel that `cfg` can need for gradients of these dtypes."""
     from fusedcomm.kernels import variants
 
@@ -156,25 +158,16 @@ def load_kernels(
 
 def load(loader: "_C.KernelLoader", compiled: "Compiled") -> None:
     """Hands one compiled kernel to the engine. RuntimeError if its parameters are not what the engine packs."""
-    variant = compiled.variant
-    expected = tuple(_C.kernel_params(variant.kernel))
+    key = compiled.variant
+    expected = tuple(_C.kernel_params(key.kernel))
     if tuple(compiled.params) != expected or compiled.num_scratch_pointers > _C.MAX_SCRATCH_POINTERS:
         raise RuntimeError(
-            f"fusedcomm: kernel {variant.kernel} was compiled with parameters {compiled.params} and "
+            f"fusedcomm: kernel {key.kernel} was compiled with parameters {compiled.params} and "
             f"{compiled.num_scratch_pointers} scratch pointers; the engine passes {expected} and at most "
             f"{_C.MAX_SCRATCH_POINTERS}. Kernels and extension are of different versions: build fusedcomm again"
         )
     loader.load(
-        kernel=variant.kernel,
-        wire=variant.wire,
-        block=variant.block,
-        rotated=variant.rotated,
-        flat=variant.flat,
-        grad_dtype=variant.grad_dtype,
-        in_wire=variant.in_wire,
-        sums=variant.sums,
-        stochastic=variant.stochastic,
-        feedback=variant.feedback,
+        key=key,
         cubin=compiled.cubin,
         symbol=compiled.symbol,
         num_threads=32 * compiled.num_warps,

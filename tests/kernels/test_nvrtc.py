@@ -15,13 +15,13 @@ from fusedcomm.kernels import nvrtc
 from fusedcomm.kernels.variants import Variant
 from fusedcomm.native import _C
 
-SCALE = Variant("scale", None, 0, torch.float32, True)
+SCALE = Variant("scale")
 VARIANTS = [
     SCALE,
-    Variant("pack", "fp32", 0, torch.float16, False),
+    Variant("pack", "fp32", grad_dtype=torch.float16, flat=False),
     Variant("pack", "int4", 32, torch.bfloat16, False, rotated=True, stochastic=True, feedback="bf16"),
     Variant("reduce", "int8", 128, None, False, in_wire="bf16", feedback="fp32"),
-    Variant("unpack", "fp16", 0, torch.float32, True, sums=True),
+    Variant("unpack", "fp16", grad_dtype=torch.float32, sums=True),
     Variant("unpack", "fp8", 128, torch.bfloat16, False, rotated=True),
 ]
 
@@ -56,8 +56,10 @@ def test_what_has_been_compiled_is_found_again(has_nvrtc, tmp_path, monkeypatch)
 
 
 def test_what_the_engine_could_not_launch_is_refused(has_nvrtc, tmp_path, monkeypatch):
-    with pytest.raises(RuntimeError, match=r'NVRTC .* -DWIRE=fp9 .*:\n.*identifier "fp9" is undefined'):
-        nvrtc.compile(Variant("unpack", "fp9", 128, torch.float32, True), 90)
+    with monkeypatch.context() as patched:
+        patched.setitem(nvrtc.FORMATS, torch.float32, "fp9")
+        with pytest.raises(RuntimeError, match=r'NVRTC .* -DGRAD=fp9 .*:\n.*identifier "fp9" is undefined'):
+            nvrtc.compile(Variant("unpack", "bf16", grad_dtype=torch.float32), 90)
     monkeypatch.setattr(_C, "kernel_params", lambda kernel: ["ptr", "i32"])
     with pytest.raises(RuntimeError, match=r"scale_kernel with the parameters .* engine passes \('ptr', 'i32'\)"):
         nvrtc.compile(SCALE, 90, str(tmp_path))
