@@ -19,6 +19,9 @@ from fusedcomm.native import _C
 from .variants import NUM_WARPS, TILE, Compiled
 
 SOURCE = Path(__file__).with_name("fused.cu")
+HEADER = Path(__file__).with_name("arithmetic.cuh")
+"""What the source includes. NVRTC is handed both: it need not look for files."""
+
 MAJORS = (13, 12)
 """Versions of NVRTC that have been tried, after that of torch's own CUDA, the best first."""
 
@@ -65,7 +68,7 @@ def compile(variant: "_C.KernelKey", capability: int, folder: str | None = None)
     symbol, params = f"{variant.kernel}_kernel", tuple(_C.kernel_params(variant.kernel))
     told = options(variant, capability)
     # The parameters, too: they have been checked where a cubin is found.
-    identity = SOURCE.read_text(), told, params, check_nvrtc()
+    identity = SOURCE.read_text(), HEADER.read_text(), told, params, check_nvrtc()
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()
     kept = None if folder is None else Path(folder) / f"{symbol}-{digest}.cubin"
     ptx = ""
@@ -143,8 +146,10 @@ def _candidates() -> list[str]:
 def compile_source(options: tuple[str, ...]) -> tuple[bytes, str]:
     """(cubin, PTX) of fused.cu."""
     library, version = _library()
-    program, source, name = ctypes.c_void_p(), SOURCE.read_bytes(), SOURCE.name.encode()
-    _require(library, library.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None))
+    program = ctypes.c_void_p()
+    source, header = ((file.read_bytes(), file.name.encode()) for file in (SOURCE, HEADER))
+    included = ((ctypes.c_char_p * 1)(text) for text in header)
+    _require(library, library.nvrtcCreateProgram(ctypes.byref(program), *source, 1, *included))
     try:
         arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), arguments):

@@ -36,7 +36,7 @@ def build(folder: Path) -> str:
 
 @functools.cache
 def _formats() -> list[str]:
-    return re.search(r"enum \{ (.*?) \};", nvrtc.SOURCE.read_text())[1].split(", ")
+    return re.search(r"enum \{ (.*?) \};", nvrtc.HEADER.read_text())[1].split(", ")
 
 
 def launch_on_cpu(library: ctypes.CDLL, variant: variants.Variant, tile: int, num_programs: int, params: int) -> None:
