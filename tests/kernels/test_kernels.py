@@ -161,6 +161,17 @@ def nonfinite_by_slice(flat, slices, scale):
 # ---- every kernel on one bucket
 
 
+def with_guarded_tables(bucket):
+    """The same bucket, with a 0 behind each table: whoever reads that finds another slice."""
+
+    def guarded_tables(stream):
+        names = ("starts", "offsets", "first")
+        tables = {name: torch.nn.functional.pad(getattr(stream, name), (0, 1))[:-1] for name in names}
+        return dataclasses.replace(stream, **tables)
+
+    return dataclasses.replace(bucket, lossy=guarded_tables(bucket.lossy), exact=guarded_tables(bucket.exact))
+
+
 def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, scale=0.3, unpack_scale=3.0):
     """Packs, reduces and unpacks every chunk of a bucket, and compares all that is written and all that is not.
 
@@ -174,7 +185,7 @@ def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, 
         for (offset, numel), values in zip(slices, flat.split([numel for _, numel in slices]), strict=True):
             original[offset : offset + numel] = values
     grads = original.to(device)
-    bucket = make_bucket(layout, grads, lossy_slices, exact_slices, tile)
+    bucket = with_guarded_tables(make_bucket(layout, grads, lossy_slices, exact_slices, tile))
 
     expected = original.clone()
     results = [torch.zeros_like(flats[0]), torch.zeros_like(flats[1])]
@@ -231,6 +242,12 @@ def test_gives_the_bytes_of_the_oracle(device, wire_format, dtype, flat, num_pro
     flats = signed(lossy_numel, dtype, 1, specials=True), signed(exact_numel, dtype, 2, specials=True)
     bucket = check_bucket(layout, flats, numels, [0] if flat else GAPS, device, num_programs=num_programs)
     assert bucket.flat == flat
+
+
+def test_a_last_tile_that_is_full_reads_no_table_past_its_end(device, wire):
+    numels = [100, 300, 112], [60, 68, 128]
+    layout = _C.bucket_layout(wire, 32, 1, 256, 512, CHUNK_NBYTES)
+    check_bucket(layout, (signed(512), signed(256, seed=1)), numels, [3], device, tile=256)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
