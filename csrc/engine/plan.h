@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "codec/codec.h"
+#include "codec/slices.h"
 #include "wire/layout.h"
 
 namespace fusedcomm {

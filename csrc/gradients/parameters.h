@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "codec/codec.h"
+#include "codec/args.h"
 #include "gradients/residuals.h"
 
 namespace fusedcomm {
