@@ -1,4 +1,4 @@
-// What fusedcomm/reference.py defines of one element and of the 32 that a warp has: formats, rounding, codes, rotation.
+// What fusedcomm/reference defines of one element and of the 32 that a warp has: formats, rounding, codes, rotation.
 // Part of fused.cu, which says what its macros are.
 #pragma once
 

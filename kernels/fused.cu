@@ -1,4 +1,4 @@
-// Gradients ⇄ wire bytes in CUDA C++: pack, reduce, unpack and scale, byte for byte what fusedcomm/reference.py defines
+// Gradients ⇄ wire bytes in CUDA C++: pack, reduce, unpack and scale, byte for byte what fusedcomm/reference defines
 // and the Triton kernels beside this file give, with the same parameters. They run where those cannot; see nvrtc.py.
 //
 // A block of threads takes one tile after the other. A tile is at most TILE consecutive elements of one section of one
@@ -129,7 +129,7 @@ struct Scratch {
   u32 noise[kMaxTile / 2];                                    // 16 bits for each element
 };
 
-// Philox4x32-10, a counter for eight elements, as in fusedcomm/reference.py. `position`: of the tile in its stream.
+// Philox4x32-10, a counter for eight elements, as in fusedcomm/reference. `position`: of the tile in its stream.
 __device__ __forceinline__ void draw_noise(const Encoder& encoder, i64 position, u32* noise) {
   for (int group = static_cast<int>(threadIdx.x); group < TILE / 8; group += NUM_THREADS) {
     u32 c0 = static_cast<u32>(position / 8 + group), c1 = encoder.parameter, c2 = encoder.step, c3 = encoder.source;

@@ -47,7 +47,7 @@ BucketStreams streams_of(const std::vector<at::Tensor>& lossy, const std::vector
   return {stream_of(lossy), stream_of(exact)};
 }
 
-// (seed, parameter, step, source) and (format, bytes, numel); see reference.py.
+// (seed, parameter, step, source) and (format, bytes, numel); see fusedcomm/reference.
 using NoiseTuple = std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>;
 using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
 

@@ -29,7 +29,7 @@ struct BucketStreams {
   std::shared_ptr<const BucketTables> tables;  // null where the device keeps none
 };
 
-// What rounding has left out so far, for each element that one encoder encodes. See reference.py.
+// What rounding has left out so far, for each element that one encoder encodes. See fusedcomm/reference.
 struct Residual {
   ResidualFormat format = ResidualFormat::kFp32;
   std::byte* data = nullptr;  // residual_nbytes(), on the codec's device; null: nothing is kept
