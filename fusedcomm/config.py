@@ -14,7 +14,7 @@ from fusedcomm.ranks import hosts
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
-SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
+SUMS = tuple(_C.SUMS)
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = ("fp32", "bf16", "int8")
 FALLBACK_WIRES = ("fp32", "bf16", "fp16")
@@ -293,11 +293,11 @@ class Config:
         """Whether what the codec encodes is summed in one shot, on one level."""
         return _C.is_one_shot(self._in_any_chunks().native(world_size), world_size)
 
-    def sum_of_large_buckets(self, world_size: int) -> str:
-        """As it is planned for fp32 gradients in the wire of most parameters, on one level."""
+    def plan_of_large_buckets(self, world_size: int) -> "_C.BucketPlan":
+        """For fp32 gradients in the wire of most parameters, on one level: its sum, and the steps of a chunk."""
         numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.wires) - 1)
         native = self._in_any_chunks().native(world_size)
-        return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels).sum
+        return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels)
 
     def _in_any_chunks(self) -> "Config":
         """With sizes of chunks, whatever they are: for questions that choosing them asks, too."""

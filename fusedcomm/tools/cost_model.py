@@ -5,8 +5,8 @@ codec stage its own fixed part + γ · elements. What these are for a cluster is
 (``fusedcomm plan``); here they are put together as the engine does (csrc/engine/engine.h):
 
 - Gradients become ready during the backward pass, in order; a bucket is ready with its last gradient.
-- A bucket travels in chunks: pack → collective → reduce → collective → unpack, pack → all-reduce → unpack, or pack →
-  all-gather → sum. Sizes and numbers come from the wire layout, none are worked out here.
+- A bucket travels in chunks, each by the steps of its plan (csrc/engine/sums.h), from which the bytes come, too. None
+  are worked out here.
 - Each resource (the network, the network within a host, each codec lane) does one thing at a time, in the order in
   which things become ready. What a collective sends out of a host and within it travels at once.
 - On CPU a collective's fixed part is latency: it delays its chunk and leaves the network free. On an accelerator the
@@ -83,13 +83,26 @@ class TwoLevels:
     """Among the ranks of a host."""
 
 
-# An exact sum is of gradients where they are, which are scaled once.
-STAGES_OF_SUMS = {
-    "exact": ("pack",),
-    "direct": ("pack", "unpack"),
-    "two-shot": ("pack", "reduce", "unpack"),
-    "one-shot": ("pack", "sum"),
+def kind_of_all_reduce(wire: str) -> str:
+    """The field of :class:`Network` that has its cost."""
+    return "all_reduce" if wire == "fp32" else "direct"
+
+
+COSTS_OF_OPERATIONS = {
+    "scale": "pack",
+    "pack": "pack",
+    "local reduce": "reduce",
+    "reduce": "reduce",
+    "unpack": "unpack",
+    "sum": "sum",
 }
+"""By which of the costs of :class:`Codec` each of the codec's operations goes. Gradients in their own memory are scaled
+by the "fp32" codec's pack."""
+
+
+def codec_costs(plan: "_C.BucketPlan") -> list[str]:
+    """Of a chunk that travels by this plan, in the order of its steps."""
+    return [COSTS_OF_OPERATIONS[step.operation] for step in plan.steps if not step.is_collective]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +114,7 @@ class Codec:
     reduce: Cost | None = None
     unpack: Cost | None = None
     sum: Cost | None = None
-    """Unpack in a one-shot, where all ranks' messages are there."""
+    """Unpack where all ranks' messages are there."""
 
     def seconds(self, stage: str, numel: float) -> float:
         """Of one stage. ValueError if it is not known: what was measured are the stages that "auto" has there."""
@@ -110,9 +123,9 @@ class Codec:
             raise ValueError(f"how long the codec's {stage!r} takes is not known: predict a sum that does without it")
         return cost(numel)
 
-    def whole_s(self, sum: str, numel: float) -> float:
-        """Of all stages of a chunk that is summed so."""
-        return math.fsum(self.seconds(stage, numel) for stage in STAGES_OF_SUMS[sum])
+    def whole_s(self, plan: "_C.BucketPlan", numel: float) -> float:
+        """Of all stages of a chunk that travels by this plan, on one level."""
+        return math.fsum(self.seconds(cost, numel) for cost in codec_costs(plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,13 +357,31 @@ class _Simulation:
             self._chunks.append(_Chunk(index, ready_s, self._all_reduce(4 * numel), takes_slot=False))
             return
         plan = _C.plan_bucket(self._native, self.cluster.world_size, torch.empty(0), exempt, [numel - exempt])
-        if plan.in_place:
-            scale = self._codec_stage("pack", self.cluster.codec("fp32").pack(numel))
-            self._chunks.append(_Chunk(index, ready_s, [scale, *self._all_reduce(4 * numel)], takes_slot=False))
-            return
-        num_chunks = plan.layout.num_chunks
-        stages = {"two-shot": self._two_shot, "one-shot": self._one_shot}.get(plan.sum, self._direct)
-        self._chunks += [_Chunk(index, ready_s, stages(plan, numel / num_chunks), takes_slot=True)] * num_chunks
+        if plan.num_chunks == 0:
+            return  # of nothing
+        stages = [stage for step in plan.steps for stage in self._stages(plan, step, numel / plan.num_chunks)]
+        self._chunks += [_Chunk(index, ready_s, stages, takes_slot=not plan.in_place)] * plan.num_chunks
+
+    def _stages(self, plan: "_C.BucketPlan", step: "_C.Step", numel: float) -> list[_Stage]:
+        """Of one step of a chunk that has `numel` elements."""
+        layout = plan.host_layouts[0] if step.in_local_wire else plan.layout
+        if step.is_collective:
+            return self._of_collective(step, layout.wire)
+        cost = COSTS_OF_OPERATIONS[step.operation]
+        if cost == "reduce":
+            numel *= step.nbytes / layout.chunk_nbytes  # between hosts a rank has a part of the chunk
+        return [self._codec_stage(step.stage, self.cluster.codec(layout.wire).seconds(cost, numel))]
+
+    def _of_collective(self, step: "_C.Step", wire: str) -> list[_Stage]:
+        if step.operation == "all-reduce":
+            return self._all_reduce(step.nbytes, kind_of_all_reduce(wire))
+        num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
+        if step.channel.startswith("local"):
+            num_hosts = 1
+        elif step.channel.startswith("cross"):
+            per_host = 1
+        collective = {"all-to-all": self._exchange, "all-gather": self._gather}[step.operation]
+        return collective(step.nbytes, num_hosts, per_host)
 
     def _codec_stage(self, lane: str, seconds: float) -> _Stage:
         if self._on_streams:
@@ -358,47 +389,6 @@ class _Simulation:
         elif self.cluster.cores < FEW_CORES:
             lane = "codec"
         return _Stage({lane: seconds}, cpu_s=seconds)
-
-    def _direct(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec = self.cluster.codec(plan.layout.wire)
-        return [
-            self._codec_stage("pack", codec.pack(numel)),
-            *self._all_reduce(plan.layout.chunk_nbytes, "direct"),
-            self._codec_stage("unpack", codec.seconds("unpack", numel)),
-        ]
-
-    def _one_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec, world_size = self.cluster.codec(plan.layout.wire), self.cluster.world_size
-        gathered = world_size * plan.layout.chunk_nbytes
-        return [
-            self._codec_stage("pack", codec.pack(numel)),
-            *self._gather(gathered, self.cluster.num_hosts, self.cluster.ranks_per_host),
-            self._codec_stage("unpack", codec.seconds("sum", numel)),
-        ]
-
-    def _two_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec, nbytes = self.cluster.codec(plan.layout.wire), plan.layout.chunk_nbytes
-        num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
-        if not self._two_levels:
-            return [
-                self._codec_stage("pack", codec.pack(numel)),
-                *self._exchange(nbytes, num_hosts, per_host),
-                self._codec_stage("reduce", codec.seconds("reduce", numel)),
-                *self._gather(nbytes, num_hosts, per_host),
-                self._codec_stage("unpack", codec.seconds("unpack", numel)),
-            ]
-        host_layout = plan.host_layouts[0]
-        local, between = self.cluster.codec(host_layout.wire), nbytes / per_host
-        return [
-            self._codec_stage("pack", local.pack(numel)),
-            *self._exchange(host_layout.chunk_nbytes, 1, per_host),
-            self._codec_stage("local reduce", local.seconds("reduce", numel)),
-            *self._exchange(between, num_hosts, 1),
-            self._codec_stage("reduce", codec.seconds("reduce", numel / per_host)),
-            *self._gather(between, num_hosts, 1),
-            *self._gather(nbytes, 1, per_host),
-            self._codec_stage("unpack", codec.seconds("unpack", numel)),
-        ]
 
     def _levels(self, num_hosts: int, per_host: int) -> dict[str, Network]:
         """What a collective of so many hosts and of so many ranks on each of them goes over."""

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from fusedcomm.tools.cost_model import Cluster, Network, TwoLevels, Workload
+from fusedcomm.tools.cost_model import Cluster, Network, TwoLevels, Workload, kind_of_all_reduce
 from fusedcomm.tools.probe.check import Check
 from fusedcomm.tools.probe.choices import Way, predict_option
 
@@ -65,8 +65,12 @@ class Speed:
 def collective_of(way: Way, world_size: int) -> str:
     """What carries the bytes of buckets that are not small."""
     config = way.config
-    sum = "exact" if config is None else config.sum_of_large_buckets(world_size)
-    return {"exact": "all_reduce", "direct": "direct"}.get(sum, "exchange")
+    if config is None:
+        return "all_reduce"
+    plan = config.plan_of_large_buckets(world_size)
+    if all(step.operation != "all-reduce" for step in plan.steps):
+        return "exchange"
+    return kind_of_all_reduce(plan.layout.wire)
 
 
 def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> Speed:
