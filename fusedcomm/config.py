@@ -254,7 +254,7 @@ class Config:
         return [(self.wire, block, self.rotate), *others]
 
     def number_of(self, wire: str) -> int:
-        """The number of a wire that parameters may have; see csrc/engine/plan.h."""
+        """The number of a wire that parameters may have; see csrc/engine/config.h."""
         return self.wires.index(wire) if wire in self.wires else _C.EXACT_WIRE
 
     @property
@@ -266,7 +266,7 @@ class Config:
         ]
 
     def wire_number(self, name: str, parameter: torch.Tensor, other_names: Sequence[str] = ()) -> int:
-        """See csrc/engine/plan.h. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
+        """Its number. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
         rule = patterns.rule_for(self.rules, (name, *other_names), parameter)
         if rule is None:
             return 0

@@ -67,7 +67,6 @@ void bind_plan(py::module_& m) {
       .def_readonly("layouts", &BucketPlan::layouts)
       .def_readonly("host_layouts", &BucketPlan::host_layouts)
       .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
-      .def_property_readonly("packed_layouts", &BucketPlan::packed_layouts)
       .def_property_readonly("steps", [](const BucketPlan& plan) { return *plan.steps; })
       .def_property_readonly("num_chunks", &BucketPlan::num_chunks)
       .def_readonly("pack_scale", &BucketPlan::pack_scale)

@@ -6,6 +6,11 @@
 namespace fusedcomm {
 namespace {
 
+// In the order of a bucket's way.
+constexpr std::array<LaneRole, kNumLaneRoles> kRoles = {
+    LaneRole::kPack,   LaneRole::kScatter,     LaneRole::kLocalReduce, LaneRole::kCrossScatter,
+    LaneRole::kReduce, LaneRole::kCrossGather, LaneRole::kGather,      LaneRole::kUnpack};
+
 bool is_of_two_levels(LaneRole role) {
   return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
 }
@@ -62,9 +67,9 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
     if (workspace_.outgoing_nbytes != 0) slot.outgoing = device_->allocate(workspace_.outgoing_nbytes);
     if (workspace_.incoming_nbytes != 0) slot.incoming = device_->allocate(workspace_.incoming_nbytes);
   }
-  for (int i = 0; i < kNumLaneRoles; ++i) {
-    const auto role = static_cast<LaneRole>(i);
-    if (place_.on_two_levels() || !is_of_two_levels(role)) lanes_[static_cast<size_t>(i)] = device_->make_lane(role);
+  for (const LaneRole role : kRoles) {
+    if (is_of_two_levels(role) && !place_.on_two_levels()) continue;
+    lanes_[static_cast<size_t>(role)] = device_->make_lane(role);
   }
 }
 
@@ -75,8 +80,8 @@ void Engine::stop(const std::string& reason) {
       "fusedcomm: rank " + std::to_string(transport_->rank()) + ": a bucket was given up because " + reason));
   failure_->set(error);
   // What fails upstream is passed down, and its jobs end on the unpack lane.
-  for (const auto& lane : lanes_) {
-    if (lane) lane->stop(error);
+  for (const LaneRole role : kRoles) {
+    if (const auto& lane = lanes_[static_cast<size_t>(role)]) lane->stop(error);
   }
 }
 

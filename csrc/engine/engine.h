@@ -34,6 +34,8 @@
 
 namespace fusedcomm {
 
+inline constexpr size_t kNumLaneRoles = 8;
+
 class Engine {
  public:
   // Allocates the workspaces, once; the chunk bounds them, whatever buckets come.

@@ -57,6 +57,14 @@ const char* operation_name(Operation operation);
 // "scatter", "gather", "local_scatter", "local_gather", "cross_scatter", "cross_gather"
 const char* channel_name(Channel channel);
 
+// Whether it connects the ranks of one host, or those with the same place on each host.
+inline constexpr bool is_local(Channel channel) {
+  return channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
+}
+inline constexpr bool is_cross(Channel channel) {
+  return channel == Channel::kCrossScatter || channel == Channel::kCrossGather;
+}
+
 enum class Buffer : uint8_t {
   kGradients,
   kOutgoing,   // of the workspace

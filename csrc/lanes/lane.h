@@ -39,10 +39,8 @@ struct Moment {
   StampPtr stamp;
 };
 
-// Which stage of a bucket a lane is for, in the order of the bucket's way. Local and Cross are made only for sums on
-// two levels (engine/sums.h).
-enum class LaneRole : uint8_t { kPack, kScatter, kLocalReduce, kCrossScatter, kReduce, kCrossGather, kGather, kUnpack };
-inline constexpr int kNumLaneRoles = 8;
+// Which stage of a bucket a lane is for. Those of the second row are made only for sums on two levels (engine.h).
+enum class LaneRole : uint8_t { kPack, kScatter, kReduce, kGather, kUnpack, kLocalReduce, kCrossScatter, kCrossGather };
 
 class Lane {
  public:

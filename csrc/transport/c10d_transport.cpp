@@ -124,7 +124,8 @@ void WorkTransport::connect() {
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     if (!backends()[i] || exchanges_[i]) continue;
     const auto channel = static_cast<Channel>(i);
-    exchanges_[i] = std::make_shared<Exchange>(backends()[i], is_local(channel) ? 0 : max_sending_, peer_on(channel));
+    const bool is_local = channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
+    exchanges_[i] = std::make_shared<Exchange>(backends()[i], is_local ? 0 : max_sending_, peer_on(channel));
   }
 }
 

@@ -37,12 +37,6 @@ struct Place {
 // other is the transport's matter.
 enum class Channel : uint8_t { kScatter, kGather, kLocalScatter, kLocalGather, kCrossScatter, kCrossGather };
 inline constexpr int kNumChannels = 6;
-inline constexpr bool is_local(Channel channel) {
-  return channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
-}
-inline constexpr bool is_cross(Channel channel) {
-  return channel == Channel::kCrossScatter || channel == Channel::kCrossGather;
-}
 
 class Transport {
  public:

@@ -5,6 +5,7 @@ The lists are walked here by ranks that keep, in place of bytes, whose gradients
 
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ class Ranks:
     def received(self, step: "_C.Step", rank: int, group: list[int], read: list) -> list:
         own, n = group.index(rank), len(group)
         if step.operation == "all-reduce":
-            self.sent_nbytes[rank] += 2 * step.nbytes * (n - 1) / n  # round a ring
+            self.sent_nbytes[rank] += Fraction(2 * step.nbytes * (n - 1), n)  # round a ring
             return [sum(pieces, Counter()) for pieces in zip(*(read[peer] for peer in group), strict=True)]
         if step.operation == "all-gather":
             self.count(rank, group, step.nbytes // n)
@@ -135,7 +136,6 @@ def test_every_rank_ends_with_every_ranks_gradients_once():
     for plan, world_size, per_host, what in ALL:
         ranks = Ranks(plan, world_size, per_host)
         for step in plan.steps:
-            # An all-gather in place leaves the messages of all where this rank's is.
             ranks.do(step)
         everybodys = [Counter(range(world_size))] * plan.layout.num_parts
         for buffers in ranks.buffers:
