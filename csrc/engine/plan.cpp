@@ -135,10 +135,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   }
   ChunkShape shape{world_size, plan.chunk_nbytes(), plan.in_place};
   if (plan.in_place) shape.nbytes = plan.layouts.front().lossy_numel * grad_nbytes(GradDtype::kFloat32);
-  if (plan.on_two_levels()) {
-    shape.ranks_per_host = config.ranks_per_host;
-    shape.host_nbytes = plan.host_chunk_nbytes();
-  }
+  shape.ranks_per_host = config.ranks_per_host;
+  shape.host_nbytes = plan.host_chunk_nbytes();
   std::vector<Step> steps = steps_of(plan.sum, shape);
   plan.workspace = workspace_of(steps);
   plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));

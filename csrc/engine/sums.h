@@ -101,8 +101,8 @@ struct ChunkShape {
   int64_t world_size = 1;
   int64_t nbytes = 0;  // of a rank's message; in place of the gradients
   bool in_place = false;
-  // On two levels; else 0.
-  int64_t ranks_per_host = 0;
+  // More than one: a sum may have two levels.
+  int64_t ranks_per_host = 1;
   int64_t host_nbytes = 0;  // of the message within a host
 };
 
