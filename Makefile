@@ -86,7 +86,8 @@ sanitize:
 
 build: $(BUILT)
 
-# Either way compiles once: pip's editable install builds the extension too, but forgets its object files.
+# pip's editable install builds the extension too. Either way object files lie in build/objects, and ninja decides what
+# is compiled again; --force because setuptools would not ask it.
 $(BUILT): pyproject.toml setup.py $(CSRC) build/.built-for | $(READY)
 	@echo "Building fusedcomm._C (a minute or two the first time)"
 	@if [ -n '$(strip $(VENV))' ] && [ ! '$(VENV)/.installed' -nt pyproject.toml ]; then \

@@ -12,25 +12,22 @@ import multiprocessing
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from _common import REPOSITORY
 
 from fusedcomm.config import Config
 from fusedcomm.devices import cuda
-
-if TYPE_CHECKING:
-    from fusedcomm.kernels.compile import Variant
+from fusedcomm.native import _C
 
 
-def variants() -> "list[Variant]":
+def variants() -> "list[_C.KernelKey]":
     """Every kernel of every configuration and dtype there, each once."""
     sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("devices", "helpers")]
     from test_cuda import CASES, CONFIGS
 
     fields = {field.name for field in dataclasses.fields(Config)}
-    found: "dict[Variant, None]" = {}
+    found: "dict[_C.KernelKey, None]" = {}
     for name, world_size, dtype in CASES:
         config = Config(**{key: value for key, value in CONFIGS[name].items() if key in fields})
         found.update(dict.fromkeys(cuda.kernel_variants(config, world_size, [dtype])))

@@ -209,17 +209,6 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
         case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected(scale)))
     add_copy(context, case)
     if name == "flat":
-        nonfinite = torch.zeros(num_programs, dtype=torch.int64, device=context.device.name)
-        sum_sq = torch.zeros(num_programs, dtype=torch.float64, device=context.device.name)
-        case.impls["fusedcomm with norm"] = lambda i: unpack.unpack(
-            buckets[i], 0, packed[i], scale, num_programs, (nonfinite, sum_sq)
-        )
-
-        def right_with_norm() -> bool:
-            norm_is_right = torch.isclose(sum_sq.sum(), grads[0].double().square().sum(), rtol=1e-5).item()
-            return same_bits(grads[0], expected(scale)) and norm_is_right and not nonfinite.any()
-
-        case.checks["fusedcomm with norm"] = anew(case, "fusedcomm with norm", grads[0], right_with_norm)
         views = [sections(layout, buffer) for buffer in packed]
         case.impls["torch"] = lambda i: torch_copy(wire, *views[i], grads[i])
         if context.compiles(shape.numel):

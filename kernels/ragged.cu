@@ -17,7 +17,7 @@
 // No warp waits for another, unless a block of int8 spans several runs.
 //
 // Macros: WIRE  0 fp32, 1 bf16, 2 fp16, 3 int8 (Wire in csrc/wire/layout.h)    GRAD  0, 1, 2: same words
-//         BLOCK elements that share a scale    TILE  16 · threads    EPILOGUE  0, 1
+//         BLOCK elements that share a scale    TILE  16 · threads
 // Arithmetic as fusedcomm/reference.py, byte for byte: every operation rounds once, so compile without contraction.
 // No header: NVRTC compiles it with no toolkit, and tests/native/cuda_on_cpu.h lets a C++ compiler do so too.
 
@@ -525,8 +525,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        const i64* __restrict__ exact_starts, const i64* __restrict__ exact_offsets,
                        const int* __restrict__ exact_first, u64* exact_counts, int exact_num_slices, i64 exact_numel,
                        u32* exact_out, float* scales_out, Code* codes_out, i64 part_stride, i64 part_numel,
-                       i64 part_exact_numel, i64 first_part, int num_parts, float scale, const void*, const void*, i64,
-                       int, int, int) {  // what only other variants use: residuals and noise
+                       i64 part_exact_numel, i64 first_part, int num_parts, float scale, const void*, i64, int, int,
+                       int) {  // what only other variants use: residuals and noise
   const Stream lossy = {starts, offsets, first, num_slices, numel, part_numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, exact_num_slices, exact_numel, part_exact_numel};
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -589,28 +589,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
 // ---- unpack
 
-// What was stored, for the epilogue.
-struct Tally {
-  i64 num_nonfinite;
-  double sum_sq;
-};
-
-// Products in fp32; so are the sums of a lane's 16, for fp64 is scarce on many devices.
-struct RunTally {
-  int num_nonfinite;
-  float sum_sq;
-
-  __device__ __forceinline__ void add(Grad bits) {
-    const float value = value_of<GRAD>(bits);
-    num_nonfinite += (__float_as_uint(value) & kMagnitudeMask) >= kInfBits;
-    sum_sq = __fadd_rn(sum_sq, __fmul_rn(value, value));
-  }
-};
-
 template <int kWire>
 __device__ __forceinline__ void unpack_run(Grad* grads, const Stream& stream, const Run& run, int first, int lane,
                                            const typename Element<kWire>::Bits* codes, const float* scales, float scale,
-                                           Grad* staged, RunTally& tally) {
+                                           Grad* staged) {
   constexpr int V = VectorNumel<kWire>::value;
   Vector<kWire, V> coded[kLaneNumel / V];
 #pragma unroll
@@ -639,7 +621,6 @@ __device__ __forceinline__ void unpack_run(Grad* grads, const Stream& stream, co
       float value = value_of<kWire>(coded[k].bits[i]);
       if constexpr (kWire == kInt8) value = __fmul_rn(value, factor);
       vector.bits[i] = rounded<GRAD>(__fmul_rn(value, scale));
-      if (EPILOGUE && element + i < run.num_real) tally.add(vector.bits[i]);
     }
     if (vectors) {
       store_vector<GRAD, V>(grads + at[k], vector);
@@ -654,25 +635,6 @@ __device__ __forceinline__ void unpack_run(Grad* grads, const Stream& stream, co
   __syncwarp();
 }
 
-// The program's total, by thread 0.
-__device__ __forceinline__ void store_tally(Tally tally, int lane, int warp, i64* nonfinite_out, double* sum_sq_out) {
-  __shared__ Tally of_warps[kNumWarps];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    tally.num_nonfinite += __shfl_xor_sync(kAllLanes, tally.num_nonfinite, step);
-    tally.sum_sq += __shfl_xor_sync(kAllLanes, tally.sum_sq, step);
-  }
-  if (lane == 0) of_warps[warp] = tally;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int k = 1; k < kNumWarps; ++k) {
-    tally.num_nonfinite += of_warps[k].num_nonfinite;
-    tally.sum_sq += of_warps[k].sum_sq;
-  }
-  nonfinite_out[blockIdx.x] = tally.num_nonfinite;
-  sum_sq_out[blockIdx.x] = tally.sum_sq;
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ragged_unpack_kernel(Grad* grads, const i64* __restrict__ starts, const i64* __restrict__ offsets,
                          const int* __restrict__ first, int num_slices, i64 numel, const i64* __restrict__ exact_starts,
@@ -680,7 +642,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                          int exact_num_slices, i64 exact_numel, const u32* __restrict__ exact_in,
                          const float* __restrict__ scales_in, const Code* __restrict__ codes_in, i64 part_stride,
                          i64 part_numel, i64 part_exact_numel, i64 first_part, int num_parts, int /*num_messages*/,
-                         float scale, i64* nonfinite_out, double* sum_sq_out) {
+                         float scale) {
   const Stream lossy = {starts, offsets, first, num_slices, numel, part_numel};
   const Stream exact = {exact_starts, exact_offsets, exact_first, exact_num_slices, exact_numel, part_exact_numel};
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -688,7 +650,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int stride = static_cast<int>(gridDim.x);
   const int num_units = num_parts * (lossy.tiles_per_part() + exact.tiles_per_part());
   alignas(16) __shared__ Grad staged[kNumWarps][kRunNumel];
-  Tally tally = {0, 0.0};
 
   int unit = static_cast<int>(blockIdx.x);
   Tile next = {};
@@ -700,19 +661,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const Run run = run_of(tile, stream, first_part, warp);
     if (run.num_real == 0) continue;
 
-    RunTally run_tally = {0, 0.0f};
     if (tile.exact) {
       const u32* codes = of_part(exact_in, tile.part, part_stride);
-      unpack_run<kFp32>(grads, stream, run, tile.first, lane, codes, nullptr, scale, staged[warp], run_tally);
+      unpack_run<kFp32>(grads, stream, run, tile.first, lane, codes, nullptr, scale, staged[warp]);
     } else {
       const Code* codes = of_part(codes_in, tile.part, part_stride);
       const float* scales = of_part(scales_in, tile.part, part_stride);
-      unpack_run<WIRE>(grads, stream, run, tile.first, lane, codes, scales, scale, staged[warp], run_tally);
-    }
-    if (EPILOGUE) {
-      tally.num_nonfinite += run_tally.num_nonfinite;
-      tally.sum_sq += run_tally.sum_sq;
+      unpack_run<WIRE>(grads, stream, run, tile.first, lane, codes, scales, scale, staged[warp]);
     }
   }
-  if (EPILOGUE) store_tally(tally, lane, warp, nonfinite_out, sum_sq_out);
 }

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from fusedcomm.native import _C
+
 from .constants import TILE, WIRE_IDS
 
 if TYPE_CHECKING:
     from .bucket import Bucket, Stream
-    from .compile import Variant
 
 AHEAD_OF_TRITON: frozenset[str] = frozenset()
 """"pack", "unpack" or both, where bench/kernels.py shows this file's kernel ahead: what the engine takes for buckets of
@@ -38,11 +39,11 @@ LANE_NUMEL = 16
 _STREAM = ("ptr", "ptr", "ptr", "i32", "i64")  # starts, offsets, first, num_slices, numel
 _COUNTED_STREAM = ("ptr", "ptr", "ptr", "ptr", "i32", "i64")  # with counts
 _PARTS = ("ptr", "ptr", "ptr", "i64", "i64", "i64", "i64", "i32")
-_ENCODING = ("ptr", "ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it, but not used
+_ENCODING = ("ptr", "i64", "i32", "i32", "i32")  # taken as the engine passes it, but not used
 PARAMS = {
     "pack": ("ptr", *_COUNTED_STREAM, *_COUNTED_STREAM, *_PARTS, "f32", *_ENCODING),
     # num_messages is taken, too, but not used.
-    "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "i32", "f32", "ptr", "ptr"),
+    "unpack": ("ptr", *_STREAM, *_STREAM, *_PARTS, "i32", "f32"),
 }
 
 
@@ -50,7 +51,7 @@ PARAMS = {
 class Compiled:
     """The same fields as compile.Compiled has."""
 
-    variant: "Variant"
+    variant: "_C.KernelKey"
     symbol: str  # the kernel's name in the cubin
     cubin: bytes  # both kernels
     ptx: str
@@ -75,13 +76,13 @@ def check_cupy() -> str:
     return cupy.__version__
 
 
-def has(variant: "Variant") -> bool:
+def has(variant: "_C.KernelKey") -> bool:
     """Whether ragged.cu has a kernel for it."""
     plain = not (variant.flat or variant.rotated or variant.stochastic or variant.feedback or variant.sums)
     return variant.kernel in PARAMS and variant.wire in WIRES and plain
 
 
-def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
+def compile(variant: "_C.KernelKey", capability: int, tile: int = TILE) -> Compiled:
     """Compiles for a compute capability, e.g. 90; once for each set of options in a process.
 
     ValueError if the variant is not one of this file's, RuntimeError with NVRTC's log if it cannot be compiled.
@@ -91,7 +92,7 @@ def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
             f"ragged.cu has pack and unpack of buckets that are not flat, for {', '.join(WIRES)} unrotated, to "
             f"nearest, not {variant}"
         )
-    cubin, ptx = _compile(variant.wire, variant.block, variant.grad_dtype, variant.epilogue, tile, capability)
+    cubin, ptx = _compile(variant.wire, variant.block, variant.grad_dtype, tile, capability)
     symbol = f"ragged_{variant.kernel}_kernel"
     _check_params(ptx, symbol, PARAMS[variant.kernel])
     return Compiled(
@@ -106,20 +107,12 @@ def compile(variant: "Variant", capability: int, tile: int = TILE) -> Compiled:
 
 
 @functools.cache
-def _compile(
-    wire: str, block: int, grad_dtype: torch.dtype, epilogue: bool, tile: int, capability: int
-) -> tuple[bytes, str]:
+def _compile(wire: str, block: int, grad_dtype: torch.dtype, tile: int, capability: int) -> tuple[bytes, str]:
     check_cupy()
     # Not cupy.RawModule(code=...), which asks the device for its architecture even where it is given.
     from cupy_backends.cuda.libs import nvrtc
 
-    macros = {
-        "WIRE": WIRE_IDS[wire],
-        "GRAD": GRAD_IDS[grad_dtype],
-        "BLOCK": block,
-        "TILE": tile,
-        "EPILOGUE": int(epilogue),
-    }
+    macros = {"WIRE": WIRE_IDS[wire], "GRAD": GRAD_IDS[grad_dtype], "BLOCK": block, "TILE": tile}
     options = (f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", *(f"-D{k}={v}" for k, v in macros.items()))
     program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
     try:
@@ -158,25 +151,15 @@ def pack(bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_prog
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, True), *_stream(bucket.exact, True))
     arguments = (*arguments, *_parts(layout, chunk, out), scale, *(None,) * len(_ENCODING))
-    _launch("pack", bucket, False, num_programs, arguments)
+    _launch("pack", bucket, num_programs, arguments)
 
 
-def unpack(
-    bucket: "Bucket",
-    chunk: int,
-    parts: torch.Tensor,
-    scale: float,
-    num_programs: int,
-    epilogue: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """The values of `parts`, uint8 [layout.chunk_nbytes], into the bucket's slices, on a GPU.
-
-    `epilogue`: (non-finite count int64 [num_programs], Σg² float64 [num_programs]), written by program.
-    """
+def unpack(bucket: "Bucket", chunk: int, parts: torch.Tensor, scale: float, num_programs: int) -> None:
+    """The values of `parts`, uint8 [layout.chunk_nbytes], into the bucket's slices, on a GPU."""
     layout = bucket.layout
     arguments = (bucket.grads, *_stream(bucket.lossy, False), *_stream(bucket.exact, False))
-    arguments = (*arguments, *_parts(layout, chunk, parts), 1, scale, *(epilogue or (None, None)))
-    _launch("unpack", bucket, epilogue is not None, num_programs, arguments)
+    arguments = (*arguments, *_parts(layout, chunk, parts), 1, scale)
+    _launch("unpack", bucket, num_programs, arguments)
 
 
 def _stream(stream: "Stream", counted: bool) -> tuple[object, ...]:
@@ -191,14 +174,12 @@ def _parts(layout: object, chunk: int, parts: torch.Tensor) -> tuple[object, ...
     return *sections, *shape, chunk * layout.num_parts, layout.num_parts
 
 
-def _launch(kernel: str, bucket: "Bucket", epilogue: bool, num_programs: int, arguments: tuple[object, ...]) -> None:
+def _launch(kernel: str, bucket: "Bucket", num_programs: int, arguments: tuple[object, ...]) -> None:
     import cupy
-
-    from .compile import Variant
 
     device = bucket.grads.device
     layout = bucket.layout
-    variant = Variant(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, epilogue, layout.rotated)
+    variant = _C.KernelKey(kernel, layout.wire, layout.block_numel, bucket.grads.dtype, False, layout.rotated)
     capability = "{}{}".format(*torch.cuda.get_device_capability(device))
     compiled = compile(variant, int(capability), bucket.tile)
     with torch.cuda.device(device), cupy.cuda.Device(device.index or 0):

@@ -1,7 +1,6 @@
 """Gradients on a CUDA device: kernels compiled once at attach, launched natively, over the process group's own NCCL."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,9 +8,6 @@ import torch.distributed as dist
 from fusedcomm import config, env
 from fusedcomm.devices import compile_once
 from fusedcomm.native import _C
-
-if TYPE_CHECKING:
-    from fusedcomm.kernels.compile import Variant
 
 DRIVER = "libcuda.so.1"
 
@@ -121,7 +117,9 @@ def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
     return num_sms if sm_limit is None else choose_sm_limit(sm_limit, num_sms)
 
 
-def kernel_variants(cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]) -> tuple["Variant", ...]:
+def kernel_variants(
+    cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]
+) -> tuple["_C.KernelKey", ...]:
     """Every kernel that `cfg` can need for gradients of these dtypes."""
     from fusedcomm.kernels import compile
 
@@ -161,7 +159,7 @@ def load_kernels(
     return loader, version
 
 
-def compile_kernel(variant: "Variant", capability: int) -> object:
+def compile_kernel(variant: "_C.KernelKey", capability: int) -> object:
     """By Triton, or from kernels/ragged.cu where that is ahead of it; what was compiled before is found in a cache."""
     from fusedcomm.kernels import compile, ragged_cuda
 
@@ -171,25 +169,16 @@ def compile_kernel(variant: "Variant", capability: int) -> object:
 
 def load(loader: "_C.KernelLoader", compiled: object) -> None:
     """Hands one compiled kernel to the engine. RuntimeError if its parameters are not what the engine packs."""
-    variant = compiled.variant
-    expected = tuple(_C.kernel_params(variant.kernel))
+    key = compiled.variant
+    expected = tuple(_C.kernel_params(key.kernel))
     if tuple(compiled.params) != expected or compiled.num_scratch_pointers > _C.MAX_SCRATCH_POINTERS:
         raise RuntimeError(
-            f"fusedcomm: kernel {variant.kernel} was compiled with parameters {compiled.params} and "
+            f"fusedcomm: kernel {key.kernel} was compiled with parameters {compiled.params} and "
             f"{compiled.num_scratch_pointers} scratch pointers; the engine passes {expected} and at most "
             f"{_C.MAX_SCRATCH_POINTERS}. Kernels and extension are of different versions: build fusedcomm again"
         )
     loader.load(
-        kernel=variant.kernel,
-        wire=variant.wire,
-        block=variant.block,
-        rotated=variant.rotated,
-        flat=variant.flat,
-        grad_dtype=variant.grad_dtype,
-        in_wire=variant.in_wire,
-        sums=variant.sums,
-        stochastic=variant.stochastic,
-        feedback=variant.feedback,
+        key=key,
         cubin=compiled.cubin,
         symbol=compiled.symbol,
         num_threads=32 * compiled.num_warps,

@@ -5,6 +5,7 @@ Streams are not in it (tests/engine/test_streams.py simulates those), nor the co
 """
 
 import itertools
+import pickle
 import shutil
 import threading
 import time
@@ -83,7 +84,7 @@ CONFIGS = {
     "int8": {"wire": "int8", "sum": "two-shot"},
     "int8 rotated": {"wire": "int8", "sum": "two-shot", "rotate": True},
     "fp8": {"wire": "fp8", "sum": "two-shot"},
-    "fp8_e5m2": {"wire": "fp8_e5m2", "sum": "two-shot", "exempt": ()},
+    "fp8 all lossy": {"wire": "fp8", "sum": "two-shot", "exempt": ()},
     "int4": {"wire": "int4", "sum": "two-shot"},
     "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
     "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "error_feedback": True},
@@ -91,7 +92,7 @@ CONFIGS = {
     "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
     "int4 rotated stochastic feedback": {
         **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "int8"},
+        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "bf16"},
     },
     "several wires": {
         **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
@@ -100,7 +101,7 @@ CONFIGS = {
     },
     "two levels": {
         **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "int8"},
+        **{"rounding": "stochastic", "error_feedback": "bf16"},
     },
     "two levels measured": {
         **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
@@ -110,7 +111,7 @@ CONFIGS = {
     "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
     "int4 one-shot rotated": {
         **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "int8"},
+        **{"rounding": "stochastic", "error_feedback": "bf16"},
     },
     "several wires one-shot": {
         **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
@@ -145,7 +146,7 @@ CONFIGS = {
         ("int8 rotated", 2, torch.float32),
         ("fp8", 3, torch.float32),
         ("fp8", 2, torch.bfloat16),
-        ("fp8_e5m2", 2, torch.float32),
+        ("fp8 all lossy", 2, torch.float32),
         ("int4", 3, torch.float32),
         ("int4 rotated", 2, torch.float32),
         ("int4 rotated", 3, torch.float16),
@@ -263,17 +264,17 @@ def recorded(rank, world_size, library, sum):
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes by hand: two parts, or one in a one-shot; 600 lossy elements in blocks of 64, 3000 exact ones."""
-    part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
-    no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
-    of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
+    part = {"shape.stride": 1500 * 4 + 32 + 320, "shape.numel": 320, "shape.exact_numel": 1500}
+    no_noise = dict.fromkeys(("key.seed", "key.parameter", "key.step", "key.source"), 0)
+    of_bucket = {"lossy.num_slices": 1, "lossy.numel": 600, "exact.num_slices": 1, "exact.numel": 3000, "first_part": 0}
     for rank, launches in enumerate(ranks.run(recorded, library, "two-shot", world_size=2)):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
         assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
-        of_sum = {"in_stride": part["part_stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
+        of_sum = {"in_stride": part["shape.stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
         assert reduce_args == {**part, **of_sum, **no_noise}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
-    whole = {"part_stride": 3000 * 4 + 48 + 640, "part_numel": 640, "part_exact_numel": 3000, "num_parts": 1}
+    whole = {"shape.stride": 3000 * 4 + 48 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
     for launches in ranks.run(recorded, library, "one-shot", world_size=2):
         (pack, pack_args), (unpack, unpack_args) = launches
         assert (pack, unpack) == ("pack", "unpack")
@@ -287,14 +288,28 @@ def test_every_kernel_parameter_has_the_engines_type():
 
     for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
         signature, _ = compile._signature(variant)
-        kinds = [
-            "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
-            for kind in signature.values()
-            if kind != "constexpr"
-        ]
+        parameters = compile.flattened(compile.KERNELS[variant.kernel], signature)
+        kinds = ["ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind) for _, _, kind in parameters]
         assert kinds == _C.kernel_params(variant.kernel)
     with pytest.raises(ValueError, match="no kernel is called 'sort'"):
         _C.kernel_params("sort")
+
+
+def test_a_kernels_key_has_what_matters_to_it():
+    key = _C.KernelKey("pack", "bf16", 64, torch.float16, flat=False, in_wire="fp32", feedback="bf16")
+    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")  # no blocks, and no sum
+    assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, False, feedback="fp32")
+    assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
+    reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16", stochastic=True)
+    assert (reduce.block, reduce.grad_dtype, reduce.in_wire, reduce.stochastic) == (32, None, "bf16", True)
+    assert reduce != _C.KernelKey("reduce", "int4", 64, rotated=True, in_wire="bf16", stochastic=True)
+    for each in (key, reduce, _C.KernelKey("scale")):
+        copy = pickle.loads(pickle.dumps(each))
+        assert (copy, hash(copy), repr(copy)) == (each, hash(each), repr(each))
+    with pytest.raises(ValueError, match="kernel unpack needs a gradient dtype"):
+        _C.KernelKey("unpack", "bf16")
+    with pytest.raises(ValueError, match="kernel pack needs a wire"):
+        _C.KernelKey("pack", grad_dtype=torch.float32)
 
 
 # --- what can go wrong ----------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class FakeCuda:
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, cfg, session.GRAD_DTYPES)
+                native = fake.device(backend, cfg, _C.GRAD_DTYPES)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()
@@ -178,8 +178,9 @@ class FakeCuda:
 
         variant = self._variants[name]
         assert num_threads == 32 * constants.NUM_WARPS
+        kernel = compile.KERNELS[variant.kernel]
         signature, constants_of_variant = compile._signature(variant)
-        runtime = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
+        runtime = [(name, kind) for name, _, kind in compile.flattened(kernel, signature)]
         addresses = (ctypes.c_void_p * (len(runtime) + 2)).from_address(params)
         values = {}
         for address, (name, kind), c_kind in zip(addresses, runtime, _C.kernel_params(variant.kernel), strict=False):
@@ -189,10 +190,14 @@ class FakeCuda:
             assert ctypes.c_void_p.from_address(scratch).value is None
         self.launches.append((variant.kernel, values))
         self.grids.append(num_programs)
-        constants_of_variant["TILE"] = TILE
-        kernel = compile.KERNELS[variant.kernel]
-        constants_in_order = [constants_of_variant[name] for name in kernel.arg_names[len(values) :]]
-        self._interpret(kernel, num_programs, [*values.values(), *constants_in_order])
+        values = {**values, **constants_of_variant, "TILE": TILE}
+        arguments = [
+            type(kind)(*(values[f"{name}.{field}"] for field in kind._fields))
+            if isinstance(kind, tuple)
+            else values[name]
+            for name, kind in signature.items()
+        ]
+        self._interpret(kernel, num_programs, arguments)
 
 
 def _tensor_at(address: int | None, dtype: torch.dtype) -> torch.Tensor:
