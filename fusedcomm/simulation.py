@@ -88,7 +88,7 @@ def simulate(
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
-    if all(step.operation != "all-reduce" for step in plan.steps):
+    if plan.sums_codes:
         layout = plan.layout
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
@@ -209,7 +209,7 @@ class _Encoders:
         """The mean, as the ranks that own it take it of `parts` and every rank decodes it; where no rank encodes it, as
         every rank takes it."""
         layout, chunk = self._layout, self._chunk
-        if any(step.operation == "reduce" for step in plan.steps):
+        if plan.encodes_sums:
             mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
             self._reduce(layout, parts, plan.reduce_scale, mean, *self._encoding(REDUCER, None))
             parts = mean

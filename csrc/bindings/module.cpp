@@ -71,7 +71,10 @@ void bind_plan(py::module_& m) {
       .def_readonly("layouts", &BucketPlan::layouts)
       .def_readonly("host_layouts", &BucketPlan::host_layouts)
       .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
-      .def_property_readonly("steps", [](const BucketPlan& plan) { return *plan.steps; })
+      .def_property_readonly("steps",
+                             [](const BucketPlan& plan) { return plan.steps ? *plan.steps : std::vector<Step>{}; })
+      .def_property_readonly("sums_codes", &BucketPlan::sums_codes)
+      .def_property_readonly("encodes_sums", &BucketPlan::encodes_sums)
       .def_property_readonly("num_chunks", &BucketPlan::num_chunks)
       .def_readonly("pack_scale", &BucketPlan::pack_scale)
       .def_readonly("reduce_scale", &BucketPlan::reduce_scale)

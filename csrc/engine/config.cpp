@@ -33,7 +33,9 @@ void check_config(const WireConfig& config) {
   }
   for (const StreamWire& stream : config.others) check_stream_wire(stream);
   const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
-  if ((config.feedback || config.stochastic) && (!rounds || config.sum == Sum::kDirect)) {
+  const bool is_auto = config.sum == Sum::kAuto;
+  const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;
+  if ((config.feedback || config.stochastic) && (!rounds || transport_adds)) {
     throw std::invalid_argument(std::string(config.feedback ? "error_feedback" : "rounding='stochastic'") +
                                 (rounds ? " needs a sum of what our encoders send: use sum='two-shot' or 'one-shot', "
                                           "where the transport does not round"
@@ -51,7 +53,7 @@ void check_config(const WireConfig& config) {
                                 wire_name(config.local_wire) +
                                 "' is not possible: use 1 or more, and fp32, bf16 or fp16");
   }
-  if (config.ranks_per_host > 1 && config.sum != Sum::kAuto && config.sum != Sum::kTwoShot) {
+  if (config.ranks_per_host > 1 && !is_auto && adder_of(config.sum) != Adder::kOwner) {
     throw std::invalid_argument("sum='" + sum_name(config.sum) +
                                 "' has one level: use sum='two-shot' or 'auto' with hosts");
   }

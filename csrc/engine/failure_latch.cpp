@@ -1,6 +1,5 @@
 #include "engine/failure_latch.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 

@@ -12,16 +12,12 @@ from hypothesis import strategies as st
 
 from fusedcomm.config import Config
 from fusedcomm.native import _C
+from fusedcomm.tools.cluster import Cluster, Codec, Cost, Network, TwoLevels
 from fusedcomm.tools.cost_model import (
     DEFAULT_CAP_NBYTES,
     FIRST_BUCKET_NBYTES,
     Choice,
-    Cluster,
-    Codec,
-    Cost,
     Gradient,
-    Network,
-    TwoLevels,
     Workload,
     cut_buckets,
     predict,

@@ -13,7 +13,8 @@ import torch
 
 from fusedcomm.config import Config, choose_codec_threads, choose_isa
 from fusedcomm.native import _C
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Codec, codec_costs
+from fusedcomm.tools.cluster import Codec, codec_costs
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point, theil_sen
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.traced import stage_points

@@ -15,7 +15,8 @@ from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 from fusedcomm.ranks.hosts import AUTO, Hosts
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Cost, Network, TwoLevels
+from fusedcomm.tools.cluster import Cost, Network, TwoLevels
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point, collective, theil_sen
 from fusedcomm.tools.probe.team import Team, cpu_s
 
@@ -42,7 +43,7 @@ class Sample:
     kind: str
     nbytes: int
     sent_nbytes: float
-    """For each message, by one rank; where hosts have several, as cost_model.Network counts."""
+    """For each message, by one rank; where hosts have several, as cluster.Network counts."""
     num_messages: int
     in_flight: int
     seconds: list[float]

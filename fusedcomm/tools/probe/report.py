@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 from fusedcomm.config import Config
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Cluster, Cost
+from fusedcomm.tools.cluster import Cluster, Cost
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.check import WARN_ERROR
 from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.tools.probe.network import BETWEEN, WITHIN

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.tools.cost_model import Cluster, Cost, Network, TwoLevels
+from fusedcomm.tools.cluster import Cluster, Cost, Network, TwoLevels
 from fusedcomm.tools.probe.choices import OFF, Way, predict_option
 from fusedcomm.tools.probe.fit import theil_sen
 from fusedcomm.tools.probe.team import Team, cpu_s

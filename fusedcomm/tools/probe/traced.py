@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import Config
 from fusedcomm.ddp.attach import attach
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, codec_costs
+from fusedcomm.tools.cluster import codec_costs
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.workload import synthetic
