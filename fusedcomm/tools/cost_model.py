@@ -215,7 +215,8 @@ class _Simulation:
         index = self._num_buckets
         self._num_buckets += 1
         if self.config is None:
-            self._chunks.append(_Chunk(index, ready_s, self._all_reduce(4 * numel), takes_slot=False))
+            stages = self._all_reduce(4 * numel, self.cluster.num_hosts, self.cluster.ranks_per_host)
+            self._chunks.append(_Chunk(index, ready_s, stages, takes_slot=False))
             return
         plan = _C.plan_bucket(self._native, self.cluster.world_size, torch.empty(0), exempt, [numel - exempt])
         if plan.num_chunks == 0:
@@ -234,13 +235,13 @@ class _Simulation:
         return [self._codec_stage(step.stage, self.cluster.codec(layout.wire).seconds(cost, numel))]
 
     def _of_collective(self, step: "_C.Step", wire: str) -> list[_Stage]:
-        if step.operation == "all-reduce":
-            return self._all_reduce(step.nbytes, kind_of_all_reduce(wire))
         num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
         if step.channel.startswith("local"):
             num_hosts = 1
         elif step.channel.startswith("cross"):
             per_host = 1
+        if step.operation == "all-reduce":
+            return self._all_reduce(step.nbytes, num_hosts, per_host, kind_of_all_reduce(wire))
         collective = {"all-to-all": self._exchange, "all-gather": self._gather}[step.operation]
         return collective(step.nbytes, num_hosts, per_host)
 
@@ -256,11 +257,10 @@ class _Simulation:
         levels = {"network": self._network} if num_hosts > 1 else {}
         return {**levels, "local": self._local} if per_host > 1 else levels
 
-    def _all_reduce(self, nbytes: float, kind: str = "all_reduce") -> list[_Stage]:
-        """Over all ranks; round a ring that leaves each host once."""
-        p = self.cluster.world_size
-        levels = self._levels(self.cluster.num_hosts, self.cluster.ranks_per_host)
-        sent = dict.fromkeys(levels, 2 * (p - 1) / p * nbytes)
+    def _all_reduce(self, nbytes: float, num_hosts: int, per_host: int, kind: str = "all_reduce") -> list[_Stage]:
+        """Round a ring that leaves each host once."""
+        levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
+        sent = self._round_ring(2 * (p - 1) / p * nbytes, per_host)
         ways = [self._collective(kind, levels, sent)]
         if all(level.tree is not None for level in levels.values()):
             ways.append(self._collective("tree", levels, sent))
@@ -278,9 +278,11 @@ class _Simulation:
         levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
         if any(level.gather is None for level in levels.values()):
             return self._exchange(nbytes, num_hosts, per_host)
-        # Ranks of a host that are not in the same ring have rings of their own.
-        rings, sent = self.cluster.ranks_per_host // per_host, (p - 1) / p * nbytes
-        return self._collective("gather", levels, {"network": rings * sent, "local": sent})
+        return self._collective("gather", levels, self._round_ring((p - 1) / p * nbytes, per_host))
+
+    def _round_ring(self, nbytes: float, per_host: int) -> dict[str, float]:
+        """Sent where each rank sends `nbytes` on: ranks of a host that are not in one ring have rings of their own."""
+        return {"network": self.cluster.ranks_per_host // per_host * nbytes, "local": nbytes}
 
     def _collective(self, kind: str, levels: Mapping[str, Network], sent: Mapping[str, float]) -> list[_Stage]:
         """sent: bytes, by a host over "network" and by a rank over "local". With no level there is nothing to do."""

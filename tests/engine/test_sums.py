@@ -14,7 +14,7 @@ from models import Gradients, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import SUMS, Config
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Config
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -132,6 +132,10 @@ def added(step: "_C.Step", message: list) -> list:
     return message
 
 
+def sent_by_steps(plan: "_C.BucketPlan") -> int:
+    return sum(step.sent_nbytes(plan.num_chunks) for step in plan.steps)
+
+
 def test_every_rank_ends_with_every_ranks_gradients_once():
     for plan, world_size, per_host, what in ALL:
         ranks = Ranks(plan, world_size, per_host)
@@ -151,7 +155,121 @@ def test_the_bytes_of_a_plan_are_those_that_its_ranks_send_each_other():
             assert plan.sent_nbytes == int(plan.num_chunks * sent_nbytes), what
             if per_host > 1 and plan.sum == "two-shot":
                 assert plan.sent_between_hosts_nbytes(per_host) == plan.num_chunks * between_nbytes, what
-        assert plan.sent_nbytes == sum(step.sent_nbytes(plan.num_chunks) for step in plan.steps), what
+        assert plan.sent_nbytes == sent_by_steps(plan), what
+
+
+# --- the formulae ---------------------------------------------------------------------------------------------------
+
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8 + 32 / 128, "int8": 8 + 32 / 128, "int4": 4 + 16 / 32}
+"""Of an element on the wire: its code, and its share of the scale that its block has."""
+NUMEL = 4 * 12 * 1024
+"""Four chunks of a part for each rank: whole blocks among 1, 2, 3, 4, 6 or 12 ranks, so that nothing is padded."""
+SUMS_OF_WIRES = [("exact", "fp32"), ("direct", "bf16"), ("direct", "fp16")]
+SUMS_OF_WIRES += [(sum, wire) for sum in ("two-shot", "one-shot") for wire in BITS]
+
+
+def test_the_formulae_know_every_sum_and_wire():
+    assert {"auto", *(sum for sum, _ in SUMS_OF_WIRES)} == set(SUMS) and set(BITS) == set(WIRES)
+
+
+def message_nbytes(wire: str) -> int:
+    return int(NUMEL * BITS[wire] / 8)
+
+
+def wires_beside(local_wire: str) -> list[str]:
+    """An fp32 wire rounds nothing, so nothing may be rounded within a host either."""
+    return [wire for wire in BITS if wire != "fp32" or local_wire == "fp32"]
+
+
+def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire: str = "bf16") -> tuple[int, int]:
+    """Bytes that one rank sends for NUMEL elements, and those of them that go to other hosts.
+
+    Of a message of n bytes among p ranks an all-to-all or an all-gather sends (p−1)/p · n and an all-reduce round a
+    ring 2(p−1)/p · n. A ring of all ranks leaves each host once.
+    """
+    n, p = Fraction(message_nbytes(wire)), world_size
+    if per_host > 1 and sum == "two-shot":
+        num_hosts = world_size // per_host
+        within = Fraction(per_host - 1, per_host) * (message_nbytes(local_wire) + n)
+        between = 2 * Fraction(num_hosts - 1, num_hosts) * n / per_host
+    else:
+        # In a one-shot every rank has the messages of all, p · n, in the end.
+        within, between = 0, (p - 1) * n if sum == "one-shot" else 2 * Fraction(p - 1, p) * n
+    assert Fraction(within).denominator == between.denominator == 1
+    return int(within + between), int(between)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
+    for sum, wire in SUMS_OF_WIRES:
+        config = Config(wire=wire, sum=sum, exempt=(), chunk_nbytes=message_nbytes(wire) // num_chunks)
+        plan = _C.plan_bucket(config.native(world_size), world_size, FP32, 0, [NUMEL])
+        sent, _ = formula(sum, wire, world_size)
+        assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
+        assert plan.sent_nbytes == sent, (sum, wire)
+        assert sent_by_steps(plan) == sent, (sum, wire)
+        assert plan.sent_between_hosts_nbytes(1) == sent, (sum, wire)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("local_wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3), (12, 2), (12, 3), (12, 4), (12, 6)])
+def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, local_wire, num_chunks):
+    hosts = {"hosts": "auto", "local_wire": local_wire}
+    for wire in wires_beside(local_wire):
+        chunk_nbytes = max(map(message_nbytes, (wire, local_wire))) // num_chunks
+        config = Config(wire=wire, sum="two-shot", exempt=(), chunk_nbytes=chunk_nbytes, **hosts)
+        plan = _C.plan_bucket(config.native(world_size, ranks_per_host=per_host), world_size, FP32, 0, [NUMEL])
+        sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
+        assert plan.host_layouts and plan.num_chunks == num_chunks
+        assert plan.sent_nbytes == sent, wire
+        assert sent_by_steps(plan) == sent, wire
+        assert plan.sent_between_hosts_nbytes(per_host) == between, wire
+
+
+def test_bytes_of_padded_messages_are_those_of_the_formula():
+    """Of the messages as the layouts have them, several wires and exempt parameters in one, cut unevenly."""
+    for plan, p, per_host, what in ALL:
+        n = 4 * plan.layout.lossy_numel if plan.in_place else plan.num_chunks * plan.layout.chunk_nbytes
+        if plan.host_layouts:
+            num_hosts, within_n = p // per_host, plan.num_chunks * plan.host_layouts[0].chunk_nbytes
+            between = 2 * n // p * (num_hosts - 1)
+            within = (within_n + n) // per_host * (per_host - 1)
+        else:
+            within, between = 0, (p - 1) * n if plan.sum == "one-shot" else 2 * n * (p - 1) // p
+        assert plan.sent_nbytes == within + between, what
+        if plan.host_layouts or per_host == 1:
+            assert plan.sent_between_hosts_nbytes(per_host) == between, what
+
+
+def test_a_bucket_without_elements_sends_nothing():
+    for sum, wire in SUMS_OF_WIRES:
+        plan = _C.plan_bucket(Config(wire=wire, sum=sum, exempt=()).native(4), 4, FP32, 0, [0])
+        assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1)) == (0, 0, 0), (sum, wire)
+
+
+# --- the lists ------------------------------------------------------------------------------------------------------
+
+LISTS = {
+    "exact, in place": "scale | all-reduce",
+    "exact": "pack | all-reduce | unpack",
+    "direct": "pack | all-reduce | unpack",
+    "two-shot": "pack | all-to-all | reduce | all-gather | unpack",
+    "one-shot": "pack | all-gather | sum",
+    "two-shot, two levels": "pack | local all-to-all | local reduce | all-to-all | reduce | all-gather | "
+    "local all-gather | unpack",
+}
+
+
+def test_each_sum_is_its_list_of_steps():
+    seen = {}
+    for plan, *_ in ALL:
+        kind = plan.sum + ", in place" * plan.in_place + ", two levels" * bool(plan.host_layouts)
+        seen.setdefault(kind, set()).add(
+            " | ".join(step.stage if step.is_collective else step.operation for step in plan.steps)
+        )
+    assert seen == {kind: {steps} for kind, steps in LISTS.items()}
 
 
 def test_messages_are_those_of_the_layouts():
@@ -195,6 +313,64 @@ def test_stages_are_what_traces_call_them():
                 assert step.stage == local + step.operation, what
             else:
                 assert step.stage == {"scale": "pack", "sum": "unpack"}.get(step.operation, step.operation), what
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+def counted_by_engines(rank, world_size, num_steps, list_of_kwargs):
+    """For each of `list_of_kwargs`, of a bucket of NUMEL elements: how it was summed, the most that an element of the
+    result is off, and what the engine's statistics count in `num_steps` steps."""
+    # Multiples of the number of ranks, by which an exact sum is divided beforehand.
+    values = world_size * (torch.arange(NUMEL, dtype=torch.float32) % 15 - 7)
+    gradient, mean = values * (rank + 1), values * (world_size + 1) / 2
+    found = []
+    for kwargs in list_of_kwargs:
+        ddp = DistributedDataParallel(Gradients((NUMEL,)), bucket_cap_mb=10)
+        comm = fusedcomm.attach(ddp, exempt=(), quiet=True, **kwargs)
+        synchronise(ddp, [gradient], steps=2)
+        before = comm.stats()
+        (seen,) = synchronise(ddp, [gradient], steps=num_steps)
+        after = comm.stats()
+        (row,) = comm.plan().buckets
+        found.append(
+            {
+                "sum": row.sum,
+                "chunks": row.num_chunks,
+                "off": (seen - mean).abs().max().item(),
+                "sent": after.sent_nbytes - before.sent_nbytes,
+                "between hosts": after.sent_between_hosts_nbytes - before.sent_between_hosts_nbytes,
+            }
+        )
+        comm.detach()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
+    num_steps = 3
+    list_of_kwargs = [
+        {"sum": sum, "wire": wire, "chunk_nbytes": message_nbytes(wire) // 4} for sum, wire in SUMS_OF_WIRES
+    ]
+    for of_rank in ranks.run(counted_by_engines, num_steps, list_of_kwargs, world_size=world_size):
+        for (sum, wire), seen in zip(SUMS_OF_WIRES, of_rank, strict=True):
+            sent = num_steps * formula(sum, wire, world_size)[0]
+            assert seen["sum"] == sum and seen["chunks"] == (1 if sum == "exact" else 4), (sum, wire)
+            assert (seen["sent"], seen["between hosts"]) == (sent, sent), (sum, wire)
+            assert seen["off"] == 0 or wire in WITH_SCALES, (sum, wire)
+
+
+@pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
+def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
+    num_steps, common = 3, {"sum": "two-shot", "hosts": [[0, 1], [2, 3]], "local_wire": local_wire}
+    chunks = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
+    list_of_kwargs = [{"wire": wire, "chunk_nbytes": nbytes, **common} for wire, nbytes in chunks.items()]
+    for of_rank in ranks.run(counted_by_engines, num_steps, list_of_kwargs, world_size=4):
+        for wire, seen in zip(chunks, of_rank, strict=True):
+            sent, between = formula("two-shot", wire, 4, 2, local_wire)
+            assert (seen["sum"], seen["chunks"]) == ("two-shot", 4), wire
+            assert (seen["sent"], seen["between hosts"]) == (num_steps * sent, num_steps * between), wire
+            assert seen["off"] == 0 or wire in WITH_SCALES, wire
 
 
 # --- the network ----------------------------------------------------------------------------------------------------
