@@ -147,7 +147,7 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
       submit_leg(job, &underway.back());
     }
     for (size_t i = num_older; i-- > 0;) submit_leg(job, &underway[i]);
-    // But all workspaces may be taken: the oldest has to be through before the next begins.
+    // All workspaces may be taken: the oldest has to be through before the next begins.
     const bool is_full = underway.size() == slots_.size();
     while (is_full && underway.front().num_ordered < num_steps) submit_leg(job, &underway.front());
     while (!underway.empty() && underway.front().num_ordered == num_steps) {
@@ -197,7 +197,7 @@ void Engine::submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underwa
 
 EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& step, Underway* underway) {
   const int64_t chunk = underway->chunk;
-  // Of an all-gather every rank brings a part.
+  // Each rank brings a part to an all-gather.
   const int64_t from_nbytes = step.operation == Operation::kAllGather ? step.nbytes / step.num_ranks : step.nbytes;
   const WireSpan from = span(job, underway->slot, step.from, from_nbytes);
   const WireSpan to = span(job, underway->slot, step.to, step.nbytes);

@@ -80,12 +80,12 @@ class Engine {
     EventPtr free;  // the last use has ended
   };
 
-  // A chunk on its way, of which so many steps have been ordered.
+  // A chunk on its way.
   struct Underway {
     Slot* slot;  // null if its bucket is summed in place
     int64_t chunk;
-    EventPtr event;  // the end of the step before
-    size_t num_ordered = 0;
+    EventPtr event;          // the end of the step before
+    size_t num_ordered = 0;  // steps
   };
 
   // Throws std::length_error.
@@ -98,10 +98,10 @@ class Engine {
   void submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underway);
   EventPtr submit_step(const std::shared_ptr<BucketJob>& job, const Step& step, Underway* underway);
   Lane& lane_of(const BucketPlan& plan, const Step& step) const;
-  // What of a buffer a step reads or writes; nothing of gradients that are not summed in place.
+  // The memory that a step reads or writes; empty for gradients that are not summed in place.
   WireSpan span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const;
   void start_collective(const Step& step, Wire dtype, const WireSpan& from, const WireSpan& to, Lane::Completion done);
-  // A step of the codec's on one chunk, one payload after another. `from` and `to` are messages.
+  // Does one chunk's step of the codec, one payload after another. `from` and `to` are messages.
   void run_codec(BucketJob& job, const Step& step, int64_t chunk, const std::byte* from, std::byte* to);
   void scale(BucketJob& job);
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
@@ -109,7 +109,7 @@ class Engine {
   void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
-  // Of a bucket without an error: the statistics.
+  // Counts a bucket that ended without an error in the statistics.
   void account(const BucketJob& job, const StampPtr& done);
 
   // A task or transfer whose error goes through the failure latch and whose time through the tracer.
@@ -140,8 +140,8 @@ class Engine {
   std::vector<Slot> slots_;
   size_t next_slot_ = 0;
 
-  // By role; null where the sums have one level and the role is of two. Last, so that they are gone before what their
-  // tasks use.
+  // Indexed by role; null if the sums have one level and the role belongs to two. They are the last member, so that
+  // they are destroyed before what their tasks use.
   std::array<std::unique_ptr<Lane>, kNumLaneRoles> lanes_;
 };
 

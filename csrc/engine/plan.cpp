@@ -14,7 +14,7 @@ constexpr int64_t kOneChunk = int64_t{1} << 62;  // no chunk has as many bytes
 // small values, f = 1 the reverse; a power of two near √p halves the risk on both sides (as FSDP does).
 double balanced_predivide(int world_size) { return std::exp2(std::ceil(std::log2(world_size) / 2)); }
 
-// Of what the codec encodes.
+// The sum of what the codec encodes.
 Sum sum_of_codes(const WireConfig& config, int world_size) {
   if (config.sum != Sum::kAuto) return config.sum;
   // Two ranks send as many bytes by either, but in one shot a value is rounded once and goes through one collective.
@@ -58,7 +58,7 @@ int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<StreamWire>
   return num_chunks <= 1 ? config.max_chunk_nbytes : std::max<int64_t>(1, nbytes / num_chunks);
 }
 
-// Of the bucket's streams, or of one stream without any elements; their numbers are the plan's `wires`.
+// The bucket's streams, or one stream without any elements; their numbers are appended to `wires`.
 std::vector<StreamWire> streams_of(const WireConfig& config, const std::vector<int64_t>& lossy_numels,
                                    std::vector<int>* wires) {
   std::vector<StreamWire> streams;
@@ -75,7 +75,7 @@ std::vector<StreamWire> streams_of(const WireConfig& config, const std::vector<i
   return streams;
 }
 
-// Layouts and scales where the codec sums.
+// Sets layouts and scales where the codec sums.
 void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_numel,
                        const std::vector<StreamWire>& streams, BucketPlan* plan) {
   const double predivide = config.predivide != 0 ? config.predivide : 1;
@@ -93,8 +93,8 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
   }
 }
 
-// The same where the transport does. An all-reduce has one dtype: what is exempt in an exact bucket needs no section of
-// its own.
+// Sets layouts and scales where the transport sums. An all-reduce has one dtype: exempt parameters need no section of
+// their own in an exact bucket.
 void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                      const std::vector<StreamWire>& streams, BucketPlan* plan) {
   StreamWire whole = streams.front();

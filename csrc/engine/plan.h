@@ -25,7 +25,7 @@ struct BucketPlan {
   std::vector<BucketLayout> host_layouts;
   // What happens to each chunk; made once, with the plan. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
-  Workspace workspace;  // that they need
+  Workspace workspace;  // the buffers that the steps need
   float pack_scale = 1;
   float reduce_scale = 1;  // only where sums are encoded again
   float unpack_scale = 1;
@@ -59,14 +59,14 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
 // Upper bound of chunk_nbytes() and host_chunk_nbytes() over every bucket. The module does not bound it more tightly,
 // since what a reducer will bring cannot be told for sure from it (parameters frozen, tied or ignored since).
 int64_t workspace_nbytes(const WireConfig& config, int world_size);
-// The buffers that hold a chunk of every bucket.
+// Buffers that are large enough for a chunk of any bucket.
 Workspace workspace_of(const WireConfig& config, int world_size);
 // Whether what the codec encodes is summed by every rank, from everybody's message; on one level.
 bool is_one_shot(const WireConfig& config, int world_size);
 
-// Bytes that one rank sends for this bucket: those of its steps.
+// Bytes that one rank sends for this bucket, added up over its steps.
 int64_t sent_nbytes(const BucketPlan& plan);
-// Those of them that go to other hosts. A collective of all ranks is counted as a ring that leaves each host once.
+// Bytes of these that go to other hosts. A collective of all ranks counts as a ring that leaves each host once.
 int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_per_host);
 
 }  // namespace fusedcomm

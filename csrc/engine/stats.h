@@ -24,11 +24,11 @@ struct EngineStats {
   std::vector<float> recent_busy_ms;
 };
 
-// Adds that up.
+// Adds up the statistics of buckets as they end.
 class StatsKeeper {
  public:
   StatsKeeper();
-  // Of one bucket: what EngineStats counts, and when it was handed over and done. It ends a step if num_steps is 1.
+  // `bucket` has the counts of one bucket, which ends a step if its num_steps is 1.
   void add(const EngineStats& bucket, StampPtr submitted, StampPtr done);
   EngineStats get();
 
@@ -38,7 +38,7 @@ class StatsKeeper {
     StampPtr submitted, done;
     bool is_last;
   };
-  // Of passes that are through. One question to the device for each, not one for each bucket.
+  // Takes the times of backward passes that are through. The device is asked once for each, not for every bucket.
   void take_times();
   void take_pass(size_t num_buckets);
 

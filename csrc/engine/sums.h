@@ -1,6 +1,6 @@
 // The sums, each as a list of steps: what happens to one chunk of a bucket, in order. The engine walks the list for
 // every chunk, plan.cpp adds up the bytes that it sends, and the cost model adds up how long its steps take. A new sum
-// is a new list in sums.cpp, with its row in kSums there.
+// is a new enumerator here, and in sums.cpp a new list with its row in kSums.
 //
 // A chunk has a workspace of two buffers, since each step reads from one what the step before wrote there.
 #pragma once
@@ -23,19 +23,19 @@ enum class Sum : uint8_t {
   kOneShot   // all-gather of everybody's encoded chunk, fp32 sum in rank order by each: nothing is encoded twice
 };
 
-// "auto", and what it chooses from.
+// "auto" first, then what it chooses from.
 std::vector<std::string> sum_names();
-// One of these; anything else throws std::invalid_argument.
+// Throws std::invalid_argument if `name` is none of these.
 Sum sum_from_name(const std::string& name);
 std::string sum_name(Sum sum);
 
-// What adds the ranks' chunks.
+// Who adds the ranks' chunks.
 enum class Adder : uint8_t {
   kTransport,  // an all-reduce, which has one dtype
   kOwner,      // the codec of the rank that owns a part: a chunk has a part for each rank
   kEveryRank   // the codec of every rank, all of everybody's chunk
 };
-// Not of kAuto.
+// Throws std::invalid_argument for kAuto.
 Adder adder_of(Sum sum);
 
 // The codec's operations, then the transport's.
@@ -67,9 +67,9 @@ inline constexpr bool is_cross(Channel channel) {
 
 enum class Buffer : uint8_t {
   kGradients,
-  kOutgoing,   // of the workspace
-  kIncoming,   // of the workspace
-  kOwnMessage  // in kIncoming, which has every rank's message: this rank's
+  kOutgoing,   // one of the workspace
+  kIncoming,   // the other one
+  kOwnMessage  // this rank's place in kIncoming where that has every rank's message
 };
 // "gradients", "outgoing", "incoming", "own message"
 const char* buffer_name(Buffer buffer);
@@ -78,35 +78,34 @@ struct Step {
   Stage stage = Stage::kPack;
   LaneRole role = LaneRole::kPack;
   Operation operation = Operation::kPack;
-  Channel channel = Channel::kScatter;  // of a collective
+  Channel channel = Channel::kScatter;  // collectives only
   Buffer from = Buffer::kGradients;
   Buffer to = Buffer::kGradients;
-  // Of the message that it reads, or that a pack writes; of a kSum one rank's. Of an all-gather what every rank has
-  // afterwards.
+  // The length of the message that the step reads. A pack has that of the message it writes, a kSum that of one rank's
+  // message, and an all-gather that of what every rank has afterwards.
   int64_t nbytes = 0;
-  // That take part in a collective; whose parts or messages the codec adds, else 1.
+  // A collective's ranks; or the ranks whose parts or messages the codec adds; else 1.
   int64_t num_ranks = 1;
-  // The message is one of the plan's host_layouts, in the wire that it has within a host.
+  // The message has the plan's host_layouts, in the wire used within a host.
   bool in_local_wire = false;
   // A chunk's steps are ordered leg by leg. While one waits for its next leg, the wire has other chunks' to carry.
   bool begins_leg = false;
 
-  // By one rank: (n-1)/n of an all-to-all or an all-gather among n ranks, twice that of an all-reduce round a ring; of
-  // `num_chunks` such messages. 0 for work of the codec.
+  // What one rank sends for `num_chunks` chunks: (n-1)/n of each message in an all-to-all or all-gather among n ranks,
+  // twice as much in an all-reduce, which goes round a ring, and nothing in a step of the codec.
   int64_t sent_nbytes(int64_t num_chunks) const;
 };
 
-// What the steps depend on beside the sum.
+// The steps depend on the sum and on this.
 struct ChunkShape {
   int64_t world_size = 1;
-  int64_t nbytes = 0;  // of a rank's message; in place of the gradients
+  int64_t nbytes = 0;  // a rank's message; or the gradients, if they are summed in place
   bool in_place = false;
-  // More than one: a sum may have two levels.
-  int64_t ranks_per_host = 1;
-  int64_t host_nbytes = 0;  // of the message within a host
+  int64_t ranks_per_host = 1;  // more than one: a sum may have two levels
+  int64_t host_nbytes = 0;     // the message within a host
 };
 
-// Of one chunk; the same on every rank. Not of kAuto.
+// The steps of one chunk, the same on every rank. Throws std::invalid_argument for kAuto.
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape);
 
 // The buffers that a chunk needs.
