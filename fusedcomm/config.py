@@ -15,7 +15,7 @@ from fusedcomm.ranks import hosts
 WIRES = _C.WIRES
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
-SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
+SUMS = tuple(_C.SUMS)
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
 _LOCAL_WIRE = "bf16"
@@ -247,7 +247,7 @@ class Config:
         return [(self.wire, block, self.rotate), *others]
 
     def number_of(self, wire: str) -> int:
-        """The number of a wire that parameters may have; see csrc/engine/plan.h."""
+        """The number of a wire that parameters may have; see csrc/engine/config.h."""
         return self.wires.index(wire) if wire in self.wires else _C.EXACT_WIRE
 
     @property
@@ -259,7 +259,7 @@ class Config:
         ]
 
     def wire_number(self, name: str, parameter: torch.Tensor, other_names: Sequence[str] = ()) -> int:
-        """See csrc/engine/plan.h. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
+        """Its number. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
         rule = patterns.rule_for(self.rules, (name, *other_names), parameter)
         if rule is None:
             return 0
@@ -286,11 +286,11 @@ class Config:
         """Whether what the codec encodes is summed in one shot, on one level."""
         return _C.is_one_shot(self._in_any_chunks().native(world_size), world_size)
 
-    def sum_of_large_buckets(self, world_size: int) -> str:
-        """As it is planned for fp32 gradients in the wire of most parameters, on one level."""
+    def plan_of_large_buckets(self, world_size: int) -> "_C.BucketPlan":
+        """For fp32 gradients in the wire of most parameters, on one level: its sum, and the steps of a chunk."""
         numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.wires) - 1)
         native = self._in_any_chunks().native(world_size)
-        return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels).sum
+        return _C.plan_bucket(native, world_size, torch.empty(0), 0, numels)
 
     def _in_any_chunks(self) -> "Config":
         """With sizes of chunks, whatever they are: for questions that choosing them asks, too."""

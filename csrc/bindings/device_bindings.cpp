@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "devices/cpu_device.h"
 #include "devices/cuda_device.h"
 #include "gradients/grad_dtype.h"
 #include "transport/c10d_transport.h"

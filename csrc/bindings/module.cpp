@@ -52,19 +52,36 @@ void bind_plan(py::module_& m) {
            py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"), py::arg("ranks_per_host") = 1,
            py::arg("local_wire") = "bf16");
 
+  py::class_<Step>(m, "Step")
+      .def_property_readonly("stage", [](const Step& step) { return stage_name(step.stage); })
+      .def_property_readonly("operation", [](const Step& step) { return operation_name(step.operation); })
+      .def_property_readonly("is_collective", [](const Step& step) { return is_collective(step.operation); })
+      .def_property_readonly("channel", [](const Step& step) { return channel_name(step.channel); })
+      .def_property_readonly("reads", [](const Step& step) { return buffer_name(step.from); })
+      .def_property_readonly("writes", [](const Step& step) { return buffer_name(step.to); })
+      .def_readonly("nbytes", &Step::nbytes)
+      .def_readonly("num_ranks", &Step::num_ranks)
+      .def_readonly("in_local_wire", &Step::in_local_wire)
+      .def_readonly("begins_leg", &Step::begins_leg)
+      .def("sent_nbytes", &Step::sent_nbytes, py::arg("num_chunks") = 1);
+
   py::class_<BucketPlan>(m, "BucketPlan")
       .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })
       .def_readonly("in_place", &BucketPlan::in_place)
       .def_readonly("layouts", &BucketPlan::layouts)
       .def_readonly("host_layouts", &BucketPlan::host_layouts)
       .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
-      .def_readonly("num_messages", &BucketPlan::num_messages)
+      .def_property_readonly("steps",
+                             [](const BucketPlan& plan) { return plan.steps ? *plan.steps : std::vector<Step>{}; })
+      .def_property_readonly("sums_codes", &BucketPlan::sums_codes)
+      .def_property_readonly("encodes_sums", &BucketPlan::encodes_sums)
+      .def_property_readonly("num_chunks", &BucketPlan::num_chunks)
       .def_readonly("pack_scale", &BucketPlan::pack_scale)
       .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
       .def_readonly("reason", &BucketPlan::reason)
-      .def("sent_nbytes", &sent_nbytes, py::arg("world_size"))
-      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("world_size"), py::arg("ranks_per_host"));
+      .def_property_readonly("sent_nbytes", &sent_nbytes)
+      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("ranks_per_host"));
 
   m.def(
       "plan_bucket",
@@ -77,6 +94,7 @@ void bind_plan(py::module_& m) {
       py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
   m.def("is_one_shot", &is_one_shot, py::arg("config"), py::arg("world_size"));
   m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"));
+  m.attr("SUMS") = sum_names();
   m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
   m.attr("EXACT_WIRE") = kExactWire;
 }

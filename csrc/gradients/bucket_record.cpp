@@ -77,7 +77,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     auto& residual = record->streams[payload].residual;
     residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale, place,
                                                 gradients.device(),
-                                                /*of_first_only=*/plan.sum == Sum::kOneShot);
+                                                /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
   // Nothing is forgotten before all has its new place.
@@ -218,8 +218,7 @@ void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients,
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
     int64_t& before = seen[member.payload][member.exact];
-    const Range range = job.plan.in_place ? Range{0, gradients.numel()}
-                                          : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
+    const Range range = of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
     const int64_t begin = std::max(range.begin, before);
     const int64_t end = std::min(range.end, before + member.numel);
     if (begin < end) {
