@@ -193,10 +193,8 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
   record->label = make_label(bucket.index, record->members, nbytes);
   if (record->foreign) return record;
   if (bucket.check) bucket.check();
-  const at::Tensor& run = gradients.front();
-  TORCH_CHECK(!record->in_one_run || (run.is_contiguous() && run.numel() == record->numel),
-              "fusedcomm: ", record->label->text, " holds ", run.numel(), " elements where its parameters have ",
-              record->numel, ": this layout of buckets is not known. Please report it with your DDP options.");
+  TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
+              " has gaps in memory: this layout of buckets is not known. Please report it with your DDP options.");
   plan(engine, record.get());
   prepare(&engine.device(), parameters, record.get());
   move_residuals(engine, place, record.get(), gradients);

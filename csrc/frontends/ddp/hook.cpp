@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace fusedcomm {
@@ -69,8 +70,16 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   numels.reserve(parameters.size());
   // Complex buckets arrive as floats of twice the numel.
   for (const at::Tensor& p : parameters) numels.push_back(p.numel() * (p.is_complex() ? 2 : 1));
+  const at::Tensor& buffer = grad_bucket.getBuffer();
+  const int64_t numel = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  if (!buffer.is_sparse() && buffer.numel() != numel) {
+    check_gradients(grad_bucket);
+    TORCH_CHECK(false, "fusedcomm: bucket ", grad_bucket.getIndex(), " holds ", buffer.numel(),
+                " elements where its parameters have ", numel,
+                ": this layout of buckets is not known. Please report it with your DDP options.");
+  }
   Bucket bucket(grad_bucket.getIndex(), grad_bucket.isLast(), std::move(parameters),
-                std::make_shared<const Gradients>(grad_bucket.getBuffer(), numels));
+                std::make_shared<const Gradients>(buffer, numels));
   bucket.check = [&grad_bucket] { check_gradients(grad_bucket); };
   return bucket;
 }
