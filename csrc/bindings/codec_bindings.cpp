@@ -33,8 +33,8 @@ std::byte* wire_bytes(const at::Tensor& tensor, int64_t nbytes, const char* name
   return data;
 }
 
-Stream stream_of(const std::vector<at::Tensor>& slices) {
-  Stream stream;
+SliceList stream_of(const std::vector<at::Tensor>& slices) {
+  SliceList stream;
   for (const at::Tensor& slice : slices) {
     check_on_cpu(slice, "a slice");
     stream.append(slice.data_ptr(), slice.numel(), grad_dtype_of(slice.scalar_type()));
@@ -42,7 +42,7 @@ Stream stream_of(const std::vector<at::Tensor>& slices) {
   return stream;
 }
 
-BucketStreams streams_of(const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
+BucketSlices streams_of(const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact) {
   return {stream_of(lossy), stream_of(exact)};
 }
 
@@ -70,7 +70,7 @@ Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional
 int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const std::vector<at::Tensor>& lossy,
              const std::vector<at::Tensor>& exact, float scale, const at::Tensor& out,
              const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
-  const BucketStreams streams = streams_of(lossy, exact);
+  const BucketSlices streams = streams_of(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
   const Encoding encoding = encoding_of(noise, residual);
   py::gil_scoped_release no_gil;
@@ -92,14 +92,14 @@ void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& pa
 void unpack(const Codec& codec, const BucketLayout& layout, int64_t chunk, const at::Tensor& parts, float scale,
             const std::vector<at::Tensor>& lossy, const std::vector<at::Tensor>& exact, int64_t num_messages) {
   TORCH_CHECK_VALUE(num_messages >= 1, "num_messages=", num_messages, " is not possible: use 1 or more");
-  const BucketStreams streams = streams_of(lossy, exact);
+  const BucketSlices streams = streams_of(lossy, exact);
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes() * num_messages, "parts");
   py::gil_scoped_release no_gil;
   codec.unpack({layout, chunk, in, scale, streams, num_messages});
 }
 
 int64_t scale_in_place(const Codec& codec, const std::vector<at::Tensor>& slices, float scale) {
-  const Stream stream = stream_of(slices);
+  const SliceList stream = stream_of(slices);
   py::gil_scoped_release no_gil;
   return codec.scale_in_place(stream, scale);
 }

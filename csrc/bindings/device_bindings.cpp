@@ -219,7 +219,7 @@ void bind_devices(py::module_& m) {
       .def("start", &start, py::kw_only(), py::arg("send"), py::arg("receive"), NoGil());
   m.def("all_to_all_s", &all_to_all_s, py::arg("backend"), py::arg("nbytes"), py::arg("rounds"), NoGil());
   py::class_<C10dTransport, std::shared_ptr<C10dTransport>>(m, "C10dTransport");
-  py::class_<WorkTransport, C10dTransport, std::shared_ptr<WorkTransport>>(m, "WorkTransport")
+  py::class_<HostTransport, C10dTransport, std::shared_ptr<HostTransport>>(m, "HostTransport")
       .def(py::init<BackendPtr, BackendPtr, int>(), py::arg("scatter"), py::arg("gather"), py::kw_only(),
            py::arg("max_sending"));
   py::class_<StreamTransport, C10dTransport, std::shared_ptr<StreamTransport>>(m, "StreamTransport")

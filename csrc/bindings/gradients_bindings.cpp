@@ -49,7 +49,7 @@ void bind_results(py::module_& m) {
                                return wires;
                              })
       .def_readonly("numel", &BucketRecord::numel)
-      .def_readonly("foreign", &BucketRecord::foreign)
+      .def_readonly("passthrough", &BucketRecord::passthrough)
       .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
       .def_property_readonly("parameters", [](const BucketRecord& record) {
         std::vector<std::string> names;
@@ -69,7 +69,7 @@ void bind_results(py::module_& m) {
 }
 
 void bind_hook(py::module_& m) {
-  py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
+  py::class_<Synchroniser, std::shared_ptr<Synchroniser>>(m, "Synchroniser")
       .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
                        std::shared_ptr<C10dTransport> transport,
                        const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
@@ -78,63 +78,64 @@ void bind_hook(py::module_& m) {
              auto engine = std::make_shared<Engine>(config, std::move(device), transport);
              std::vector<Parameters::Known> table;
              for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
-             const GradHook::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
-             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, grad_device, options);
+             const Synchroniser::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
+             return std::make_shared<Synchroniser>(std::move(engine), std::move(transport), table, grad_device,
+                                                   options);
            }),
            py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
            py::arg("wire_1d"), py::arg("grad_device"), py::arg("verify_every"), py::arg("measure_every"),
            py::arg("fallback_error"), py::arg("fallback_wire"), NoGil())
       .def(
           "verifications",
-          [](const GradHook& hook) {
+          [](const Synchroniser& hook) {
             hook.settle();
-            return hook.guard().verifications();
+            return hook.monitor().verifications();
           },
           NoGil())
       .def(
           "measurements",
-          [](const GradHook& hook) {
+          [](const Synchroniser& hook) {
             hook.settle();
-            return hook.guard().measurements();
+            return hook.monitor().measurements();
           },
           NoGil())
-      .def("residuals", &GradHook::residuals, NoGil())
-      .def("restore_residuals", &GradHook::restore_residuals, NoGil())
-      .def_property("step", py::cpp_function(&GradHook::step, NoGil()),
-                    py::cpp_function(&GradHook::restore_step, NoGil()))
-      .def("run", [](GradHook& hook, const Bucket& bucket) { return returned(&GradHook::run, hook, bucket); })
+      .def("residuals", &Synchroniser::residuals, NoGil())
+      .def("restore_residuals", &Synchroniser::restore_residuals, NoGil())
+      .def_property("step", py::cpp_function(&Synchroniser::step, NoGil()),
+                    py::cpp_function(&Synchroniser::restore_step, NoGil()))
+      .def("run", [](Synchroniser& hook, const Bucket& bucket) { return returned(&Synchroniser::run, hook, bucket); })
       .def(
           "watch",
-          [](GradHook& hook, const StorePtr& store, double stall_after_s, double timeout_s,
+          [](Synchroniser& hook, const StorePtr& store, double stall_after_s, double timeout_s,
              const std::string& store_text) {
             const int rank = hook.engine().rank(), world_size = hook.engine().world_size();
             hook.watch(store, {rank, world_size, stall_after_s, timeout_s, store_text});
           },
           py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_text"),
           NoGil())
-      .def("unwatch", &GradHook::unwatch, NoGil())
-      .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
-      .def("leave", &GradHook::leave, py::arg("reason"), NoGil())
+      .def("unwatch", &Synchroniser::unwatch, NoGil())
+      .def("stop", &Synchroniser::stop, py::arg("reason"), NoGil())
+      .def("leave", &Synchroniser::leave, py::arg("reason"), NoGil())
       .def(
-          "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())
-      .def("max_over_ranks", &GradHook::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
-      .def("begin_call", &GradHook::begin_call, py::arg("what"), NoGil())
-      .def("end_call", &GradHook::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
-      .def("name_like", &GradHook::name_like, py::arg("other"), NoGil())
-      .def("take_notices", &GradHook::take_notices, NoGil())
-      .def_property_readonly("transport", &GradHook::transport)
-      .def("stats", &GradHook::stats, NoGil())
+          "free_workspaces", [](const Synchroniser& hook) { hook.engine().free_workspaces(); }, NoGil())
+      .def("max_over_ranks", &Synchroniser::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      .def("begin_call", &Synchroniser::begin_call, py::arg("what"), NoGil())
+      .def("end_call", &Synchroniser::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
+      .def("adopt_names", &Synchroniser::adopt_names, py::arg("other"), NoGil())
+      .def("take_notices", &Synchroniser::take_notices, NoGil())
+      .def_property_readonly("transport", &Synchroniser::transport)
+      .def("stats", &Synchroniser::stats, NoGil())
       .def(
-          "start_trace", [](const GradHook& hook) { hook.engine().start_trace(); }, NoGil())
+          "start_trace", [](const Synchroniser& hook) { hook.engine().start_trace(); }, NoGil())
       .def(
-          "stop_trace", [](const GradHook& hook) { return hook.engine().stop_trace(); }, NoGil())
-      .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })
-      .def_property_readonly("scratch_nbytes", [](const GradHook& hook) { return hook.engine().scratch_nbytes(); })
-      .def("nonfinite_by_parameter", &GradHook::nonfinite_by_parameter, NoGil())
-      .def("restore_nonfinite", &GradHook::restore_nonfinite, NoGil())
+          "stop_trace", [](const Synchroniser& hook) { return hook.engine().stop_trace(); }, NoGil())
+      .def_property_readonly("isa", [](const Synchroniser& hook) { return hook.engine().device().isa(); })
+      .def_property_readonly("scratch_nbytes", [](const Synchroniser& hook) { return hook.engine().scratch_nbytes(); })
+      .def("nonfinite_by_parameter", &Synchroniser::nonfinite_by_parameter, NoGil())
+      .def("restore_nonfinite", &Synchroniser::restore_nonfinite, NoGil())
       .def(
           "buckets",
-          [](const GradHook& hook) {
+          [](const Synchroniser& hook) {
             std::vector<std::shared_ptr<BucketRecord>> records;
             for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));
             return records;

@@ -145,7 +145,7 @@ void bind_layout(pybind11::module_& m) {
       "bucket_layouts",
       [](const std::vector<std::tuple<std::string, int64_t, bool, int64_t>>& streams, int64_t num_parts,
          int64_t exact_numel, int64_t max_chunk_nbytes) {
-        std::vector<StreamWire> wires;
+        std::vector<WireFormat> wires;
         for (const auto& [wire, block, rotated, numel] : streams) {
           wires.push_back({wire_from_name(wire), block, rotated, numel});
         }

@@ -22,9 +22,9 @@ class BucketTables {
 };
 
 // A bucket as the codec sees it. Both streams have the same dtype.
-struct BucketStreams {
-  Stream lossy;
-  Stream exact;
+struct BucketSlices {
+  SliceList lossy;
+  SliceList exact;
   void* origin = nullptr;                      // where the bucket starts: what the tables' offsets count from
   std::shared_ptr<const BucketTables> tables;  // null where the device keeps none
 };
@@ -46,7 +46,7 @@ struct Encoding {
 struct PackArgs {
   const BucketLayout& layout;
   int64_t chunk;
-  const BucketStreams& streams;
+  const BucketSlices& streams;
   float scale;
   std::byte* out;  // a message of layout.chunk_nbytes(): this layout's piece of every part is written, padding zeroed
   Encoding encoding = {};  // a residual of layout.padded_numel() elements
@@ -74,9 +74,9 @@ struct UnpackArgs {
   int64_t chunk;
   const std::byte* parts;  // a message of layout.chunk_nbytes(); or so many, one after the other, which are summed
   float scale;
-  const BucketStreams& streams;  // written
-  int64_t num_messages = 1;      // more than one of layouts with one part only
-  bool is_last = false;          // see PackArgs
+  const BucketSlices& streams;  // written
+  int64_t num_messages = 1;     // more than one of layouts with one part only
+  bool is_last = false;         // see PackArgs
 };
 
 }  // namespace fusedcomm

@@ -38,14 +38,14 @@ class DefaultFloatEnvironment {
   std::fenv_t saved_;
 };
 
-void check_stream(const Stream& stream, int64_t numel, const char* name) {
+void check_stream(const SliceList& stream, int64_t numel, const char* name) {
   if (stream.numel() != numel) {
     throw std::invalid_argument(std::string("the ") + name + " stream has " + std::to_string(stream.numel()) +
                                 " elements, its layout " + std::to_string(numel));
   }
 }
 
-void check_bucket(const BucketLayout& layout, int64_t chunk, const BucketStreams& streams) {
+void check_bucket(const BucketLayout& layout, int64_t chunk, const BucketSlices& streams) {
   if (chunk < 0 || chunk >= layout.num_chunks) {
     throw std::invalid_argument("chunk " + std::to_string(chunk) + " is not one of " +
                                 std::to_string(layout.num_chunks));
@@ -160,7 +160,7 @@ void Codec::unpack(const UnpackArgs& args) const {
   });
 }
 
-int64_t Codec::scale_in_place(const Stream& stream, float scale) const {
+int64_t Codec::scale_in_place(const SliceList& stream, float scale) const {
   std::atomic<int64_t> nonfinite{0};
   const ScaleFn scale_run = impl_->kernels.scale[index_of(format_of(stream.dtype()))];
   impl_->pool.run(ceil_div(stream.numel(), kUnitNumel), [&](int64_t index) {

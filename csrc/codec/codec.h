@@ -33,7 +33,7 @@ class Codec {
   void reduce(const ReduceArgs& args) const;
   void unpack(const UnpackArgs& args) const;
   // The exact wire of an fp32 bucket travels in place: x *= scale. Returns the non-finite count.
-  int64_t scale_in_place(const Stream& stream, float scale) const;
+  int64_t scale_in_place(const SliceList& stream, float scale) const;
 
   const std::string& isa() const;
   int num_threads() const;

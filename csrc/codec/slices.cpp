@@ -6,7 +6,7 @@
 
 namespace fusedcomm {
 
-void Stream::append(void* data, int64_t numel, GradDtype dtype) {
+void SliceList::append(void* data, int64_t numel, GradDtype dtype) {
   if (numel < 0) throw std::invalid_argument("a slice of " + std::to_string(numel) + " elements is not possible");
   if (numel == 0) return;
   if (slices_.empty()) {

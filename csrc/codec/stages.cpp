@@ -198,7 +198,7 @@ void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& 
 
 int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& unit, bool streamed) {
   const BucketLayout& layout = args.layout;
-  const Stream& stream = unit.exact ? args.streams.exact : args.streams.lossy;
+  const SliceList& stream = unit.exact ? args.streams.exact : args.streams.lossy;
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
   const Cursor cursor(stream, covered(range, unit));
@@ -244,7 +244,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
 
 void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed) {
   const BucketLayout& layout = args.layout;
-  const Stream& stream = unit.exact ? args.streams.exact : args.streams.lossy;
+  const SliceList& stream = unit.exact ? args.streams.exact : args.streams.lossy;
   const Range range =
       unit.exact ? layout.exact_range(args.chunk, unit.part) : layout.lossy_range(args.chunk, unit.part);
   const Section<const std::byte> in(layout, unit, args.parts + part_place(layout, unit.part));

@@ -111,7 +111,7 @@ inline Range covered(const Range& range, const Unit& unit) {
 // Goes through the elements [begin, end) of a stream, one contiguous run after another.
 class Cursor {
  public:
-  Cursor(const Stream& stream, const Range& range)
+  Cursor(const SliceList& stream, const Range& range)
       : stream_(stream), nbytes_(grad_nbytes(stream.dtype())), position_(range.begin), end_(range.end) {
     const auto& starts = stream.starts();
     slice_ = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), position_) - starts.begin()) - 1;
@@ -129,7 +129,7 @@ class Cursor {
   }
 
  private:
-  const Stream& stream_;
+  const SliceList& stream_;
   int64_t nbytes_;
   int64_t position_;
   int64_t end_;

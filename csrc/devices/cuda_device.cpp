@@ -57,7 +57,7 @@ KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Enco
   return key;
 }
 
-GradDtype dtype_of(const BucketStreams& streams) {
+GradDtype dtype_of(const BucketSlices& streams) {
   return (streams.lossy.numel() != 0 ? streams.lossy : streams.exact).dtype();
 }
 
@@ -128,7 +128,7 @@ class CudaTables : public BucketTables {
   at::Tensor storage_;
 };
 
-const CudaTables& tables_of(const BucketStreams& streams) {
+const CudaTables& tables_of(const BucketSlices& streams) {
   TORCH_CHECK(streams.tables, "fusedcomm: a bucket was not prepared for this device");
   TORCH_CHECK(reinterpret_cast<uintptr_t>(streams.origin) % kAlignNbytes == 0,
               "fusedcomm: a gradient bucket starts at ", streams.origin, ", which is not a multiple of ", kAlignNbytes,
@@ -282,7 +282,7 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch_kernel(kernel_of(key, layout), num_tiles(layout, layout.num_parts), args.is_last, launch);
 }
 
-int64_t CudaDevice::scale_in_place(const BucketStreams& streams, float scale, bool is_last) {
+int64_t CudaDevice::scale_in_place(const BucketSlices& streams, float scale, bool is_last) {
   const CudaTables& tables = tables_of(streams);
   TORCH_CHECK(tables.flat && streams.lossy.dtype() == GradDtype::kFloat32,
               "fusedcomm: only one run of fp32 gradients can be summed in place");

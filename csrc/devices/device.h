@@ -54,7 +54,7 @@ class Device {
   virtual int64_t pack(const PackArgs& args) = 0;
   virtual void reduce(const ReduceArgs& args) = 0;
   virtual void unpack(const UnpackArgs& args) = 0;
-  virtual int64_t scale_in_place(const BucketStreams& streams, float scale, bool is_last) = 0;
+  virtual int64_t scale_in_place(const BucketSlices& streams, float scale, bool is_last) = 0;
 
   // A named range around a stage, for profilers that show them.
   virtual void range_push(const std::string& /*name*/) {}

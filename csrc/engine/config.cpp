@@ -31,7 +31,7 @@ void check_config(const WireConfig& config) {
     throw std::invalid_argument(
         "sum='direct' adds the whole bucket in one dtype: use sum='two-shot' where parameters have wires of their own");
   }
-  for (const StreamWire& stream : config.others) check_stream_wire(stream);
+  for (const WireFormat& stream : config.others) check_stream_wire(stream);
   const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
   const bool is_auto = config.sum == Sum::kAuto;
   const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;
@@ -67,7 +67,7 @@ void check_config(const WireConfig& config) {
   }
 }
 
-StreamWire stream_wire(const WireConfig& config, int number) {
+WireFormat wire_format(const WireConfig& config, int number) {
   if (number > 0) return config.others.at(static_cast<size_t>(number) - 1);
   return {config.wire, config.block_numel, config.rotate, 0};
 }

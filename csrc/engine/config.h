@@ -18,7 +18,7 @@ struct WireConfig {
   int64_t max_chunk_nbytes = 512 << 10;
   int64_t num_slots = 4;                   // chunks that may be under way at once
   bool rotate = false;                     // mix runs of elements before quantising, against outliers
-  std::vector<StreamWire> others;          // that some parameters have instead of `wire`; numels are not used
+  std::vector<WireFormat> others;          // that some parameters have instead of `wire`; numels are not used
   bool stochastic = false;                 // rounding; else to nearest
   uint64_t seed = 0;                       // of the noise
   std::optional<ResidualFormat> feedback;  // error feedback, if any
@@ -29,7 +29,7 @@ struct WireConfig {
 // How a parameter travels: 0 in the configuration's wire, k > 0 in others[k - 1], kExact in fp32.
 inline constexpr int kExactWire = -1;
 // `number` ≥ 0.
-StreamWire stream_wire(const WireConfig& config, int number);
+WireFormat wire_format(const WireConfig& config, int number);
 
 // Throws std::invalid_argument naming the field, its value and what is possible.
 void check_config(const WireConfig& config);

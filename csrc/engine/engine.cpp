@@ -158,7 +158,7 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
   return end;
 }
 
-void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages) {
+void Engine::submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   if (!begin(job)) return;
   Lane::Task packed = [] {};
@@ -316,7 +316,7 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
 void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    const BucketStreams& streams = payload.unpacked ? *payload.unpacked : payload.streams;
+    const BucketSlices& streams = payload.unpacked ? *payload.unpacked : payload.streams;
     device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, num_messages, job.is_last});
   }
 }

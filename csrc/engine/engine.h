@@ -49,7 +49,7 @@ class Engine {
 
   // For what the codec cannot carry (sparse, float64): the caller's own stages on the same lanes, in the order of the
   // buckets. Of the job only owner, label, is_last and on_done are used.
-  void submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages);
+  void submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages);
 
   // Fails what is under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);

@@ -21,7 +21,7 @@ class FailureLatch {
   FailureLatch(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
   // Called for the first failure alone, on the thread that met it, without the latch's lock; but if a bucket fails
   // while it is handed over, that thread holds the engine's submit_mutex_. So what explains must wait for nothing that
-  // takes that one: the watch takes its own locks and the board's, and what ends its wait, GradHook::stop(), takes
+  // takes that one: the watch takes its own locks and the board's, and what ends its wait, Synchroniser::stop(), takes
   // none.
   void explain_with(Explain explain);
   // Waits while the first failure is being explained: what it says goes to every job.

@@ -18,9 +18,9 @@ namespace fusedcomm {
 
 // The elements that travel in one of a bucket's layouts, and how they are rounded.
 struct Payload {
-  BucketStreams streams;
+  BucketSlices streams;
   // What unpack writes to, if it needs tables of its own: of the plan's layout, where pack's are of its host layout.
-  std::optional<BucketStreams> unpacked;
+  std::optional<BucketSlices> unpacked;
   Encoding pack, local_reduce, reduce;
 };
 
@@ -56,7 +56,7 @@ struct BucketJob {
 };
 
 // What a bucket that the codec cannot carry does at each stage; empty ones are left out.
-struct ForeignStages {
+struct PassthroughStages {
   Lane::Task pack;
   Lane::Transfer scatter;
   Lane::Task reduce;

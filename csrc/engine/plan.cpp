@@ -22,11 +22,11 @@ Sum sum_of_codes(const WireConfig& config, int world_size) {
 }
 
 Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-               const std::vector<StreamWire>& streams, std::string* reason) {
+               const std::vector<WireFormat>& streams, std::string* reason) {
   if (config.sum != Sum::kAuto) return config.sum;
   int64_t numel = exact_numel;
   bool rounds = false;
-  for (const StreamWire& stream : streams) {
+  for (const WireFormat& stream : streams) {
     numel += stream.numel;
     rounds = rounds || stream.wire != Wire::kFp32;
   }
@@ -46,10 +46,10 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
 }
 
 // The most that a chunk may have so that its message within a host has at most config.max_chunk_nbytes, too.
-int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<StreamWire>& streams, int64_t exact_numel) {
+int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>& streams, int64_t exact_numel) {
   if (config.ranks_per_host == 1) return config.max_chunk_nbytes;
   int64_t nbytes = 0, local_nbytes = 0;
-  for (const StreamWire& stream : streams) {
+  for (const WireFormat& stream : streams) {
     const int64_t exact = &stream == streams.data() ? exact_numel : 0;
     nbytes += part_layout(stream.wire, stream.block_numel, exact, stream.numel).nbytes;
     local_nbytes += part_layout(config.local_wire, stream.block_numel, exact, stream.numel).nbytes;
@@ -59,17 +59,17 @@ int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<StreamWire>
 }
 
 // The bucket's streams, or one stream without any elements; their numbers are appended to `wires`.
-std::vector<StreamWire> streams_of(const WireConfig& config, const std::vector<int64_t>& lossy_numels,
+std::vector<WireFormat> streams_of(const WireConfig& config, const std::vector<int64_t>& lossy_numels,
                                    std::vector<int>* wires) {
-  std::vector<StreamWire> streams;
+  std::vector<WireFormat> streams;
   for (size_t number = 0; number < lossy_numels.size(); ++number) {
     if (lossy_numels[number] == 0) continue;
-    streams.push_back(stream_wire(config, static_cast<int>(number)));
+    streams.push_back(wire_format(config, static_cast<int>(number)));
     streams.back().numel = lossy_numels[number];
     wires->push_back(static_cast<int>(number));
   }
   if (streams.empty()) {
-    streams.push_back(stream_wire(config, 0));
+    streams.push_back(wire_format(config, 0));
     wires->push_back(0);
   }
   return streams;
@@ -77,7 +77,7 @@ std::vector<StreamWire> streams_of(const WireConfig& config, const std::vector<i
 
 // Sets layouts and scales where the codec sums.
 void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_numel,
-                       const std::vector<StreamWire>& streams, BucketPlan* plan) {
+                       const std::vector<WireFormat>& streams, BucketPlan* plan) {
   const double predivide = config.predivide != 0 ? config.predivide : 1;
   plan->pack_scale = static_cast<float>(1 / predivide);
   const auto mean_scale = static_cast<float>(predivide / world_size);
@@ -96,12 +96,12 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
 // Sets layouts and scales where the transport sums. An all-reduce has one dtype: exempt parameters need no section of
 // their own in an exact bucket.
 void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run, int64_t exact_numel,
-                     const std::vector<StreamWire>& streams, BucketPlan* plan) {
-  StreamWire whole = streams.front();
+                     const std::vector<WireFormat>& streams, BucketPlan* plan) {
+  WireFormat whole = streams.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
     int64_t numel = exact_numel;
-    for (const StreamWire& stream : streams) numel += stream.numel;
+    for (const WireFormat& stream : streams) numel += stream.numel;
     whole = {Wire::kFp32, config.block_numel, false, numel};
     // Before the sum, as DDP's own all-reduce does: the same bits.
     plan->pack_scale = static_cast<float>(1.0 / world_size);
@@ -126,7 +126,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        const std::vector<int64_t>& lossy_numels, bool in_one_run) {
   BucketPlan plan;
-  const std::vector<StreamWire> streams = streams_of(config, lossy_numels, &plan.wires);
+  const std::vector<WireFormat> streams = streams_of(config, lossy_numels, &plan.wires);
   plan.sum = choose_sum(config, world_size, dtype, exact_numel, streams, &plan.reason);
   if (plan.sums_codes()) {
     plan_sum_of_codes(config, world_size, exact_numel, streams, &plan);
@@ -147,7 +147,7 @@ int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   // Each layout's part is rounded up to one more grain and each of its three sections to 16 bytes.
   int64_t slack = 0;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
-    const StreamWire stream = stream_wire(config, number);
+    const WireFormat stream = wire_format(config, number);
     const int64_t grain = grain_numel(stream.wire, stream.block_numel);
     const int64_t local = config.ranks_per_host > 1 ? codes_nbytes(config.local_wire, grain) : 0;
     slack += std::max(codes_nbytes(stream.wire, grain) + scales_nbytes(stream.wire, 1), local) + 4 * kAlignNbytes;

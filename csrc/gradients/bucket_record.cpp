@@ -50,7 +50,7 @@ void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
       (member.exact ? exact : lossy).push_back({member.offset, member.numel});
       (member.exact ? exact_states : states).push_back(member.state);
     }
-    BucketRecord::Stream& stream = record->streams[payload];
+    BucketRecord::Payload& stream = record->streams[payload];
     stream.tables = device->prepare(record->plan.packed_layouts()[payload], lossy, exact);
     if (!stream.tables) continue;
     if (record->plan.on_two_levels()) {
@@ -75,7 +75,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const BucketLayout& layout = plan.layouts[payload];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->streams[payload].residual;
-    residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale, place,
+    residual = std::make_shared<ResidualBuffer>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale, place,
                                                 gradients.device(),
                                                 /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
@@ -156,7 +156,7 @@ std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<Bu
 
 bool BucketRecord::is_of(const Bucket& bucket) const {
   const Gradients& gradients = *bucket.gradients;
-  if (is_stale || dtype != gradients.dtype() || foreign == is_carried(gradients)) return false;
+  if (is_stale || dtype != gradients.dtype() || passthrough == is_carried(gradients)) return false;
   if (in_one_run != gradients.in_one_run() || numel != gradients.numel()) return false;
   return std::equal(
       parameters.begin(), parameters.end(), bucket.pieces.begin(), bucket.pieces.end(),
@@ -164,7 +164,8 @@ bool BucketRecord::is_of(const Bucket& bucket) const {
 }
 
 bool BucketRecord::lies_as(const Gradients& gradients) const {
-  if (in_one_run || std::none_of(streams.begin(), streams.end(), [](const Stream& s) { return s.tables; })) return true;
+  if (in_one_run || std::none_of(streams.begin(), streams.end(), [](const Payload& s) { return s.tables; }))
+    return true;
   return std::equal(members.begin(), members.end(), gradients.offsets().begin(), gradients.offsets().end(),
                     [](const Member& member, int64_t offset) { return member.offset == offset; });
 }
@@ -176,13 +177,13 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
               ", and fusedcomm was attached for gradients on ", device, "; gradients on one device are supported");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = gradients.dtype();
-  record->foreign = !is_carried(gradients);
+  record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
   for (size_t i = 0; i < bucket.pieces.size(); ++i) {
     const at::Tensor& parameter = bucket.pieces[i].parameter;
     BucketRecord::Member member{parameters->state_of(parameter), gradients.offsets()[i]};
     member.numel = member.state->numel();
-    TORCH_CHECK(record->foreign || member.numel == bucket.pieces[i].numel, "fusedcomm: bucket ", bucket.index,
+    TORCH_CHECK(record->passthrough || member.numel == bucket.pieces[i].numel, "fusedcomm: bucket ", bucket.index,
                 " has a gradient of ", bucket.pieces[i].numel, " elements for ", member.state->name, ", which has ",
                 member.numel);
     record->numel += member.numel;
@@ -191,7 +192,7 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
   }
   const double nbytes = static_cast<double>(record->numel) * c10::elementSize(record->dtype);
   record->label = make_label(bucket.index, record->members, nbytes);
-  if (record->foreign) return record;
+  if (record->passthrough) return record;
   if (bucket.check) bucket.check();
   TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
               " has gaps in memory: this layout of buckets is not known. Please report it with your DDP options.");

@@ -21,21 +21,21 @@ struct BucketRecord {
     bool exact = false;  // in that layout's exact stream
   };
   // Of one of the plan's layouts.
-  struct Stream {
+  struct Payload {
     uint32_t first_parameter = 0;
     std::shared_ptr<const BucketTables> tables;         // of what is packed
     std::shared_ptr<const BucketTables> unpack_tables;  // if that is another layout, of what is unpacked
-    std::shared_ptr<StreamResidual> residual;           // null without error feedback
+    std::shared_ptr<ResidualBuffer> residual;           // null without error feedback
   };
   std::vector<c10::TensorImpl*> parameters;
   std::vector<Member> members;
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
-  bool is_stale = false;  // its residuals have been replaced: to be made anew
-  bool foreign = false;   // sparse, or of a dtype the codec does not carry: summed as it is
+  bool is_stale = false;     // its residuals have been replaced: to be made anew
+  bool passthrough = false;  // sparse, or of a dtype the codec does not carry: summed as it is
   bool in_one_run = true;
   BucketPlan plan;
-  std::vector<Stream> streams;  // by payload
+  std::vector<Payload> streams;  // by payload
   std::shared_ptr<const BucketLabel> label;
 
   // Whether it still tells of this bucket, wherever its gradients lie.

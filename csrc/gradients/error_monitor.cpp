@@ -32,11 +32,11 @@ std::optional<double> relative_error_of(const at::Tensor& norms) {
 
 }  // namespace
 
-Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
+ErrorMonitor::ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C10dTransport* transport)
     : options_(options), engine_(engine), transport_(transport) {}
 
-void Guard::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                            std::shared_ptr<const BucketRecord> record) {
+void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
+                                   std::shared_ptr<const BucketRecord> record) {
   at::NoGradGuard no_grad;
   // A copy also of what lies in one run.
   const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
@@ -54,7 +54,7 @@ void Guard::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& 
 
   const Verification verification{pass, job->label, norms};
   if (options_.fallback_error > 0) pending_.push_back({verification, std::move(record), {}});
-  ForeignStages stages;
+  PassthroughStages stages;
   stages.scatter = [transport = transport_, exact](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
@@ -68,10 +68,10 @@ void Guard::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& 
     if (!has_said_) unseen_.push_back(verification);
   };
   engine_->submit(std::move(job));
-  engine_->submit_foreign(std::move(check), std::move(stages));
+  engine_->submit_passthrough(std::move(check), std::move(stages));
 }
 
-std::vector<Guard::Failing> Guard::begin_pass(int64_t pass) {
+std::vector<ErrorMonitor::Failing> ErrorMonitor::begin_pass(int64_t pass) {
   std::vector<Failing> failing;
   at::NoGradGuard no_grad;
   // Since they were shared, their caller has waited for a bucket that came after.
@@ -88,7 +88,7 @@ std::vector<Guard::Failing> Guard::begin_pass(int64_t pass) {
   return failing;
 }
 
-std::string Guard::take_notice(int64_t pass) {
+std::string ErrorMonitor::take_notice(int64_t pass) {
   for (;;) {
     Verification seen;
     {
@@ -110,7 +110,7 @@ std::string Guard::take_notice(int64_t pass) {
 }
 
 // The ranks' norms are of the same numbers, but need not have been added up in the same order.
-void Guard::share(Pending* pending) {
+void ErrorMonitor::share(Pending* pending) {
   const Verification& verification = pending->verification;
   pending->shared = verification.norms.clone();
   engine_->device().will_use(pending->shared);
@@ -119,29 +119,29 @@ void Guard::share(Pending* pending) {
   job->label = std::make_shared<const BucketLabel>(
       "verdict", "the verdict on " + verification.label->text + " in step " + std::to_string(verification.step));
   job->on_done = [](std::exception_ptr) {};
-  ForeignStages stages;
+  PassthroughStages stages;
   stages.scatter = [transport = transport_, norms = pending->shared](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, norms, std::move(done));
   };
-  engine_->submit_foreign(std::move(job), std::move(stages));
+  engine_->submit_passthrough(std::move(job), std::move(stages));
 }
 
-void Guard::add(const std::string& bucket, Measurement measurement) {
+void ErrorMonitor::add(const std::string& bucket, Measurement measurement) {
   std::lock_guard<std::mutex> lock(mutex_);
   measurements_[bucket] = std::move(measurement);
 }
 
-void Guard::forget(const std::string& bucket) {
+void ErrorMonitor::forget(const std::string& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   measurements_.erase(bucket);
 }
 
-std::vector<Verification> Guard::verifications() const {
+std::vector<Verification> ErrorMonitor::verifications() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return {verifications_.begin(), verifications_.end()};
 }
 
-std::map<std::string, Measurement> Guard::measurements() const {
+std::map<std::string, Measurement> ErrorMonitor::measurements() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return measurements_;
 }

@@ -19,7 +19,7 @@
 
 namespace fusedcomm {
 
-struct GuardOptions {
+struct ErrorMonitorOptions {
   int64_t verify_every = 0;   // steps; 0: never
   int64_t measure_every = 0;  // steps; 0: never
   double fallback_error = 0;  // relative error of a verified bucket beyond which it falls back; 0: never
@@ -43,10 +43,10 @@ struct Measurement {
 
 struct BucketRecord;
 
-class Guard {
+class ErrorMonitor {
  public:
-  // Neither is kept alive; the engine's lanes must have ended before the guard does.
-  Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport);
+  // Neither is kept alive; the engine's lanes must have ended before the monitor does.
+  ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C10dTransport* transport);
 
   // Whether anything is ever verified: if not, begin_pass() and take_notice() find nothing.
   bool verifies() const { return options_.verify_every != 0; }
@@ -98,7 +98,7 @@ class Guard {
 
   void share(Pending* pending);
 
-  const GuardOptions options_;
+  const ErrorMonitorOptions options_;
   Engine* const engine_;
   C10dTransport* const transport_;
   mutable std::mutex mutex_;

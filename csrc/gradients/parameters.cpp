@@ -56,7 +56,7 @@ const ParameterStatePtr& Parameters::state_of(const at::Tensor& parameter) {
   return state;
 }
 
-void Parameters::name_like(const std::vector<ParameterStatePtr>& theirs) {
+void Parameters::adopt_names(const std::vector<ParameterStatePtr>& theirs) {
   for (const ParameterStatePtr& state : theirs) {
     if (states_.count(state->parameter.unsafeGetTensorImpl()) != 0) continue;
     add(state->parameter, state->name, state->number, wire_of(state->parameter));
@@ -107,7 +107,7 @@ void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& resi
   }
 }
 
-std::string Parameters::end_of_waiting() {
+std::string Parameters::drop_unclaimed_residuals() {
   if (waiting_residuals_.empty()) return "";
   const std::string notice = c10::str(
       "fusedcomm: the state that was loaded has residuals of ", waiting_residuals_.size(),

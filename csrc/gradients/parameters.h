@@ -27,7 +27,7 @@ struct ParameterState {
 
   // Error feedback: what has been left out of it is at `residual_begin` of its bucket's, or, before it has a bucket, in
   // `loaded`, fp32 in the unit of gradients.
-  std::shared_ptr<const StreamResidual> residual;
+  std::shared_ptr<const ResidualBuffer> residual;
   int64_t residual_begin = 0;
   at::Tensor loaded;
 
@@ -53,7 +53,7 @@ class Parameters {
 
   const ParameterStatePtr& state_of(const at::Tensor& parameter);
   // Before any has turned up: those that have turned up there have the same names and numbers here.
-  void name_like(const std::vector<ParameterStatePtr>& theirs);
+  void adopt_names(const std::vector<ParameterStatePtr>& theirs);
   std::vector<ParameterStatePtr> states() const;
 
   // What this rank has left out so far, fp32 in the unit of gradients, by name. Those are missing that nothing is left
@@ -62,7 +62,7 @@ class Parameters {
   // Of those that are not named nothing is left out. Throws ValueError where a name or a size is not ours.
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
   // All have turned up. What is to be said to the user of residuals whose parameters have not; empty if there are none.
-  std::string end_of_waiting();
+  std::string drop_unclaimed_residuals();
 
   // By name; those are missing that have none.
   std::map<std::string, int64_t> nonfinite();

@@ -6,8 +6,8 @@
 
 namespace fusedcomm {
 
-ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, GradientsPtr gradients) {
-  ForeignStages stages;
+PassthroughStages dense_stages(std::shared_ptr<C10dTransport> transport, GradientsPtr gradients) {
+  PassthroughStages stages;
   auto flat = std::make_shared<at::Tensor>();
   stages.pack = [gradients, flat, mean = 1.0 / transport->world_size()] {
     at::NoGradGuard no_grad;
@@ -53,11 +53,11 @@ at::Tensor from_bytes(const at::Tensor& row, int64_t offset, const at::Tensor& l
 
 }  // namespace
 
-ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer,
-                            std::shared_ptr<at::Tensor> result) {
+PassthroughStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer,
+                                std::shared_ptr<at::Tensor> result) {
   auto exchange = std::make_shared<SparseExchange>();
   const int64_t world_size = transport->world_size();
-  ForeignStages stages;
+  PassthroughStages stages;
   stages.pack = [exchange, buffer, world_size] {
     at::NoGradGuard no_grad;
     exchange->local = buffer.coalesce().mul(1.0 / static_cast<double>(world_size));
@@ -97,8 +97,8 @@ ForeignStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor
   return stages;
 }
 
-ForeignStages on_wire_lane(ForeignStages stages) {
-  ForeignStages merged;
+PassthroughStages on_wire_lane(PassthroughStages stages) {
+  PassthroughStages merged;
   merged.scatter = [stages = std::move(stages)](Lane::Completion done) {
     const auto ended = [](std::exception_ptr error) {
       if (error) std::rethrow_exception(error);

@@ -51,7 +51,7 @@ at::Tensor load(const at::Tensor& residual, int64_t begin, int64_t numel) {
 
 }  // namespace
 
-StreamResidual::StreamResidual(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
+ResidualBuffer::ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
                                const Place& place, c10::Device device, bool of_first_only)
     : layout_(layout),
       format_(format),
@@ -63,12 +63,12 @@ StreamResidual::StreamResidual(const BucketLayout& layout, ResidualFormat format
       first_(zeros(format, first_numel(), device)),
       second_(zeros(format, has_second_ ? second_numel() : 0, device)) {}
 
-Range StreamResidual::first_range(int64_t chunk) const {
+Range ResidualBuffer::first_range(int64_t chunk) const {
   const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
   return {layout_.lossy_range(chunk, first).begin, layout_.lossy_range(chunk, first + num_first_parts_ - 1).end};
 }
 
-at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
+at::Tensor ResidualBuffer::values(int64_t begin, int64_t numel) const {
   const NoAutocast no_autocast;
   const int64_t part_numel = layout_.part.lossy_numel, chunk_numel = layout_.num_parts * part_numel;
   const Range wanted{begin, begin + numel};
@@ -94,14 +94,14 @@ at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
   return values.div_(divisor(pack_scale_, values));
 }
 
-at::Tensor StreamResidual::of_means(int64_t begin, int64_t numel) const {
+at::Tensor ResidualBuffer::of_means(int64_t begin, int64_t numel) const {
   if (!layout_.rotated) return load(second_, begin, numel);
   const int64_t first = begin / kRotationNumel * kRotationNumel;
   const int64_t end = round_up(begin + numel, kRotationNumel);
   return unrotated(load(second_, first, end - first)).narrow(0, begin - first, numel);
 }
 
-at::Tensor StreamResidual::set_values(const at::Tensor& values) {
+at::Tensor ResidualBuffer::set_values(const at::Tensor& values) {
   const NoAutocast no_autocast;
   at::Tensor rest = values.clone();
   at::Tensor of_first = at::zeros({first_numel()}, values.options());
@@ -117,7 +117,7 @@ at::Tensor StreamResidual::set_values(const at::Tensor& values) {
   return place_.on_two_levels() ? rest : at::Tensor();
 }
 
-at::Tensor StreamResidual::first_norm() const {
+at::Tensor ResidualBuffer::first_norm() const {
   const NoAutocast no_autocast;
   const at::Tensor values = load(first_, 0, first_numel());
   const at::Tensor norm = at::linalg_vector_norm(values, 2, {}, false, at::kDouble);

@@ -14,11 +14,11 @@
 
 namespace fusedcomm {
 
-class StreamResidual {
+class ResidualBuffer {
  public:
   // All zeros. reduce_scale, place: of the two-shot sum, in which this rank encodes the parts of its place.
   // of_first_only: there is no residual of the second, since nothing is encoded twice or only the first is looked at.
-  StreamResidual(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
+  ResidualBuffer(const BucketLayout& layout, ResidualFormat format, float pack_scale, float reduce_scale,
                  const Place& place, c10::Device device, bool of_first_only = false);
 
   Residual of_first() const { return {format_, static_cast<std::byte*>(first_.data_ptr()), first_numel()}; }

@@ -41,17 +41,17 @@ Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
 
 }  // namespace
 
-GradHook::GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-                   const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
+Synchroniser::Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
+                           const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
     : engine_(std::move(engine)),
       transport_(std::move(transport)),
       options_(options),
       device_(device),
       process_(getpid()),
       parameters_(parameters, options.wire_1d, device),
-      guard_(options.guard, engine_.get(), transport_.get()) {}
+      monitor_(options.monitor, engine_.get(), transport_.get()) {}
 
-GradHook::~GradHook() {
+Synchroniser::~Synchroniser() {
   // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
   const auto end = [this] {
     if (getpid() != process_) {
@@ -72,7 +72,7 @@ GradHook::~GradHook() {
   }
 }
 
-void GradHook::watch(const StorePtr& store, const WatchOptions& options) {
+void Synchroniser::watch(const StorePtr& store, const WatchOptions& options) {
   TORCH_CHECK(!watch(), "fusedcomm: this engine is watched already");
   const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
   // Transfers that outlive the engine may still fail.
@@ -84,7 +84,7 @@ void GradHook::watch(const StorePtr& store, const WatchOptions& options) {
   watch_ = watch;
 }
 
-void GradHook::unwatch() {
+void Synchroniser::unwatch() {
   std::unique_lock<std::mutex> lock(watch_mutex_);
   const std::shared_ptr<Watch> watch = std::move(watch_);
   watch_ = nullptr;
@@ -92,23 +92,23 @@ void GradHook::unwatch() {
   if (watch) watch->stop();
 }
 
-std::shared_ptr<Watch> GradHook::watch() const {
+std::shared_ptr<Watch> Synchroniser::watch() const {
   std::lock_guard<std::mutex> lock(watch_mutex_);
   return watch_;
 }
 
-void GradHook::stop(const std::string& reason) {
+void Synchroniser::stop(const std::string& reason) {
   // First: a failure may be waiting for what it finds.
   if (const auto watch = this->watch()) watch->stop();
   engine_->stop(reason);
 }
 
-void GradHook::leave(const std::string& reason) {
+void Synchroniser::leave(const std::string& reason) {
   transport_->give_up();
   stop(reason);
 }
 
-void GradHook::rethrow_named(const Bucket& bucket, const std::exception& error) {
+void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& error) {
   // Callers may know these by their type.
   if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
   const auto* known = dynamic_cast<const c10::Error*>(&error);
@@ -118,18 +118,18 @@ void GradHook::rethrow_named(const Bucket& bucket, const std::exception& error) 
               text_of(bucket), " in step ", step(), " failed: ", cause);
 }
 
-std::string GradHook::text_of(const Bucket& bucket) {
+std::string Synchroniser::text_of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<BucketRecord::Member> members;
   for (const Piece& piece : bucket.pieces) members.push_back({parameters_.state_of(piece.parameter)});
   return make_label(bucket.index, members, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
-FuturePtr GradHook::run(const Bucket& bucket) try {
+FuturePtr Synchroniser::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const GradientsPtr& gradients = bucket.gradients;
   const size_t index = bucket.index;
-  if (index == 0 && guard_.verifies()) begin_pass();
+  if (index == 0 && monitor_.verifies()) begin_pass();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto record = record_of(bucket);
   check_order(bucket, *record);
@@ -140,7 +140,8 @@ FuturePtr GradHook::run(const Bucket& bucket) try {
     ++num_passes_;
     num_buckets_ = index + 1;
     // By the end of a pass all parameters have turned up, and DDP's second has them in other buckets at most.
-    if (std::string notice = parameters_.end_of_waiting(); !notice.empty()) notices_.push_back(std::move(notice));
+    if (std::string notice = parameters_.drop_unclaimed_residuals(); !notice.empty())
+      notices_.push_back(std::move(notice));
   }
   lock.unlock();
 
@@ -152,13 +153,13 @@ FuturePtr GradHook::run(const Bucket& bucket) try {
   job->is_last = bucket.is_last;
   job->on_done = completing(future, result);
 
-  if (record->foreign) {
-    submit_foreign(std::move(job), gradients, result);
+  if (record->passthrough) {
+    submit_passthrough(std::move(job), gradients, result);
     return future;
   }
-  if (guard_.is_measured(pass)) measure(job.get(), record, gradients, pass);
-  if (guard_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
-    guard_.submit_verified(std::move(job), gradients, pass, record);
+  if (monitor_.is_measured(pass)) measure(job.get(), record, gradients, pass);
+  if (monitor_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
+    monitor_.submit_verified(std::move(job), gradients, pass, record);
   } else {
     engine_->submit(std::move(job));
   }
@@ -168,33 +169,33 @@ FuturePtr GradHook::run(const Bucket& bucket) try {
   rethrow_named(bucket, error);
 }
 
-void GradHook::submit_foreign(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
-                              const std::shared_ptr<at::Tensor>& result) {
+void Synchroniser::submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
+                                      const std::shared_ptr<at::Tensor>& result) {
   if (gradients->is_sparse()) {
     TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
   }
-  ForeignStages stages =
+  PassthroughStages stages =
       gradients->is_sparse() ? sparse_stages(transport_, *result, result) : dense_stages(transport_, gradients);
   // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
   // all.
   if (!device_.is_cpu()) stages = on_wire_lane(std::move(stages));
-  engine_->submit_foreign(std::move(job), std::move(stages));
+  engine_->submit_passthrough(std::move(job), std::move(stages));
 }
 
-void GradHook::begin_pass() {
+void Synchroniser::begin_pass() {
   std::unique_lock<std::mutex> lock(mutex_);
   const int64_t pass = num_passes_;
   lock.unlock();
-  for (const Guard::Failing& failing : guard_.begin_pass(pass)) fall_back(failing);
-  std::string notice = guard_.take_notice(pass);
+  for (const ErrorMonitor::Failing& failing : monitor_.begin_pass(pass)) fall_back(failing);
+  std::string notice = monitor_.take_notice(pass);
   if (notice.empty() || transport_->rank() != 0) return;
   lock.lock();
   notices_.push_back(std::move(notice));
 }
 
-void GradHook::fall_back(const Guard::Failing& failing) {
+void Synchroniser::fall_back(const ErrorMonitor::Failing& failing) {
   const int to = options_.fallback_wire;
-  const Wire wire = to == kExactWire ? Wire::kFp32 : stream_wire(engine_->config(), to).wire;
+  const Wire wire = to == kExactWire ? Wire::kFp32 : wire_format(engine_->config(), to).wire;
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& record : records_) {
     // If it has been rebuilt, its turn will come again.
@@ -202,7 +203,7 @@ void GradHook::fall_back(const Guard::Failing& failing) {
     bool changes = false;
     for (const BucketRecord::Member& member : record->members) {
       const int from = member.state->wire;
-      if (from == kExactWire || exactness(stream_wire(engine_->config(), from).wire) >= exactness(wire)) continue;
+      if (from == kExactWire || exactness(wire_format(engine_->config(), from).wire) >= exactness(wire)) continue;
       member.state->wire = to;
       changes = true;
     }
@@ -213,17 +214,17 @@ void GradHook::fall_back(const Guard::Failing& failing) {
     const std::string off = std::isinf(failing.relative_error)
                                 ? "has elements that are not finite where the exact one's are, or the other way round, "
                                 : c10::str("was off by ", failing.relative_error, " of the exact one, ");
-    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " ", off,
-                                "more than fallback_error=", options_.guard.fallback_error, ", in step ", failing.pass,
-                                ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
+    notices_.push_back(c10::str(
+        "fusedcomm: the mean of ", label->text, " ", off, "more than fallback_error=", options_.monitor.fallback_error,
+        ", in step ", failing.pass, ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
   }
 }
 
-std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const BucketRecord>& record,
-                                              const GradientsPtr& gradients, int64_t step) const {
+std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const BucketRecord>& record,
+                                                  const GradientsPtr& gradients, int64_t step) const {
   auto job = std::make_shared<BucketJob>();
   job->label = record->label;
-  if (record->foreign) return job;
+  if (record->passthrough) return job;
   job->grad_nbytes = gradients->nbytes();
   job->plan = record->plan;
   job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
@@ -233,7 +234,7 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
   // Addresses are taken anew each time: gradients may be allocated at every backward pass.
   std::byte* const origin = gradients->origin();
   job->payloads.reserve(record->streams.size());
-  for (const BucketRecord::Stream& stream : record->streams) {
+  for (const BucketRecord::Payload& stream : record->streams) {
     Payload payload;
     payload.streams.origin = origin;
     payload.streams.tables = stream.tables;
@@ -256,8 +257,8 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
   const GradDtype dtype = grad_dtype_of(record->dtype);
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
-    BucketStreams& streams = job->payloads[member.payload].streams;
-    Stream& stream = member.exact ? streams.exact : streams.lossy;
+    BucketSlices& streams = job->payloads[member.payload].streams;
+    SliceList& stream = member.exact ? streams.exact : streams.lossy;
     stream.append(origin + gradients->offsets()[i] * grad_nbytes(dtype), member.numel, dtype);
   }
   for (size_t i = 0; i < record->streams.size(); ++i) {
@@ -268,20 +269,20 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
   return job;
 }
 
-void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
-                       int64_t step) {
+void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record,
+                           const GradientsPtr& gradients, int64_t step) {
   if (record->plan.sum == Sum::kExact) return;
   at::NoGradGuard no_grad;
   const BucketPlan& plan = record->plan;
   // Encoders say what they leave out if they are given a residual. -0 added to a value is that value.
-  auto residuals = std::make_shared<std::vector<std::shared_ptr<StreamResidual>>>();
-  std::vector<std::shared_ptr<StreamResidual>> temporary(record->streams.size());
+  auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
+  std::vector<std::shared_ptr<ResidualBuffer>> temporary(record->streams.size());
   for (size_t i = 0; i < record->streams.size(); ++i) {
     if (plan.layouts[i].lossy_numel == 0 || plan.layouts[i].wire == Wire::kFp32) continue;
-    std::shared_ptr<StreamResidual> residual = record->streams[i].residual;
+    std::shared_ptr<ResidualBuffer> residual = record->streams[i].residual;
     if (!residual) {
       try {
-        residual = std::make_shared<StreamResidual>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
+        residual = std::make_shared<ResidualBuffer>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
                                                     plan.reduce_scale, transport_->place(), device_,
                                                     /*of_first_only=*/true);
       } catch (const c10::Error&) {
@@ -309,17 +310,17 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
     at::Tensor squares = at::zeros_like(measurement->norm);
     for (const auto& residual : *residuals) squares.add_(residual->first_norm().square_());
     measurement->error_norm = squares.sqrt_();
-    guard_.add(name, std::move(*measurement));
+    monitor_.add(name, std::move(*measurement));
   };
 }
 
-std::shared_ptr<const BucketRecord> GradHook::record_of(const Bucket& bucket) {
+std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
   if (!record || !record->is_of(bucket)) {
     record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_);
-    guard_.forget(record->label->name);
+    monitor_.forget(record->label->name);
   } else if (!record->lies_as(*bucket.gradients)) {
     record = moved_record(*record, *bucket.gradients, &engine_->device(), &parameters_);
   }
@@ -328,7 +329,7 @@ std::shared_ptr<const BucketRecord> GradHook::record_of(const Bucket& bucket) {
   return records_[index];
 }
 
-void GradHook::check_order(const Bucket& bucket, const BucketRecord& record) {
+void Synchroniser::check_order(const Bucket& bucket, const BucketRecord& record) {
   const size_t index = bucket.index;
   // The passes of a reducer that skips buckets cannot be told apart here, and their number numbers the noise.
   const char* const why =
@@ -348,7 +349,7 @@ void GradHook::check_order(const Bucket& bucket, const BucketRecord& record) {
   next_index_ = bucket.is_last ? 0 : index + 1;
 }
 
-double GradHook::max_over_ranks(double value, const std::string& what) const {
+double Synchroniser::max_over_ranks(double value, const std::string& what) const {
   at::NoGradGuard no_grad;
   // A sum, in which every rank has a place of its own.
   auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
@@ -359,52 +360,52 @@ double GradHook::max_over_ranks(double value, const std::string& what) const {
   job->counted = false;
   job->label = std::make_shared<const BucketLabel>(what, what);
   job->on_done = completing(future, std::make_shared<at::Tensor>(values));
-  ForeignStages stages;
+  PassthroughStages stages;
   stages.scatter = [transport = transport_, values](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
   };
-  engine_->submit_foreign(std::move(job), std::move(stages));
+  engine_->submit_passthrough(std::move(job), std::move(stages));
   future->waitAndThrow();
   return values.max().item<double>();
 }
 
-int64_t GradHook::begin_call(const std::string& what) const {
+int64_t Synchroniser::begin_call(const std::string& what) const {
   return engine_->board()->hand_over(std::make_shared<const BucketLabel>(what, what), step(), /*is_last=*/false,
                                      /*num_chunks=*/0);
 }
 
-void GradHook::end_call(int64_t call, bool all_took_part) const {
+void Synchroniser::end_call(int64_t call, bool all_took_part) const {
   all_took_part ? engine_->board()->end(call, nullptr) : engine_->board()->withdraw(call);
 }
 
-EngineStats GradHook::stats() const {
+EngineStats Synchroniser::stats() const {
   EngineStats stats = engine_->stats();
   std::lock_guard<std::mutex> lock(mutex_);
   stats.num_nonfinite += parameters_.take_device_counts();
   return stats;
 }
 
-void GradHook::settle() const {
+void Synchroniser::settle() const {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.take_device_counts();
 }
 
-int64_t GradHook::step() const {
+int64_t Synchroniser::step() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return step_;
 }
 
-void GradHook::restore_step(int64_t step) {
+void Synchroniser::restore_step(int64_t step) {
   std::lock_guard<std::mutex> lock(mutex_);
   step_ = step;
 }
 
-std::map<std::string, at::Tensor> GradHook::residuals() const {
+std::map<std::string, at::Tensor> Synchroniser::residuals() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return parameters_.residuals();
 }
 
-void GradHook::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
+void Synchroniser::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_residuals(residuals);
   // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
@@ -413,35 +414,35 @@ void GradHook::restore_residuals(const std::map<std::string, at::Tensor>& residu
     if (!record) continue;
     const auto stale = std::make_shared<BucketRecord>(*record);
     stale->is_stale = true;
-    for (BucketRecord::Stream& stream : stale->streams) stream.residual = nullptr;
+    for (BucketRecord::Payload& stream : stale->streams) stream.residual = nullptr;
     record = stale;
   }
 }
 
-std::map<std::string, int64_t> GradHook::nonfinite_by_parameter() const {
+std::map<std::string, int64_t> Synchroniser::nonfinite_by_parameter() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return parameters_.nonfinite();
 }
 
-void GradHook::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
+void Synchroniser::restore_nonfinite(const std::map<std::string, int64_t>& counts) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_nonfinite(counts);
 }
 
-void GradHook::name_like(const GradHook& other) {
+void Synchroniser::adopt_names(const Synchroniser& other) {
   std::unique_lock<std::mutex> their_lock(other.mutex_);
   const std::vector<ParameterStatePtr> theirs = other.parameters_.states();
   their_lock.unlock();
   std::lock_guard<std::mutex> lock(mutex_);
-  parameters_.name_like(theirs);
+  parameters_.adopt_names(theirs);
 }
 
-std::vector<std::string> GradHook::take_notices() {
+std::vector<std::string> Synchroniser::take_notices() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(notices_, {});
 }
 
-std::vector<std::shared_ptr<const BucketRecord>> GradHook::buckets() const {
+std::vector<std::shared_ptr<const BucketRecord>> Synchroniser::buckets() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return records_;
 }

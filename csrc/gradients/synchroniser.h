@@ -16,21 +16,21 @@ namespace fusedcomm {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
-class GradHook {
+class Synchroniser {
  public:
   // The same on every rank.
   struct Options {
     int wire_1d = 0;  // of parameters that turn up later, if they have at most one dimension
-    GuardOptions guard;
+    ErrorMonitorOptions monitor;
     int fallback_wire = kExactWire;  // that the parameters of a bucket get which lost too much
   };
 
   // parameters: none if they turn up with their buckets, as where a hook is registered without the module. device:
   // where the gradients are.
-  GradHook(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
-           const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options);
+  Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
+               const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options);
   // Ends the engine and the transport without holding the GIL.
-  ~GradHook();
+  ~Synchroniser();
 
   // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or
   // the error. Every rank brings the same buckets, in the order of their indices.
@@ -66,7 +66,7 @@ class GradHook {
   // Between backward passes. Parameters that are not named have left out nothing.
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
   // Before the first backward pass: parameters that have turned up there have the same names and numbers here.
-  void name_like(const GradHook& other);
+  void adopt_names(const Synchroniser& other);
 
   // What is to be said to the user since the last call. Not by a warning of torch's, which would raise on this rank
   // alone where warnings are errors.
@@ -76,8 +76,8 @@ class GradHook {
   int64_t step() const;
   void restore_step(int64_t step);
 
-  const Guard& guard() const { return guard_; }
-  // Waits for the device, so that what the guard has found can be read.
+  const ErrorMonitor& monitor() const { return monitor_; }
+  // Waits for the device, so that what the monitor has found can be read.
   void settle() const;
   // The buckets of the last backward pass, by index.
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
@@ -85,12 +85,12 @@ class GradHook {
  private:
   // Throws the exception that is being handled, on accelerators with the bucket's name if it has none.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
-  void submit_foreign(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
-                      const std::shared_ptr<at::Tensor>& result);
+  void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
+                          const std::shared_ptr<at::Tensor>& result);
   std::string text_of(const Bucket& bucket);
   // Before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
-  void fall_back(const Guard::Failing& failing);
+  void fall_back(const ErrorMonitor::Failing& failing);
   std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                                       int64_t step) const;
   // Has this rank's pack of the bucket measured.
@@ -107,7 +107,7 @@ class GradHook {
   const Options options_;
   const c10::Device device_;
   const pid_t process_;
-  mutable std::mutex mutex_;  // what follows, but for guard_
+  mutable std::mutex mutex_;  // what follows, but for monitor_
   mutable Parameters parameters_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
   size_t next_index_ = 0;                                     // that a bucket should have
@@ -116,10 +116,10 @@ class GradHook {
   std::vector<std::string> notices_;
 
   int64_t step_ = 0;        // of the noise: a checkpoint has it
-  int64_t num_passes_ = 0;  // of the guard, whose ranks have to agree: never set
+  int64_t num_passes_ = 0;  // of the monitor, whose ranks have to agree: never set
   size_t num_buckets_ = 1;  // in the pass before
 
-  Guard guard_;
+  ErrorMonitor monitor_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

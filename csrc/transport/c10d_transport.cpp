@@ -115,12 +115,12 @@ std::vector<BackendPtr> C10dTransport::own_backends() const {
   return own;
 }
 
-WorkTransport::WorkTransport(BackendPtr scatter, BackendPtr gather, int max_sending)
+HostTransport::HostTransport(BackendPtr scatter, BackendPtr gather, int max_sending)
     : C10dTransport(std::move(scatter), std::move(gather)), max_sending_(max_sending) {
   connect();
 }
 
-void WorkTransport::connect() {
+void HostTransport::connect() {
   for (size_t i = 0; i < exchanges_.size(); ++i) {
     if (!backends()[i] || exchanges_[i]) continue;
     const auto channel = static_cast<Channel>(i);
@@ -131,7 +131,7 @@ void WorkTransport::connect() {
 
 // The end of a gloo backend waits for its all-reduces under way, and these for a peer that may be stopped, until the
 // group's timeout: half an hour, by default.
-WorkTransport::~WorkTransport() {
+HostTransport::~HostTransport() {
   struct Channels {
     std::array<BackendPtr, kNumChannels> backends;
     std::array<std::shared_ptr<Exchange>, kNumChannels> exchanges;  // they end first
@@ -158,30 +158,30 @@ WorkTransport::~WorkTransport() {
   }
 }
 
-void WorkTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
+void HostTransport::all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   exchange(channel).start(send, receive, std::move(done));
 }
 
-void WorkTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
+void HostTransport::all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) {
   exchange(channel).start(send, receive, std::move(done));
 }
 
-void WorkTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
+void HostTransport::all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) {
   const int64_t nbytes = all.nbytes / backend(channel).getSize();
   const WireSpan own{all.data + backend(channel).getRank() * nbytes, nbytes, all.owner};
   exchange(channel).start(own, all, std::move(done));
 }
 
-void WorkTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
+void HostTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) {
   all_reduce_tensor(channel, as_tensor(data, scalar_type(dtype)), std::move(done));
 }
 
-void WorkTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
+void HostTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
   std::vector<at::Tensor> tensors = {tensor};
   on_end(backend(channel).allreduce(tensors), std::move(done));
 }
 
-void WorkTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
+void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                       Lane::Completion done) {
   at::Tensor to = output, from = input;
   on_end(backend(channel)._allgather_base(to, from), std::move(done));

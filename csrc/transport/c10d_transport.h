@@ -63,12 +63,12 @@ class C10dTransport : public Transport {
 // For backends whose sends, receives and all-reduces complete by themselves (gloo), over backends of our own, one for
 // each channel: collectives are started by our lanes, later than the hook call, and must not interleave with the
 // model's own.
-class WorkTransport : public C10dTransport {
+class HostTransport : public C10dTransport {
  public:
   // `max_sending`: as of an Exchange, on the channels that lead to other hosts, too.
-  WorkTransport(BackendPtr scatter, BackendPtr gather, int max_sending);
-  WorkTransport(const WorkTransport&) = default;
-  ~WorkTransport() override;
+  HostTransport(BackendPtr scatter, BackendPtr gather, int max_sending);
+  HostTransport(const HostTransport&) = default;
+  ~HostTransport() override;
 
   void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) override;
   // Not gloo's all-gather, which allocates and copies at every call.
@@ -80,7 +80,7 @@ class WorkTransport : public C10dTransport {
                          Lane::Completion done) override;
 
  private:
-  std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<WorkTransport>(*this); }
+  std::shared_ptr<C10dTransport> copy() const override { return std::make_shared<HostTransport>(*this); }
   void connect() override;
   Exchange& exchange(Channel channel) const { return *exchanges_[static_cast<size_t>(channel)]; }
 

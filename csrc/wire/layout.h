@@ -158,14 +158,14 @@ inline PartLayout part_layout(Wire wire, int64_t block_numel, int64_t exact_nume
 }
 
 // A lossy stream and how it travels.
-struct StreamWire {
+struct WireFormat {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
   bool rotated = false;
   int64_t numel = 0;
 };
 
-inline void check_stream_wire(const StreamWire& stream) {
+inline void check_stream_wire(const WireFormat& stream) {
   check_block_numel(stream.block_numel);
   if (stream.rotated && !has_scales(stream.wire)) {
     throw std::invalid_argument(
@@ -175,7 +175,7 @@ inline void check_stream_wire(const StreamWire& stream) {
 
 // Cuts a bucket into equal chunks of at most about `max_chunk_nbytes` (one grain a part is the least). One layout for
 // each of `streams`, of which there is at least one, in their order.
-inline std::vector<BucketLayout> bucket_layouts(const std::vector<StreamWire>& streams, int64_t num_parts,
+inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& streams, int64_t num_parts,
                                                 int64_t exact_numel, int64_t max_chunk_nbytes) {
   const bool negative = std::any_of(streams.begin(), streams.end(), [](const auto& s) { return s.numel < 0; });
   if (streams.empty() || num_parts < 1 || exact_numel < 0 || negative || max_chunk_nbytes < 1) {
@@ -183,7 +183,7 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<StreamWire>& s
         "bucket_layout: num_parts and max_chunk_nbytes must be positive, numels not negative, streams not empty");
   }
   int64_t nbytes = 0, numel = exact_numel;
-  for (const StreamWire& stream : streams) {
+  for (const WireFormat& stream : streams) {
     check_stream_wire(stream);
     nbytes +=
         part_layout(stream.wire, stream.block_numel, &stream == streams.data() ? exact_numel : 0, stream.numel).nbytes;
@@ -192,7 +192,7 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<StreamWire>& s
   std::vector<BucketLayout> layouts;
   const int64_t wanted_parts = std::max<int64_t>(1, ceil_div(nbytes, max_chunk_nbytes)) * num_parts;
   int64_t stride = 0, num_chunks = 0;
-  for (const StreamWire& stream : streams) {
+  for (const WireFormat& stream : streams) {
     BucketLayout layout;
     layout.wire = stream.wire;
     layout.block_numel = stream.block_numel;

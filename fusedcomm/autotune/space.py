@@ -14,7 +14,7 @@ DEFAULT_WIRES = ("fp32", "bf16")
 MAX_SUMS, MAX_CHUNKS = 3, 2
 """Alternatives that a search tries."""
 
-_OF_OFF = ("hosts", "chunk_nbytes", "chunks_in_flight")
+_OFF_OPTIONS = ("hosts", "chunk_nbytes", "chunks_in_flight")
 """Options that the session has which stands for DDP's own all-reduce."""
 
 
@@ -54,7 +54,7 @@ class Space:
                 raise ValueError(
                     f"wire='auto' cannot try {candidate.wire!r} of wires={self.wires!r}: {error}"
                 ) from error
-        of_off = {name: self._options[name] for name in _OF_OFF}
+        of_off = {name: self._options[name] for name in _OFF_OPTIONS}
         self.config_of_off = Config(wire="fp32", measure_every=0, **of_off)
         self.keeps_residuals = self.config(self.first[0]).error_feedback is not None
 

@@ -61,7 +61,7 @@ class Tuner:
         self._announce = announce
         self._caps = caps
         self._also_agree = also_agree or {}
-        self._target: _C.HookTarget | None = None
+        self._target: _C.HookSwitch | None = None
         self._model = model_digest(parameters)
         misfit = None if tuned is None else self._misfit(tuned, process_group.size(), device)
         if misfit is not None:
@@ -124,7 +124,7 @@ class Tuner:
         """Nothing is called between DDP's buckets and its own all-reduce."""
         return self.is_off and self._tuning is not None and not self._delivering
 
-    def start(self, target: "_C.HookTarget") -> None:
+    def start(self, target: "_C.HookSwitch") -> None:
         """From now on `target` has the hook of whatever is to run."""
         self._target = target
         self._set_hook()
@@ -283,14 +283,14 @@ class Tuner:
 
     def _sums(self, best: Candidate) -> list[Candidate]:
         records = self._sessions[best].hook.buckets()
-        used = {record.plan.sum for record in records if not record.foreign}
+        used = {record.plan.sum for record in records if not record.passthrough}
         return self._space.sums(best, used, self._off.world_size, self._off.can_have_two_levels)
 
     def _chunks(self, best: Candidate) -> list[Candidate]:
         if self._off.device.type != "cpu":
             return []
         session = self._sessions[best]
-        plans = [record.plan for record in session.hook.buckets() if not record.foreign]
+        plans = [record.plan for record in session.hook.buckets() if not record.passthrough]
         num_chunks = [plan.num_chunks for plan in plans if not plan.in_place]
         return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
 
@@ -351,7 +351,7 @@ def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
 
 
-def _passes(seen: Sequence["_C.SeenBucket"]) -> list[list["_C.SeenBucket"]]:
+def _passes(seen: Sequence["_C.ObservedBucket"]) -> list[list["_C.ObservedBucket"]]:
     passes, buckets = [], []
     for bucket in seen:
         buckets.append(bucket)
@@ -361,7 +361,7 @@ def _passes(seen: Sequence["_C.SeenBucket"]) -> list[list["_C.SeenBucket"]]:
     return passes
 
 
-def _since_first(buckets: Sequence["_C.SeenBucket"]) -> list[bucket_cap.Bucket]:
+def _since_first(buckets: Sequence["_C.ObservedBucket"]) -> list[bucket_cap.Bucket]:
     """Without sparse ones, whose bytes change from step to step."""
     begin = buckets[0].handed_ms
     return [bucket_cap.Bucket(b.nbytes, b.handed_ms - begin, b.done_ms - begin) for b in buckets if b.nbytes]

@@ -209,7 +209,7 @@ def attach(
         runs = _tuner(ddp, space, parameters, local, device, tuned, announce=not quiet, problem=problem)
     target = targets.get(ddp)
     if target is None:
-        target = _C.HookTarget(ddp.process_group)
+        target = _C.HookSwitch(ddp.process_group)
         try:
             _C.register_ddp_hook(ddp.reducer, target)
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.session.stats import NonFinite, Stats
 
 # A reducer keeps its hook for life; detaching and attaching again reuse it.
-targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookTarget]" = weakref.WeakKeyDictionary()
+targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookSwitch]" = weakref.WeakKeyDictionary()
 handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
 
 
@@ -30,7 +30,7 @@ class Handle:
     ``attach`` on the copied module for a handle of its own. The original stays attached.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookTarget") -> None:
+    def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookSwitch") -> None:
         self._ddp = weakref.ref(ddp)
         self._runs = runs
         self._target = target
@@ -153,7 +153,7 @@ class Handle:
             self._follow_process_group(ddp)
         self._session.say_notices()
         if self._is_hooked and self._tuner is not None and self._tuner.is_off_for_good:
-            self._is_hooked = not _C.take_ddp_hook(ddp.reducer)
+            self._is_hooked = not _C.remove_hook(ddp.reducer)
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
         """After ``DistributedDataParallel._update_process_group``: the same configuration on the new group."""
@@ -215,7 +215,7 @@ class _ForwardGuard:
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = handles.get(ddp)
         if handle is None and ddp in targets:  # detached
-            if _C.take_ddp_hook(ddp.reducer):
+            if _C.remove_hook(ddp.reducer):
                 del targets[ddp]
                 self._is_detached = True
             else:

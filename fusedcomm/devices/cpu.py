@@ -37,4 +37,4 @@ class CpuPath:
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
         self.codec = f"{native.isa} × {self._threads} thread(s)"
         max_sending = chunks.max_sending(channels.scatter.size(), self.s_per_byte)
-        return native, _C.WorkTransport(channels.scatter, channels.gather, max_sending=max_sending)
+        return native, _C.HostTransport(channels.scatter, channels.gather, max_sending=max_sending)

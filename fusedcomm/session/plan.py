@@ -188,13 +188,13 @@ def predicted_rows(
     return tuple(rows)
 
 
-def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.GradHook") -> tuple[BucketRow, ...]:
+def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.Synchroniser") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
     for record in hook.buckets():
         names = tuple(record.parameters)
-        if record.foreign:
-            rows.append(_foreign_row(world_size, hosts, names, record.dtype, record.numel))
+        if record.passthrough:
+            rows.append(_passthrough_row(world_size, hosts, names, record.dtype, record.numel))
         else:
             rows.append(_planned_row(world_size, hosts, names, record.dtype, record.numel, record.plan))
     return tuple(rows)
@@ -211,7 +211,7 @@ def _row(
 ) -> BucketRow:
     numel = exact_numel + sum(lossy_numels)
     if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return _foreign_row(world_size, hosts, names, dtype, numel)
+        return _passthrough_row(world_size, hosts, names, dtype, numel)
     plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
     return _planned_row(world_size, hosts, names, dtype, numel, plan)
 
@@ -237,7 +237,7 @@ def _planned_row(
     )
 
 
-def _foreign_row(
+def _passthrough_row(
     world_size: int, hosts: Hosts | None, names: tuple[str, ...], dtype: torch.dtype, numel: int
 ) -> BucketRow:
     nbytes = numel * dtype.itemsize

@@ -93,7 +93,7 @@ class Session:
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
-            hook = _C.GradHook(
+            hook = _C.Synchroniser(
                 config=self.native_config,
                 device=self.native_device,
                 transport=transport,

@@ -51,7 +51,7 @@ def take_over(session: Session, old: Session) -> None:
         return session.parameters is None or name in known
 
     if session.parameters is None:
-        session.hook.name_like(old.hook)
+        session.hook.adopt_names(old.hook)
     counts = old.hook.nonfinite_by_parameter()
     session.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
     session.hook.step = old.hook.step

@@ -66,7 +66,7 @@ class Stats:
     """Whether gradients go through DDP's own all-reduce now, because of wire="auto": then nothing is counted."""
 
 
-def collect(hook: "_C.GradHook", world_size: int) -> Stats:
+def collect(hook: "_C.Synchroniser", world_size: int) -> Stats:
     native = hook.stats()
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
     uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
@@ -100,7 +100,7 @@ def _ratio(error: float, norm: float) -> float:
     return error / norm if norm != 0 else 0.0 if error == 0 else float("inf")
 
 
-def nonfinite_rows(hook: "_C.GradHook", rank: int) -> list[NonFinite]:
+def nonfinite_rows(hook: "_C.Synchroniser", rank: int) -> list[NonFinite]:
     """This rank's share of a report."""
     bucket_of = {name: bucket.label for bucket in hook.buckets() for name in bucket.parameters}
     counts = hook.nonfinite_by_parameter()

@@ -22,7 +22,7 @@ class Recorder:
 
     def __init__(
         self,
-        hook: "_C.GradHook",
+        hook: "_C.Synchroniser",
         store: dist.Store,
         peers: Peers,
         place: tuple[int, int],

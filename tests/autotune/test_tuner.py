@@ -336,7 +336,7 @@ def off_and_back(rank, world_size):
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
     right += [step(0) == 0, step(1) == 0]
-    hooked.append(_C.take_ddp_hook(ddp.reducer))
+    hooked.append(_C.remove_hook(ddp.reducer))
     ddp._update_process_group(dist.new_group())
     right += [step(2) == 0, step(3) == 0]
     comm.detach()
@@ -347,7 +347,7 @@ def off_and_back(rank, world_size):
     right += [0 < step(5) < 0.02, 0 < step(6) < 0.02, comm.stats().steps == 2]
     comm.detach()
     right += [step(7) == 0, step(8) == 0]
-    hooked.append(_C.take_ddp_hook(ddp.reducer))
+    hooked.append(_C.remove_hook(ddp.reducer))
     return right, hooked
 
 
@@ -359,7 +359,7 @@ def test_off_and_detach_leave_no_hook_behind(ranks):
 def takes_hook(rank, world_size):
     ddp = module()
     comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
-    taken = _C.take_ddp_hook(ddp.reducer)
+    taken = _C.remove_hook(ddp.reducer)
     comm.detach()
     return taken
 

@@ -435,7 +435,7 @@ rank, store, wire = sys.argv[1:]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
 ddp = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(6)]), bucket_cap_mb=1)
 if wire == "off":  # as wire="auto" leaves buckets to DDP's own all-reduce
-    _C.register_ddp_hook(ddp.reducer, _C.HookTarget(ddp.process_group))
+    _C.register_ddp_hook(ddp.reducer, _C.HookSwitch(ddp.process_group))
 else:
     fusedcomm.attach(ddp, wire=wire)
 for step in range(3):

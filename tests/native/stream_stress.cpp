@@ -36,8 +36,9 @@ enum class Fail { kNothing, kPackThrows, kPackFaults, kTransferThrows, kTransfer
 struct Setup {
   WireConfig config;
   int world_size = 1;
-  Shapes shapes;         // config.ranks_per_host ranks share a host
-  bool foreign = false;  // one more bucket, first of all, which travels as DDP buckets that the codec cannot carry do
+  Shapes shapes;  // config.ranks_per_host ranks share a host
+  bool passthrough =
+      false;  // one more bucket, first of all, which travels as DDP buckets that the codec cannot carry do
   bool forced_sync = false;
   int slow_stream = 0;  // of rank 0; the next one of the next rank
   // On rank 0: the pack or the transfer with this number.
@@ -81,7 +82,7 @@ class SimDevice : public StreamDevice {
     return 0;
   }
 
-  int64_t scale_in_place(const BucketStreams& streams, float scale, bool /*is_last*/) override {
+  int64_t scale_in_place(const BucketSlices& streams, float scale, bool /*is_last*/) override {
     launch_pack(whole_bucket(streams.origin, true),
                 [codec = codec_, streams, scale] { codec->scale_in_place(streams.lossy, scale); });
     return 0;
@@ -111,7 +112,7 @@ class SimDevice : public StreamDevice {
   void check_stream(size_t i) const { REQUIRE(current_stream() == streams()[i], "a kernel on another lane's stream"); }
 
   static std::vector<sim::Access> chunk_of_bucket(const BucketLayout& layout, int64_t chunk,
-                                                  const BucketStreams& streams, bool writes) {
+                                                  const BucketSlices& streams, bool writes) {
     const int64_t last = layout.num_parts - 1;
     return {{streams.origin, 0, layout.lossy_range(chunk, 0).begin, layout.lossy_range(chunk, last).end, writes},
             {streams.origin, 1, layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end, writes}};
@@ -308,7 +309,7 @@ class Rank {
     for (int stream = 0; stream < kNumStreams; ++stream) {
       sim::set_pause(rank, stream, stream == (setup.slow_stream + rank) % kNumStreams ? 800 : 80);
     }
-    if (setup.foreign) buckets_.push_back(std::make_shared<Bucket>(777, 777));
+    if (setup.passthrough) buckets_.push_back(std::make_shared<Bucket>(777, 777));
     for (const auto& [numel, exact_numel] : setup.shapes) {
       buckets_.push_back(std::make_shared<Bucket>(numel, exact_numel));
     }
@@ -346,7 +347,7 @@ class Rank {
     const c10::Stream before = compute();
     try {
       const sim::CountCalls of_the_engine(true);
-      setup_.foreign&& b == 0 ? submit_foreign(std::move(job)) : engine_->submit(std::move(job));
+      setup_.passthrough&& b == 0 ? submit_passthrough(std::move(job)) : engine_->submit(std::move(job));
     } catch (...) {
       outcome->threw = true;
       outcome->error = std::current_exception();
@@ -393,21 +394,21 @@ class Rank {
 
  private:
   // As grad_hook does on streams: everything on the wire's lane.
-  void submit_foreign(std::shared_ptr<BucketJob> job) {
+  void submit_passthrough(std::shared_ptr<BucketJob> job) {
     const auto& bucket = buckets_[0];
     const auto numel = static_cast<int64_t>(bucket->gradients.size());
     job->plan = {};
     job->payloads.clear();
-    BucketStreams streams;
+    BucketSlices streams;
     streams.origin = bucket->gradients.data();
     streams.lossy.append(streams.origin, numel, GradDtype::kFloat32);
-    ForeignStages stages;
+    PassthroughStages stages;
     stages.scatter = [this, streams, bucket, numel](Lane::Completion done) {
       engine_->device().scale_in_place(streams, 1.0F / static_cast<float>(setup_.world_size), false);
       transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(streams.origin), numel * 4, bucket},
                              Wire::kFp32, std::move(done));
     };
-    engine_->submit_foreign(std::move(job), std::move(stages));
+    engine_->submit_passthrough(std::move(job), std::move(stages));
   }
 
   const Setup setup_;
@@ -504,7 +505,7 @@ void steady() {
         setup.config = wire_config(wire, sum, num_slots);
         setup.world_size = world_size;
         setup.shapes = kShapes;
-        setup.foreign = variant % 2 == 0;
+        setup.passthrough = variant % 2 == 0;
         setup.slow_stream = variant++;
         const auto hashes = train_steadily(setup);
         if (num_slots != 2) continue;
@@ -524,7 +525,7 @@ void two_levels() {
         setup.config = wire_config(wire, Sum::kAuto, num_slots, ranks_per_host);
         setup.world_size = 2 * static_cast<int>(ranks_per_host);
         setup.shapes = kShapes;
-        setup.foreign = variant % 2 == 0;
+        setup.passthrough = variant % 2 == 0;
         setup.slow_stream = variant++;
         const auto hashes = train_steadily(setup);
         setup.forced_sync = true;
@@ -567,7 +568,7 @@ void traced() {
     setup.config = wire_config(wire, sum, 2, ranks_per_host);
     setup.world_size = ranks_per_host == 1 ? 3 : 4;
     setup.shapes = kShapes;
-    setup.foreign = true;
+    setup.passthrough = true;
     with_ranks(setup, [&](Rank& rank, int, Network&) {
       rank.step(0);
       rank.engine().start_trace();
@@ -607,9 +608,9 @@ void traced() {
           order.push_back(stage->stage);
         }
         REQUIRE(before <= bucket.end_ms, "%s ended before its last stage", name.c_str());
-        const bool foreign = name == "bucket 0", two_shot = sum == Sum::kTwoShot;
+        const bool passthrough = name == "bucket 0", two_shot = sum == Sum::kTwoShot;
         const std::vector<Stage> expected =
-            foreign ? std::vector<Stage>{Stage::kAllReduce}
+            passthrough ? std::vector<Stage>{Stage::kAllReduce}
             : ranks_per_host > 1
                 ? std::vector<Stage>{Stage::kPack,   Stage::kLocalAllToAll, Stage::kLocalReduce,    Stage::kAllToAll,
                                      Stage::kReduce, Stage::kAllGather,     Stage::kLocalAllGather, Stage::kUnpack}
@@ -743,7 +744,7 @@ void calls_fail() {
       setup.config = wire_config(Wire::kInt8, Sum::kTwoShot, num_slots, ranks_per_host);
       setup.world_size = 2 * ranks_per_host;
       setup.shapes = {{24000, 600}, {5000, 0}};
-      setup.foreign = true;
+      setup.passthrough = true;
       std::atomic<int> num_failed{0};
       with_ranks(setup, [&](Rank& rank, int index, Network&) {
         sim::fail_call(index, failing);

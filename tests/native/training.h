@@ -65,9 +65,9 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   job->plan = plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32, bucket->exact_numel,
                           {numel - bucket->exact_numel});
   Payload payload;
-  BucketStreams& streams = payload.streams;
+  BucketSlices& streams = payload.streams;
   streams.origin = bucket->gradients.data();
-  Stream& head = job->plan.exact_numel() != 0 ? streams.exact : streams.lossy;
+  SliceList& head = job->plan.exact_numel() != 0 ? streams.exact : streams.lossy;
   head.append(bucket->gradients.data(), bucket->exact_numel, GradDtype::kFloat32);
   streams.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel,
                        GradDtype::kFloat32);

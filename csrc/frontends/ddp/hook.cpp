@@ -84,21 +84,21 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   return bucket;
 }
 
-FuturePtr run_ddp_bucket(GradHook& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
+FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
 
-HookTarget::HookTarget(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+HookSwitch::HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {}
 
-c10::intrusive_ptr<c10::ivalue::Future> HookTarget::run(c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<PassWatch> watch = watch_;
-  std::shared_ptr<PassWatch::Seen> seen;
+  const std::shared_ptr<PassObserver> watch = watch_;
+  std::shared_ptr<PassObserver::Seen> seen;
   if (watch) {
     lock.unlock();
     seen = watch->hand_over(bucket);  // may change the hook
     lock.lock();
   }
-  const std::shared_ptr<GradHook> hook = hook_;
+  const std::shared_ptr<Synchroniser> hook = hook_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
   lock.unlock();
   auto future = hook ? run_ddp_bucket(*hook, bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
@@ -106,25 +106,25 @@ c10::intrusive_ptr<c10::ivalue::Future> HookTarget::run(c10d::GradBucket& bucket
   return future;
 }
 
-void HookTarget::set(std::shared_ptr<GradHook> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+void HookSwitch::set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
   std::lock_guard<std::mutex> lock(mutex_);
   hook_.swap(hook);  // the old one ends after the lock is released
   process_group_ = std::move(process_group);
 }
 
-void HookTarget::watch(std::shared_ptr<PassWatch> watch) {
+void HookSwitch::watch(std::shared_ptr<PassObserver> watch) {
   std::lock_guard<std::mutex> lock(mutex_);
   watch_.swap(watch);
 }
 
-std::vector<SeenBucket> HookTarget::take_seen() {
+std::vector<ObservedBucket> HookSwitch::take_seen() {
   std::unique_lock<std::mutex> lock(mutex_);
-  const std::shared_ptr<PassWatch> watch = watch_;
+  const std::shared_ptr<PassObserver> watch = watch_;
   lock.unlock();
-  return watch ? watch->take() : std::vector<SeenBucket>{};
+  return watch ? watch->take() : std::vector<ObservedBucket>{};
 }
 
-std::shared_ptr<PassWatch::Seen> PassWatch::hand_over(c10d::GradBucket& bucket) {
+std::shared_ptr<PassObserver::Seen> PassObserver::hand_over(c10d::GradBucket& bucket) {
   // Before anything that a capture would record or be broken by: what begin_pass does, and the stamp.
   device_->check_caller();
   if (between_passes_) begin_pass_();
@@ -138,7 +138,7 @@ std::shared_ptr<PassWatch::Seen> PassWatch::hand_over(c10d::GradBucket& bucket) 
   return seen;
 }
 
-void PassWatch::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future) {
+void PassObserver::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future) {
   // On streams such a callback has one that is current and waits for the result.
   future.addCallback([self = shared_from_this(), seen](c10::ivalue::Future& done) {
     if (done.hasError()) return;
@@ -148,9 +148,9 @@ void PassWatch::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& f
   });
 }
 
-std::vector<SeenBucket> PassWatch::take() {
+std::vector<ObservedBucket> PassObserver::take() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<SeenBucket> taken;
+  std::vector<ObservedBucket> taken;
   for (const auto& seen : seen_) {
     const double done_ms = seen->done ? seen->done->ms_since(*origin_) : std::numeric_limits<double>::quiet_NaN();
     taken.push_back({seen->nbytes, seen->is_last, seen->handed->ms_since(*origin_), done_ms});
@@ -159,7 +159,7 @@ std::vector<SeenBucket> PassWatch::take() {
   return taken;
 }
 
-bool take_ddp_hook(c10d::Reducer& reducer) {
+bool remove_hook(c10d::Reducer& reducer) {
 #ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK
   auto& hook = hook_of(reducer);
   if (dynamic_cast<DdpHook*>(hook.get()) == nullptr) return false;

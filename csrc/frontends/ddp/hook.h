@@ -19,10 +19,10 @@ using DdpBucket = c10d::GradBucket;
 // The neutral bucket of DDP's. It calls `grad_bucket` when it is checked, so it must not outlive that.
 Bucket bucket_of(c10d::GradBucket& grad_bucket);
 // What a hook that is registered in Python calls; the future holds DDP's own buffer.
-FuturePtr run_ddp_bucket(GradHook& hook, c10d::GradBucket& bucket);
+FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket);
 
 // A bucket that passed while somebody watched; times since the first of them, on the timeline of the gradients.
-struct SeenBucket {
+struct ObservedBucket {
   int64_t nbytes;
   bool is_last;  // of its backward pass
   double handed_ms;
@@ -31,12 +31,12 @@ struct SeenBucket {
 
 // Tells when backward passes begin, and when each bucket came and was done. Not a forward pre-hook: only the
 // communication hook is called on every rank alike, under Join and under no_sync.
-class PassWatch : public std::enable_shared_from_this<PassWatch> {
+class PassObserver : public std::enable_shared_from_this<PassObserver> {
  public:
   // device: whose time it is, and which says first whether it can take over a bucket. begin_pass: called before the
   // first bucket of each pass; what it throws fails the pass. With static_graph the first two passes are one, since the
   // first does not say which bucket is its last.
-  PassWatch(std::shared_ptr<Device> device, std::function<void()> begin_pass)
+  PassObserver(std::shared_ptr<Device> device, std::function<void()> begin_pass)
       : device_(std::move(device)), begin_pass_(std::move(begin_pass)) {}
 
   struct Seen {
@@ -48,7 +48,7 @@ class PassWatch : public std::enable_shared_from_this<PassWatch> {
   void follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future);
 
   // Those since the last call, oldest first; waits for the device. Between passes.
-  std::vector<SeenBucket> take();
+  std::vector<ObservedBucket> take();
 
  private:
   const std::shared_ptr<Device> device_;
@@ -61,24 +61,24 @@ class PassWatch : public std::enable_shared_from_this<PassWatch> {
 
 // What a reducer's hook calls. A reducer keeps its hook for life, so attaching, detaching and attaching again change
 // the target behind it. Without a target it does what DDP does by default: an exact mean on DDP's own group.
-class HookTarget {
+class HookSwitch {
  public:
-  explicit HookTarget(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  explicit HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
 
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
-  void set(std::shared_ptr<GradHook> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  void set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
   // Null: nobody watches any more. The watch's begin_pass may call this and set().
-  void watch(std::shared_ptr<PassWatch> watch);
-  std::vector<SeenBucket> take_seen();
+  void watch(std::shared_ptr<PassObserver> watch);
+  std::vector<ObservedBucket> take_seen();
 
  private:
   std::mutex mutex_;
-  std::shared_ptr<PassWatch> watch_;
-  std::shared_ptr<GradHook> hook_;
+  std::shared_ptr<PassObserver> watch_;
+  std::shared_ptr<Synchroniser> hook_;
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };
 
-class DdpHook : public c10d::CppCommHookInterface<std::shared_ptr<HookTarget>> {
+class DdpHook : public c10d::CppCommHookInterface<std::shared_ptr<HookSwitch>> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override { return state_->run(bucket); }
@@ -86,6 +86,6 @@ class DdpHook : public c10d::CppCommHookInterface<std::shared_ptr<HookTarget>> {
 
 // Takes a DdpHook away from the reducer, so that this does what it does without a hook, division in its own copies
 // included. Between backward passes. False if it has none of ours, or if this torch does not let go of hooks.
-bool take_ddp_hook(c10d::Reducer& reducer);
+bool remove_hook(c10d::Reducer& reducer);
 
 }  // namespace fusedcomm

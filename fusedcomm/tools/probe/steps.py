@@ -27,10 +27,10 @@ CPU_CHOICES = {
 }
 """What tells the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what elements
 take."""
-MOST_TIMES = 3.0
+MAX_DEVIATION = 3.0
 """What a collective takes in a step is at most so many times what it takes by itself, and at least so small a part of
 it: more or less would be something else."""
-LEAST_USE = 0.85
+MIN_CORE_USE = 0.85
 """Of the cores, by steps that keep them busy. The rest is taken for them by the kernel, or lost where one rank waits
 for another's core, of which a ring's all-reduce has more than an all-to-all."""
 
@@ -116,7 +116,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
     measured = []
     for (kind, way), (cpu, wall) in zip(choices, found, strict=True):
-        use = min(max(LEAST_USE, cpu / (wall * cluster.cores)), 1.0)
+        use = min(max(MIN_CORE_USE, cpu / (wall * cluster.cores)), 1.0)
         sent_nbytes = predict_option(workload, cluster, way, 25).prediction.sent_nbytes
         known_s = alone_s + 8 * numel * cluster.copy_s_per_byte + _codec_s(cluster, way, numel)
         measured.append(CpuOfSteps(kind, sent_nbytes / cluster.ranks_per_host, cpu / use - known_s))
@@ -129,7 +129,7 @@ def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> 
 
     def bounded(kind: str, per_byte_s: float) -> Cost:
         cost = getattr(network, kind)
-        least_s, most_s = cost.cpu_s_per_unit / MOST_TIMES, cost.cpu_s_per_unit * MOST_TIMES
+        least_s, most_s = cost.cpu_s_per_unit / MAX_DEVIATION, cost.cpu_s_per_unit * MAX_DEVIATION
         return dataclasses.replace(cost, cpu_s_per_unit=min(max(per_byte_s, least_s), most_s))
 
     exchanges = [step for step in measured if step.kind == "exchange"]
@@ -140,7 +140,9 @@ def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> 
     for step in measured:
         if step.kind != "exchange":
             costs[step.kind] = bounded(step.kind, (step.extra_s - of_elements_s) / step.sent_nbytes)
-    copy_s_per_byte = min(cluster.copy_s_per_byte + of_elements_s / (8 * numel), MOST_TIMES * cluster.copy_s_per_byte)
+    copy_s_per_byte = min(
+        cluster.copy_s_per_byte + of_elements_s / (8 * numel), MAX_DEVIATION * cluster.copy_s_per_byte
+    )
     two_levels = cluster.two_levels
     if two_levels is not None:
         # As much more or less than by themselves as those of all ranks.
