@@ -8,6 +8,7 @@ import pytest
 import torch
 from filelock import FileLock
 from ranks import Ranks
+from sampling import sampled
 
 if not torch.cuda.is_available():
     # Triton asks when a kernel is defined: without a GPU it is interpreted, on CPU tensors.
@@ -21,20 +22,23 @@ def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
     group.addoption("--side-by-side", action="store_true", help="only tests beside which others may run (for -n)")
     group.addoption("--alone", action="store_true", help="only the others, marked alone")
+    group.addoption("--all", action="store_true", help="every case of the matrices that are marked sampled")
     group.addoption("--every-kernel", action="store_true", help="look for wrong constants in all kernels: half an hour")
     group.addoption("--oldest-triton", metavar="FOLDER", help="where pip has installed the oldest supported Triton")
 
 
+@pytest.hookimpl(trylast=True)  # chooses among what -k and -m have left
 def pytest_collection_modifyitems(config, items):
     """Leaves out what the options above do."""
+    left_out = []
     wanted = {True: config.getoption("--alone"), False: config.getoption("--side-by-side")}
-    if not any(wanted.values()):
-        return
-    selected = {True: [], False: []}
-    for item in items:
-        selected[wanted[item.get_closest_marker("alone") is not None]].append(item)
-    items[:] = selected[True]
-    config.hook.pytest_deselected(items=selected[False])
+    if any(wanted.values()):
+        left_out = [item for item in items if not wanted[item.get_closest_marker("alone") is not None]]
+        items[:] = [item for item in items if wanted[item.get_closest_marker("alone") is not None]]
+    if not config.getoption("--all"):
+        items[:], not_sampled = sampled(items)
+        left_out += not_sampled
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

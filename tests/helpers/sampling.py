@@ -1,0 +1,54 @@
+"""Which cases of a large matrix `make test` runs. `make test-all` (pytest --all) runs every one.
+
+A test function marked ``sampled`` keeps few of its cases, but every value of every parameter appears in one of them;
+marked ``sampled(strength=2)``, every pair of values of two parameters that any case has. That is a covering array. The
+choice depends only on the cases, so all of pytest-xdist's workers choose alike.
+"""
+
+import itertools
+
+import pytest
+
+
+def covering(cases: list[dict[str, str]], strength: int) -> list[int]:
+    """Indices of few cases in which every combination of `strength` parameters' values appears that any case has.
+
+    Greedy: the next one has most combinations that have not appeared. Ties are broken by the order of cases, from
+    alternating ends, since neighbours differ least.
+    """
+    combinations = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
+    missing = set().union(*combinations)
+    chosen = []
+    while missing:
+        order = range(len(cases)) if len(chosen) % 2 == 0 else range(len(cases) - 1, -1, -1)
+        best = max(order, key=lambda index: len(combinations[index] & missing))
+        missing -= combinations[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def values(item: pytest.Item) -> dict[str, str]:
+    """Its parameters' values as text that is the same in every process: the value's number where its text has an
+    address in memory."""
+    case = {}
+    for name, value in item.callspec.params.items():
+        text = repr(value)
+        case[name] = str(item.callspec.indices[name]) if " at 0x" in text else text
+    return case
+
+
+def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """(What runs, what does not), both in the order of `items`. What needs a GPU is chosen separately, so that no value
+    appears only in cases that skip themselves."""
+    matrices: dict[tuple, list[pytest.Item]] = {}
+    left_out = set()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark and hasattr(item, "callspec"):
+            needs_gpu = item.get_closest_marker("gpu") is not None
+            matrices.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append(item)
+    for matrix in matrices.values():
+        strength = matrix[0].get_closest_marker("sampled").kwargs.get("strength", 1)
+        chosen = covering([values(item) for item in matrix], strength)
+        left_out.update(set(matrix) - {matrix[index] for index in chosen})
+    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
