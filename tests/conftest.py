@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from patience import measure_slowness
 from ranks import Ranks
 from sampling import sampled
 
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # there is a worker for each core; threads of several would wait for each other
+
+measure_slowness()
 
 
 def pytest_addoption(parser):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from patience import HANG_S
 from test_hosts import BENCH, makes_hosts  # first: it says where the next are
 
 import _common  # isort: skip
@@ -44,7 +45,7 @@ def test_of_several_runs_medians_are_kept_and_each():
 def run_ddp_step(tmp_path, *arguments: str) -> dict:
     path = tmp_path / "ddp_step.json"
     command = [sys.executable, str(BENCH / "ddp_step.py"), "--quick", "--json", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -25,7 +26,7 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
             [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--call", call, "--folder", str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=HANG_S,
             env={**os.environ, "OUT": str(tmp_path / "out")},
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +59,7 @@ def test_kernels_are_compiled_ahead_of_the_tests():
         [sys.executable, str(BENCH / "_compile.py"), "--capability", "90", "--most", "2"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
     )
     assert done.returncode == 0 and done.stdout.startswith("2 kernels for sm_90 in "), done.stdout + done.stderr

@@ -97,6 +97,7 @@ EXACT = [name for name in SCENARIOS if name not in ("bf16_parameters", "mixed_dt
 ROUNDED = [(name, 3) for name in EXACT if name.endswith("views")] + [("sparse", 2), ("sparse", 3)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, p) for name in EXACT for p in (2, 3) if (name, p) not in ROUNDED]
 )
@@ -134,6 +135,7 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     return largest
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # one after the other, of each scenario
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("float64")])
 def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wire):
@@ -145,6 +147,7 @@ def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wir
         assert min(largest) > 0, "a lossy wire that loses nothing was not used"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["plain", "find_unused", "static_graph_views"])
 def test_the_registered_hook_is_the_same_engine(ranks, name, wire):

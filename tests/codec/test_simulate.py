@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Gradients, synchronise
+from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -243,7 +244,7 @@ def test_the_accuracy_benchmark_runs(tmp_path):
         [sys.executable, str(BENCH / "accuracy.py"), "--quick", *outputs],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -125,6 +125,13 @@ CONFIGS = {
 }
 
 
+def features(name, world_size, dtype):
+    """What a configuration is made of: its options, other wires by whether there are some."""
+    options = {option: bool(value) if option == "wire_for" else value for option, value in CONFIGS[name].items()}
+    return {"world_size": world_size, "dtype": dtype, "sum": None, **options}
+
+
+@pytest.mark.sampled(by=features)
 @pytest.mark.parametrize(
     ("name", "world_size", "dtype"),
     [

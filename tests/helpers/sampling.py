@@ -3,9 +3,13 @@
 A test function marked ``sampled`` keeps few of its cases, but every value of every parameter appears in one of them;
 marked ``sampled(strength=2)``, every pair of values of two parameters that any case has. That is a covering array. The
 choice depends only on the cases, so all of pytest-xdist's workers choose alike.
+
+``sampled(by=function)`` covers the values of the dictionary that the function makes of a case's parameters instead: for
+cases that are chosen by hand and have a name, of what the name stands for.
 """
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -27,9 +31,11 @@ def covering(cases: list[dict[str, str]], strength: int) -> list[int]:
     return sorted(chosen)
 
 
-def values(item: pytest.Item) -> dict[str, str]:
-    """Its parameters' values as text that is the same in every process: the value's number where its text has an
-    address in memory."""
+def values(item: pytest.Item, by: Callable[..., dict] | None) -> dict[str, str]:
+    """What of a case is to be covered, as text that is the same in every process: where a parameter's text has an
+    address in memory, its number in the list of values."""
+    if by is not None:
+        return {name: repr(value) for name, value in by(**item.callspec.params).items()}
     case = {}
     for name, value in item.callspec.params.items():
         text = repr(value)
@@ -48,7 +54,7 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
             needs_gpu = item.get_closest_marker("gpu") is not None
             matrices.setdefault((item.nodeid.partition("[")[0], needs_gpu), []).append(item)
     for matrix in matrices.values():
-        strength = matrix[0].get_closest_marker("sampled").kwargs.get("strength", 1)
-        chosen = covering([values(item) for item in matrix], strength)
+        options = matrix[0].get_closest_marker("sampled").kwargs
+        chosen = covering([values(item, options.get("by")) for item in matrix], options.get("strength", 1))
         left_out.update(set(matrix) - {matrix[index] for index in chosen})
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]

@@ -3,12 +3,12 @@ GPU where there is one; and, with neither, what NVRTC makes of it for every arch
 
 import ctypes
 import dataclasses
+import functools
 import math
 import os
 import re
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -179,41 +179,38 @@ BUILDS = (
 
 
 @pytest.fixture(scope="session")
-def libraries(made_once):
-    """The kernels' builds for the CPU, by their entry in BUILDS."""
+def library(made_once):
+    """library(entry in BUILDS): the kernels, compiled for the CPU when a test first asks for them."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         pytest.skip("no C++ compiler")
-    folder = made_once("ragged", lambda folder: build_all(compiler, folder))
-    return {key: ctypes.CDLL(str(folder / f"{name_of(key)}.so")) for key in BUILDS}
+
+    @functools.cache
+    def library(build):
+        name = "_".join(str(word) for word in build)
+        folder = made_once(f"ragged_{name}", lambda folder: compile_for_cpu(compiler, build, folder))
+        return ctypes.CDLL(str(folder / "kernels.so"))
+
+    return library
 
 
-def name_of(build):
-    return "_".join(str(word) for word in build)
-
-
-def build_all(compiler, folder):
+def compile_for_cpu(compiler, build, folder):
+    assert build in BUILDS
+    wire, dtype, block, tile, epilogue, capability = build
     (folder / "driver.cpp").write_text(DRIVER)
-
-    def build(key):
-        wire, dtype, block, tile, epilogue, capability = key
-        path = folder / name_of(key)
-        macros = {"WIRE": WIRES.index(wire), "GRAD": DTYPES.index(dtype), "BLOCK": block, "TILE": tile}
-        macros |= {"EPILOGUE": epilogue, "__CUDA_ARCH__": 10 * capability}
-        command = [compiler, "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
-        # A longjmp from one stack to another is what the check of fortified ones is against.
-        command += ["-fsanitize=alignment", "-U_FORTIFY_SOURCE", "-fvisibility=hidden"]
-        command += [f"-I{ROOT / 'tests/native'}", f"-I{ROOT / 'kernels'}"]
-        command += [f"-D{name}={value}" for name, value in macros.items()]
-        for step in (
-            [*command, "-c", str(folder / "driver.cpp"), "-o", f"{path}.o"],
-            [compiler, "-shared", f"{path}.o", "-o", f"{path}.so"],
-        ):
-            done = subprocess.run(step, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build, BUILDS))
+    macros = {"WIRE": WIRES.index(wire), "GRAD": DTYPES.index(dtype), "BLOCK": block, "TILE": tile}
+    macros |= {"EPILOGUE": epilogue, "__CUDA_ARCH__": 10 * capability}
+    command = [compiler, "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+    # A longjmp from one stack to another is what the check of fortified ones is against.
+    command += ["-fsanitize=alignment", "-U_FORTIFY_SOURCE", "-fvisibility=hidden"]
+    command += [f"-I{ROOT / 'tests/native'}", f"-I{ROOT / 'kernels'}"]
+    command += [f"-D{name}={value}" for name, value in macros.items()]
+    for step in (
+        [*command, "-c", str(folder / "driver.cpp"), "-o", str(folder / "kernels.o")],
+        [compiler, "-shared", str(folder / "kernels.o"), "-o", str(folder / "kernels.so")],
+    ):
+        done = subprocess.run(step, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def aligned(tensor):
@@ -287,13 +284,13 @@ class OnCpu:
 
 
 @pytest.fixture
-def on_cpu(libraries):
+def on_cpu(library):
     """runner(setup) → its kernels, built for a tile, with an epilogue, as for a compute capability."""
 
     def make(tile=SMALL, epilogue=1, capability=80):
         def runner(setup):
             build = (setup.layout.wire, setup.memory.dtype, setup.layout.block_numel, tile, epilogue, capability)
-            return OnCpu(libraries[build], setup, tile)
+            return OnCpu(library(build), setup, tile)
 
         return runner
 
@@ -313,6 +310,7 @@ LISTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lists", LISTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
@@ -322,6 +320,7 @@ def test_same_bits(on_cpu, wire, dtype, lists):
     check_unpack(on_cpu(), setup, -3.0, packed(setup, 0.25))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_any_bytes_are_decoded(on_cpu, wire, dtype):
@@ -329,6 +328,7 @@ def test_any_bytes_are_decoded(on_cpu, wire, dtype):
     check_unpack(on_cpu(), setup, 0.5, random_parts(setup))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("block", "capability"), BLOCKS)
 def test_blocks(on_cpu, block, capability):
     kernels = on_cpu(capability=capability)
@@ -338,6 +338,7 @@ def test_blocks(on_cpu, block, capability):
         check_unpack(kernels, setup, 1.0, packed(setup, 1.0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wire", "dtype", "block", "epilogue"),
     [(wire, dtype, block, epilogue) for wire, dtype, block, tile, epilogue, _ in BUILDS if tile == 8192],
@@ -423,6 +424,7 @@ CODE = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "dtype", "block", "capability"), CODE, ids=str)
 def test_code(tmp_path, wire, dtype, block, capability):
     """No stack, no spills, registers for a block of 512, 16-byte accesses, and arithmetic as it is written."""
@@ -456,6 +458,7 @@ def test_code(tmp_path, wire, dtype, block, capability):
         assert lane_nbytes(wire, dtype) < 16 or f"{grad_side}.E.128" in code, symbol
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_accesses_of_gradients(wire, dtype):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import HANG_S
 
 import fusedcomm
 from fusedcomm.tools.cli import main
@@ -14,7 +15,7 @@ from fusedcomm.tools.cli import main
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+        [sys.executable, *command], capture_output=True, text=True, timeout=HANG_S, env={**os.environ, **environment}
     )
 
 

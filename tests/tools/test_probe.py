@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import on_host
+from patience import HANG_S, patient
 from test_probe_workload import SCRIPT, script
 
 from fusedcomm.config import Config
@@ -48,9 +49,9 @@ def probed(ranks):
 
 def test_the_budget_is_respected(probed):
     outcomes, seconds = probed
-    # Other tests may use this machine, too.
-    assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + 15, outcomes[0][0]["seconds"]
-    assert seconds < TINY.seconds + 30
+    # Other programs may use this machine, too.
+    assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + patient(15), outcomes[0][0]["seconds"]
+    assert seconds < TINY.seconds + patient(30)
 
 
 def test_the_json_has_everything(probed):
@@ -304,7 +305,7 @@ def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
     files = ("--json", str(tmp_path / "new" / "p.json"), "--plot", str(tmp_path / "p.png"))
     command = [sys.executable, "-m", "fusedcomm", "probe", *files, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment)
 
 
 def test_the_command_without_torchrun(tmp_path):
