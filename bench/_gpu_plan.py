@@ -159,7 +159,7 @@ def test_files(name: str) -> list[Path]:
 
 
 def pytest_command(path: Path, options: str) -> list[Word]:
-    command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "-v", "--durations=10"]
+    command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "--all", "-v", "--durations=10"]
     if importlib.util.find_spec("pytest_timeout"):
         # The session ends itself, so that what has failed is printed.
         command += [f"--timeout={TEST_LIMIT_S}", lambda limit_s: f"--session-timeout={max(10, limit_s - 30):.0f}"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import on_host
-from patience import HANG_S, patient
+from patience import HANG_S, patient, slowness
 from test_probe_workload import SCRIPT, script
 
 from fusedcomm.config import Config
@@ -31,7 +31,7 @@ from fusedcomm.tools.probe.workload import Synthetic
 
 pytestmark = pytest.mark.alone
 
-TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
+TINY = Settings(params=300_000, seconds=2.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
 
 
 def run_probe(rank, world_size, settings):
@@ -195,7 +195,7 @@ def test_a_backward_pass_takes_as_long_as_it_should(ranks):
     (document, beside_s), _ = ranks.run(run_beside_work, settings, world_size=2)
     # By the machine's speed then; which is about what was asked for, unless other work comes and goes.
     assert min(beside_s) / 3 < document["workload"]["backward_s"] < 3 * max(beside_s)
-    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8
+    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8 * slowness()
     ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
     assert ready == sorted(ready)
 
@@ -311,7 +311,7 @@ def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
 def test_the_command_without_torchrun(tmp_path):
     """And a script, and the picture."""
     pytest.importorskip("matplotlib")
-    done = run_command(tmp_path, "--seconds", "5", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
+    done = run_command(tmp_path, "--seconds", "2", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on this machine's loopback" in done.stdout and "torchrun" in done.stdout
     document = json.loads((tmp_path / "new" / "p.json").read_text())

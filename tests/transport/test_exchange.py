@@ -15,8 +15,6 @@ from patience import HANG_S, patient
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 
-pytestmark = pytest.mark.alone
-
 NBYTES, NUM_EXCHANGES = 40_003, 40
 
 
@@ -226,6 +224,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.alone
 @needs_hosts
 def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):
     """Also where one rank begins later: then gloo's all-to-all uses one after the other."""
