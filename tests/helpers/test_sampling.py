@@ -1,13 +1,10 @@
 """tests/helpers/sampling.py: `make test` meets every value, and `make test-all` every case."""
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
+import types
 
 import pytest
-from patience import HANG_S
-from sampling import covering
+from sampling import covering, sampled
 
 CASES = [
     {"wire": wire, "dtype": dtype, "shape": shape}
@@ -34,32 +31,23 @@ def test_one_case_that_is_named_runs():
     assert covering(CASES[5:6], 2) == [0]
 
 
-MATRIX = """
-import pytest
+class Item:
+    """Of what pytest collects, what sampled() uses."""
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("a", range(3))
-@pytest.mark.parametrize("b", [object, int])
-def test_matrix(a, b): pass
-
-@pytest.mark.sampled(by=lambda name: {"first": name[0]})
-@pytest.mark.parametrize("name", ["xy", "xz", "y"])
-def test_features(name): pass
-
-@pytest.mark.parametrize("c", range(5))
-def test_of_all(c): pass
-"""
+    def __init__(self, name, mark=None, **params):
+        self.nodeid = f"test_x.py::{name}[{params}]"
+        self.get_closest_marker = {"sampled": mark.mark}.get if mark else {}.get
+        self.callspec = types.SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
 
 
-@pytest.mark.parametrize(("options", "expected"), [([], 3 + 2 + 5), (["--all"], 6 + 3 + 5), (["-k", "xz"], 1)])
-def test_sampled_tests_run_in_part_and_others_whole(tmp_path, options, expected):
-    (tmp_path / "test_matrix.py").write_text(MATRIX)
-    (tmp_path / "conftest.py").write_text("from fusedcomm_tests_conftest import *\n")
-    tests = Path(__file__).parents[1]
-    (tmp_path / "fusedcomm_tests_conftest.py").symlink_to(tests / "conftest.py")
-    (tmp_path / "pytest.ini").write_text(
-        f"[pytest]\npythonpath = {tests / 'helpers'} {tmp_path}\nmarkers =\n    sampled: as in pyproject.toml\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path)
-    assert f"{expected} passed" in done.stdout, done.stdout + done.stderr
+def test_unmarked_tests_run_whole_and_marked_ones_in_part():
+    mark, by_first = pytest.mark.sampled, pytest.mark.sampled(by=lambda text: {"first": text[0]})
+    plain = [Item("plain", number=number) for number in range(5)]
+    matrix = [Item("matrix", mark, a=a, b=b) for a in range(3) for b in "xy"]
+    features = [Item("features", by_first, text=text) for text in ("xy", "xz", "y")]
+    every = [each for group in (plain, matrix, features) for each in group]
+    run, left_out = sampled(every)
+    assert [each for each in every if each in run] == run and [each for each in every if each in left_out] == left_out
+    assert len(run) == 5 + 3 + 2 and len(left_out) == 3 + 1 and run[:5] == plain
+    assert {each.callspec.params["b"] for each in run[5:8]} == {"x", "y"}
+    assert run == sampled(every)[0]
