@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
     if any(wanted.values()):
         left_out = [item for item in items if not wanted[item.get_closest_marker("alone") is not None]]
         items[:] = [item for item in items if wanted[item.get_closest_marker("alone") is not None]]
-    if not config.getoption("--all"):
+    if not (config.getoption("--all") or config.getoption("--every-kernel")):
         items[:], not_sampled = sampled(items)
         left_out += not_sampled
     config.hook.pytest_deselected(items=left_out)

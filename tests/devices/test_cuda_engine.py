@@ -126,9 +126,10 @@ CONFIGS = {
 
 
 def features(name, world_size, dtype):
-    """What a configuration is made of: its options, other wires by whether there are some."""
-    options = {option: bool(value) if option == "wire_for" else value for option, value in CONFIGS[name].items()}
-    return {"world_size": world_size, "dtype": dtype, "sum": None, **options}
+    """What a configuration is made of: its options, but parameters and hosts only by whether some are named."""
+    config = CONFIGS[name]
+    named = {option: bool(config[option]) for option in ("wire_for", "hosts", "exempt") if option in config}
+    return {"world_size": world_size, "dtype": dtype, "sum": None, **config, **named}
 
 
 @pytest.mark.sampled(by=features)
