@@ -21,9 +21,10 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
     pytest.importorskip("tqdm")  # bench/codec.py, whose expressions the kernels are compared with
     before = {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
     said = []
+    command = [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--seconds", "inf", "--folder", str(tmp_path)]
     for call in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--call", call, "--folder", str(tmp_path)],
+            [*command, "--call", call],
             capture_output=True,
             text=True,
             timeout=HANG_S,

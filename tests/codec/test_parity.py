@@ -105,6 +105,7 @@ def test_an_exact_wire_changes_no_bit_in_100_iterations(ranks, name, world_size)
     ranks.run(exact_parity, name, {"wire": "fp32"}, world_size=world_size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "world_size"), ROUNDED)
 def test_an_exact_wire_differs_by_rounding_alone_where_the_default_rounds_otherwise(ranks, name, world_size):
     # A few ulp of terms that are up to 8 times their mean.
