@@ -120,6 +120,7 @@ def entropy_bench(bench_modules):
     return entropy
 
 
+@pytest.mark.full
 def test_the_entropy_benchmark_runs(entropy_bench, tmp_path):
     path = tmp_path / "entropy.json"
     done = subprocess.run(

@@ -81,6 +81,7 @@ def test_training_steps_on_localhost(tmp_path):
     assert document["env"]["ranks"] == 2 and document["cases"]["resnet/loopback"]["batch"] == 1
 
 
+@pytest.mark.full
 @makes_hosts
 def test_training_steps_on_two_hosts(tmp_path):
     document = run_ddp_step(tmp_path, "--hosts", "2", "--link", "100mbit", "--ways", "ddp default", "fusedcomm bf16")

@@ -230,10 +230,14 @@ def test_output_and_status_of_the_first_that_fails(capsys, monkeypatch):
 
 @makes_hosts
 def test_a_link_carries_what_it_is_limited_to():
+    rates = []
     with hosts.make(2, "100mbit") as cluster:
-        (flow,) = hosts.measure_flow(cluster, 2.0)
-    # Of 1,514 bytes of a frame 1,448 are payload.
-    assert flow["nbytes"] * 8 / flow["seconds"] * 1514 / 1448 == pytest.approx(100e6, rel=0.05)
+        # Where other programs keep a sender from sending, a link carries less now and then.
+        while len(rates) < 20 and max(rates, default=0) < 0.95 * 100e6:
+            (flow,) = hosts.measure_flow(cluster, 1.0)
+            # Of 1,514 bytes of a frame 1,448 are payload.
+            rates.append(flow["nbytes"] * 8 / flow["seconds"] * 1514 / 1448)
+    assert max(rates) == pytest.approx(100e6, rel=0.05), rates
 
 
 @makes_hosts

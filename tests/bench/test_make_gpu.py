@@ -16,6 +16,7 @@ from patience import HANG_S
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
+@pytest.mark.full
 def test_dry_run_of_everything_in_two_calls(tmp_path):
     pytest.importorskip("triton")
     pytest.importorskip("tqdm")  # bench/codec.py, whose expressions the kernels are compared with
@@ -54,6 +55,7 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
     assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
 
 
+@pytest.mark.full
 def test_kernels_are_compiled_ahead_of_the_tests():
     pytest.importorskip("triton")
     done = subprocess.run(

@@ -97,6 +97,7 @@ def test_the_cut_into_pieces_does_not_show(monkeypatch):
         assert torch.equal(fusedcomm.simulate(grads, w, sum=s, exempt_mask=m, rotate=r), mean), (w, s)
 
 
+@pytest.mark.full
 def test_thousands_of_ranks():
     grads = list(torch.randn(3000, 40, generator=torch.Generator().manual_seed(0)))
     for wire, rotate in WAYS:
@@ -232,6 +233,7 @@ def test_errors_say_what_is_possible(grads, kwargs, error, text):
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     any(importlib.util.find_spec(module) is None for module in ("sklearn", "matplotlib", "tqdm")),
     reason="needs scikit-learn, matplotlib and tqdm",

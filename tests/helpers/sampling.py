@@ -4,6 +4,8 @@ A test function marked ``sampled`` keeps few of its cases, but every value of ev
 marked ``sampled(strength=2)``, every pair of values of two parameters that any case has. That is a covering array. The
 choice depends only on the cases, so all of pytest-xdist's workers choose alike.
 
+What is marked ``full``, whole benchmarks and the largest sizes, is for `make test-all` alone.
+
 ``sampled(by=function)`` covers the values of the dictionary that the function makes of a case's parameters instead: for
 cases that are chosen by hand and have a name, of what the name stands for.
 """
@@ -47,7 +49,7 @@ def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.It
     """(What runs, what does not), both in the order of `items`. What needs a GPU is chosen separately, so that no value
     appears only in cases that skip themselves."""
     matrices: dict[tuple, list[pytest.Item]] = {}
-    left_out = set()
+    left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark and hasattr(item, "callspec"):

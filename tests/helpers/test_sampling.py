@@ -36,7 +36,7 @@ class Item:
 
     def __init__(self, name, mark=None, **params):
         self.nodeid = f"test_x.py::{name}[{params}]"
-        self.get_closest_marker = {"sampled": mark.mark}.get if mark else {}.get
+        self.get_closest_marker = {mark.name: mark.mark}.get if mark else {}.get
         self.callspec = types.SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
 
 
@@ -45,9 +45,9 @@ def test_unmarked_tests_run_whole_and_marked_ones_in_part():
     plain = [Item("plain", number=number) for number in range(5)]
     matrix = [Item("matrix", mark, a=a, b=b) for a in range(3) for b in "xy"]
     features = [Item("features", by_first, text=text) for text in ("xy", "xz", "y")]
-    every = [each for group in (plain, matrix, features) for each in group]
+    every = [each for group in (plain, matrix, features) for each in group] + [Item("whole", pytest.mark.full)]
     run, left_out = sampled(every)
     assert [each for each in every if each in run] == run and [each for each in every if each in left_out] == left_out
-    assert len(run) == 5 + 3 + 2 and len(left_out) == 3 + 1 and run[:5] == plain
+    assert len(run) == 5 + 3 + 2 and len(left_out) == 3 + 1 + 1 and run[:5] == plain
     assert {each.callspec.params["b"] for each in run[5:8]} == {"x", "y"}
     assert run == sampled(every)[0]

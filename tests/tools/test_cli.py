@@ -173,6 +173,7 @@ def test_demo(tmp_path, demo_packages):
         assert low <= ratios[f"fusedcomm {wire}"] <= high, wire
 
 
+@pytest.mark.full
 def test_demo_runs_under_torchrun(tmp_path, demo_packages):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     demo = ("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
