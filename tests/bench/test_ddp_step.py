@@ -50,6 +50,7 @@ def run_ddp_step(tmp_path, *arguments: str) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_training_steps_on_localhost(tmp_path):
     document = run_ddp_step(tmp_path, "--model", "resnet")
     rows = {row["impl"]: row for row in document["rows"]}

@@ -214,6 +214,7 @@ def grids_by_bucket(rank, world_size, library, kwargs):
     return grids, num_buckets
 
 
+@pytest.mark.sampled(by=lambda name: {"one shot": "one-shot" in name})
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
 def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
     kwargs = {**CONFIGS[name], "chunk_nbytes": 1 << 20}

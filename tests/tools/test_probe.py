@@ -311,7 +311,7 @@ def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
 def test_the_command_without_torchrun(tmp_path):
     """And a script, and the picture."""
     pytest.importorskip("matplotlib")
-    done = run_command(tmp_path, "--seconds", "2", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
+    done = run_command(tmp_path, "--seconds", "5", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks on this machine's loopback" in done.stdout and "torchrun" in done.stdout
     document = json.loads((tmp_path / "new" / "p.json").read_text())
