@@ -89,7 +89,8 @@ sanitize:
 
 build: $(BUILT)
 
-# Either way compiles once: pip's editable install builds the extension too, but forgets its object files.
+# pip's editable install builds the extension too. Either way object files lie in build/objects, and ninja decides what
+# is compiled again; --force because setuptools would not ask it.
 $(BUILT): pyproject.toml setup.py $(CSRC) build/.built-for | $(READY)
 	@echo "Building fusedcomm._C (a minute or two the first time)"
 	@if [ -n '$(strip $(VENV))' ] && [ ! '$(VENV)/.installed' -nt pyproject.toml ]; then \
@@ -176,12 +177,12 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
-	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu)
+	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
 
 format: $(FORMATTERS)
 	ruff check --fix .
 	ruff format .
-	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu)
+	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
 
 # The environment stays: remove $(VENV) by hand to have it made anew.
 clean:

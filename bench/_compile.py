@@ -12,25 +12,22 @@ import multiprocessing
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from _common import REPOSITORY
 
 from fusedcomm.config import Config
-from fusedcomm.devices import cuda
-
-if TYPE_CHECKING:
-    from fusedcomm.kernels.compile import Variant
+from fusedcomm.devices import compilers, cuda
+from fusedcomm.native import _C
 
 
-def variants() -> "list[Variant]":
+def variants() -> "list[_C.KernelKey]":
     """Every kernel of every configuration and dtype there, each once."""
     sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("devices", "helpers")]
     from test_cuda import CASES, CONFIGS
 
     fields = {field.name for field in dataclasses.fields(Config)}
-    found: "dict[Variant, None]" = {}
+    found: "dict[_C.KernelKey, None]" = {}
     for name, world_size, dtype in CASES:
         config = Config(**{key: value for key, value in CONFIGS[name].items() if key in fields})
         found.update(dict.fromkeys(cuda.kernel_variants(config, world_size, [dtype])))
@@ -43,11 +40,12 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="only so many kernels (all)")
     arguments = parser.parse_args()
     capability = arguments.capability or cuda.check_capability(torch.device("cuda", 0))
+    compile = compilers.choose().compile
     chosen, began = variants()[: arguments.most], time.monotonic()
     workers = min(os.cpu_count() or 1, len(chosen))
     # Not forked: a child must not have this process's CUDA.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        done = [pool.submit(cuda.compile_kernel, variant, capability) for variant in chosen]
+        done = [pool.submit(compile, variant, capability) for variant in chosen]
         for future in concurrent.futures.as_completed(done):
             future.result()
     print(f"{len(done)} kernels for sm_{capability} in {time.monotonic() - began:.1f} s")

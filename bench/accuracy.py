@@ -94,7 +94,6 @@ TRAINING_WAYS = [
     Way("int4 stochastic", "int4", "two-shot", rounding="stochastic"),
     Way("int4, feedback", "int4", "two-shot", error_feedback="fp32"),
     Way("int4, feedback in bf16", "int4", "two-shot", error_feedback="bf16"),
-    Way("int4, feedback in int8", "int4", "two-shot", error_feedback="int8"),
     Way("int4 stochastic, feedback", "int4", "two-shot", rounding="stochastic", error_feedback="fp32"),
     Way("int4 rotated, feedback", "int4", "two-shot", rotate=True, error_feedback="fp32"),
 ]
@@ -473,7 +472,6 @@ COLOURS = {
     "fp16": "#56b4e9",
     "int8": "#009e73",
     "fp8": "#e69f00",
-    "fp8_e5m2": "#f0e442",
     "int4": "#cc79a7",
 }
 

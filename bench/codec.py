@@ -29,12 +29,12 @@ NUM_RANKS = 4
 RING_NBYTES = 256 * MIB
 WHOLE = 1 << 62  # one chunk, whatever its size
 ONE_SHOT_CHUNK_NBYTES = 128 << 10  # of each of two ranks, on a link of 1 Gbit/s
-PLAIN_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+PLAIN_WIRES = _C.WIRES
 # Encoded otherwise: unpack is the plain one's, or the rotated one's.
 SPECIAL_WIRES = (
     *("int8-stochastic", "int4-stochastic"),
     *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback", "int4-rotated-feedback"),
-    *("int4-feedback_bf16", "int4-feedback_int8", "int4-stochastic-feedback"),
+    *("int4-feedback_bf16", "int4-stochastic-feedback"),
 )
 WIRES = (*PLAIN_WIRES, "int4-rotated", *SPECIAL_WIRES)
 # Half a step relative to the greatest value of a block, twice over where an expression rounds before it divides.
@@ -112,7 +112,7 @@ class Encoding:
         self._format, self._numel = formats[0] if formats else None, numel
         self.residuals: list[torch.Tensor] = []
         if formats:
-            nbytes = _C.residual_nbytes(self._format, layout.block_numel, numel)
+            nbytes = _C.residual_nbytes(self._format, numel)
             self.residuals = ring(num_buffers, nbytes, torch.uint8)
             for residual in self.residuals:
                 residual.zero_()

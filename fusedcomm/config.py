@@ -12,13 +12,12 @@ from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
 from fusedcomm.ranks import hosts
 
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WIRES = _C.WIRES
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
+WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
 SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
 ROUNDINGS = ("nearest", "stochastic")
-RESIDUALS = ("fp32", "bf16", "int8")
-FALLBACK_WIRES = ("fp32", "bf16", "fp16")
-LOCAL_WIRES = ("fp32", "bf16", "fp16")
+RESIDUALS = _C.RESIDUAL_FORMATS
 _LOCAL_WIRE = "bf16"
 """By default, of a wire that rounds, too."""
 
@@ -163,7 +162,7 @@ class Config:
             _check_whole(field, value)
             if not 0 <= value < 2**63:
                 raise ValueError(f"{field}={value} is not possible: use a number of steps, or 0 for never")
-        _check_choice("fallback_wire", self.fallback_wire, FALLBACK_WIRES)
+        _check_choice("fallback_wire", self.fallback_wire, WITHOUT_SCALES)
         threshold = self.fallback_error
         if threshold is None:
             if self.fallback_wire != "bf16":
@@ -190,7 +189,7 @@ class Config:
     def _check_hosts(self) -> None:
         if self.local_wire is None:
             object.__setattr__(self, "local_wire", "fp32" if self.hosts and self.wire == "fp32" else _LOCAL_WIRE)
-        _check_choice("local_wire", self.local_wire, LOCAL_WIRES)
+        _check_choice("local_wire", self.local_wire, WITHOUT_SCALES)
         if self.hosts is None:
             if self.local_wire != _LOCAL_WIRE:
                 raise ValueError(f"local_wire={self.local_wire!r} is for sums on two levels: it needs hosts")
@@ -230,12 +229,6 @@ class Config:
             raise ValueError(
                 f"fallback_wire={self.fallback_wire!r} is no more exact than wire={self.wire!r}: there is nothing "
                 "to fall back to; use fallback_wire='fp32', or fallback_error=None"
-            )
-        # int8 residuals have blocks, which the fallback has not.
-        if self.error_feedback == "int8" and self.fallback_wire != "fp32":
-            raise ValueError(
-                f"error_feedback='int8' keeps residuals in a wire's blocks, which fallback_wire={self.fallback_wire!r} "
-                "does not have: use fallback_wire='fp32', or error_feedback='bf16' or 'fp32'"
             )
 
     @property

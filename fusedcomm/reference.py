@@ -7,10 +7,10 @@ Sizes and offsets are asked of the layout (csrc/wire/layout.h); the arithmetic i
     fp32     code = y
     bf16     code = y rounded to nearest even         overflow becomes Inf
     fp16     code = y rounded to nearest even         overflow becomes Inf, subnormals are kept
-    blocks   absmax = max |y| of a block; L is the greatest code: 127 (int8), 448 (fp8), 57344 (fp8_e5m2), 7 (int4)
+    blocks   absmax = max |y| of a block; L is the greatest code: 127 (int8), 448 (fp8), 7 (int4)
                scale = absmax / L, inverse = L / absmax; int4: scale = absmax / 7 rounded to bf16, inverse = 1 / scale
-               code = y · inverse, to nearest even among whole numbers (int8, int4) or values of e4m3fn, e5m2 (fp8),
-               which keep the sign of zero; what lies beyond L becomes L
+               code = y · inverse, to nearest even among whole numbers (int8, int4) or values of e4m3fn (fp8), which
+               keep the sign of zero; what lies beyond L becomes L
                a block with absmax < 2^-100           scale = 0, code = 0
                a block with an Inf or a NaN           scale = Inf, code = ±L for ±Inf, 0 for all others
     rotate   y of 32 consecutive elements ← H·(signs·y) first, unnormalised; undone after decoding by signs·(H·y)/32
@@ -30,7 +30,7 @@ With error feedback an encoder adds to y what it has left out so far, before any
 now, in a residual for each element of the padded stream; so an element's errors do not add up over the steps:
 
     y += residual, then residual = y − decoded (rotated back, where y was rotated), or 0 where that is not finite
-    residuals are fp32, bf16 (rounded as on the wire), or int8 with the wire's blocks (encoded as on the wire)
+    residuals are fp32 or bf16 (rounded as on the wire)
 
 Every NaN that is stored is the canonical one, 0x7FC00000 and its like in 16 bits.
 """
@@ -47,19 +47,14 @@ WIRE_DTYPES = {
     "fp16": torch.float16,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
     "int4": torch.uint8,
 }
 """Of the codes; int4 has two in a byte, the even element's in the low half."""
 
-GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_e5m2": 57344.0, "int4": 7.0}
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 
 _LEAST_ABSMAX = 2.0**-100
 """Blocks below it become zeros, so that neither scale nor inverse comes near overflow or a denormal."""
-
-_ROTATION_SIGNS = 0x9E3779B9
-"""Bit i is set where element i of a run of 32 changes its sign before it is rotated: else a constant run, which is
-common, would end up in one element."""
 
 
 # ---- elements
@@ -150,7 +145,6 @@ def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> t
         torch.bfloat16: (7, -126),
         torch.float16: (10, -14),
         torch.float8_e4m3fn: (3, -6),
-        torch.float8_e5m2: (2, -14),
     }[dtype]
     magnitude = v.abs()
     dropped = 23 - mantissa_nbits
@@ -236,29 +230,19 @@ def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---- residuals
 
-RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def load_residual(residual: torch.Tensor, format: str, numel: int, block: int) -> torch.Tensor:
-    """fp32 [numel] of a residual, uint8 [_C.residual_nbytes(format, block, numel)]."""
-    if format != "int8":
-        return residual.view(RESIDUAL_DTYPES[format]).float()
-    scales = residual[_C.residual_scale_offset(numel) :].view(torch.float32)
-    return decode(residual[:numel].view(torch.int8), scales, "int8", block)
+def load_residual(residual: torch.Tensor, format: str) -> torch.Tensor:
+    """fp32 [numel] of a residual, uint8 [_C.residual_nbytes(format, numel)]."""
+    return residual.view(RESIDUAL_DTYPES[format]).float()
 
 
-def store_residual(
-    residual: torch.Tensor, values: torch.Tensor, begin: int, format: str, numel: int, block: int
-) -> None:
-    """Writes `values` (fp32), zeros for what is not finite, to a residual of `numel` elements, from `begin` on."""
+def store_residual(residual: torch.Tensor, values: torch.Tensor, begin: int, format: str) -> None:
+    """Writes `values` (fp32), zeros for what is not finite, to a residual, from element `begin` on."""
     values = torch.where(values.isfinite(), values, 0.0)
-    end = begin + values.numel()
-    if format != "int8":
-        residual.view(RESIDUAL_DTYPES[format])[begin:end] = round_to(values, RESIDUAL_DTYPES[format])
-        return
-    codes, scales = encode(values, "int8", block)
-    residual[begin:end] = codes.view(torch.uint8)
-    residual[_C.residual_scale_offset(numel) :].view(torch.float32)[begin // block : end // block] = scales
+    stored = round_to(values, RESIDUAL_DTYPES[format])
+    residual.view(RESIDUAL_DTYPES[format])[begin : begin + values.numel()] = stored
 
 
 # ---- rotation
@@ -279,7 +263,8 @@ def unrotate(y: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(like: torch.Tensor) -> torch.Tensor:
-    bits = [_ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
+    """Signs change before a rotation, since a constant run, which is common, would end up in one element else."""
+    bits = [_C.ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
     return torch.tensor([-1.0 if bit else 1.0 for bit in bits], device=like.device)
 
 
@@ -326,9 +311,7 @@ def pack(
     lossy = torch.cat(
         [_padded(lossy_flat, layout.lossy_range(chunk, p), lossy_numel, scale) for p in range(layout.num_parts)]
     )
-    codes, scales = _encode_stream(
-        layout, lossy, begin, layout.padded_numel, begin, key, feedback, rotated=layout.rotated
-    )
+    codes, scales = _encode_stream(layout, lossy, begin, begin, key, feedback, rotated=layout.rotated)
     exacts = [
         _padded(exact_flat, layout.exact_range(chunk, p), layout.part.exact_numel, scale)
         for p in range(layout.num_parts)
@@ -367,7 +350,6 @@ def reduce(
         to,
         scaled(lossy_sum, scale),
         chunk * numel,
-        to.num_chunks * numel,
         first,
         key,
         feedback,
@@ -382,7 +364,6 @@ def _encode_stream(
     layout: "_C.BucketLayout",
     y: torch.Tensor,
     begin: int,
-    residual_numel: int,
     first: int,
     key: NoiseKey | None,
     feedback: Feedback | None,
@@ -391,14 +372,14 @@ def _encode_stream(
     """Codes and scales of `y`: elements of the stream from `first` on, of the residual from `begin` on."""
     end = begin + y.numel()
     if feedback is not None:
-        residual = load_residual(feedback.residual, feedback.format, residual_numel, layout.block_numel)
+        residual = load_residual(feedback.residual, feedback.format)
         y = y + residual[begin:end]
     u = None if key is None else noise(key, first, y.numel(), y.device)
     codes, scales = encode(rotate(y) if rotated else y, layout.wire, layout.block_numel, u)
     if feedback is not None:
         decoded = decode(codes, scales, layout.wire, layout.block_numel)
         left_out = y - (unrotate(decoded) if rotated else decoded)
-        store_residual(feedback.residual, left_out, begin, feedback.format, residual_numel, layout.block_numel)
+        store_residual(feedback.residual, left_out, begin, feedback.format)
     return codes, scales
 
 

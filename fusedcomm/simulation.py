@@ -9,8 +9,6 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts, checked
 from fusedcomm.reference import FIRST_HOST, REDUCER
 
-_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 # All ranks' encodings of one piece of the gradients are held at once, as its owner holds them. Results do not depend
 # on where pieces are cut, as long as it is between blocks.
 _PIECES_NBYTES = 64 << 20
@@ -112,7 +110,7 @@ class Residuals:
     """What a run of :func:`simulate` calls, one for each step of the same bucket, has left out so far.
 
     Args:
-        format: "fp32", "bf16" or "int8", as ``error_feedback`` of :func:`fusedcomm.attach`.
+        format: "fp32" or "bf16", as ``error_feedback`` of :func:`fusedcomm.attach`.
     """
 
     def __init__(self, format: str = "fp32") -> None:
@@ -125,7 +123,7 @@ class Residuals:
 
     def _prepare(self, layout: "_C.BucketLayout", num_senders: int) -> None:
         if not self._of_senders:
-            nbytes = _C.residual_nbytes(self.format, layout.block_numel, layout.padded_numel)
+            nbytes = _C.residual_nbytes(self.format, layout.padded_numel)
             self._of_senders = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(num_senders)]
             self._of_means = torch.zeros(nbytes, dtype=torch.uint8)
             self._layout = _described(layout)
@@ -293,8 +291,8 @@ def _flats(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             raise TypeError(f"grads[{rank}] must be a tensor, not {type(grad).__name__}")
         if grad.device.type != "cpu" or grad.layout != torch.strided:
             raise ValueError(f"grads[{rank}] is {grad.layout} on {grad.device}: use dense tensors on cpu")
-        if grad.dtype not in _GRAD_DTYPES:
-            raise ValueError(f"grads[{rank}] is {grad.dtype}: use one of {', '.join(map(str, _GRAD_DTYPES))}")
+        if grad.dtype not in _C.GRAD_DTYPES:
+            raise ValueError(f"grads[{rank}] is {grad.dtype}: use one of {', '.join(map(str, _C.GRAD_DTYPES))}")
         for name in ("shape", "dtype"):
             first, this = getattr(grads[0], name), getattr(grad, name)
             if this != first:

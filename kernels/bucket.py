@@ -7,9 +7,7 @@ import torch
 
 from fusedcomm.native import _C
 
-from .constants import TILE
-
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .variants import TILE
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def make_bucket(
     `tile`: a power of two ≥ the block, and ≥ 64. ValueError if the slices do not hold the layout's elements or do not
     lie within `grads`, or if `grads` has another dtype, is strided, or does not start at a multiple of 16 bytes.
     """
-    if grads.dim() != 1 or grads.dtype not in GRAD_DTYPES or not grads.is_contiguous():
+    if grads.dim() != 1 or grads.dtype not in _C.GRAD_DTYPES or not grads.is_contiguous():
         raise ValueError(f"grads must be 1-D, contiguous, fp32, bf16 or fp16, not {grads.dtype} {list(grads.shape)}")
     if grads.data_ptr() % _C.ALIGN_NBYTES:
         raise ValueError(f"grads must start at a multiple of {_C.ALIGN_NBYTES} bytes")

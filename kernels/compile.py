@@ -1,27 +1,29 @@
 """Compiles the kernels ahead of time for the C++ engine, which launches them by their handles.
 
 How Triton passes a kernel's arguments is no public interface and differs between its versions, so it is verified, not
-believed: the parameter list of the PTX has to be the one that the engine packs. Needs no GPU, and nothing of fusedcomm.
+believed: the parameter list of the PTX has to be the one that the engine packs. Needs no GPU.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .constants import CODE_NBYTES, FEEDBACK_IDS, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
+from fusedcomm.native import _C
+
+from .arguments import CountedSlices, Noise, PartShape, Runs, Sections, Slices
+from .constants import CODE_NBYTES, FEEDBACK_IDS, OPTIONS, SCALE_NBYTES, WIRE_IDS
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
 from .unpack import unpack_kernel
+from .variants import NUM_WARPS, TILE, Compiled
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
 """The first and the last minor version that tests/kernels/test_kernel_code.py has seen to keep the launch convention,
-and tests/kernels/test_kernel_constants.py to extend no constant wrongly. With 3.6 one of the former's 833 tests fails:
+and tests/kernels/test_kernel_constants.py to extend no constant wrongly. With 3.6 one of the former's tests fails:
 int4's rotated, stochastic pack with bf16 residuals has 88 bytes of stack on sm_120."""
 
 MAX_SHARED_NBYTES = 48 * 1024
@@ -31,103 +33,29 @@ KERNELS = {"pack": pack_kernel, "reduce": reduce_kernel, "unpack": unpack_kernel
 GRAD_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 CODE_TYPES = {1: "*i8", 2: "*i16", 4: "*i32"}
 SCALE_TYPES = {2: "*i16", 4: "*fp32"}
-RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16", "int8": "*i8"}
+RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16"}
 
-# By parameter name, for all kernels; those of gradients, scales, codes and residuals depend on the variant.
+_SLICES = Slices("*i64", "*i64", "*i32", "i32", "i64")
+_COUNTED = CountedSlices("*i64", "*i64", "*i32", "*i64", "i32", "i64")
+
+# By parameter name, for all kernels, but that pack's slices are counted. Types of gradients, sections and residuals
+# depend on the variant.
 _TYPES = {
-    **dict.fromkeys(("starts", "offsets", "counts", "exact_starts", "exact_offsets", "exact_counts"), "*i64"),
-    **dict.fromkeys(("first", "exact_first"), "*i32"),
-    **dict.fromkeys(("exact_in", "exact_out"), "*i32"),
-    **dict.fromkeys(("num_slices", "exact_num_slices", "num_parts", "num_messages", "world_size"), "i32"),
-    **dict.fromkeys(("numel", "exact_numel"), "i64"),
-    **dict.fromkeys(("in_stride", "part_stride", "part_numel", "part_exact_numel", "first_part"), "i64"),
-    **dict.fromkeys(("noise_parameter", "noise_step", "noise_source"), "i32"),
-    "noise_seed": "i64",
-    "residual_scales": "*fp32",
+    "lossy": _SLICES,
+    "exact": _SLICES,
+    "slices": Runs("*i64", "*i64", "i32"),
+    "shape": PartShape("i64", "i64", "i64"),
+    "key": Noise("i64", "i32", "i32", "i32"),
+    **dict.fromkeys(("num_parts", "num_messages", "world_size"), "i32"),
+    **dict.fromkeys(("numel", "in_stride", "first_part"), "i64"),
     "data": "*fp32",
     "scale": "fp32",
-    "nonfinite_out": "*i64",
-    "sum_sq_out": "*fp64",
 }
-_ALIGNED = (
-    *("grads", "data", "in_stride", "part_stride", "residual"),
-    *("exact_in", "scales_in", "codes_in", "exact_out", "scales_out", "codes_out"),
-)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One kernel's specialisation."""
-
-    kernel: str  # pack, reduce, unpack or scale
-    wire: str | None  # None: scale
-    block: int  # elements; matters to wires with scales alone
-    grad_dtype: torch.dtype | None  # None: reduce
-    flat: bool  # pack, unpack: FLAT and no exact stream; reduce: no exact section
-    epilogue: bool = False  # unpack
-    rotated: bool = False  # the kernel rotates, unpack: back; reduce only where it changes the wire
-    in_wire: str | None = None  # reduce: what is summed, if that is another than what is written
-    stochastic: bool = False  # pack, reduce
-    feedback: str | None = None  # pack, reduce: the residual's format
-    sums: bool = False  # unpack: of several messages
-
-
-@dataclass(frozen=True)
-class Compiled:
-    variant: Variant
-    symbol: str  # the kernel's name in the cubin
-    cubin: bytes
-    ptx: str
-    num_warps: int
-    shared_nbytes: int
-    params: tuple[str, ...]  # "ptr", "i32", "i64" or "f32", without the scratch pointers
-    num_scratch_pointers: int  # pointers that follow the parameters; pass null
-
-
-def engine_variants(
-    wires: Sequence[tuple[str, int, bool]],
-    grad_dtypes: Sequence[torch.dtype],
-    stochastic: bool = False,
-    feedback: str | None = None,
-    measured: bool = False,
-    local_wire: str | None = None,
-    one_shot: bool = False,
-) -> tuple[Variant, ...]:
-    """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
-
-    `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
-    first encoder leaves out is asked for, as an fp32 residual. `local_wire`: the wire in which gradients travel within
-    a host, packed to nearest, so that their sums are what is encoded in `wires`; whether there are such hosts may turn
-    out later. None: all travel in `wires`. `one_shot`: unpack sums, and nothing is reduced. ValueError if a wire has no
-    blocks for an int8 residual.
-    """
-    variants = []
-    for wire, block, rotated in wires:
-        if feedback == "int8" and wire in ("bf16", "fp16"):
-            raise ValueError(f"an int8 residual has the wire's blocks, and {wire} has none: use 'bf16' or 'fp32'")
-        lossless = wire == "fp32"
-        encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
-        packs = [Variant("pack", wire, block, None, True, rotated=rotated, **encoder)]
-        sums_of_hosts = []
-        if local_wire is not None:
-            in_wire = local_wire if local_wire != wire else None
-            sums_of_hosts = [Variant("reduce", wire, block, None, True, rotated=rotated, in_wire=in_wire, **encoder)]
-        if measured and not lossless:
-            packs, sums_of_hosts = (
-                [*encoders, *(replace(encoder, feedback="fp32") for encoder in encoders)]
-                for encoders in (packs, sums_of_hosts)
-            )
-        if local_wire is not None:
-            packs.append(Variant("pack", local_wire, block, None, True))
-        unpack = Variant("unpack", wire, block, None, True, rotated=rotated, sums=one_shot)
-        sums = [] if one_shot else [Variant("reduce", wire, block, None, True, **encoder), *sums_of_hosts]
-        for flat in (True, False):
-            variants += [
-                replace(variant, grad_dtype=dtype, flat=flat) for dtype in grad_dtypes for variant in (*packs, unpack)
-            ]
-            variants += [replace(variant, flat=flat) for variant in sums]
-    variants.append(Variant("scale", None, 0, torch.float32, True))
-    return tuple(dict.fromkeys(variants))
+_ALIGNED = {
+    *("grads", "data", "in_stride", "residual", "shape.stride"),
+    *(f"{message}.{section}" for message in ("message", "out") for section in Sections._fields),
+}
+"""Multiples of 16, by the names of flattened()."""
 
 
 def check_triton() -> str:
@@ -142,7 +70,7 @@ def check_triton() -> str:
     return version
 
 
-def compile(variant: Variant, capability: int) -> Compiled:
+def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
     """Compiles for a compute capability, e.g. 90. Triton caches what it has compiled before.
 
     RuntimeError if Triton is not supported, or if what it made cannot be launched as the engine launches.
@@ -150,7 +78,8 @@ def compile(variant: Variant, capability: int) -> Compiled:
     version = check_triton()
     kernel = KERNELS[variant.kernel]
     signature, constants = _signature(variant)
-    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in _ALIGNED if n in signature}
+    aligned = [place for name, place, _ in flattened(kernel, signature) if name in _ALIGNED]
+    attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(OPTIONS))
     metadata, ptx = binary.metadata, binary.asm["ptx"]
@@ -164,7 +93,7 @@ def compile(variant: Variant, capability: int) -> Compiled:
     _require(version, variant, "num_warps", metadata.num_warps, NUM_WARPS)
     if metadata.shared > MAX_SHARED_NBYTES:
         _require(version, variant, "shared memory", metadata.shared, f"at most {MAX_SHARED_NBYTES}")
-    expected = tuple(_ptx_type(t) for t in signature.values() if t != "constexpr")
+    expected = tuple(_ptx_type(kind) for _, _, kind in flattened(kernel, signature))
     _require(version, variant, "parameters", ptx_params(ptx), expected + ("ptr",) * num_scratch_pointers)
     return Compiled(
         variant=variant,
@@ -186,17 +115,30 @@ def ptx_params(ptx: str) -> tuple[str, ...]:
     return tuple("ptr" if pointer else names.get(kind, kind) for kind, pointer in declared)
 
 
-def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
-    """(type of every parameter in the kernel's order, value of every constexpr)."""
+def flattened(kernel: object, signature: dict[str, object]) -> list[tuple[str, tuple[int, ...], str]]:
+    """The parameters as the engine passes them, constants left out: (name, in a tuple "tuple.field"; place, as Triton
+    counts; type)."""
+    parameters = []
+    for name, kind in signature.items():
+        place = kernel.arg_names.index(name)
+        if isinstance(kind, tuple):
+            fields = zip(kind._fields, kind, strict=True)
+            parameters += [(f"{name}.{field}", (place, i), type_) for i, (field, type_) in enumerate(fields)]
+        elif kind != "constexpr":
+            parameters.append((name, (place,), kind))
+    return parameters
+
+
+def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, object]]:
+    """(type of every parameter in the kernel's order, of tuples a tuple of types; value of every constexpr)."""
     wire = variant.wire or "fp32"
     in_wire = variant.in_wire or wire
     types = {
         **_TYPES,
+        **(dict.fromkeys(("lossy", "exact"), _COUNTED) if variant.kernel == "pack" else {}),
         "grads": GRAD_TYPES.get(variant.grad_dtype, ""),
-        "scales_in": SCALE_TYPES[SCALE_NBYTES.get(in_wire, 4)],
-        "scales_out": SCALE_TYPES[SCALE_NBYTES.get(wire, 4)],
-        "codes_in": CODE_TYPES[CODE_NBYTES[in_wire]],
-        "codes_out": CODE_TYPES[CODE_NBYTES[wire]],
+        "message": _section_types(in_wire),
+        "out": _section_types(wire),
         "residual": RESIDUAL_TYPES[variant.feedback],
     }
     values = {
@@ -206,7 +148,6 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
         "TILE": TILE,
         "FLAT": variant.flat,
         "HAS_EXACT": not variant.flat,
-        "EPILOGUE": variant.epilogue,
         "ROTATED": variant.rotated,
         "STOCHASTIC": variant.stochastic,
         "FEEDBACK": FEEDBACK_IDS[variant.feedback],
@@ -217,10 +158,14 @@ def _signature(variant: Variant) -> tuple[dict[str, str], dict[str, object]]:
     return signature, {name: values[name] for name in names if name in values}
 
 
+def _section_types(wire: str) -> Sections:
+    return Sections("*i32", SCALE_TYPES[SCALE_NBYTES[wire]], CODE_TYPES[CODE_NBYTES[wire]])
+
+
 def _ptx_type(triton_type: str) -> str:
     return "ptr" if triton_type.startswith("*") else {"fp32": "f32"}.get(triton_type, triton_type)
 
 
-def _require(version: str, variant: Variant, what: str, found: object, supported: object) -> None:
+def _require(version: str, variant: "_C.KernelKey", what: str, found: object, supported: object) -> None:
     if found != supported:
         raise RuntimeError(f"Triton {version} compiled {variant} with {what} = {found}; supported: {supported}")

@@ -1,28 +1,25 @@
 """What the kernels, their launchers and the ahead-of-time compiler have to agree on, written once.
 
-The wires are the enum of csrc/wire/layout.h.
+The wires are those of csrc/wire/names.h.
 """
 
 import triton.language as tl
 
-TILE = 8192
-"""Stream elements that a program handles at a time: at least 16 KiB of 16-bit, 32 KiB of fp32 gradients in flight."""
+from fusedcomm.native import _C
 
-NUM_WARPS = 16
-"""With TILE, one 128-bit access per thread carries a quarter of a tile: four of them are in flight before the first
-use, and one program saturates its SM without keeping the registers from other kernels."""
+from .variants import NUM_WARPS
 
-WIRE_IDS = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "fp8_e5m2": 5, "int4": 6}
-BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
-"""Those whose blocks have a scale."""
+WIRE_IDS = {wire: _C.wire_id(wire) for wire in _C.WIRES}
 
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 1}
+WITH_SCALES = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if _C.has_scales(wire))
+
+CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
 """Of the integers that a codes section is made of: one for each element, int4 one for two elements."""
 
-SCALE_NBYTES = {"int4": 2}
-"""Where scales are not fp32: int4's are bf16."""
+SCALE_NBYTES = {wire: _C.scale_nbytes(wire) for wire in _C.WIRES}
+"""4: fp32, also where there are none; 2: bf16."""
 
-FEEDBACK_IDS = {None: 0, "fp32": 1, "bf16": 2, "int8": 3}
+FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL_FORMATS))}
 """Formats of residuals; None: nothing is kept."""
 
 OPTIONS = {
@@ -39,8 +36,6 @@ BF16 = tl.constexpr(WIRE_IDS["bf16"])
 FP16 = tl.constexpr(WIRE_IDS["fp16"])
 INT8 = tl.constexpr(WIRE_IDS["int8"])
 FP8 = tl.constexpr(WIRE_IDS["fp8"])
-FP8_E5M2 = tl.constexpr(WIRE_IDS["fp8_e5m2"])
 INT4 = tl.constexpr(WIRE_IDS["int4"])
 FEEDBACK_FP32 = tl.constexpr(FEEDBACK_IDS["fp32"])
 FEEDBACK_BF16 = tl.constexpr(FEEDBACK_IDS["bf16"])
-FEEDBACK_INT8 = tl.constexpr(FEEDBACK_IDS["int8"])

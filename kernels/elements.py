@@ -7,7 +7,7 @@ computed or loaded once for each VEC of them, as [TILE // VEC], and no exchange 
 import triton
 import triton.language as tl
 
-from .constants import BF16, FP8, FP8_E5M2, FP16, FP32, INT4, INT8
+from .constants import BF16, FP8, FP16, FP32, INT4, INT8, WITH_SCALES
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -30,7 +30,7 @@ def vector_numel(*dtypes):
 
 @triton.constexpr_function
 def has_scales(wire):
-    return wire >= INT8.value
+    return wire in WITH_SCALES
 
 
 @triton.constexpr_function
@@ -41,7 +41,7 @@ def per_code(wire):
 
 @triton.constexpr_function
 def greatest_value(wire):
-    return {INT8.value: 127.0, FP8.value: 448.0, FP8_E5M2.value: 57344.0, INT4.value: 7.0}[wire]
+    return {INT8.value: 127.0, FP8.value: 448.0, INT4.value: 7.0}[wire]
 
 
 # ---- bits
@@ -117,11 +117,6 @@ def max_in_thread(x, LANES: tl.constexpr, VEC: tl.constexpr):
     return tl.max(tl.max(tl.reshape(x, (x.shape[0] // (LANES * VEC), LANES, VEC)), axis=2), axis=0)
 
 
-@triton.jit
-def sum_in_thread(x, LANES: tl.constexpr, VEC: tl.constexpr):
-    return tl.sum(tl.sum(tl.reshape(x, (x.shape[0] // (LANES * VEC), LANES, VEC)), axis=2), axis=0)
-
-
 # ---- codes
 
 
@@ -141,8 +136,6 @@ def decode(codes, WIRE: tl.constexpr):
         bits = (codes.to(tl.int32) << 20) & (SIGN_BIT | (0x7F << 20))
         values = bits.to(tl.float32, bitcast=True) * 2.0**120
         return tl.where(tl.abs(values) > 448.0, float("nan"), values)
-    elif WIRE == FP8_E5M2:
-        return from_fp16_bits((codes.to(tl.int32) << 8).to(tl.int16))
     else:
         tl.static_assert(WIRE == INT4)
         # The nibble of n, in two's complement, xor 8 is n + 8, and that in the lowest bits of 2^23 adds as much to it.

@@ -52,23 +52,15 @@ def stochastic_encode(y, noise, WIRE: tl.constexpr):
 
 @triton.jit
 def encode_and_store(
-    y,
-    noise,
-    scales_out,
-    codes_out,
-    tile,
-    numel,
-    part_numel,
-    VEC: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y, noise, sections, tile, numel, part_numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes the first `numel` elements of `y`, the part's tile number `tile`, into the part's sections.
+    """Writes the first `numel` elements of `y`, the part's tile number `tile`, into its sections (scales, codes).
 
     Elements past the end of the part must be zeros. Zeroes the padding after a part's last scale, too. Returns what was
     written, decoded: fp32 [TILE].
     """
     TILE: tl.constexpr = y.shape[0]
+    scales_out, codes_out = sections
     if has_scales(WIRE):
         codes, scales, decoded = quantise(y, noise, VEC, WIRE, BLOCK)
         store_scales(scales_out + tile * (TILE // BLOCK), scales, numel, VEC, BLOCK)
@@ -92,36 +84,24 @@ def encode_and_store(
 
 
 @triton.jit
-def encode_tile(
-    y,
-    scales_out,
-    codes_out,
-    tile,
-    numel,
-    part_numel,
-    key,
-    position,
-    residual,
-    kept,
-    kept_at,
-    VEC: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-):
+def encode_tile(y, sections, tile, numel, part_numel, position, kept, kept_at, VEC: tl.constexpr, encoder):
     """Encodes `y`, as encode_and_store does, with all that the variant has.
 
-    key: see noise(); position: the tile's first element in the stream. residual: (values, scales); kept: what it holds
-    for the tile, fp32 [TILE]; kept_at: where it holds that, in elements.
+    position: the tile's first element in the stream; kept: the residual of the tile, fp32 [TILE]; kept_at: its first
+    element. encoder: (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK), of which the last five are constants.
     """
+    residual, key = encoder[0], encoder[1]
+    WIRE: tl.constexpr = encoder[2]
+    BLOCK: tl.constexpr = encoder[3]
+    ROTATED: tl.constexpr = encoder[4]
+    STOCHASTIC: tl.constexpr = encoder[5]
+    FEEDBACK: tl.constexpr = encoder[6]
     if FEEDBACK:
         y += kept
     bits = noise(key, position, y.shape[0], VEC) if STOCHASTIC else None
     rotated = rotate(y) if ROTATED else y
-    decoded = encode_and_store(rotated, bits, scales_out, codes_out, tile, numel, part_numel, VEC, WIRE, BLOCK)
+    decoded = encode_and_store(rotated, bits, sections, tile, numel, part_numel, VEC, WIRE, BLOCK)
     if FEEDBACK:
         if ROTATED:
             decoded = unrotate(decoded)
-        store_residual(residual, y - decoded, kept_at, numel, VEC, BLOCK, FEEDBACK)
+        store_residual(residual, y - decoded, kept_at, numel, VEC, FEEDBACK)

@@ -12,11 +12,11 @@ import triton.language as tl
 def noise(key, begin, NUMEL: tl.constexpr, VEC: tl.constexpr):
     """uint32 [NUMEL], less than 2^16, for the stream's elements from `begin` on, a multiple of 8.
 
-    `key`: (seed i64, parameter i32, step i32, source i32), unsigned words as signed ones of the same bits.
+    `key`: see Noise in arguments.py.
     """
     seed, parameter, step, source = key
     low = seed.to(tl.uint32)
-    high = (seed >> 32).to(tl.uint32)
+    high = (seed.to(tl.int64) >> 32).to(tl.uint32)
     first = (begin // 8).to(tl.uint32)
     if VEC == 4:
         vector = tl.arange(0, NUMEL // 4).to(tl.uint32)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import counted_slices_of, shape_of
 from .constants import FEEDBACK_IDS, FP32, NUM_THREADS, OPTIONS, WIRE_IDS
 from .elements import INF_BITS, magnitude_bits, max_in_thread, to_fp32, vector_numel
 from .encode import encode_tile
@@ -26,201 +27,100 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def load_scattered(grads, starts, offsets, begin, real, low, high, lane, scale, FLAT: tl.constexpr):
+def load_scattered(grads, slices, begin, real, low, high, lane, scale, FLAT: tl.constexpr):
     """fp32, like `lane`, scaled: zeros past the first `real` elements (scaled zeros could be NaN or -0)."""
     mask = lane < real
-    x = tl.load(grads + offsets_of(starts, offsets, begin, low, high, lane, mask, FLAT), mask=mask)
+    x = tl.load(grads + offsets_of(slices, begin, low, high, lane, mask, FLAT), mask=mask)
     return tl.where(mask, to_fp32(x) * scale, 0.0)
 
 
 @triton.jit
 def pack_tile(
-    seen,
-    grads,
-    starts,
-    offsets,
-    first,
-    num_slices,
-    numel,
-    scales_out,
-    codes_out,
-    part_numel,
-    part,
-    tile,
-    scale,
-    residual,
-    key,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    seen, grads, slices, sections, part_numel, part, tile, scale, encoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Packs a tile into the part whose sections are given; returns `seen`, grown by the magnitudes met."""
-    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_out.dtype.element_ty, residual[0].dtype.element_ty)
-    begin, on_wire, real = extent(numel, part_numel, part, tile, TILE)
-    offset, run, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
+    """Packs a tile into the part whose sections (scales, codes) are given; returns `seen`, grown by the magnitudes met.
+
+    encoder: as for encode_tile.
+    """
+    residual = encoder[0]
+    FEEDBACK: tl.constexpr = encoder[6]
+    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
+    begin, on_wire, real = extent(slices.numel, part_numel, part, tile, TILE)
+    offset, run, low, high = place_of(slices, part_numel, part, tile, TILE, FLAT)
     lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
     if (run >= TILE) & (on_wire == TILE) & (offset % VEC == 0):
-        kept = load_residual(residual, begin, TILE, VEC, BLOCK, TILE, FEEDBACK)
+        kept = load_residual(residual, begin, TILE, VEC, TILE, FEEDBACK)
         y = to_fp32(tl.load(grads + offset // VEC * VEC + lane)) * scale
     else:
-        y = load_scattered(grads, starts, offsets, begin, real, low, high, lane, scale, FLAT)
+        y = load_scattered(grads, slices, begin, real, low, high, lane, scale, FLAT)
         # Only now, since the addresses of the gradients take most registers.
-        kept = load_residual(residual, begin, on_wire, VEC, BLOCK, TILE, FEEDBACK)
+        kept = load_residual(residual, begin, on_wire, VEC, TILE, FEEDBACK)
     seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
-    encode_tile(
-        y,
-        scales_out,
-        codes_out,
-        tile,
-        on_wire,
-        part_numel,
-        key,
-        begin,
-        residual,
-        kept,
-        begin,
-        VEC,
-        WIRE,
-        BLOCK,
-        ROTATED,
-        STOCHASTIC,
-        FEEDBACK,
-    )
+    encode_tile(y, sections, tile, on_wire, part_numel, begin, kept, begin, VEC, encoder)
     return seen
 
 
 @triton.jit
 def pack_stream(
-    seen,
-    grads,
-    starts,
-    offsets,
-    first,
-    num_slices,
-    numel,
-    scales_out,
-    codes_out,
-    part_stride,
-    part_numel,
-    first_part,
-    num_parts,
-    begin_unit,
-    scale,
-    residual,
-    key,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    seen, grads, slices, sections, parts, begin_unit, scale, encoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
+    """Packs this program's tiles of a stream.
+
+    sections: (scales, codes) of part 0; parts: (stride, elements in each, number of the first, how many).
+    """
+    stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
         part = (unit // num_tiles).to(tl.int64)
         seen = pack_tile(
             seen,
             grads,
-            starts,
-            offsets,
-            first,
-            num_slices,
-            numel,
-            section_of(scales_out, part_stride, part),
-            section_of(codes_out, part_stride, part),
+            slices,
+            (section_of(sections[0], stride, part), section_of(sections[1], stride, part)),
             part_numel,
             first_part + part,
             unit % num_tiles,
             scale,
-            residual,
-            key,
-            WIRE,
-            BLOCK,
+            encoder,
             TILE,
             FLAT,
-            ROTATED,
-            STOCHASTIC,
-            FEEDBACK,
         )
     return seen
 
 
 @triton.jit
-def count_stream(
-    grads,
-    starts,
-    offsets,
-    first,
-    counts,
-    num_slices,
-    numel,
-    part_numel,
-    first_part,
-    num_parts,
-    begin_unit,
-    scale,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-):
+def count_stream(grads, slices, parts, begin_unit, scale, TILE: tl.constexpr, FLAT: tl.constexpr):
     """Goes over the tiles of pack_stream once more, and counts."""
+    _, part_numel, first_part, num_parts = parts
     PIECE: tl.constexpr = TILE // 4  # which leaves the loop above the most registers
     lane = tl.arange(0, PIECE)
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
         part = first_part + (unit // num_tiles).to(tl.int64)
         tile = unit % num_tiles
-        begin, _, real = extent(numel, part_numel, part, tile, TILE)
-        _, _, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
+        begin, _, real = extent(slices.numel, part_numel, part, tile, TILE)
+        _, _, low, high = place_of(slices, part_numel, part, tile, TILE, FLAT)
         if FLAT:
-            low = slice_of(starts, 0, num_slices - 1, begin)
-            high = slice_of(starts, low, num_slices - 1, begin + TILE - 1)
+            low = slice_of(slices, 0, slices.num_slices - 1, begin)
+            high = slice_of(slices, low, slices.num_slices - 1, begin + TILE - 1)
         for piece in range(0, real, PIECE):
             at = begin + piece
-            y = load_scattered(grads, starts, offsets, at, real - piece, low, high, lane, scale, FLAT)
-            count_by_slice(counts, starts, low, high, at, magnitude_bits(y) >= INF_BITS)
+            y = load_scattered(grads, slices, at, real - piece, low, high, lane, scale, FLAT)
+            count_by_slice(slices, low, high, at, magnitude_bits(y) >= INF_BITS)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("num_slices", "numel", "exact_num_slices", "exact_numel"),
-        *("part_numel", "part_exact_numel", "first_part", "num_parts", "scale"),
-        *("noise_seed", "noise_parameter", "noise_step", "noise_source"),
-    ]
-)
+@triton.jit(do_not_specialize=["lossy", "exact", "shape", "first_part", "num_parts", "scale", "key"])
 def pack_kernel(
     grads,
-    starts,
-    offsets,
-    first,
-    counts,
-    num_slices: tl.int32,
-    numel: tl.int64,
-    exact_starts,
-    exact_offsets,
-    exact_first,
-    exact_counts,
-    exact_num_slices: tl.int32,
-    exact_numel: tl.int64,
-    exact_out,
-    scales_out,
-    codes_out,
-    part_stride: tl.int64,
-    part_numel: tl.int64,
-    part_exact_numel: tl.int64,
+    lossy,  # CountedSlices, as the next
+    exact,
+    out,  # Sections
+    shape,  # PartShape
     first_part: tl.int64,
     num_parts: tl.int32,
     scale: tl.float32,
     residual,
-    residual_scales,
-    noise_seed: tl.int64,
-    noise_parameter: tl.int32,
-    noise_step: tl.int32,
-    noise_source: tl.int32,
+    key,  # Noise
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -230,100 +130,43 @@ def pack_kernel(
     STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    kept = (residual, residual_scales)
-    key = (noise_seed, noise_parameter, noise_step, noise_source)
+    parts = (shape.stride, shape.numel, first_part, num_parts)
+    exact_parts = (shape.stride, shape.exact_numel, first_part, num_parts)
     exact_unit = first_unit(0)
     seen = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
+    # The encoders' tuples are no variables: Triton 3.6 would make variables of the constants in them.
     if HAS_EXACT:
-        lossy_unit = first_unit(num_parts * tiles_of(part_exact_numel, TILE))
+        unit = first_unit(num_parts * tiles_of(shape.exact_numel, TILE))
         seen = pack_stream(
             seen,
             grads,
-            exact_starts,
-            exact_offsets,
-            exact_first,
-            exact_num_slices,
-            exact_numel,
-            scales_out,
-            exact_out,
-            part_stride,
-            part_exact_numel,
-            first_part,
-            num_parts,
+            exact,
+            (out.scales, out.exact),
+            exact_parts,
             exact_unit,
             scale,
-            kept,
-            key,
-            FP32,
-            BLOCK,
+            (residual, key, FP32, BLOCK, False, False, 0),
             TILE,
             False,
-            False,
-            False,
-            0,
         )
     else:
-        lossy_unit = exact_unit
+        unit = exact_unit
     seen = pack_stream(
         seen,
         grads,
-        starts,
-        offsets,
-        first,
-        num_slices,
-        numel,
-        scales_out,
-        codes_out,
-        part_stride,
-        part_numel,
-        first_part,
-        num_parts,
-        lossy_unit,
+        lossy,
+        (out.scales, out.codes),
+        parts,
+        unit,
         scale,
-        kept,
-        key,
-        WIRE,
-        BLOCK,
+        (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK),
         TILE,
         FLAT,
-        ROTATED,
-        STOCHASTIC,
-        FEEDBACK,
     )
     if tl.max(seen, axis=0) >= INF_BITS:
         if HAS_EXACT:
-            count_stream(
-                grads,
-                exact_starts,
-                exact_offsets,
-                exact_first,
-                exact_counts,
-                exact_num_slices,
-                exact_numel,
-                part_exact_numel,
-                first_part,
-                num_parts,
-                exact_unit,
-                scale,
-                TILE,
-                False,
-            )
-        count_stream(
-            grads,
-            starts,
-            offsets,
-            first,
-            counts,
-            num_slices,
-            numel,
-            part_numel,
-            first_part,
-            num_parts,
-            lossy_unit,
-            scale,
-            TILE,
-            FLAT,
-        )
+            count_stream(grads, exact, exact_parts, exact_unit, scale, TILE, False)
+        count_stream(grads, lossy, parts, unit, scale, TILE, FLAT)
 
 
 def pack(
@@ -336,14 +179,16 @@ def pack(
     layout.padded_numel elements. ValueError if `out` or the residual has another shape, dtype or alignment.
     """
     layout = bucket.layout
-    exact_out, scales_out, codes_out = sections(layout, out, layout.chunk_nbytes)
-    lossy, exact = bucket.lossy, bucket.exact
     pack_kernel[(num_programs,)](
-        *(bucket.grads, lossy.starts, lossy.offsets, lossy.first, lossy.counts, lossy.num_slices, lossy.numel),
-        *(exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel),
-        *(exact_out, scales_out, codes_out, layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel),
-        *(chunk * layout.num_parts, layout.num_parts, scale),
-        *encoding_args(encoding, layout, 0, layout.padded_numel, out),
+        *(bucket.grads, counted_slices_of(bucket.lossy), counted_slices_of(bucket.exact)),
+        *(
+            sections(layout, out, layout.chunk_nbytes),
+            shape_of(layout),
+            chunk * layout.num_parts,
+            layout.num_parts,
+            scale,
+        ),
+        *encoding_args(encoding, 0, layout.padded_numel, out),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .constants import FP8, FP8_E5M2, INT4
+from .constants import FP8, INT4
 from .elements import (
     INF_BITS,
     LEAST_ABSMAX_BITS,
@@ -23,34 +23,47 @@ from .noise import fraction
 # may, since only the first column is written; later versions spill by it.
 ROWS_IN_ORDER = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
+# fp8 is e4m3fn, beside fp32.
+MANTISSA_NBITS, BIAS = 3, 7
+FP8_GREATEST = tl.constexpr(0x7E)  # the code of 448
+FP8_SHIFT = tl.constexpr(23 - MANTISSA_NBITS)  # mantissa bits that fp32 has more
+FP8_NOISE_SHIFT = tl.constexpr(23 - MANTISSA_NBITS - 16)
+FP8_REBIAS = tl.constexpr((127 - BIAS) << 23)  # from its exponents to fp32's
+FP8_LEAST_NORMAL = tl.constexpr((128 - BIAS) << 23)  # the bits of 2^-6 in fp32
+FP8_SUBNORMALS = tl.constexpr((2 << MANTISSA_NBITS) - 1)
+FP8_HALF = tl.constexpr((1 << (22 - MANTISSA_NBITS)) - 1)  # an ulp, less one
+# 1.5 times a power of two whose ulp is the step of the subnormals.
+FP8_ROUND_TO_STEP = tl.constexpr(1.5 * 2.0 ** (24 - BIAS - MANTISSA_NBITS))
+FP8_STEPS = tl.constexpr(2.0 ** (BIAS - 1 + MANTISSA_NBITS))  # of the subnormals, to 1.0
+
 
 @triton.jit
-def fp8_code(v, MANTISSA_NBITS: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
-    """int32: the code of `v` to nearest even, ±GREATEST where it lies beyond; by integers, as for bf16."""
-    SHIFT: tl.constexpr = 23 - MANTISSA_NBITS
-    REBIAS: tl.constexpr = (127 - BIAS) << 23
-    # 1.5 times a power of two whose ulp is the step of the subnormals.
-    ROUND_TO_STEP: tl.constexpr = 1.5 * 2.0 ** (24 - BIAS - MANTISSA_NBITS)
+def fp8_code(v):
+    """int32: the code of `v` to nearest even, ±448 where it lies beyond; by integers, as for bf16."""
     bits = magnitude_bits(v)
     # Half an ulp less one, plus the lowest kept bit, carries exactly where nearest-even rounds up.
-    code = (bits + ((1 << (SHIFT - 1)) - 1 - REBIAS) + ((bits >> SHIFT) & 1)) >> SHIFT
-    subnormal = (tl.abs(v) + ROUND_TO_STEP).to(tl.int32, bitcast=True) & ((2 << MANTISSA_NBITS) - 1)
-    code = tl.where(bits < REBIAS + (1 << 23), subnormal, tl.minimum(code, GREATEST))
-    return code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    code = (bits + (FP8_HALF - FP8_REBIAS) + ((bits >> FP8_SHIFT) & 1)) >> FP8_SHIFT
+    subnormal = (tl.abs(v) + FP8_ROUND_TO_STEP).to(tl.int32, bitcast=True)
+    return with_fp8_sign(v, bits, code, subnormal)
 
 
 @triton.jit
-def stochastic_fp8_code(v, noise, MANTISSA_NBITS: tl.constexpr, BIAS: tl.constexpr, GREATEST: tl.constexpr):
+def stochastic_fp8_code(v, noise):
     """As fp8_code, rounded up where `noise`, of 16 bits, carries into what is kept."""
-    SHIFT: tl.constexpr = 23 - MANTISSA_NBITS
-    REBIAS: tl.constexpr = (127 - BIAS) << 23
-    STEPS: tl.constexpr = 2.0 ** (BIAS - 1 + MANTISSA_NBITS)  # of the subnormals, to 1.0
     bits = magnitude_bits(v)
-    code = (bits + (noise << (SHIFT - 16)).to(tl.int32) - REBIAS) >> SHIFT
+    code = (bits + (noise << FP8_NOISE_SHIFT).to(tl.int32) - FP8_REBIAS) >> FP8_SHIFT
     # As a whole number in the lowest bits of 2^23.
-    subnormal = floor(tl.abs(v) * STEPS + fraction(noise)) + TWO_TO_23
-    subnormal = subnormal.to(tl.int32, bitcast=True) & ((2 << MANTISSA_NBITS) - 1)
-    code = tl.where(bits < REBIAS + (1 << 23), subnormal, tl.minimum(code, GREATEST))
+    subnormal = floor(tl.abs(v) * FP8_STEPS + fraction(noise)) + TWO_TO_23
+    return with_fp8_sign(v, bits, code, subnormal.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def with_fp8_sign(v, bits, code, subnormal):
+    """The magnitude `code` of `v`, whose magnitude_bits are given, with its sign.
+
+    At most 448's. Below the least normal number it is in the lowest bits of `subnormal` instead.
+    """
+    code = tl.where(bits < FP8_LEAST_NORMAL, subnormal & FP8_SUBNORMALS, tl.minimum(code, FP8_GREATEST))
     return code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
@@ -83,17 +96,14 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     # In a block that is not normal the least fp32, 2^-149: everything but Inf and NaN then rounds to zero.
     inverse = tl.where(normal, inverse.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     v = rows * spread(inverse, PER_BLOCK)
-    if WIRE == FP8 or WIRE == FP8_E5M2:
+    if WIRE == FP8:
         if noise is None:
             # … and to +0, as 2^-20 rounds to zero, too. Elsewhere -0 changes nothing (by bits: Triton makes a literal
             # +0).
             v += spread(tl.where(normal, SIGN_BIT, (127 - 20) << 23).to(tl.float32, bitcast=True), PER_BLOCK)
-            codes = fp8_code(v, 3, 7, 0x7E) if WIRE == FP8 else fp8_code(v, 2, 15, 0x7B)
+            codes = fp8_code(v)
         else:
-            noise = tl.reshape(noise, (TILE // VEC, VEC))
-            codes = (
-                stochastic_fp8_code(v, noise, 3, 7, 0x7E) if WIRE == FP8 else stochastic_fp8_code(v, noise, 2, 15, 0x7B)
-            )
+            codes = stochastic_fp8_code(v, tl.reshape(noise, (TILE // VEC, VEC)))
     else:
         if noise is not None:
             v = floor(v + fraction(tl.reshape(noise, (TILE // VEC, VEC))))
@@ -106,7 +116,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     else:
         # Noise rounds up also what is tiny.
         codes = tl.where(spread(normal, PER_BLOCK) | (tl.abs(rows) == float("inf")), codes, 0)
-    if WIRE == FP8 or WIRE == FP8_E5M2:
+    if WIRE == FP8:
         values = decode(codes.to(tl.int8), WIRE)
     else:
         values = whole - ROUND_TO_INTEGER

@@ -12,13 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import FEEDBACK_IDS, FP32, OPTIONS, TILE, WIRE_IDS
+from .arguments import shape_of
+from .constants import FEEDBACK_IDS, FP32, OPTIONS, WIRE_IDS
 from .elements import code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
 from .encode import encode_tile
 from .encoding import NEAREST, Encoding, encoding_args
 from .residual import load_residual
 from .sections import sections
 from .tiles import first_unit, section_of, tiles_of
+from .variants import TILE
 
 if TYPE_CHECKING:
     from fusedcomm.native import _C
@@ -40,23 +42,15 @@ def minus_zero_unless(present, dtype: tl.constexpr):
 
 @triton.jit
 def load_rank(
-    scales_in,
-    codes_in,
-    in_stride,
-    world_size,
-    rank,
-    begin,
-    numel,
-    VEC: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    ranks, rank, begin, numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
     """(codes, scales [TILE // VEC]) of `numel` elements of a rank's part, from `begin` on: a multiple of VEC and, where
     there are scales, of BLOCK.
 
-    Values that decode to -0 if there is no such rank.
+    ranks: (scales and codes of the first rank, bytes from one to the next, how many). Values that decode to -0 if
+    there is no such rank.
     """
+    scales_in, codes_in, in_stride, world_size = ranks
     PER_CODE: tl.constexpr = per_code(WIRE)
     present = rank < world_size
     numel = tl.where(present, numel, 0)
@@ -83,155 +77,65 @@ def add(total, codes, scales, VEC: tl.constexpr, WIRE: tl.constexpr):
 
 @triton.jit
 def reduce_tile(
-    scales_in,
-    codes_in,
-    scales_out,
-    codes_out,
-    in_stride,
-    part_numel,
-    world_size,
-    part,
-    tile,
-    position,
-    scale,
-    residual,
-    key,
-    IN_WIRE: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    ranks, sections, part_numel, part, tile, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sums a tile of the part, of those written, whose sections are given; position: of the first such part's first
-    element in the stream."""
-    VEC: tl.constexpr = vector_numel(
-        codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual[0].dtype.element_ty
-    )
+    """Sums a tile of the part, of those written, whose sections (scales, codes) are given.
+
+    position: of the first such part's first element in the stream. ranks: as for load_rank, encoder: for encode_tile.
+    """
+    residual = encoder[0]
+    BLOCK: tl.constexpr = encoder[3]
+    FEEDBACK: tl.constexpr = encoder[6]
+    VEC: tl.constexpr = vector_numel(ranks[1].dtype.element_ty, sections[1].dtype.element_ty, residual.dtype.element_ty)
     numel = tl.minimum(part_numel - tl.cast(tile, tl.int64) * TILE, TILE).to(tl.int32)
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
-    kept = load_residual(residual, begin, numel, VEC, BLOCK, TILE, FEEDBACK)
+    kept = load_residual(residual, begin, numel, VEC, TILE, FEEDBACK)
     total = tl.full([TILE], minus_zero_unless(False, tl.float32), tl.float32)
     # With scales and residuals, four at a time are more than the registers hold.
     AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
-    for rank in range(0, world_size, AT_A_TIME):
-        c0, s0 = load_rank(scales_in, codes_in, in_stride, world_size, rank, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
-        c1, s1 = load_rank(
-            scales_in, codes_in, in_stride, world_size, rank + 1, begin, numel, VEC, IN_WIRE, BLOCK, TILE
-        )
+    for rank in range(0, ranks[3], AT_A_TIME):
+        c0, s0 = load_rank(ranks, rank, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
+        c1, s1 = load_rank(ranks, rank + 1, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
         if AT_A_TIME == 4:
-            c2, s2 = load_rank(
-                scales_in, codes_in, in_stride, world_size, rank + 2, begin, numel, VEC, IN_WIRE, BLOCK, TILE
-            )
-            c3, s3 = load_rank(
-                scales_in, codes_in, in_stride, world_size, rank + 3, begin, numel, VEC, IN_WIRE, BLOCK, TILE
-            )
+            c2, s2 = load_rank(ranks, rank + 2, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
+            c3, s3 = load_rank(ranks, rank + 3, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
         total = add(total, c0, s0, VEC, IN_WIRE)
         total = add(total, c1, s1, VEC, IN_WIRE)
         if AT_A_TIME == 4:
             total = add(total, c2, s2, VEC, IN_WIRE)
             total = add(total, c3, s3, VEC, IN_WIRE)
     # Past the part's end the total is a zero still, and nothing there is written.
-    encode_tile(
-        total * scale,
-        scales_out,
-        codes_out,
-        tile,
-        numel,
-        part_numel,
-        key,
-        position + begin,
-        residual,
-        kept,
-        begin,
-        VEC,
-        WIRE,
-        BLOCK,
-        ROTATED,
-        STOCHASTIC,
-        FEEDBACK,
-    )
+    encode_tile(total * scale, sections, tile, numel, part_numel, position + begin, kept, begin, VEC, encoder)
 
 
 @triton.jit
 def reduce_stream(
-    scales_in,
-    codes_in,
-    scales_out,
-    codes_out,
-    in_stride,
-    part_stride,
-    part_numel,
-    num_parts,
-    world_size,
-    begin_unit,
-    position,
-    scale,
-    residual,
-    key,
-    IN_WIRE: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    FEEDBACK: tl.constexpr,
+    ranks, sections, parts, begin_unit, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr
 ):
+    """Sums this program's tiles of a stream.
+
+    sections: (scales, codes) of the first part written; parts: (stride, elements in each, how many) of those written.
+    """
+    stride, part_numel, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
         part = (unit // num_tiles).to(tl.int64)
-        reduce_tile(
-            scales_in,
-            codes_in,
-            section_of(scales_out, part_stride, part),
-            section_of(codes_out, part_stride, part),
-            in_stride,
-            part_numel,
-            world_size,
-            part,
-            unit % num_tiles,
-            position,
-            scale,
-            residual,
-            key,
-            IN_WIRE,
-            WIRE,
-            BLOCK,
-            TILE,
-            ROTATED,
-            STOCHASTIC,
-            FEEDBACK,
-        )
+        own = (section_of(sections[0], stride, part), section_of(sections[1], stride, part))
+        reduce_tile(ranks, own, part_numel, part, unit % num_tiles, position, scale, encoder, IN_WIRE, TILE)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("part_numel", "part_exact_numel", "first_part", "num_parts", "world_size", "scale"),
-        *("noise_seed", "noise_parameter", "noise_step", "noise_source"),
-    ]
-)
+@triton.jit(do_not_specialize=["shape", "first_part", "num_parts", "world_size", "scale", "key"])
 def reduce_kernel(
-    exact_in,
-    scales_in,
-    codes_in,
-    exact_out,
-    scales_out,
-    codes_out,
+    message,  # Sections, as the next
+    out,
     in_stride: tl.int64,
-    part_stride: tl.int64,
-    part_numel: tl.int64,
-    part_exact_numel: tl.int64,
+    shape,  # PartShape, of what is written
     first_part: tl.int64,
     num_parts: tl.int32,
     world_size: tl.int32,
     scale: tl.float32,
     residual,
-    residual_scales,
-    noise_seed: tl.int64,
-    noise_parameter: tl.int32,
-    noise_step: tl.int32,
-    noise_source: tl.int32,
+    key,  # Noise
     IN_WIRE: tl.constexpr,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -241,63 +145,38 @@ def reduce_kernel(
     STOCHASTIC: tl.constexpr,
     FEEDBACK: tl.constexpr,
 ):
-    kept = (residual, residual_scales)
-    key = (noise_seed, noise_parameter, noise_step, noise_source)
     num_exact_units = 0
+    # The encoders' tuples are no variables: Triton 3.6 would make variables of the constants in them.
     if HAS_EXACT:
         # Triton loads every tile of one shape by as many elements a thread as the widest access of that shape has.
         # Where the lossy stream has more than four, exact tiles have a shape that it does not use: fp32 sums of more
         # than four a thread would pass through shared memory before they are stored.
         VEC: tl.constexpr = vector_numel(
-            codes_in.dtype.element_ty, codes_out.dtype.element_ty, residual.dtype.element_ty
+            message.codes.dtype.element_ty, out.codes.dtype.element_ty, residual.dtype.element_ty
         )
         EXACT_TILE: tl.constexpr = TILE if VEC == 4 else TILE // 4
-        num_exact_units = num_parts * tiles_of(part_exact_numel, EXACT_TILE)
+        num_exact_units = num_parts * tiles_of(shape.exact_numel, EXACT_TILE)
         reduce_stream(
-            scales_in,
-            exact_in,
-            scales_out,
-            exact_out,
-            in_stride,
-            part_stride,
-            part_exact_numel,
-            num_parts,
-            world_size,
+            (message.scales, message.exact, in_stride, world_size),
+            (out.scales, out.exact),
+            (shape.stride, shape.exact_numel, num_parts),
             first_unit(0),
             0,
             scale,
-            kept,
-            key,
+            (residual, key, FP32, BLOCK, False, False, 0),
             FP32,
-            FP32,
-            BLOCK,
             EXACT_TILE,
-            False,
-            False,
-            0,
         )
     reduce_stream(
-        scales_in,
-        codes_in,
-        scales_out,
-        codes_out,
-        in_stride,
-        part_stride,
-        part_numel,
-        num_parts,
-        world_size,
+        (message.scales, message.codes, in_stride, world_size),
+        (out.scales, out.codes),
+        (shape.stride, shape.numel, num_parts),
         first_unit(num_exact_units),
-        first_part * part_numel,
+        first_part * shape.numel,
         scale,
-        kept,
-        key,
+        (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK),
         IN_WIRE,
-        WIRE,
-        BLOCK,
         TILE,
-        ROTATED,
-        STOCHASTIC,
-        FEEDBACK,
     )
 
 
@@ -327,11 +206,9 @@ def reduce(
     if (layout.part.lossy_numel, layout.part.exact_numel) != (numel, num_parts * to.part.exact_numel):
         raise ValueError(f"parts of {layout} cannot become {num_parts} parts of {to}")
     reduce_kernel[(num_programs,)](
-        *sections(layout, parts, layout.chunk_nbytes),
-        *sections(to, out, num_parts * to.part_stride),
-        *(layout.part_stride, to.part_stride, to.part.lossy_numel, to.part.exact_numel),
-        *(chunk * to.num_parts + first_part, num_parts, layout.num_parts, scale),
-        *encoding_args(encoding, to, chunk * numel, to.num_chunks * numel, out),
+        *(sections(layout, parts, layout.chunk_nbytes), sections(to, out, num_parts * to.part_stride)),
+        *(layout.part_stride, shape_of(to), chunk * to.num_parts + first_part, num_parts, layout.num_parts, scale),
+        *encoding_args(encoding, chunk * numel, to.num_chunks * numel, out),
         IN_WIRE=WIRE_IDS[layout.wire],
         WIRE=WIRE_IDS[to.wire],
         BLOCK=to.block_numel,

@@ -6,9 +6,8 @@ They lie in the order of the stream, so a tile's are in one piece and aligned, w
 import triton
 import triton.language as tl
 
-from .constants import FEEDBACK_BF16, FEEDBACK_FP32, FEEDBACK_INT8, INT8
-from .elements import INF_BITS, bf16_bits, from_bf16_bits, load_scales, magnitude_bits, times_scales
-from .quantise import quantise, store_scales
+from .constants import FEEDBACK_BF16, FEEDBACK_FP32
+from .elements import INF_BITS, bf16_bits, from_bf16_bits, magnitude_bits
 
 
 @triton.jit
@@ -19,21 +18,13 @@ def places_of(residual, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_residual(
-    residual, begin, numel, VEC: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FEEDBACK: tl.constexpr
-):
-    """fp32 [TILE], zeros past `numel` elements from `begin` on; a 0 without FEEDBACK.
-
-    `residual`: (values, the scales of int8 ones).
-    """
+def load_residual(residual, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, FEEDBACK: tl.constexpr):
+    """fp32 [TILE], zeros past `numel` elements from `begin` on; a 0 without FEEDBACK."""
     if FEEDBACK:
-        places, mask = places_of(residual[0], begin, numel, VEC, TILE)
+        places, mask = places_of(residual, begin, numel, VEC, TILE)
         loaded = tl.load(places, mask=mask, other=0)
         if FEEDBACK == FEEDBACK_BF16:
             return from_bf16_bits(loaded)
-        elif FEEDBACK == FEEDBACK_INT8:
-            scales = load_scales(residual[1] + begin // BLOCK, 0, numel, 0.0, VEC, BLOCK, TILE)
-            return times_scales(loaded.to(tl.float32), scales, VEC)
         else:
             tl.static_assert(FEEDBACK == FEEDBACK_FP32)
             return loaded
@@ -42,14 +33,11 @@ def load_residual(
 
 
 @triton.jit
-def store_residual(residual, left_out, begin, numel, VEC: tl.constexpr, BLOCK: tl.constexpr, FEEDBACK: tl.constexpr):
+def store_residual(residual, left_out, begin, numel, VEC: tl.constexpr, FEEDBACK: tl.constexpr):
     """Writes the first `numel` elements of `left_out` (fp32 [TILE]), zeros for what is not finite, from `begin` on."""
     TILE: tl.constexpr = left_out.shape[0]
-    places, mask = places_of(residual[0], begin, numel, VEC, TILE)
+    places, mask = places_of(residual, begin, numel, VEC, TILE)
     left_out = tl.where(magnitude_bits(left_out) < INF_BITS, left_out, 0.0)
     if FEEDBACK == FEEDBACK_BF16:
         left_out = bf16_bits(left_out)
-    elif FEEDBACK == FEEDBACK_INT8:
-        left_out, scales, _ = quantise(left_out, None, VEC, INT8, BLOCK)
-        store_scales(residual[1] + begin // BLOCK, scales, numel, VEC, BLOCK)
     tl.store(places, left_out, mask=mask)

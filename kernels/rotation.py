@@ -7,13 +7,14 @@ not needed, because 32 elements never lie in more than one warp.
 import triton
 import triton.language as tl
 
+from fusedcomm.native import _C
+
 from .elements import SIGN_BIT
 
-RUN_NUMEL = 32
-
-RUN_MASK = tl.constexpr(RUN_NUMEL - 1)
-INVERSE = tl.constexpr(1 / RUN_NUMEL)
-SIGNS = tl.constexpr(0x9E3779B9 - 2**32)  # bit i: element i changes its sign
+RUN = tl.constexpr(_C.ROTATION_NUMEL)
+RUN_MASK = tl.constexpr(_C.ROTATION_NUMEL - 1)
+INVERSE = tl.constexpr(1 / _C.ROTATION_NUMEL)
+SIGNS = tl.constexpr(_C.ROTATION_SIGNS - 2**32)  # as an i32
 
 
 @triton.jit

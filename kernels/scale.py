@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import Runs
 from .constants import NUM_THREADS, OPTIONS
 from .elements import INF_BITS, magnitude_bits, max_in_thread
 from .tiles import count_by_slice, slice_of
@@ -15,29 +16,27 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def count_products(data, numel, starts, counts, num_slices, num_tiles, TILE: tl.constexpr):
+def count_products(data, numel, slices, num_tiles, TILE: tl.constexpr):
     # Other threads may have written what a thread reads back.
     tl.debug_barrier()
     PIECE: tl.constexpr = TILE // 4
     lane = tl.arange(0, PIECE)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         begin = tl.cast(tile, tl.int64) * TILE
-        low = slice_of(starts, 0, num_slices - 1, begin)
-        high = slice_of(starts, low, num_slices - 1, begin + TILE - 1)
+        low = slice_of(slices, 0, slices.num_slices - 1, begin)
+        high = slice_of(slices, low, slices.num_slices - 1, begin + TILE - 1)
         for piece in range(0, TILE, PIECE):
             at = begin + piece
             y = tl.load(data + at + lane, mask=lane < numel - at, other=0.0)
-            count_by_slice(counts, starts, low, high, at, magnitude_bits(y) >= INF_BITS)
+            count_by_slice(slices, low, high, at, magnitude_bits(y) >= INF_BITS)
 
 
-@triton.jit(do_not_specialize=["numel", "scale", "num_slices"])
+@triton.jit(do_not_specialize=["numel", "scale", "slices"])
 def scale_kernel(
     data,
     numel: tl.int64,
     scale: tl.float32,
-    starts,
-    counts,
-    num_slices: tl.int32,
+    slices,  # Runs
     TILE: tl.constexpr,
 ):
     VEC: tl.constexpr = 4
@@ -56,7 +55,7 @@ def scale_kernel(
             tl.store(data + begin + lane, y, mask=mask)
             seen = tl.maximum(seen, max_in_thread(tl.where(mask, magnitude_bits(y), 0), seen.shape[0], VEC))
     if tl.max(seen, axis=0) >= INF_BITS:
-        count_products(data, numel, starts, counts, num_slices, num_tiles, TILE)
+        count_products(data, numel, slices, num_tiles, TILE)
 
 
 def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
@@ -69,7 +68,7 @@ def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
         raise ValueError(f"only flat fp32 buckets are scaled in place, not {bucket.grads.dtype}, flat={bucket.flat}")
     lossy = bucket.lossy
     scale_kernel[(num_programs,)](
-        *(bucket.grads, lossy.numel, scale, lossy.starts, lossy.counts, lossy.num_slices),
+        *(bucket.grads, lossy.numel, scale, Runs(lossy.starts, lossy.counts, lossy.num_slices)),
         TILE=bucket.tile,
         **OPTIONS,
     )

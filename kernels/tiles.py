@@ -36,19 +36,19 @@ def extent(numel, part_numel, part, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def overlapping(first, num_slices, numel, part_numel, part, tile, TILE: tl.constexpr):
-    """(low, high): the slices among which a tile's elements are, both included."""
+def overlapping(slices, part_numel, part, tile, TILE: tl.constexpr):
+    """(low, high): the slices among which a tile's elements are, both included. `slices`: see arguments.py."""
     index = part * tiles_of(part_numel, TILE) + tile
     end = part * part_numel + tl.minimum((tl.cast(tile, tl.int64) + 1) * TILE, part_numel)
     # The next entry belongs to the element at `end`, also where that is the next part's first.
-    last = num_slices - 1
-    low = tl.minimum(tl.load(first + index), last)
-    high = tl.minimum(tl.load(first + index + 1, mask=end < numel, other=last), last)
+    last = slices.num_slices - 1
+    low = tl.minimum(tl.load(slices.first + index), last)
+    high = tl.minimum(tl.load(slices.first + index + 1, mask=end < slices.numel, other=last), last)
     return low, high
 
 
 @triton.jit
-def slice_of(starts, low, high, element):
+def slice_of(slices, low, high, element):
     """i32, like `element` (tensor or scalar): the last slice in low…high that starts at or before it; `low` has to."""
     width = high - low
     step = 1
@@ -58,41 +58,41 @@ def slice_of(starts, low, high, element):
     while step > 1:
         step = step // 2
         probe = found + step
-        start = tl.load(starts + probe, mask=probe <= high, other=0)
+        start = tl.load(slices.starts + probe, mask=probe <= high, other=0)
         found = tl.where((probe <= high) & (start <= element), probe, found)
     return found
 
 
 @triton.jit
-def place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.constexpr):
+def place_of(slices, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.constexpr):
     """(offset, run, low, high): where the tile's first element lies, and how many that follow it lie behind it."""
-    begin, _, real = extent(numel, part_numel, part, tile, TILE)
+    begin, _, real = extent(slices.numel, part_numel, part, tile, TILE)
     if FLAT:
         low = 0
         high = 0
         offset = begin
         run = real.to(tl.int64)
     else:
-        low, high = overlapping(first, num_slices, numel, part_numel, part, tile, TILE)
-        offset = tl.load(offsets + low) + begin - tl.load(starts + low)
-        run = tl.load(starts + low + 1) - begin
+        low, high = overlapping(slices, part_numel, part, tile, TILE)
+        offset = tl.load(slices.offsets + low) + begin - tl.load(slices.starts + low)
+        run = tl.load(slices.starts + low + 1) - begin
     return offset, run, low, high
 
 
 @triton.jit
-def offsets_of(starts, offsets, begin, low, high, lane, mask, FLAT: tl.constexpr):
+def offsets_of(slices, begin, low, high, lane, mask, FLAT: tl.constexpr):
     """i64, like `lane`: where elements of a tile lie that is not in one piece; garbage where `mask` is False."""
     element = begin + lane
     if FLAT:
         return element
     else:
-        index = slice_of(starts, low, high, element)
-        return element + tl.load(offsets + index, mask=mask) - tl.load(starts + index, mask=mask)
+        index = slice_of(slices, low, high, element)
+        return element + tl.load(slices.offsets + index, mask=mask) - tl.load(slices.starts + index, mask=mask)
 
 
 @triton.jit
-def count_by_slice(counts, starts, low, high, begin, bad):
-    """counts[slice] += how many elements (bool [numel], from stream element `begin` on) are `bad`.
+def count_by_slice(slices, low, high, begin, bad):
+    """slices.counts[slice] += how many elements (bool [numel], from stream element `begin` on) are `bad`.
 
     Slice by slice, so that there is one atomic addition for each: in an overflow every element of a model is bad.
     """
@@ -100,11 +100,11 @@ def count_by_slice(counts, starts, low, high, begin, bad):
     lane = tl.arange(0, NUMEL)
     if tl.max(bad.to(tl.int32), axis=0) > 0:
         for index in range(low, high + 1):
-            start = tl.maximum(tl.load(starts + index) - begin, 0).to(tl.int32)
-            end = tl.minimum(tl.load(starts + index + 1) - begin, NUMEL).to(tl.int32)
+            start = tl.maximum(tl.load(slices.starts + index) - begin, 0).to(tl.int32)
+            end = tl.minimum(tl.load(slices.starts + index + 1) - begin, NUMEL).to(tl.int32)
             count = tl.sum((bad & (lane >= start) & (lane < end)).to(tl.int32), axis=0)
             if count > 0:
-                tl.atomic_add(counts + index, count.to(tl.int64), sem="relaxed")
+                tl.atomic_add(slices.counts + index, count.to(tl.int64), sem="relaxed")
 
 
 @triton.jit

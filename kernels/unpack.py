@@ -2,9 +2,6 @@
 
 With ROTATED, what is decoded is rotated back before it is multiplied by the scale. With SUMS there are several messages
 of one part each, one behind the other: x = (the fp32 sum, in their order, of what each has)·scale.
-
-With the epilogue each program also counts what it stored that is not finite, and sums the squares, so that nobody has
-to read the gradients again to skip a step or clip a norm. Sums are fp32 within a thread's piece of a tile, fp64 beyond.
 """
 
 from typing import TYPE_CHECKING
@@ -13,45 +10,32 @@ import torch
 import triton
 import triton.language as tl
 
-from .constants import FP32, NUM_THREADS, OPTIONS, WIRE_IDS
+from .arguments import shape_of, slices_of
+from .constants import FP32, OPTIONS, WIRE_IDS
 from .elements import (
-    INF_BITS,
     code_lane,
     decode,
     has_scales,
     load_scales,
-    magnitude_bits,
     per_code,
-    sum_in_thread,
     times_scales,
-    to_fp32,
     to_gradient,
     vector_numel,
 )
-from .rotation import RUN_NUMEL, unrotate
+from .rotation import RUN, unrotate
 from .sections import sections
 from .tiles import extent, first_unit, offsets_of, place_of, section_of, tiles_of
 
 if TYPE_CHECKING:
     from .bucket import Bucket
 
-RUN = tl.constexpr(RUN_NUMEL)
-
 
 @triton.jit
-def load_message(
-    scales_in,
-    codes_in,
-    begin,
-    numel,
-    VEC: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    FULL: tl.constexpr,
-    ROTATED: tl.constexpr,
-):
+def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, decoder):
     """fp32 [TILE], from a part's element `begin` on, of which `numel` exist (FULL: all of them)."""
+    WIRE: tl.constexpr = decoder[0]
+    BLOCK: tl.constexpr = decoder[1]
+    ROTATED: tl.constexpr = decoder[2]
     PER_CODE: tl.constexpr = per_code(WIRE)
     lane = code_lane(TILE, VEC, WIRE)
     places = codes_in + begin // PER_CODE + lane
@@ -68,94 +52,45 @@ def load_message(
 
 @triton.jit
 def load_gradients(
-    scales_in,
-    codes_in,
-    stride,
-    num_messages,
+    messages,
     begin,
     numel,
     scale,
     dtype: tl.constexpr,
     VEC: tl.constexpr,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SUMS: tl.constexpr,
+    decoder,
 ):
-    """The same in the gradient's dtype; SUMS: of so many messages, `stride` bytes apart."""
-    values = load_message(scales_in, codes_in, begin, numel, VEC, WIRE, BLOCK, TILE, FULL, ROTATED)
+    """The same in the gradient's dtype; with SUMS, the sum of all messages.
+
+    messages: (scales and codes of the part in the first, bytes from one to the next, how many). decoder: constants
+    (WIRE, BLOCK, ROTATED, SUMS).
+    """
+    scales_in, codes_in, stride, num_messages = messages
+    SUMS: tl.constexpr = decoder[3]
+    values = load_message(scales_in, codes_in, begin, numel, VEC, TILE, FULL, decoder)
     if SUMS:
         for message in range(1, num_messages):
             scales, codes = section_of(scales_in, stride, message), section_of(codes_in, stride, message)
-            values += load_message(scales, codes, begin, numel, VEC, WIRE, BLOCK, TILE, FULL, ROTATED)
+            values += load_message(scales, codes, begin, numel, VEC, TILE, FULL, decoder)
     return to_gradient(values * scale, dtype)
 
 
 @triton.jit
-def summarise(nonfinite, sum_sq, stored, VEC: tl.constexpr):
-    LANES: tl.constexpr = nonfinite.shape[0]
-    g = to_fp32(stored)
-    nonfinite += sum_in_thread((magnitude_bits(g) >= INF_BITS).to(tl.int32), LANES, VEC)
-    sum_sq += sum_in_thread(g * g, LANES, VEC).to(tl.float64)
-    return nonfinite, sum_sq
-
-
-@triton.jit
 def unpack_tile(
-    nonfinite,
-    sum_sq,
-    grads,
-    starts,
-    offsets,
-    first,
-    num_slices,
-    numel,
-    scales_in,
-    codes_in,
-    stride,
-    num_messages,
-    part_numel,
-    part,
-    tile,
-    scale,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SUMS: tl.constexpr,
+    grads, slices, messages, part_numel, part, tile, scale, decoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Unpacks a tile of the part whose sections are given; returns `nonfinite` and `sum_sq` with the tile's added."""
-    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, codes_in.dtype.element_ty)
+    """Unpacks a tile of the part whose messages are given; these and `decoder` as for load_gradients."""
+    VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, messages[1].dtype.element_ty)
     dtype: tl.constexpr = grads.dtype.element_ty
-    begin, on_wire, real = extent(numel, part_numel, part, tile, TILE)
-    offset, run, low, high = place_of(starts, offsets, first, num_slices, numel, part_numel, part, tile, TILE, FLAT)
+    begin, on_wire, real = extent(slices.numel, part_numel, part, tile, TILE)
+    offset, run, low, high = place_of(slices, part_numel, part, tile, TILE, FLAT)
     inside = tl.cast(tile, tl.int64) * TILE
     if (run >= TILE) & (real == TILE) & (offset % VEC == 0):
         lane = tl.max_contiguous(tl.arange(0, TILE), VEC)
-        g = load_gradients(
-            scales_in,
-            codes_in,
-            stride,
-            num_messages,
-            inside,
-            TILE,
-            scale,
-            dtype,
-            VEC,
-            WIRE,
-            BLOCK,
-            TILE,
-            True,
-            ROTATED,
-            SUMS,
-        )
+        g = load_gradients(messages, inside, TILE, scale, dtype, VEC, TILE, True, decoder)
         tl.store(grads + offset // VEC * VEC + lane, g)
-        if EPILOGUE:
-            nonfinite, sum_sq = summarise(nonfinite, sum_sq, g, VEC)
     else:
         # In pieces: an address for every element of a tile is more than the registers hold.
         PIECE: tl.constexpr = max(TILE // 4, RUN)
@@ -164,187 +99,79 @@ def unpack_tile(
             left = real - piece
             mask = piece_lane < left
             # Also what lies past the stream's end, for a rotation has mixed it with what lies before.
-            some = load_gradients(
-                scales_in,
-                codes_in,
-                stride,
-                num_messages,
-                inside + piece,
-                on_wire - piece,
-                scale,
-                dtype,
-                1,
-                WIRE,
-                BLOCK,
-                PIECE,
-                False,
-                ROTATED,
-                SUMS,
-            )
-            places = offsets_of(starts, offsets, begin + piece, low, high, piece_lane, mask, FLAT)
+            some = load_gradients(messages, inside + piece, on_wire - piece, scale, dtype, 1, PIECE, False, decoder)
+            places = offsets_of(slices, begin + piece, low, high, piece_lane, mask, FLAT)
             tl.store(grads + places, some, mask=mask)
-            if EPILOGUE:
-                nonfinite, sum_sq = summarise(nonfinite, sum_sq, tl.where(mask, some, 0.0), 1)
-    return nonfinite, sum_sq
 
 
 @triton.jit
 def unpack_stream(
-    nonfinite,
-    sum_sq,
-    grads,
-    starts,
-    offsets,
-    first,
-    num_slices,
-    numel,
-    scales_in,
-    codes_in,
-    part_stride,
-    part_numel,
-    first_part,
-    num_parts,
-    num_messages,
-    begin_unit,
-    scale,
-    WIRE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    FLAT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SUMS: tl.constexpr,
+    grads, slices, sections, parts, num_messages, begin_unit, scale, decoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
+    """Unpacks this program's tiles of a stream.
+
+    sections: (scales, codes) of part 0; parts: (stride, elements in each, number of the first, how many).
+    """
+    stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
         part = (unit // num_tiles).to(tl.int64)
-        nonfinite, sum_sq = unpack_tile(
-            nonfinite,
-            sum_sq,
-            grads,
-            starts,
-            offsets,
-            first,
-            num_slices,
-            numel,
-            section_of(scales_in, part_stride, part),
-            section_of(codes_in, part_stride, part),
-            part_stride,
-            num_messages,
-            part_numel,
-            first_part + part,
-            unit % num_tiles,
-            scale,
-            WIRE,
-            BLOCK,
-            TILE,
-            FLAT,
-            EPILOGUE,
-            ROTATED,
-            SUMS,
+        scales, codes = section_of(sections[0], stride, part), section_of(sections[1], stride, part)
+        messages = (scales, codes, stride, num_messages)
+        unpack_tile(
+            grads, slices, messages, part_numel, first_part + part, unit % num_tiles, scale, decoder, TILE, FLAT
         )
-    return nonfinite, sum_sq
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("num_slices", "numel", "exact_num_slices", "exact_numel"),
-        *("part_numel", "part_exact_numel", "first_part", "num_parts", "num_messages", "scale"),
-    ]
+    do_not_specialize=["lossy", "exact", "shape", "first_part", "num_parts", "num_messages", "scale"],
 )
 def unpack_kernel(
     grads,
-    starts,
-    offsets,
-    first,
-    num_slices: tl.int32,
-    numel: tl.int64,
-    exact_starts,
-    exact_offsets,
-    exact_first,
-    exact_num_slices: tl.int32,
-    exact_numel: tl.int64,
-    exact_in,
-    scales_in,
-    codes_in,
-    part_stride: tl.int64,
-    part_numel: tl.int64,
-    part_exact_numel: tl.int64,
+    lossy,  # Slices, as the next
+    exact,
+    message,  # Sections
+    shape,  # PartShape
     first_part: tl.int64,
     num_parts: tl.int32,
     num_messages: tl.int32,
     scale: tl.float32,
-    nonfinite_out,
-    sum_sq_out,
     WIRE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FLAT: tl.constexpr,
     HAS_EXACT: tl.constexpr,
-    EPILOGUE: tl.constexpr,
     ROTATED: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    nonfinite = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
-    sum_sq = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.float64)
     num_exact_units = 0
+    # The decoders' tuples are no variables: Triton 3.6 would make variables of the constants in them.
     if HAS_EXACT:
-        num_exact_units = num_parts * tiles_of(part_exact_numel, TILE)
-        nonfinite, sum_sq = unpack_stream(
-            nonfinite,
-            sum_sq,
+        num_exact_units = num_parts * tiles_of(shape.exact_numel, TILE)
+        unpack_stream(
             grads,
-            exact_starts,
-            exact_offsets,
-            exact_first,
-            exact_num_slices,
-            exact_numel,
-            scales_in,
-            exact_in,
-            part_stride,
-            part_exact_numel,
-            first_part,
-            num_parts,
+            exact,
+            (message.scales, message.exact),
+            (shape.stride, shape.exact_numel, first_part, num_parts),
             num_messages,
             first_unit(0),
             scale,
-            FP32,
-            BLOCK,
+            (FP32, BLOCK, False, SUMS),
             TILE,
             False,
-            EPILOGUE,
-            False,
-            SUMS,
         )
-    nonfinite, sum_sq = unpack_stream(
-        nonfinite,
-        sum_sq,
+    unpack_stream(
         grads,
-        starts,
-        offsets,
-        first,
-        num_slices,
-        numel,
-        scales_in,
-        codes_in,
-        part_stride,
-        part_numel,
-        first_part,
-        num_parts,
+        lossy,
+        (message.scales, message.codes),
+        (shape.stride, shape.numel, first_part, num_parts),
         num_messages,
         first_unit(num_exact_units),
         scale,
-        WIRE,
-        BLOCK,
+        (WIRE, BLOCK, ROTATED, SUMS),
         TILE,
         FLAT,
-        EPILOGUE,
-        ROTATED,
-        SUMS,
     )
-    if EPILOGUE:
-        tl.store(nonfinite_out + tl.program_id(0), tl.sum(nonfinite.to(tl.int64), axis=0))
-        tl.store(sum_sq_out + tl.program_id(0), tl.sum(sum_sq, axis=0))
 
 
 def unpack(
@@ -353,43 +180,26 @@ def unpack(
     parts: torch.Tensor,
     scale: float,
     num_programs: int,
-    epilogue: tuple[torch.Tensor, torch.Tensor] | None = None,
     num_messages: int = 1,
 ) -> None:
     """Writes the elements of one chunk to the slices of `bucket`, from `parts`, uint8 [layout.chunk_nbytes].
 
-    `epilogue`: (nonfinite int64 [num_programs], sum_sq fp64 [num_programs]), set to what each program stored.
     `num_messages`: more than one, if the layout has one part: `parts` has so many messages, which are summed.
-    ValueError if `parts` or the epilogue has another shape or dtype, or `parts` another alignment than 16 bytes.
+    ValueError if `parts` has another shape, dtype or alignment than 16 bytes.
     """
     layout = bucket.layout
     if num_messages > 1 and layout.num_parts != 1:
         raise ValueError(f"{num_messages} messages of {layout.num_parts} parts cannot be summed: use one part")
-    exact_in, scales_in, codes_in = sections(layout, parts, layout.chunk_nbytes * num_messages)
-    nonfinite, sum_sq = epilogue or (bucket.lossy.counts, bucket.lossy.counts)
-    if epilogue and not (
-        nonfinite.shape == sum_sq.shape == (num_programs,) and (nonfinite.dtype, sum_sq.dtype) == EPILOGUE_DTYPES
-    ):
-        raise ValueError(
-            f"the epilogue must be int64 and float64 [{num_programs}], not {nonfinite.dtype} {list(nonfinite.shape)}, "
-            f"{sum_sq.dtype} {list(sum_sq.shape)}"
-        )
-    lossy, exact = bucket.lossy, bucket.exact
+    message = sections(layout, parts, layout.chunk_nbytes * num_messages)
     unpack_kernel[(num_programs,)](
-        *(bucket.grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel),
-        *(exact.starts, exact.offsets, exact.first, exact.num_slices, exact.numel),
-        *(exact_in, scales_in, codes_in, layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel),
-        *(chunk * layout.num_parts, layout.num_parts, num_messages, scale, nonfinite, sum_sq),
+        *(bucket.grads, slices_of(bucket.lossy), slices_of(bucket.exact), message, shape_of(layout)),
+        *(chunk * layout.num_parts, layout.num_parts, num_messages, scale),
         WIRE=WIRE_IDS[layout.wire],
         BLOCK=layout.block_numel,
         TILE=bucket.tile,
         FLAT=bucket.flat,
         HAS_EXACT=not bucket.flat,
-        EPILOGUE=epilogue is not None,
         ROTATED=layout.rotated,
         SUMS=num_messages > 1,
         **OPTIONS,
     )
-
-
-EPILOGUE_DTYPES = (torch.int64, torch.float64)

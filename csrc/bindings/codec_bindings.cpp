@@ -1,5 +1,7 @@
 #include "bindings/codec_bindings.h"
 
+#include <ATen/ATen.h>
+
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -49,8 +51,7 @@ BucketStreams streams_of(const std::vector<at::Tensor>& lossy, const std::vector
 using NoiseTuple = std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>;
 using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
 
-Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual,
-                     const BucketLayout& layout) {
+Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
   Encoding encoding;
   if (noise) {
     const auto& [seed, parameter, step, source] = *noise;
@@ -62,7 +63,7 @@ Encoding encoding_of(const std::optional<NoiseTuple>& noise, const std::optional
     Residual& kept = encoding.residual;
     kept.format = residual_format_from_name(format);
     kept.numel = numel;
-    kept.data = wire_bytes(bytes, residual_nbytes(kept.format, layout.block_numel, numel), "residual");
+    kept.data = wire_bytes(bytes, residual_nbytes(kept.format, numel), "residual");
   }
   return encoding;
 }
@@ -72,7 +73,7 @@ int64_t pack(const Codec& codec, const BucketLayout& layout, int64_t chunk, cons
              const std::optional<NoiseTuple>& noise, const std::optional<ResidualTuple>& residual) {
   const BucketStreams streams = streams_of(lossy, exact);
   std::byte* bytes = wire_bytes(out, layout.chunk_nbytes(), "out");
-  const Encoding encoding = encoding_of(noise, residual, layout);
+  const Encoding encoding = encoding_of(noise, residual);
   py::gil_scoped_release no_gil;
   return codec.pack({layout, chunk, streams, scale, bytes, encoding});
 }
@@ -84,7 +85,7 @@ void reduce(const Codec& codec, const BucketLayout& layout, const at::Tensor& pa
   const BucketLayout& to = to_layout ? *to_layout : layout;
   const std::byte* in = wire_bytes(parts, layout.chunk_nbytes(), "parts");
   std::byte* bytes = wire_bytes(out, to.part_stride * num_parts, "out");
-  const Encoding encoding = encoding_of(noise, residual, to);
+  const Encoding encoding = encoding_of(noise, residual);
   py::gil_scoped_release no_gil;
   codec.reduce({layout, in, scale, to, bytes, num_parts, chunk, first_part, encoding});
 }
@@ -139,14 +140,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> stream_table(const BucketLayout& 
 
 std::pair<int64_t, int64_t> bounds(const Range& range) { return {range.begin, range.end}; }
 
+py::tuple names_of_wires() {
+  py::list names;
+  for (const NamedWire& known : kWires) names.append(known.name);
+  return py::tuple(names);
+}
+
 void bind_layout(py::module_& m) {
   m.attr("WIRE_LAYOUT_VERSION") = kWireLayoutVersion;
   m.attr("ALIGN_NBYTES") = kAlignNbytes;
   m.attr("DEFAULT_BLOCK_NUMEL") = kDefaultBlockNumel;
   m.attr("ROTATION_NUMEL") = kRotationNumel;
+  m.attr("ROTATION_SIGNS") = kRotationSigns;
+  m.attr("GRAD_DTYPES") = py::tuple(py::cast(std::vector(std::begin(kGradDtypes), std::end(kGradDtypes))));
   m.def(
       "default_block_numel", [](const std::string& wire) { return default_block_numel(wire_from_name(wire)); },
       py::arg("wire"));
+  m.attr("WIRES") = names_of_wires();
+  m.attr("RESIDUAL_FORMATS") =
+      py::tuple(py::cast(std::vector<std::string>(std::begin(kResidualFormatNames), std::end(kResidualFormatNames))));
+  m.def("wire_id", [](const std::string& wire) { return static_cast<int>(wire_from_name(wire)); }, py::arg("wire"));
+  m.def("code_nbits", [](const std::string& wire) { return code_nbits(wire_from_name(wire)); }, py::arg("wire"));
+  m.def("scale_nbytes", [](const std::string& wire) { return scale_nbytes(wire_from_name(wire)); }, py::arg("wire"));
   m.def("has_scales", [](const std::string& wire) { return has_scales(wire_from_name(wire)); }, py::arg("wire"));
   m.def("exactness", [](const std::string& wire) { return exactness(wire_from_name(wire)); }, py::arg("wire"));
   m.attr("MIN_BLOCK_NUMEL") = kMinBlockNumel;
@@ -228,13 +243,12 @@ void bind_layout(py::module_& m) {
         return host_layouts(layouts, wire_from_name(wire), ranks_per_host);
       },
       py::arg("layouts"), py::arg("wire"), py::arg("ranks_per_host"));
-  m.def("residual_scale_offset", &residual_scale_offset, py::arg("numel"));
   m.def(
       "residual_nbytes",
-      [](const std::string& format, int64_t block, int64_t numel) {
-        return residual_nbytes(residual_format_from_name(format), block, numel);
+      [](const std::string& format, int64_t numel) {
+        return residual_nbytes(residual_format_from_name(format), numel);
       },
-      py::arg("format"), py::arg("block"), py::arg("numel"));
+      py::arg("format"), py::arg("numel"));
   m.def("stream_table", &stream_table, py::arg("layout"), py::arg("exact"), py::arg("slices"), py::arg("tile"));
 }
 

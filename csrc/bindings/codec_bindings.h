@@ -1,7 +1,7 @@
 // The codec and the wire layout as Python sees them: what tests, benchmarks and the oracle use.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace fusedcomm {
 

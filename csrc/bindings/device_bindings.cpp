@@ -1,5 +1,6 @@
 #include "bindings/device_bindings.h"
 
+#include <functional>
 #include <future>
 #include <memory>
 #include <optional>
@@ -48,30 +49,10 @@ class KernelLoader {
     kernels_.tile_numel = tile_numel;
   }
 
-  // The first ten are what tells kernels apart; None where a kernel has no such thing.
-  void load(const std::string& kernel, const std::optional<std::string>& wire, int64_t block, bool rotated, bool flat,
-            std::optional<at::ScalarType> grad_dtype, const std::optional<std::string>& in_wire, bool sums,
-            bool stochastic, const std::optional<std::string>& feedback, const std::string& cubin,
-            const std::string& symbol, uint32_t num_threads, uint32_t shared_nbytes, int num_scratch_pointers) {
-    KernelKey key{kernel};
-    if (kernel != ScaleLaunch::kName) {
-      TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
-      key.wire = wire_from_name(*wire);
-      key.block_numel = block;
-      key.rotated = rotated;
-      key.flat = flat;
-      key.sums = sums;
-      key.stochastic = stochastic;
-      if (feedback) key.feedback = residual_format_from_name(*feedback);
-      if (kernel == ReduceLaunch::kName) {
-        key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
-      } else {
-        TORCH_CHECK_VALUE(grad_dtype, "fusedcomm: kernel ", kernel, " needs a gradient dtype");
-        key.grad_dtype = grad_dtype_of(*grad_dtype);
-      }
-    }
-    kernels_.kernels[normalised(key)] = {driver_->load(cubin, symbol, shared_nbytes), num_threads, shared_nbytes,
-                                         num_scratch_pointers};
+  void load(const KernelKey& key, const std::string& cubin, const std::string& symbol, uint32_t num_threads,
+            uint32_t shared_nbytes, int num_scratch_pointers) {
+    kernels_.kernels[key] = {driver_->load(cubin, symbol, shared_nbytes), num_threads, shared_nbytes,
+                             num_scratch_pointers};
   }
 
   const CudaKernels& kernels() const { return kernels_; }
@@ -81,6 +62,80 @@ class KernelLoader {
   std::shared_ptr<const CudaDriver> driver_;
   CudaKernels kernels_;
 };
+
+// None where a kernel has no such thing. in_wire: None where it is `wire`.
+KernelKey make_key(const std::string& kernel, const std::optional<std::string>& wire, int64_t block,
+                   std::optional<at::ScalarType> grad_dtype, bool flat, bool rotated,
+                   const std::optional<std::string>& in_wire, bool stochastic,
+                   const std::optional<std::string>& feedback, bool sums) {
+  KernelKey key{kernel};
+  if (kernel == kScaleKernel) return normalised(key);
+  TORCH_CHECK_VALUE(wire, "fusedcomm: kernel ", kernel, " needs a wire");
+  TORCH_CHECK_VALUE(grad_dtype || kernel == kReduceKernel, "fusedcomm: kernel ", kernel, " needs a gradient dtype");
+  key.wire = wire_from_name(*wire);
+  key.block_numel = block;
+  if (grad_dtype) key.grad_dtype = grad_dtype_of(*grad_dtype);
+  key.flat = flat;
+  key.rotated = rotated;
+  key.in_wire = in_wire ? wire_from_name(*in_wire) : key.wire;
+  key.stochastic = stochastic;
+  if (feedback) key.feedback = residual_format_from_name(*feedback);
+  key.sums = sums;
+  return normalised(key);
+}
+
+std::optional<std::string> wire_of(const KernelKey& key) {
+  if (key.kernel == kScaleKernel) return std::nullopt;
+  return wire_name(key.wire);
+}
+
+std::optional<std::string> in_wire_of(const KernelKey& key) {
+  if (key.kernel != kReduceKernel || key.in_wire == key.wire) return std::nullopt;
+  return wire_name(key.in_wire);
+}
+
+std::optional<at::ScalarType> grad_type_of(const KernelKey& key) {
+  if (key.kernel == kReduceKernel) return std::nullopt;
+  return kGradDtypes[static_cast<size_t>(key.grad_dtype)];
+}
+
+std::optional<std::string> feedback_of(const KernelKey& key) {
+  if (!key.feedback) return std::nullopt;
+  return kResidualFormatNames[static_cast<size_t>(*key.feedback)];
+}
+
+// Of a key, for pickle: the class and its arguments, in make_key's order.
+py::tuple reduced(const py::object& key) {
+  py::list arguments;
+  for (const char* name :
+       {"kernel", "wire", "block", "grad_dtype", "flat", "rotated", "in_wire", "stochastic", "feedback", "sums"}) {
+    arguments.append(key.attr(name));
+  }
+  return py::make_tuple(key.attr("__class__"), py::tuple(arguments));
+}
+
+void bind_kernel_key(py::module_& m) {
+  py::class_<KernelKey>(m, "KernelKey")
+      .def(py::init(&make_key), py::arg("kernel"), py::arg("wire") = py::none(), py::arg("block") = kDefaultBlockNumel,
+           py::arg("grad_dtype") = py::none(), py::arg("flat") = true, py::arg("rotated") = false,
+           py::arg("in_wire") = py::none(), py::arg("stochastic") = false, py::arg("feedback") = py::none(),
+           py::arg("sums") = false)
+      .def_readonly("kernel", &KernelKey::kernel)
+      .def_property_readonly("wire", &wire_of)
+      .def_readonly("block", &KernelKey::block_numel)
+      .def_property_readonly("grad_dtype", &grad_type_of)
+      .def_readonly("flat", &KernelKey::flat)
+      .def_readonly("rotated", &KernelKey::rotated)
+      .def_property_readonly("in_wire", &in_wire_of)
+      .def_readonly("stochastic", &KernelKey::stochastic)
+      .def_property_readonly("feedback", &feedback_of)
+      .def_readonly("sums", &KernelKey::sums)
+      .def(
+          "__eq__", [](const KernelKey& a, const KernelKey& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const KernelKey& key) { return std::hash<std::string>{}(to_string(key)); })
+      .def("__repr__", [](const KernelKey& key) { return to_string(key); })
+      .def("__reduce__", &reduced);
+}
 
 std::vector<std::string> kernel_params(const std::string& kernel) {
   if (kernel == PackLaunch::kName) return param_types<PackLaunch>();
@@ -125,6 +180,7 @@ Ended start(Exchange& exchange, const at::Tensor& send, const at::Tensor& receiv
 void bind_devices(py::module_& m) {
   m.attr("MAX_SCRATCH_POINTERS") = kMaxScratchPointers;
   m.def("kernel_params", &kernel_params, py::arg("kernel"));
+  bind_kernel_key(m);
 
   py::class_<CudaDriver, std::shared_ptr<CudaDriver>>(m, "CudaDriver")
       .def(py::init<const std::string&>(), py::arg("library"));
@@ -133,10 +189,8 @@ void bind_devices(py::module_& m) {
              return std::make_unique<KernelLoader>(std::move(driver), tile_numel);
            }),
            py::arg("driver"), py::arg("tile_numel"))
-      .def("load", &KernelLoader::load, py::kw_only(), py::arg("kernel"), py::arg("wire"), py::arg("block"),
-           py::arg("rotated"), py::arg("flat"), py::arg("grad_dtype"), py::arg("in_wire"), py::arg("sums"),
-           py::arg("stochastic"), py::arg("feedback"), py::arg("cubin"), py::arg("symbol"), py::arg("num_threads"),
-           py::arg("shared_nbytes"), py::arg("num_scratch_pointers"));
+      .def("load", &KernelLoader::load, py::kw_only(), py::arg("key"), py::arg("cubin"), py::arg("symbol"),
+           py::arg("num_threads"), py::arg("shared_nbytes"), py::arg("num_scratch_pointers"));
 
   py::class_<Device, std::shared_ptr<Device>>(m, "Device").def_property_readonly("isa", &Device::isa);
   py::class_<CpuDevice, Device, std::shared_ptr<CpuDevice>>(m, "CpuDevice")

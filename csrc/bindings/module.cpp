@@ -1,7 +1,6 @@
 // The Python boundary: a table of contents, nothing else.
 #include <pybind11/functional.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <optional>
@@ -15,6 +14,11 @@
 #include "frontends/ddp/hook.h"
 #include "gradients/grad_dtype.h"
 #include "wire/names.h"
+
+// Of torch/csrc/jit/python/pybind_utils.h, which would take as long to compile as all of this file.
+namespace torch::jit {
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue ivalue);
+}  // namespace torch::jit
 
 namespace fusedcomm {
 namespace {
@@ -212,7 +216,7 @@ void bind_hook(py::module_& m) {
                py::gil_scoped_release no_gil;
                future = hook.run(bucket);
              }
-             return std::make_shared<torch::jit::PythonFutureWrapper>(std::move(future));
+             return torch::jit::toPyObject(std::move(future));
            })
       .def(
           "watch",

@@ -60,7 +60,7 @@ void check_reduce(const ReduceArgs& args) {
     throw std::invalid_argument("reduce: a part of " + std::to_string(from.lossy_numel) + " elements cannot become " +
                                 std::to_string(args.num_parts) + " of " + std::to_string(to.lossy_numel));
   }
-  check_encoding(args.encoding, args.to, args.to.num_chunks * args.num_parts * to.lossy_numel);
+  check_encoding(args.encoding, args.to.num_chunks * args.num_parts * to.lossy_numel);
 }
 
 void check_messages(const BucketLayout& layout, int64_t num_messages) {
@@ -362,11 +362,6 @@ int checked_num_threads(int num_threads) {
 
 // ---- Stream
 
-void Stream::clear() {
-  slices_.clear();
-  starts_.resize(1);
-}
-
 void Stream::append(void* data, int64_t numel, GradDtype dtype) {
   if (numel < 0) throw std::invalid_argument("a slice of " + std::to_string(numel) + " elements is not possible");
   if (numel == 0) return;
@@ -422,7 +417,7 @@ Codec::~Codec() = default;
 
 int64_t Codec::pack(const PackArgs& args) const {
   check_bucket(args.layout, args.chunk, args.streams);
-  check_encoding(args.encoding, args.layout, args.layout.padded_numel());
+  check_encoding(args.encoding, args.layout.padded_numel());
   const bool streamed = args.layout.chunk_nbytes() >= kStreamedChunkNbytes;
   std::atomic<int64_t> nonfinite{0};
   impl_->for_each_unit(Units(args.layout.part, args.layout.num_parts), [&](const Unit& unit, bool first_of_part) {

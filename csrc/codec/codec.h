@@ -31,7 +31,6 @@ struct Slice {
 // Slices laid end to end: element i of the stream lives in the slice whose [starts[k], starts[k+1]) holds i.
 class Stream {
  public:
-  void clear();
   // Empty slices are dropped; a slice that continues the one before it in memory is merged with it.
   void append(void* data, int64_t numel, GradDtype dtype);
   int64_t numel() const { return starts_.back(); }

@@ -17,8 +17,8 @@ inline constexpr int kNumFormats = 3;
 inline constexpr int64_t format_nbytes(Format format) { return format == Format::kFp32 ? 4 : 2; }
 
 // How a quantised element lies on the wire; int4 has two in a byte and bf16 scales, the others fp32 scales.
-enum class Code : uint8_t { kInt8, kFp8, kFp8E5m2, kInt4 };
-inline constexpr int kNumCodes = 4;
+enum class Code : uint8_t { kInt8, kFp8, kInt4 };
+inline constexpr int kNumCodes = 3;
 
 // A run has fewer than 2^31 elements; a block is a power of two, 32 elements or more.
 //

@@ -20,15 +20,12 @@ inline constexpr int64_t kMaxTileNumel = std::max(kTileNumel, kMaxBlockNumel);
 
 inline bool is_special(const Encoding& encoding) { return encoding.stochastic || encoding.residual.data; }
 
-inline void check_encoding(const Encoding& encoding, const BucketLayout& layout, int64_t numel) {
+inline void check_encoding(const Encoding& encoding, int64_t numel) {
   const Residual& residual = encoding.residual;
   if (!residual.data) return;
   if (residual.numel != numel) {
     throw std::invalid_argument("a residual of " + std::to_string(residual.numel) +
                                 " elements does not fit a layout of " + std::to_string(numel));
-  }
-  if (residual.format == ResidualFormat::kInt8 && !has_scales(layout.wire)) {
-    throw std::invalid_argument("an int8 residual has the wire's blocks, and this wire has none");
   }
 }
 
@@ -88,44 +85,26 @@ class TileEncoder {
     if (feeds_back) kernels_.convert[wire][kFp32](out.codes, decoded_, numel, 1.0F, false);
   }
 
-  // An int8 residual's scales, of the block that begins with this element.
-  std::byte* scales_at(int64_t element) const {
-    return encoding_.residual.data + residual_scale_offset(encoding_.residual.numel) +
-           4 * (element / layout_.block_numel);
+  Format residual_format() const {
+    return encoding_.residual.format == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32;
+  }
+  std::byte* residual_at(int64_t element) const {
+    return encoding_.residual.data + residual_nbytes(encoding_.residual.format, element);
   }
 
   void add_residual(float* values, int64_t numel, int64_t begin) {
-    const Residual& residual = encoding_.residual;
-    if (residual.format == ResidualFormat::kInt8) {
-      kernels_.blocks[kInt8].dequantize[kFp32](scales_at(begin), residual.data + begin, decoded_, num_blocks(numel),
-                                               layout_.block_numel, 1.0F, false);
-      kernels_.add[kFp32](values, decoded_, numel);
-    } else {
-      const Format format = residual.format == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32;
-      kernels_.add[index_of(format)](values, residual.data + begin * format_nbytes(format), numel);
-    }
+    kernels_.add[index_of(residual_format())](values, residual_at(begin), numel);
   }
 
   void keep_residual(const float* values, int64_t numel, int64_t begin) {
-    const Residual& residual = encoding_.residual;
-    if (residual.format == ResidualFormat::kInt8) {
-      kernels_.subtract[kFp32](values, decoded_, left_out_, numel);
-      kernels_.blocks[kInt8].quantize[kFp32](left_out_, scales_at(begin), residual.data + begin, num_blocks(numel),
-                                             layout_.block_numel, 1.0F, false);
-    } else {
-      const Format format = residual.format == ResidualFormat::kBf16 ? Format::kBf16 : Format::kFp32;
-      kernels_.subtract[index_of(format)](values, decoded_, residual.data + begin * format_nbytes(format), numel);
-    }
+    kernels_.subtract[index_of(residual_format())](values, decoded_, residual_at(begin), numel);
   }
-
-  static constexpr int kInt8 = static_cast<int>(Code::kInt8);
 
   const KernelTable& kernels_;
   const BucketLayout& layout_;
   const Encoding& encoding_;
   const bool rotates_;
   alignas(64) float decoded_[kMaxTileNumel];
-  alignas(64) float left_out_[kMaxTileNumel];
   alignas(64) uint16_t noise_[kMaxTileNumel];
 };
 

@@ -28,10 +28,7 @@ inline int index_of(Format format) { return static_cast<int>(format); }
 
 // Of a wire that has scales.
 inline int code_index(Wire wire) {
-  const Code code = wire == Wire::kInt8   ? Code::kInt8
-                    : wire == Wire::kFp8  ? Code::kFp8
-                    : wire == Wire::kInt4 ? Code::kInt4
-                                          : Code::kFp8E5m2;
+  const Code code = wire == Wire::kInt8 ? Code::kInt8 : wire == Wire::kFp8 ? Code::kFp8 : Code::kInt4;
   return static_cast<int>(code);
 }
 

@@ -28,16 +28,12 @@ PartShape shape(const BucketLayout& layout) {
   return {layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel};
 }
 
-// From element `first` of the residual on, which has to have `numel` elements.
-ResidualArgs residual_args(const Residual& residual, const BucketLayout& layout, int64_t first, int64_t numel) {
-  if (!residual.data) return {};
+// Element `first` of the residual, which has to have `numel` elements; null if nothing is kept.
+void* residual_from(const Residual& residual, int64_t first, int64_t numel) {
+  if (!residual.data) return nullptr;
   TORCH_CHECK(residual.numel == numel, "fusedcomm: a residual of ", residual.numel,
               " elements was given where the layout has ", numel);
-  if (residual.format != ResidualFormat::kInt8) {
-    return {residual.data + residual_nbytes(residual.format, layout.block_numel, first), nullptr};
-  }
-  return {residual.data + first,
-          residual.data + residual_scale_offset(numel) + first / layout.block_numel * sizeof(float)};
+  return residual.data + residual_nbytes(residual.format, first);
 }
 
 NoiseArgs noise_args(const NoiseKey& key) {
@@ -45,9 +41,17 @@ NoiseArgs noise_args(const NoiseKey& key) {
           static_cast<int32_t>(key.source)};
 }
 
-// The key of a kernel that encodes `layout`.
+// The key of a kernel that encodes or decodes `layout`, as far as the layout tells.
+KernelKey key_of(const char* kernel, const BucketLayout& layout) {
+  KernelKey key{kernel};
+  key.wire = layout.wire;
+  key.block_numel = layout.block_numel;
+  key.rotated = layout.rotated;
+  return key;
+}
+
 KernelKey encoder_key(const char* kernel, const BucketLayout& layout, const Encoding& encoding) {
-  KernelKey key{kernel, layout.wire, layout.block_numel, layout.rotated};
+  KernelKey key = key_of(kernel, layout);
   key.stochastic = encoding.stochastic;
   if (encoding.residual.data) key.feedback = encoding.residual.format;
   return key;
@@ -222,7 +226,7 @@ int64_t CudaDevice::pack(const PackArgs& args) {
   launch.first_part = args.chunk * layout.num_parts;
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.scale = args.scale;
-  launch.residual = residual_args(args.encoding.residual, layout, 0, layout.padded_numel());
+  launch.residual = residual_from(args.encoding.residual, 0, layout.padded_numel());
   launch.noise = noise_args(args.encoding.noise);
   KernelKey key = encoder_key(PackLaunch::kName, layout, args.encoding);
   key.flat = tables.flat;
@@ -249,7 +253,7 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   launch.num_parts = static_cast<int32_t>(args.num_parts);
   launch.world_size = static_cast<int32_t>(from.num_parts);
   launch.scale = args.scale;
-  launch.residual = residual_args(args.encoding.residual, to, first, residual_numel);
+  launch.residual = residual_from(args.encoding.residual, first, residual_numel);
   launch.noise = noise_args(args.encoding.noise);
   KernelKey key = encoder_key(ReduceLaunch::kName, to, args.encoding);
   key.rotated = to.rotated && !from.rotated;  // what has been rotated stays so
@@ -271,7 +275,7 @@ void CudaDevice::unpack(const UnpackArgs& args) {
   launch.num_parts = static_cast<int32_t>(layout.num_parts);
   launch.num_messages = static_cast<int32_t>(args.num_messages);
   launch.scale = args.scale;
-  KernelKey key{UnpackLaunch::kName, layout.wire, layout.block_numel, layout.rotated};
+  KernelKey key = key_of(UnpackLaunch::kName, layout);
   key.sums = args.num_messages > 1;
   key.flat = tables.flat;
   key.grad_dtype = dtype_of(args.streams);

@@ -5,15 +5,13 @@
 #include <array>
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "codec/codec.h"
 #include "devices/cuda_driver.h"
-#include "wire/names.h"
+#include "devices/kernel_key.h"
 
 namespace fusedcomm {
 
@@ -27,51 +25,6 @@ struct Kernel {
   uint32_t shared_nbytes = 0;
   int num_scratch_pointers = 0;
 };
-
-// Which kernel: what it was compiled for. A field that a kernel has no use for keeps its default.
-struct KernelKey {
-  std::string kernel;                          // pack, reduce, unpack or scale
-  Wire wire = Wire::kFp32;                     // what is encoded; unpack: decoded
-  int64_t block_numel = 0;                     // 0 where the wire has no scales
-  bool rotated = false;                        // it rotates; unpack: back
-  bool flat = true;                            // one run of memory and no exact stream; reduce: no exact section
-  GradDtype grad_dtype = GradDtype::kFloat32;  // pack, unpack
-  Wire in_wire = Wire::kFp32;                  // reduce: what is decoded
-  bool sums = false;                           // unpack: of several messages
-  bool stochastic = false;                     // pack, reduce
-  std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format if there is one
-
-  auto fields() const {
-    return std::tie(kernel, wire, block_numel, rotated, flat, grad_dtype, in_wire, sums, stochastic, feedback);
-  }
-  bool operator<(const KernelKey& other) const { return fields() < other.fields(); }
-};
-
-// For what cannot matter to a kernel there is one key: blocks without scales, and noise where nothing is rounded.
-inline KernelKey normalised(KernelKey key) {
-  if (!has_scales(key.wire)) key.block_numel = 0;
-  if (key.wire == Wire::kFp32) key.stochastic = false;
-  return key;
-}
-
-inline std::string to_string(const KernelKey& key) {
-  constexpr const char* kGradNames[] = {"fp32", "bf16", "fp16"};
-  std::string text = key.kernel;
-  if (key.kernel == "scale") return text;
-  text += " of " + wire_name(key.wire);
-  if (key.block_numel != 0) text += " in blocks of " + std::to_string(key.block_numel);
-  if (key.rotated) text += ", rotated";
-  if (key.kernel == "reduce") {
-    text += ", from " + wire_name(key.in_wire) + (key.flat ? ", no exact section" : ", with an exact section");
-  } else {
-    text += std::string(", ") + kGradNames[static_cast<size_t>(key.grad_dtype)] + " gradients, " +
-            (key.flat ? "in one run" : "in slices");
-  }
-  if (key.sums) text += ", of several messages";
-  if (key.stochastic) text += ", stochastic";
-  if (key.feedback) text += std::string(", feedback in ") + kResidualFormatNames[static_cast<size_t>(*key.feedback)];
-  return text;
-}
 
 // What attach() compiled.
 struct CudaKernels {
@@ -87,7 +40,7 @@ struct CudaKernels {
     return found->second;
   }
 
-  // The same for a bucket without lossy elements, which any noise and feedback do for: these come last in a key.
+  // The same for a bucket without lossy elements, which any noise and feedback do for.
   const Kernel& at_any_encoding(KernelKey key) const {
     key.stochastic = false;
     key.feedback.reset();
@@ -123,12 +76,6 @@ struct PartShape {
   int64_t exact_numel = 0;
 };
 
-// Of the element that the kernel counts residuals from. Null where nothing is kept.
-struct ResidualArgs {
-  void* values = nullptr;
-  void* scales = nullptr;  // where they are int8
-};
-
 // The kernels take unsigned words as signed ones of the same bits.
 struct NoiseArgs {
   int64_t seed = 0;
@@ -138,7 +85,7 @@ struct NoiseArgs {
 };
 
 struct PackLaunch {
-  static constexpr const char* kName = "pack";
+  static constexpr const char* kName = kPackKernel;
   void* grads = nullptr;
   SliceArgs lossy, exact;
   PartArgs out;
@@ -146,19 +93,19 @@ struct PackLaunch {
   int64_t first_part = 0;
   int32_t num_parts = 0;
   float scale = 1;
-  ResidualArgs residual;  // from the stream's first element
+  void* residual = nullptr;  // from the stream's first element; null where nothing is kept
   NoiseArgs noise;
 
   auto params() {
     return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.counts, lossy.num_slices, lossy.numel,
                     exact.starts, exact.offsets, exact.first, exact.counts, exact.num_slices, exact.numel, out.exact,
                     out.scales, out.codes, part.stride, part.numel, part.exact_numel, first_part, num_parts, scale,
-                    residual.values, residual.scales, noise.seed, noise.parameter, noise.step, noise.source);
+                    residual, noise.seed, noise.parameter, noise.step, noise.source);
   }
 };
 
 struct ReduceLaunch {
-  static constexpr const char* kName = "reduce";
+  static constexpr const char* kName = kReduceKernel;
   PartArgs in, out;
   int64_t in_stride = 0;  // bytes from one rank's part to the next's
   PartShape part;         // of those written
@@ -166,18 +113,18 @@ struct ReduceLaunch {
   int32_t num_parts = 0;
   int32_t world_size = 0;
   float scale = 1;
-  ResidualArgs residual;  // from the first element written
+  void* residual = nullptr;  // from the first element written; null where nothing is kept
   NoiseArgs noise;
 
   auto params() {
     return std::tie(in.exact, in.scales, in.codes, out.exact, out.scales, out.codes, in_stride, part.stride, part.numel,
-                    part.exact_numel, first_part, num_parts, world_size, scale, residual.values, residual.scales,
-                    noise.seed, noise.parameter, noise.step, noise.source);
+                    part.exact_numel, first_part, num_parts, world_size, scale, residual, noise.seed, noise.parameter,
+                    noise.step, noise.source);
   }
 };
 
 struct UnpackLaunch {
-  static constexpr const char* kName = "unpack";
+  static constexpr const char* kName = kUnpackKernel;
   void* grads = nullptr;
   SliceArgs lossy, exact;
   PartArgs in;
@@ -186,19 +133,16 @@ struct UnpackLaunch {
   int32_t num_parts = 0;
   int32_t num_messages = 0;
   float scale = 1;
-  int64_t* nonfinite = nullptr;  // the epilogue's, which the engine does not ask for
-  double* sum_sq = nullptr;
 
   auto params() {
     return std::tie(grads, lossy.starts, lossy.offsets, lossy.first, lossy.num_slices, lossy.numel, exact.starts,
                     exact.offsets, exact.first, exact.num_slices, exact.numel, in.exact, in.scales, in.codes,
-                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale, nonfinite,
-                    sum_sq);
+                    part.stride, part.numel, part.exact_numel, first_part, num_parts, num_messages, scale);
   }
 };
 
 struct ScaleLaunch {
-  static constexpr const char* kName = "scale";
+  static constexpr const char* kName = kScaleKernel;
   void* data = nullptr;
   int64_t numel = 0;
   float scale = 1;

@@ -24,9 +24,8 @@ class Board {
   struct View {
     int64_t num_handed = 0;
     int64_t num_ended = 0;
-    int64_t last_step = -1;         // the last step that has ended; -1: none
-    Clock::time_point last_handed;  // at first when the board was made
-    Clock::time_point last_ended;
+    int64_t last_step = -1;        // the last step that has ended; -1: none
+    Clock::time_point last_ended;  // at first when the board was made
 
     // The oldest job that has not ended, if there is one; `label` is null otherwise.
     std::shared_ptr<const BucketLabel> label;
@@ -49,7 +48,6 @@ class Board {
     std::lock_guard<std::mutex> lock(mutex_);
     drop_ended(now, /*asks=*/false);
     jobs_.push_back({std::move(label), step, is_last, num_chunks, now, now});
-    last_handed_ = now;
     return num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1;
   }
 
@@ -100,7 +98,6 @@ class Board {
     view.num_ended = num_dropped_;
     view.num_handed = num_dropped_ + static_cast<int64_t>(jobs_.size());
     view.last_step = last_step_;
-    view.last_handed = last_handed_;
     view.last_ended = last_ended_;
     if (jobs_.empty()) return view;
     const Job& oldest = jobs_.front();
@@ -162,7 +159,7 @@ class Board {
   int64_t num_dropped_ = 0;
   std::vector<Entry> stages_;
   int64_t last_step_ = -1;
-  Clock::time_point last_handed_ = Clock::now(), last_ended_ = last_handed_;
+  Clock::time_point last_ended_ = Clock::now();
 };
 
 }  // namespace fusedcomm

@@ -16,10 +16,6 @@ constexpr std::pair<const char*, Sum> kSumNames[] = {{"auto", Sum::kAuto},
                                                      {"two-shot", Sum::kTwoShot},
                                                      {"one-shot", Sum::kOneShot}};
 
-bool any_without_scales(const std::vector<StreamWire>& streams) {
-  return std::any_of(streams.begin(), streams.end(), [](const StreamWire& s) { return !has_scales(s.wire); });
-}
-
 bool is_16_bit(Wire wire) { return wire == Wire::kBf16 || wire == Wire::kFp16; }
 
 // With every rank's fp16 value divided by f and the sum multiplied by f/p afterwards, f = p cannot overflow but loses
@@ -76,8 +72,8 @@ bool is_one_shot(const WireConfig& config, int world_size) {
 void check_config(const WireConfig& config) {
   check_block_numel(config.block_numel);
   if (config.rotate && !has_scales(config.wire)) {
-    throw std::invalid_argument("rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4), not wire='" +
-                                wire_name(config.wire) + "', which rounds each element by itself");
+    throw std::invalid_argument("rotate=True is for wires with scales (" + wire_names(/*with_scales_only=*/true) +
+                                "), not wire='" + wire_name(config.wire) + "', which rounds each element by itself");
   }
   if (config.sum == Sum::kDirect && !is_16_bit(config.wire)) {
     throw std::invalid_argument(
@@ -98,11 +94,6 @@ void check_config(const WireConfig& config) {
                                 (rounds ? " needs a sum of what our encoders send: use sum='two-shot' or 'one-shot', "
                                           "where the transport does not round"
                                         : " has nothing to do with wire='fp32', which rounds nothing"));
-  }
-  if (config.feedback == ResidualFormat::kInt8 && (!has_scales(config.wire) || any_without_scales(config.others))) {
-    throw std::invalid_argument(
-        "error_feedback='int8' keeps residuals in the wire's blocks, which only wires with scales have (int8, fp8, "
-        "fp8_e5m2, int4): use error_feedback='bf16' or 'fp32'");
   }
   if (config.predivide != 0 && (config.wire != Wire::kFp16 || !(config.predivide > 0) ||
                                 !std::isfinite(static_cast<float>(1 / config.predivide)) ||

@@ -1,6 +1,5 @@
 #include "gradients/error_monitor.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -36,14 +35,8 @@ std::optional<double> relative_error_of(const at::Tensor& norms) {
 Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
     : options_(options), engine_(engine), transport_(transport) {}
 
-void Guard::submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index,
-                   size_t num_buckets, std::shared_ptr<const BucketRecord> record) {
-  const int64_t every = options_.verify_every;
-  const bool due = every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
-  if (!due || job->plan.in_place) {
-    engine_->submit(std::move(job));
-    return;
-  }
+void Guard::submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass,
+                            std::shared_ptr<const BucketRecord> record) {
   at::NoGradGuard no_grad;
   const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
   const auto norms = at::empty({3}, buffer.options().dtype(at::kDouble));
@@ -129,13 +122,6 @@ void Guard::share(Pending* pending) {
     transport->all_reduce_tensor(Channel::kScatter, norms, std::move(done));
   };
   engine_->submit_foreign(std::move(job), std::move(stages));
-}
-
-bool Guard::is_measured(int64_t pass) const {
-  // Not in the first passes, after which DDP cuts its buckets anew.
-  constexpr int64_t kFirst = 2;
-  const int64_t every = options_.measure_every;
-  return every != 0 && pass % every == std::min(kFirst, every - 1);
 }
 
 void Guard::add(const std::string& bucket, Measurement measurement) {

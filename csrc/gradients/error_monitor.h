@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>
@@ -46,13 +47,23 @@ class Guard {
   // Neither is kept alive; the engine's lanes must have ended before the guard does.
   Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport);
 
-  // Submits the job; if it is its bucket's turn, with an exact sum of the same gradients behind it, which on_done waits
-  // for, too. `index` and `num_buckets` are the bucket's and those of the step before.
-  void submit(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass, size_t index, size_t num_buckets,
-              std::shared_ptr<const BucketRecord> record);
+  // Whether anything is ever verified: if not, begin_pass() and take_notice() find nothing.
+  bool verifies() const { return options_.verify_every != 0; }
+  // Whether it is this bucket's turn. `num_buckets`: of the step before.
+  bool is_verified(int64_t pass, size_t index, size_t num_buckets) const {
+    const int64_t every = options_.verify_every;
+    return every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
+  }
+  // Submits the job with an exact sum of the same gradients behind it, which on_done waits for, too.
+  void submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass,
+                       std::shared_ptr<const BucketRecord> record);
 
-  // Whether buckets of this pass are to be measured, and what came out for one.
-  bool is_measured(int64_t pass) const;
+  // Whether buckets of this pass are to be measured.
+  bool is_measured(int64_t pass) const {
+    const int64_t every = options_.measure_every;
+    return every != 0 && pass % every == std::min(kFirstMeasured, every - 1);
+  }
+  // What came out for a bucket that was measured.
   void add(const std::string& bucket, Measurement measurement);
   // The bucket of this name is another one now.
   void forget(const std::string& bucket);
@@ -80,6 +91,9 @@ class Guard {
     std::shared_ptr<const BucketRecord> record;
     at::Tensor shared;  // the sum of all ranks' norms, once it has been asked for
   };
+
+  // Not one of the first passes, after which DDP cuts its buckets anew.
+  static constexpr int64_t kFirstMeasured = 2;
 
   void share(Pending* pending);
 

@@ -18,54 +18,10 @@ class NoAutocast {
 };
 
 // `value` as a tensor to divide `like` by. A number, or a tensor with no dimensions on the CPU, is another matter:
-// CUDA's kernels multiply by its reciprocal (is_cpu_scalar in torch's BinaryDivTrueKernel.cu), which for 127 changes
-// the last bit of every twentieth quotient. The reference, the CPU codec and the device kernels divide.
+// CUDA's kernels multiply by its reciprocal (is_cpu_scalar in torch's BinaryDivTrueKernel.cu), which changes the last
+// bit of some quotients. The reference, the CPU codec and the device kernels divide.
 at::Tensor divisor(double value, const at::Tensor& like) {
   return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
-}
-
-// Elements [begin, begin + numel) of a residual of `total` elements, fp32; may be a view of it.
-at::Tensor load(const at::Tensor& bytes, ResidualFormat format, int64_t block_numel, int64_t total, int64_t begin,
-                int64_t numel) {
-  switch (format) {
-    case ResidualFormat::kFp32:
-      return bytes.view(at::kFloat).narrow(0, begin, numel);
-    case ResidualFormat::kBf16:
-      return bytes.view(at::kBFloat16).narrow(0, begin, numel).to(at::kFloat);
-    default: {
-      const int64_t first = begin / block_numel, num_blocks = ceil_div(begin + numel, block_numel) - first;
-      const at::Tensor scales = bytes.slice(0, residual_scale_offset(total)).view(at::kFloat);
-      return bytes.narrow(0, first * block_numel, num_blocks * block_numel)
-          .view(at::kChar)
-          .to(at::kFloat)
-          .view({-1, block_numel})
-          .mul_(scales.narrow(0, first, num_blocks).unsqueeze(1))
-          .view(-1)
-          .narrow(0, begin - first * block_numel, numel);
-    }
-  }
-}
-
-void store(const at::Tensor& bytes, const at::Tensor& values, ResidualFormat format, int64_t block_numel) {
-  switch (format) {
-    case ResidualFormat::kFp32:
-      bytes.view(at::kFloat).copy_(values);
-      return;
-    case ResidualFormat::kBf16:
-      bytes.view(at::kBFloat16).copy_(values);
-      return;
-    default: {
-      constexpr double kGreatest = 127, kLeastAbsmax = 0x1p-100;  // of reference.py
-      const at::Tensor blocks = values.view({-1, block_numel});
-      const at::Tensor absmax = blocks.abs().amax(1, /*keepdim=*/true);
-      const at::Tensor greatest = divisor(kGreatest, absmax), is_normal = absmax >= kLeastAbsmax;
-      const at::Tensor scales = at::where(is_normal, absmax / greatest, 0.0);
-      const at::Tensor codes =
-          at::where(is_normal, blocks * (greatest / absmax), 0.0).round().clamp(-kGreatest, kGreatest);
-      bytes.narrow(0, 0, values.numel()).view(at::kChar).copy_(codes.view(-1));
-      bytes.slice(0, residual_scale_offset(values.numel())).view(at::kFloat).copy_(scales.view(-1));
-    }
-  }
 }
 
 // Undoes the rotation of reference.py, of whole runs.
@@ -83,9 +39,14 @@ at::Tensor unrotated(const at::Tensor& values) {
   return (runs * factors).view(-1);
 }
 
-at::Tensor zeros(ResidualFormat format, const BucketLayout& layout, int64_t numel, c10::Device device) {
-  const int64_t nbytes = residual_nbytes(format, layout.block_numel, numel);
-  return at::zeros({nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
+at::Tensor zeros(ResidualFormat format, int64_t numel, c10::Device device) {
+  const auto dtype = format == ResidualFormat::kBf16 ? at::kBFloat16 : at::kFloat;
+  return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+// Elements [begin, begin + numel) of a residual, fp32; may be a view of it.
+at::Tensor load(const at::Tensor& residual, int64_t begin, int64_t numel) {
+  return residual.narrow(0, begin, numel).to(at::kFloat);
 }
 
 }  // namespace
@@ -99,8 +60,8 @@ StreamResidual::StreamResidual(const BucketLayout& layout, ResidualFormat format
       place_(place),
       num_first_parts_(place.on_two_levels() ? place.num_hosts : layout.num_parts),
       has_second_(!of_first_only),
-      first_(zeros(format, layout, first_numel(), device)),
-      second_(zeros(format, layout, has_second_ ? second_numel() : 0, device)) {}
+      first_(zeros(format, first_numel(), device)),
+      second_(zeros(format, has_second_ ? second_numel() : 0, device)) {}
 
 Range StreamResidual::first_range(int64_t chunk) const {
   const int64_t first = place_.on_two_levels() ? place_.local_rank * place_.num_hosts : 0;
@@ -120,8 +81,7 @@ at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
     const Range of_chunk = first_range(chunk), first = overlap(of_chunk);
     if (first.numel() > 0) {
       const int64_t at = chunk * num_first_parts_ * part_numel + first.begin - of_chunk.begin;
-      values.narrow(0, first.begin - begin, first.numel())
-          .add_(load(first_, format_, layout_.block_numel, first_numel(), at, first.numel()));
+      values.narrow(0, first.begin - begin, first.numel()).add_(load(first_, at, first.numel()));
     }
     if (!has_second_) continue;
     const Range of_part = layout_.lossy_range(chunk, place_.part()), second = overlap(of_part);
@@ -135,11 +95,10 @@ at::Tensor StreamResidual::values(int64_t begin, int64_t numel) const {
 }
 
 at::Tensor StreamResidual::of_means(int64_t begin, int64_t numel) const {
-  if (!layout_.rotated) return load(second_, format_, layout_.block_numel, second_numel(), begin, numel);
+  if (!layout_.rotated) return load(second_, begin, numel);
   const int64_t first = begin / kRotationNumel * kRotationNumel;
   const int64_t end = round_up(begin + numel, kRotationNumel);
-  return unrotated(load(second_, format_, layout_.block_numel, second_numel(), first, end - first))
-      .narrow(0, begin - first, numel);
+  return unrotated(load(second_, first, end - first)).narrow(0, begin - first, numel);
 }
 
 at::Tensor StreamResidual::set_values(const at::Tensor& values) {
@@ -153,14 +112,14 @@ at::Tensor StreamResidual::set_values(const at::Tensor& values) {
         .copy_(values.narrow(0, range.begin, range.numel()));
     rest.narrow(0, range.begin, range.numel()).zero_();
   }
-  store(first_, of_first.mul_(pack_scale_), format_, layout_.block_numel);
+  first_.copy_(of_first.mul_(pack_scale_));
   second_.zero_();
   return place_.on_two_levels() ? rest : at::Tensor();
 }
 
 at::Tensor StreamResidual::first_norm() const {
   const NoAutocast no_autocast;
-  const at::Tensor values = load(first_, format_, layout_.block_numel, first_numel(), 0, first_numel());
+  const at::Tensor values = load(first_, 0, first_numel());
   const at::Tensor norm = at::linalg_vector_norm(values, 2, {}, false, at::kDouble);
   return norm.div_(divisor(pack_scale_, norm));
 }

@@ -33,7 +33,7 @@ class StreamResidual {
   // that is returned, as above; undefined if it is nothing.
   at::Tensor set_values(const at::Tensor& values);
   // Of an fp32 residual: what the first encoder adds next time to all it encodes.
-  void fill_first(float value) { first_.view(at::kFloat).fill_(value); }
+  void fill_first(float value) { first_.fill_(value); }
   // float64 scalar: ‖what the first encoder has left out‖₂, in the unit of gradients.
   at::Tensor first_norm() const;
 
@@ -51,7 +51,7 @@ class StreamResidual {
   const Place place_;
   const int64_t num_first_parts_;  // of a chunk, that the first encoder has
   const bool has_second_;
-  at::Tensor first_, second_;  // uint8
+  at::Tensor first_, second_;  // in format_
 };
 
 }  // namespace fusedcomm

@@ -115,21 +115,14 @@ void GradHook::leave(const std::string& reason) {
   stop(reason);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) {
-  engine_->device().check_caller();
-  if (device_.is_cpu()) return hand_over(bucket);
-  // What prepares a bucket waits for the device now and then, and so meets what failed there before.
-  try {
-    return hand_over(bucket);
-  } catch (const c10::OutOfMemoryError&) {
-    throw;  // which callers may know by its type
-  } catch (const std::exception& error) {
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
-    const std::string cause = known ? known->what_without_backtrace() : error.what();
-    if (cause.rfind("fusedcomm: ", 0) == 0) throw;
-    TORCH_CHECK(false, "fusedcomm: rank ", engine_->rank(), " of ", engine_->world_size(), ": the hand-over of ",
-                text_of(bucket), " in step ", step(), " failed: ", cause);
-  }
+void GradHook::rethrow_named(const c10d::GradBucket& bucket, const std::exception& error) {
+  // Callers may know these by their type.
+  if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  const std::string cause = known ? known->what_without_backtrace() : error.what();
+  if (cause.rfind("fusedcomm: ", 0) == 0) throw;
+  TORCH_CHECK(false, "fusedcomm: rank ", engine_->rank(), " of ", engine_->world_size(), ": the hand-over of ",
+              text_of(bucket), " in step ", step(), " failed: ", cause);
 }
 
 std::string GradHook::text_of(const c10d::GradBucket& bucket) {
@@ -140,10 +133,11 @@ std::string GradHook::text_of(const c10d::GradBucket& bucket) {
   return make_label(bucket.getIndex(), members, static_cast<double>(bucket.getBuffer().nbytes()))->text;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) try {
+  engine_->device().check_caller();
   const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
   const size_t index = bucket.getIndex();
-  if (index == 0) begin_pass();
+  if (index == 0 && guard_.verifies()) begin_pass();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto record = record_of(bucket);
   check_order(bucket, *record);
@@ -167,20 +161,32 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::hand_over(c10d::GradBucket& bu
   job->on_done = completing(future, result);
 
   if (record->foreign) {
-    if (buffer.is_sparse()) {
-      TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
-    }
-    ForeignStages stages =
-        buffer.is_sparse() ? sparse_stages(transport_, buffer, result) : dense_stages(transport_, buffer);
-    // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
-    // all.
-    if (!buffer.is_cpu()) stages = on_wire_lane(std::move(stages));
-    engine_->submit_foreign(std::move(job), std::move(stages));
+    submit_foreign(std::move(job), buffer, result);
     return future;
   }
   if (guard_.is_measured(pass)) measure(job.get(), record, buffer, pass);
-  guard_.submit(std::move(job), buffer, pass, index, num_buckets, record);
+  if (guard_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
+    guard_.submit_verified(std::move(job), buffer, pass, record);
+  } else {
+    engine_->submit(std::move(job));
+  }
   return future;
+} catch (const std::exception& error) {
+  // What prepares a bucket waits for the device now and then, and so meets what failed there before.
+  rethrow_named(bucket, error);
+}
+
+void GradHook::submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer,
+                              const std::shared_ptr<at::Tensor>& result) {
+  if (buffer.is_sparse()) {
+    TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
+  }
+  ForeignStages stages =
+      buffer.is_sparse() ? sparse_stages(transport_, buffer, result) : dense_stages(transport_, buffer);
+  // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
+  // all.
+  if (!buffer.is_cpu()) stages = on_wire_lane(std::move(stages));
+  engine_->submit_foreign(std::move(job), std::move(stages));
 }
 
 void GradHook::begin_pass() {

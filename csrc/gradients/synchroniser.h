@@ -81,9 +81,12 @@ class GradHook {
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
-  c10::intrusive_ptr<c10::ivalue::Future> hand_over(c10d::GradBucket& bucket);
+  // Throws the exception that is being handled, on accelerators with the bucket's name if it has none.
+  [[noreturn]] void rethrow_named(const c10d::GradBucket& bucket, const std::exception& error);
+  void submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer,
+                      const std::shared_ptr<at::Tensor>& result);
   std::string text_of(const c10d::GradBucket& bucket);
-  // Before the first bucket of a backward pass.
+  // Before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
   void fall_back(const Guard::Failing& failing);
   std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,

@@ -34,8 +34,8 @@ inline constexpr int64_t kDefaultBlockNumel = 128;
 inline constexpr int64_t kMinBlockNumel = 32;
 inline constexpr int64_t kMaxBlockNumel = 4096;
 
-// kFp8 is e4m3. Names for people are in wire_names.h, what the codes mean in fusedcomm/reference.py.
-enum class Wire : uint8_t { kFp32, kBf16, kFp16, kInt8, kFp8, kFp8E5m2, kInt4 };
+// kFp8 is e4m3; 5 was e5m2. Names for people are in names.h, what the codes mean in fusedcomm/reference.py.
+enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
 
 // Wires that quantise carry one scale for every block of elements.
 inline constexpr bool has_scales(Wire wire) { return wire >= Wire::kInt8; }
@@ -45,16 +45,14 @@ inline constexpr bool has_scales(Wire wire) { return wire >= Wire::kInt8; }
 inline constexpr int exactness(Wire wire) {
   switch (wire) {
     case Wire::kFp32:
-      return 6;
-    case Wire::kFp16:
       return 5;
-    case Wire::kBf16:
+    case Wire::kFp16:
       return 4;
-    case Wire::kInt8:
+    case Wire::kBf16:
       return 3;
-    case Wire::kFp8:
+    case Wire::kInt8:
       return 2;
-    case Wire::kFp8E5m2:
+    case Wire::kFp8:
       return 1;
     default:
       return 0;
@@ -171,8 +169,7 @@ inline void check_stream_wire(const StreamWire& stream) {
   check_block_numel(stream.block_numel);
   if (stream.rotated && !has_scales(stream.wire)) {
     throw std::invalid_argument(
-        "rotate=True is for wires with scales (int8, fp8, fp8_e5m2, int4): others round each "
-        "element by itself, which a rotation cannot improve");
+        "rotate=True is for wires with scales: others round each element by itself, which a rotation cannot improve");
   }
 }
 
@@ -257,14 +254,10 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
 
 // ---- residuals: what rounding has left out so far, see reference.py
 
-enum class ResidualFormat : uint8_t { kFp32, kBf16, kInt8 };
+enum class ResidualFormat : uint8_t { kFp32, kBf16 };
 
-// Of `numel` elements, a multiple of the block where it is int8: that has fp32 scales of the wire's blocks behind it.
-inline int64_t residual_scale_offset(int64_t numel) { return round_up(numel, kAlignNbytes); }
-inline int64_t residual_nbytes(ResidualFormat format, int64_t block_numel, int64_t numel) {
-  return format == ResidualFormat::kFp32   ? 4 * numel
-         : format == ResidualFormat::kBf16 ? 2 * numel
-                                           : residual_scale_offset(numel) + 4 * ceil_div(numel, block_numel);
+inline int64_t residual_nbytes(ResidualFormat format, int64_t numel) {
+  return (format == ResidualFormat::kFp32 ? 4 : 2) * numel;
 }
 
 }  // namespace fusedcomm

@@ -9,28 +9,47 @@
 
 namespace fusedcomm {
 
-// Indexed by Wire.
-inline constexpr const char* kWireNames[] = {"fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4"};
+struct NamedWire {
+  Wire wire;
+  const char* name;
+};
 
-inline std::string wire_name(Wire wire) { return kWireNames[static_cast<size_t>(wire)]; }
+// Every wire there is, in the order in which people read them.
+inline constexpr NamedWire kWires[] = {{Wire::kFp32, "fp32"}, {Wire::kBf16, "bf16"}, {Wire::kFp16, "fp16"},
+                                       {Wire::kInt8, "int8"}, {Wire::kFp8, "fp8"},   {Wire::kInt4, "int4"}};
+
+inline std::string wire_name(Wire wire) {
+  for (const NamedWire& known : kWires) {
+    if (known.wire == wire) return known.name;
+  }
+  throw std::invalid_argument("not a wire");
+}
+
+// "fp32, bf16, …", for messages.
+inline std::string wire_names(bool with_scales_only = false) {
+  std::string names;
+  for (const NamedWire& known : kWires) {
+    if (with_scales_only && !has_scales(known.wire)) continue;
+    names += std::string(names.empty() ? "" : ", ") + known.name;
+  }
+  return names;
+}
 
 inline Wire wire_from_name(const std::string& name) {
-  std::string choices;
-  for (size_t i = 0; i < std::size(kWireNames); ++i) {
-    if (name == kWireNames[i]) return static_cast<Wire>(i);
-    choices += std::string(i ? ", " : "") + kWireNames[i];
+  for (const NamedWire& known : kWires) {
+    if (name == known.name) return known.wire;
   }
-  throw std::invalid_argument("wire='" + name + "' is not possible: use one of " + choices);
+  throw std::invalid_argument("wire='" + name + "' is not possible: use one of " + wire_names());
 }
 
 // Indexed by ResidualFormat.
-inline constexpr const char* kResidualFormatNames[] = {"fp32", "bf16", "int8"};
+inline constexpr const char* kResidualFormatNames[] = {"fp32", "bf16"};
 
 inline ResidualFormat residual_format_from_name(const std::string& name) {
   for (size_t i = 0; i < std::size(kResidualFormatNames); ++i) {
     if (name == kResidualFormatNames[i]) return static_cast<ResidualFormat>(i);
   }
-  throw std::invalid_argument("a residual cannot be '" + name + "': use 'fp32', 'bf16' or 'int8'");
+  throw std::invalid_argument("a residual cannot be '" + name + "': use 'fp32' or 'bf16'");
 }
 
 }  // namespace fusedcomm

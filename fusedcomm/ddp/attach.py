@@ -66,7 +66,7 @@ def attach(
         ddp: the module that DistributedDataParallel wraps, parameters on cpu over a gloo group or on one cuda device
             over an NCCL group.
         wire: what travels: "fp32", "bf16", "fp16", or codes with a scale for every `block` elements: "int8", "fp8"
-            (e4m3), "fp8_e5m2", "int4". Or "auto": the first steps try DDP's own all-reduce, `wires` and, of the best
+            (e4m3), "int4". Or "auto": the first steps try DDP's own all-reduce, `wires` and, of the best
             of them, other sums and chunks where those are left open; the ranks keep what makes their steps shortest, or
             the more exact if it is within 3% (docs/autotune.md). Whatever else is given here is for all that is tried.
         sum: "exact" (fp32 all-reduce), "direct" (all-reduce in the 16-bit wire), "two-shot" (each rank takes the fp32
@@ -89,10 +89,10 @@ def attach(
         seed: rounding="stochastic" only: the same seed, step and buckets give the same bits, on any device.
         error_feedback: True: what encoders leave out of a step is added to the next one, so that rounding delays
             gradients instead of changing them. Residuals are kept in fp32 (4 bytes for each element, and by two-shot as
-            much again divided by the ranks), or, as "bf16" or "int8" (wires with scales only), in half or a quarter of
-            that. They stay with their parameters when DDP rebuilds its buckets, and are in ``state_dict()``. Needs a
-            two-shot or one-shot sum, which "auto" takes for all but small buckets. With hosts a rank keeps those of
-            what it sums for its host (4 bytes divided by the host's ranks), and what `local_wire` leaves out is lost.
+            much again divided by the ranks), or, as "bf16", in half of that. They stay with their parameters when DDP
+            rebuilds its buckets, and are in ``state_dict()``. Needs a two-shot or one-shot sum, which "auto" takes for
+            all but small buckets. With hosts a rank keeps those of what it sums for its host (4 bytes divided by the
+            host's ranks), and what `local_wire` leaves out is lost.
         predivide: fp16 only: gradients are divided by it before the wire, and the sum multiplied by it and divided by
             the world size afterwards, in fp32. "auto": a power of two near √world_size for direct, else 1.
         chunk_nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB

@@ -29,13 +29,10 @@ MIN_S_PER_BYTE = 1e-11
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Backends of our own, for a sum's first collective and a two-shot's second, and a store that only this attachment
-    uses."""
+    """Backends of our own, for a sum's first collective and a two-shot's second."""
 
     scatter: dist.Backend
     gather: dist.Backend
-    store: dist.Store
-    timeout: datetime.timedelta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,7 @@ def make_channels(process_group: dist.ProcessGroup, device: torch.device, store:
     timeout = group_timeout(process_group, device)
     rank, world_size = process_group.rank(), process_group.size()
     scatter, gather = (_gloo(store, name, rank, world_size, timeout) for name in ("scatter", "gather"))
-    return Channels(scatter, gather, store, timeout)
+    return Channels(scatter, gather)
 
 
 def make_host_channels(

@@ -138,9 +138,7 @@ class Plan:
                 f"  of these {between / _MIB:.3f} MiB go to other hosts, {(self.sent_nbytes - between) / _MIB:.3f} MiB "
                 "stay on the host"
             )
-        elif any(row.sum == "two-shot" for row in self.buckets) and not (
-            self.tuning and self.tuning.has_tried_two_levels
-        ):
+        elif any(row.sum == "two-shot" for row in self.buckets) and not self._has_tried_two_levels:
             lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         return lines
 

@@ -26,9 +26,6 @@ from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
 
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that have a wire format."""
-
 T = TypeVar("T")
 
 _GIVEN_UP = "given up"
@@ -293,8 +290,10 @@ class Session:
     def _path(self, announce: bool) -> "CpuPath | CudaPath":
         if self.device.type == "cpu":
             return CpuPath(self.local, self.world_size)
-        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(GRAD_DTYPES), key=str)
-        return CudaPath(self.config, self.local, self.process_group, self.device, dtypes or list(GRAD_DTYPES), announce)
+        dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(_C.GRAD_DTYPES), key=str)
+        return CudaPath(
+            self.config, self.local, self.process_group, self.device, dtypes or list(_C.GRAD_DTYPES), announce
+        )
 
     def _record(self) -> dict:
         """What all ranks must share. What LocalOptions has may differ: the bytes do not depend on it."""

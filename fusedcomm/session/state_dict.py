@@ -4,6 +4,7 @@ import warnings
 
 import torch
 
+from fusedcomm.config import RESIDUALS
 from fusedcomm.session.session import Session
 
 VERSION = 2
@@ -83,6 +84,13 @@ def _check(session: Session, state: dict) -> None:
     for name, values in state["residuals"].items():
         if not isinstance(values, torch.Tensor) or not values.is_floating_point() or not values.isfinite().all():
             raise ValueError(f"state['residuals'][{name!r}] must be a tensor of finite floating-point numbers")
+    saved_in = state["error_feedback"]
+    if state["residuals"] and saved_in not in (None, *RESIDUALS):
+        raise ValueError(
+            f"the state has residuals that were kept with error_feedback={saved_in!r}, which this fusedcomm does not "
+            f"have (it has {', '.join(map(repr, RESIDUALS))}). A state's values are fp32 whatever they were kept in: "
+            "set state['error_feedback'] = 'fp32' to load them, or empty state['residuals'] to forget them"
+        )
     if state["residuals"] and not session.keeps_residuals:
         why = "error_feedback=None): attach with error_feedback, or"
         if session.is_off:

@@ -7,6 +7,9 @@ from types import ModuleType
 from fusedcomm.tools.errors import UsageError
 
 PICTURES = (".png", ".pdf", ".svg")
+BLACK, GREY = "#000000", "#8a8a8a"
+PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
 
 def check(json: Path | None, plot: Path | None, options: tuple[str, str] = ("--json", "--plot")) -> None:

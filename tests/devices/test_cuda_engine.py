@@ -5,10 +5,12 @@ Streams are not in it (tests/engine/test_streams.py simulates those), nor the co
 """
 
 import itertools
+import pickle
 import shutil
 import threading
 import time
 
+import cuda_cpp
 import fake_cuda
 import pytest
 import torch
@@ -16,6 +18,7 @@ from models import Gradients, Mlp, Sparse, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.config import Config
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
@@ -46,8 +49,11 @@ def fake(library):
 SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
 
 
-def both_paths(rank, world_size, library, kwargs, dtype):
-    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches."""
+def both_paths(rank, world_size, library, kwargs, dtype, in_cuda=None):
+    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches.
+
+    `in_cuda`: the library of the kernels in CUDA C++, to run these instead of Triton's.
+    """
     num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
@@ -60,7 +66,7 @@ def both_paths(rank, world_size, library, kwargs, dtype):
             comm = fusedcomm.attach(ddp, **kwargs)
             seen = synchronise(ddp, gradients, steps=num_steps)
         else:
-            with fake.takes_over(**kwargs):
+            with fake.takes_over(in_cuda, **kwargs):
                 comm = fusedcomm.attach(ddp, **kwargs)
                 seen = synchronise(ddp, gradients, steps=num_steps)
         stats = comm.stats()
@@ -83,7 +89,7 @@ CONFIGS = {
     "int8": {"wire": "int8", "sum": "two-shot"},
     "int8 rotated": {"wire": "int8", "sum": "two-shot", "rotate": True},
     "fp8": {"wire": "fp8", "sum": "two-shot"},
-    "fp8_e5m2": {"wire": "fp8_e5m2", "sum": "two-shot", "exempt": ()},
+    "fp8 all lossy": {"wire": "fp8", "sum": "two-shot", "exempt": ()},
     "int4": {"wire": "int4", "sum": "two-shot"},
     "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
     "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "error_feedback": True},
@@ -91,7 +97,7 @@ CONFIGS = {
     "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
     "int4 rotated stochastic feedback": {
         **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "int8"},
+        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "bf16"},
     },
     "several wires": {
         **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
@@ -100,7 +106,7 @@ CONFIGS = {
     },
     "two levels": {
         **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "int8"},
+        **{"rounding": "stochastic", "error_feedback": "bf16"},
     },
     "two levels measured": {
         **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
@@ -110,7 +116,7 @@ CONFIGS = {
     "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
     "int4 one-shot rotated": {
         **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "int8"},
+        **{"rounding": "stochastic", "error_feedback": "bf16"},
     },
     "several wires one-shot": {
         **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
@@ -153,7 +159,7 @@ def features(name, world_size, dtype):
         ("int8 rotated", 2, torch.float32),
         ("fp8", 3, torch.float32),
         ("fp8", 2, torch.bfloat16),
-        ("fp8_e5m2", 2, torch.float32),
+        ("fp8 all lossy", 2, torch.float32),
         ("int4", 3, torch.float32),
         ("int4 rotated", 2, torch.float32),
         ("int4 rotated", 3, torch.float16),
@@ -175,12 +181,28 @@ def features(name, world_size, dtype):
     ],
 )
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
-    for results, launches, _ in ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size):
+    check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size))
+
+
+def check_both_paths(of_ranks):
+    for results, launches, _ in of_ranks:
         (cpu, *cpu_counts), (gpu, *gpu_counts) = results
         assert torch.equal(cpu, gpu)
         assert cpu_counts == gpu_counts
         assert cpu_counts[0] > 0
         assert launches
+
+
+@pytest.fixture(scope="session")
+def in_cuda(tmp_path_factory):
+    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
+    world_size = 4 if "hosts" in CONFIGS[name] else 2
+    check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
@@ -272,17 +294,17 @@ def recorded(rank, world_size, library, sum):
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
     """Sizes by hand: two parts, or one in a one-shot; 600 lossy elements in blocks of 64, 3000 exact ones."""
-    part = {"part_stride": 1500 * 4 + 32 + 320, "part_numel": 320, "part_exact_numel": 1500}
-    no_noise = dict.fromkeys(("noise_seed", "noise_parameter", "noise_step", "noise_source"), 0)
-    of_bucket = {"num_slices": 1, "numel": 600, "exact_num_slices": 1, "exact_numel": 3000, "first_part": 0}
+    part = {"shape.stride": 1500 * 4 + 32 + 320, "shape.numel": 320, "shape.exact_numel": 1500}
+    no_noise = dict.fromkeys(("key.seed", "key.parameter", "key.step", "key.source"), 0)
+    of_bucket = {"lossy.num_slices": 1, "lossy.numel": 600, "exact.num_slices": 1, "exact.numel": 3000, "first_part": 0}
     for rank, launches in enumerate(ranks.run(recorded, library, "two-shot", world_size=2)):
         (pack, pack_args), (reduce, reduce_args), (unpack, unpack_args) = launches
         assert (pack, reduce, unpack) == ("pack", "reduce", "unpack")
         assert pack_args == {**of_bucket, **part, "num_parts": 2, "scale": 1.0, **no_noise}
-        of_sum = {"in_stride": part["part_stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
+        of_sum = {"in_stride": part["shape.stride"], "first_part": rank, "num_parts": 1, "world_size": 2, "scale": 0.5}
         assert reduce_args == {**part, **of_sum, **no_noise}
         assert unpack_args == {**of_bucket, **part, "num_parts": 2, "num_messages": 1, "scale": 1.0}
-    whole = {"part_stride": 3000 * 4 + 48 + 640, "part_numel": 640, "part_exact_numel": 3000, "num_parts": 1}
+    whole = {"shape.stride": 3000 * 4 + 48 + 640, "shape.numel": 640, "shape.exact_numel": 3000, "num_parts": 1}
     for launches in ranks.run(recorded, library, "one-shot", world_size=2):
         (pack, pack_args), (unpack, unpack_args) = launches
         assert (pack, unpack) == ("pack", "unpack")
@@ -292,18 +314,32 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
 
 def test_every_kernel_parameter_has_the_engines_type():
     """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
-    from fusedcomm.kernels import compile
+    from fusedcomm.kernels import compile, variants
 
-    for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
+    for variant in variants.engine_variants([("int8", 128, False)], (torch.float32,)):
         signature, _ = compile._signature(variant)
-        kinds = [
-            "ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind)
-            for kind in signature.values()
-            if kind != "constexpr"
-        ]
+        parameters = compile.flattened(compile.KERNELS[variant.kernel], signature)
+        kinds = ["ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind) for _, _, kind in parameters]
         assert kinds == _C.kernel_params(variant.kernel)
     with pytest.raises(ValueError, match="no kernel is called 'sort'"):
         _C.kernel_params("sort")
+
+
+def test_a_kernels_key_has_what_matters_to_it():
+    key = _C.KernelKey("pack", "bf16", 64, torch.float16, flat=False, in_wire="fp32", feedback="bf16")
+    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")  # no blocks, and no sum
+    assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, False, feedback="fp32")
+    assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
+    reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16", stochastic=True)
+    assert (reduce.block, reduce.grad_dtype, reduce.in_wire, reduce.stochastic) == (32, None, "bf16", True)
+    assert reduce != _C.KernelKey("reduce", "int4", 64, rotated=True, in_wire="bf16", stochastic=True)
+    for each in (key, reduce, _C.KernelKey("scale")):
+        copy = pickle.loads(pickle.dumps(each))
+        assert (copy, hash(copy), repr(copy)) == (each, hash(each), repr(each))
+    with pytest.raises(ValueError, match="kernel unpack needs a gradient dtype"):
+        _C.KernelKey("unpack", "bf16")
+    with pytest.raises(ValueError, match="kernel pack needs a wire"):
+        _C.KernelKey("pack", grad_dtype=torch.float32)
 
 
 # --- what can go wrong ----------------------------------------------------------------------------------------------
@@ -436,10 +472,10 @@ def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
 
 
 def test_kernels_of_another_version_are_refused(fake):
-    from fusedcomm.kernels import compile
+    from fusedcomm.kernels import variants
 
-    variant = compile.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
-    compiled = compile.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
+    variant = variants.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
+    compiled = variants.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
     with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
         cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)
 
@@ -457,6 +493,7 @@ def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
     import triton
 
     monkeypatch.setattr(triton, "__version__", "4.0.0")
+    monkeypatch.setenv(env.KERNELS, "triton")
     with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
         cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
 
@@ -473,28 +510,3 @@ def test_the_sm_limit_is_a_share_of_the_gpu():
     assert cuda.choose_sm_limit(132, 132) == 132
     assert cuda.sm_limit_of_last(None, 132) == 132
     assert cuda.sm_limit_of_last(20, 132) == 20
-
-
-@pytest.mark.parametrize("ahead", [frozenset(), frozenset({"pack"}), frozenset({"pack", "unpack"})], ids=sorted)
-def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead):
-    from fusedcomm.kernels import compile, ragged_cuda
-
-    taken = {}
-
-    def by(compiler):
-        def compiled(variant, capability):
-            taken[variant.kernel, variant.flat, variant.feedback] = compiler
-            return compile.Compiled(variant, variant.kernel, b"", "", 16, 0, _C.kernel_params(variant.kernel), 0)
-
-        return compiled
-
-    monkeypatch.setattr(compile, "check_triton", lambda: "3.7")
-    monkeypatch.setattr(compile, "compile", by("triton"))
-    monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
-    monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
-    cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
-    expected = {(kernel, flat, None): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
-    # Of measured buckets, which only Triton's kernels can do.
-    expected |= {("pack", flat, "fp32"): "triton" for flat in (True, False)}
-    expected["scale", True, None] = "triton"
-    assert taken == {**expected, **{(kernel, False, None): "cuda" for kernel in ahead}}

@@ -99,7 +99,7 @@ WIRES = [
     ("fp16", False, "fp32"),
     ("int8", False, "bf16"),
     ("fp8", False, "bf16"),
-    ("fp8_e5m2", False, "fp16"),
+    ("fp8", False, "fp16"),
     ("int4", True, "bf16"),
     ("int4", False, "fp32"),
 ]

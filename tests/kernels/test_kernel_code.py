@@ -22,39 +22,37 @@ if __name__ != "__main__":
 
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 ROTATED = ("int8", "int4")  # looked at for every capability; fp8 differs in what comes before and after
 GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
 BLOCKS = {"int4": 32}  # elements; others have 128
 TILE = 8192
 NUM_THREADS = 512
 
 
-def kernel_key(kernel, wire, grad_dtype, flat, epilogue=False, rotated=False):
+def kernel_key(kernel, wire, grad_dtype, flat, rotated=False):
     variant = f"{kernel}-{wire}-{grad_dtype}-{'flat' if flat else 'ragged'}"
-    return variant + "-epilogue" * epilogue + "-rotated" * rotated
+    return variant + "-rotated" * rotated
 
 
 def all_kernels():
-    """(kernel, wire, gradient dtype, flat, epilogue, rotated, capability) of everything that is looked at here."""
+    """(kernel, wire, gradient dtype, flat, rotated, capability) of everything that is looked at here."""
     kernels = []
     for capability in (OLDEST_CAPABILITY, *CAPABILITIES):
-        kernels.append(("scale", None, "float32", True, False, False, capability))
+        kernels.append(("scale", None, "float32", True, False, capability))
         for wire in WIRES if capability in CAPABILITIES else WIRES[3:]:
             every_dtype = capability == 90 and wire in WIRES[:4]
-            # Elsewhere fp16 and fp8_e5m2 stand for little that bf16 and fp8 do not.
-            for flat in (True, False) if capability == 90 or wire not in ("fp16", "fp8_e5m2") else (True,):
-                kernels.append(("reduce", wire, None, flat, False, False, capability))
+            # Elsewhere fp16 stands for little that bf16 does not.
+            for flat in (True, False) if capability == 90 or wire != "fp16" else (True,):
+                kernels.append(("reduce", wire, None, flat, False, capability))
                 for dtype in GRAD_NBYTES if every_dtype else ("float32",):
-                    kernels.append(("pack", wire, dtype, flat, False, False, capability))
-                    kernels.append(("unpack", wire, dtype, flat, False, False, capability))
-                    if every_dtype:
-                        kernels.append(("unpack", wire, dtype, flat, True, False, capability))
+                    kernels.append(("pack", wire, dtype, flat, False, capability))
+                    kernels.append(("unpack", wire, dtype, flat, False, capability))
         for wire in ROTATED:
             for flat in (True, False) if capability == 90 else (True,):
-                kernels.append(("pack", wire, "float32", flat, False, True, capability))
-                kernels.append(("unpack", wire, "float32", flat, capability == 90 and not flat, True, capability))
+                kernels.append(("pack", wire, "float32", flat, True, capability))
+                kernels.append(("unpack", wire, "float32", flat, True, capability))
     return kernels
 
 
@@ -71,15 +69,15 @@ ENCODERS = [
     ("unpack", "fp8", "float32", False, {"sums": True}),
     ("pack", "bf16", "bfloat16", True, {"stochastic": True, "feedback": "bf16"}),
     ("pack", "fp16", "float32", True, {"stochastic": True}),
-    ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "int8"}),
+    ("pack", "int8", "float32", True, {"stochastic": True, "feedback": "bf16"}),
     ("pack", "int8", "float32", False, {"stochastic": True, "feedback": "fp32"}),
-    ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
-    ("pack", "fp8_e5m2", "float32", False, {"stochastic": True, "feedback": "int8", "rotated": True}),
+    ("pack", "int4", "float32", False, {"stochastic": True, "feedback": "bf16", "rotated": True}),
+    ("pack", "fp8", "float32", False, {"stochastic": True, "feedback": "bf16", "rotated": True}),
     ("reduce", "fp8", None, True, {"stochastic": True, "feedback": "fp32"}),
     ("reduce", "int4", None, True, {"stochastic": True}),
-    ("reduce", "int4", None, True, {"stochastic": True, "feedback": "int8", "in_wire": "bf16", "rotated": True}),
+    ("reduce", "int4", None, True, {"stochastic": True, "feedback": "bf16", "in_wire": "bf16", "rotated": True}),
 ]
-RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def all_encoders():
@@ -114,12 +112,12 @@ def resources(cubin):
 
 def all_variants():
     """{its key: (variant, capability)} of all kernels and encoders."""
-    from fusedcomm.kernels.compile import Variant
+    from fusedcomm.kernels.variants import Variant
 
     variants = {}
-    for kernel, wire, dtype, flat, epilogue, rotated, capability in all_kernels():
-        variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, epilogue, rotated)
-        variants[f"{kernel_key(kernel, wire, dtype, flat, epilogue, rotated)}-{capability}"] = variant, capability
+    for kernel, wire, dtype, flat, rotated, capability in all_kernels():
+        variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, rotated)
+        variants[f"{kernel_key(kernel, wire, dtype, flat, rotated)}-{capability}"] = variant, capability
     for kernel, wire, dtype, flat, encoding, capability in all_encoders():
         variant = Variant(kernel, wire, BLOCKS.get(wire, 128), dtype and getattr(torch, dtype), flat, **encoding)
         variants[encoder_key(kernel, wire, dtype, flat, encoding, capability)] = variant, capability
@@ -189,7 +187,7 @@ def compiled(made_once):
 
 # ---- tests
 
-VARIANT = ("kernel", "wire", "dtype", "flat", "epilogue", "rotated", "capability")
+VARIANT = ("kernel", "wire", "dtype", "flat", "rotated", "capability")
 
 
 def every_kernel(capabilities=CAPABILITIES):
@@ -225,7 +223,7 @@ def accesses(ptx, verb, nbytes, predicated=False):
 
 @pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize(VARIANT, every_kernel())
-def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, rotated, capability):
     """The wider side, gradient or code, in 128 bits; the other in as much as holds the same elements."""
     numel = wide_side_numel(kernel, wire, dtype)
     grad, wire_nbytes = GRAD_NBYTES.get(dtype, 0), CODE_NBYTES.get(wire, 0)
@@ -280,7 +278,7 @@ def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, rotated, capab
 
 @pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize(VARIANT, every_kernel())
-def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat, rotated, capability):
     check_arithmetic_and_resources(code)
     check_sum(code, kernel)
     assert code["symbol"] == f"{kernel}_kernel"
@@ -288,7 +286,7 @@ def test_rounds_as_the_reference_and_fits_an_sm(code, kernel, wire, dtype, flat,
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(VARIANT, every_kernel((OLDEST_CAPABILITY,)))
-def test_so_it_is_for_the_oldest_gpus(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+def test_so_it_is_for_the_oldest_gpus(code, kernel, wire, dtype, flat, rotated, capability):
     check_arithmetic_and_resources(code)
     check_sum(code, kernel)
     assert code["symbol"] == f"{kernel}_kernel"
@@ -321,18 +319,18 @@ def check_arithmetic_and_resources(code):
 
 POINTER, I32, I64, F32 = ["ptr"], ["i32"], ["i64"], ["f32"]
 SECTIONS = POINTER * 3
-ENCODING = POINTER * 2 + I64 + I32 * 3
+ENCODING = POINTER + I64 + I32 * 3
 PARAMS = {
     "pack": POINTER * 5 + I32 + I64 + POINTER * 4 + I32 + I64 + SECTIONS + I64 * 4 + I32 + F32 + ENCODING,
     "reduce": SECTIONS * 2 + I64 * 5 + I32 * 2 + F32 + ENCODING,
-    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 * 2 + F32 + POINTER * 2,
+    "unpack": POINTER * 4 + I32 + I64 + POINTER * 3 + I32 + I64 + SECTIONS + I64 * 4 + I32 * 2 + F32,
     "scale": POINTER + I64 + F32 + POINTER * 2 + I32,
 }
 
 
 @pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize(VARIANT, every_kernel())
-def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, epilogue, rotated, capability):
+def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, flat, rotated, capability):
     assert code["params"] == PARAMS[kernel]
     assert 0 <= code["num_scratch_pointers"] <= 2
 
@@ -379,7 +377,7 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
 
 REFUSALS = """
 import dataclasses, torch, triton
-from fusedcomm.kernels import compile as c, ragged_cuda
+from fusedcomm.kernels import compile as c, variants
 
 def refused(expected, call):
     try:
@@ -389,34 +387,33 @@ def refused(expected, call):
     else:
         raise AssertionError("not refused: " + expected)
 
-variant = c.Variant("scale", None, 128, torch.float32, True)
-engine = c.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
+variant = variants.Variant("scale", None, 128, torch.float32, True)
+engine = variants.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 11, engine
-rotated = c.engine_variants([("int4", 32, True)], (torch.float32,))
+rotated = variants.engine_variants([("int4", 32, True)], (torch.float32,))
 assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
-measured = c.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
+measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
 packs = [(v.stochastic, v.feedback) for v in measured if v.kernel == "pack" and v.flat]
 assert packs == [(True, None), (True, "fp32")], packs
-several = c.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "int8")
+several = variants.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "bf16")
 assert {(v.wire, v.stochastic, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
-    ("int4", True, "int8"), ("fp32", False, None)
+    ("int4", True, "bf16"), ("fp32", False, None)
 }, several
-hosts = c.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
+hosts = variants.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
 assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v in hosts if v.wire} == {
     ("pack", "bf16", None, False, False, None), ("pack", "int4", None, True, True, "bf16"),
     ("reduce", "int4", "bf16", True, True, "bf16"),
     ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
 }, hosts
-measured = c.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
+measured = variants.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
 assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
     ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
     ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
 }, measured
-one_shot = c.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
+one_shot = variants.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
 assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire} == {
     (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
 }, one_shot
-refused("bf16 has none", lambda: c.engine_variants([("bf16", 128, False)], (torch.float32,), feedback="int8"))
 assert c.check_triton() == triton.__version__
 
 c.MAX_SHARED_NBYTES = 8
@@ -425,15 +422,6 @@ c.MAX_SHARED_NBYTES = 48 * 1024
 c._TYPES["numel"], wanted = "i32", c._ptx_type
 c._ptx_type = lambda kind: {"i32": "i64"}.get(kind, wanted(kind))
 refused("with parameters = ('ptr', 'i32', 'f32'", lambda: c.compile(variant, 90))
-
-for variant in (
-    c.Variant("pack", "int4", 32, torch.float32, False),
-    c.Variant("unpack", "fp8", 128, torch.float32, False),
-    c.Variant("pack", "int8", 128, torch.float32, False, rotated=True),
-    c.Variant("pack", "int8", 128, torch.float32, False, stochastic=True),
-    c.Variant("pack", "int8", 128, torch.float32, False, feedback="fp32"),
-):
-    refused("for fp32, bf16, fp16, int8 unrotated", lambda: ragged_cuda.compile(variant, 90))
 
 for version in ("3.5.1", "3.10.0", "4.0.0", "2.3.0+git"):
     triton.__version__ = version

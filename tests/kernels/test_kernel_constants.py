@@ -20,9 +20,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 90)
-WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 WITH_SCALES = WIRES[3:]
-ENCODERS = ({"feedback": "fp32"}, {"stochastic": True, "feedback": "bf16"}, {"stochastic": True, "feedback": "int8"})
+ENCODERS = ({"feedback": "fp32"}, {"stochastic": True, "feedback": "bf16"})
 
 
 # ---- what is looked for
@@ -125,7 +125,7 @@ def every_variant():
     with noise and residuals; sums within hosts in another wire."""
     import torch
 
-    from fusedcomm.kernels.compile import engine_variants
+    from fusedcomm.kernels.variants import engine_variants
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     variants = []
@@ -137,7 +137,7 @@ def every_variant():
         variants += engine_variants(rotated, dtypes, one_shot=True)
         for local_wire in ("fp32", "bf16", "fp16"):
             variants += engine_variants(rotated, dtypes[:1], local_wire=local_wire)
-        for encoder in ENCODERS[: 3 if scaled else 2]:
+        for encoder in ENCODERS:
             variants += engine_variants(rotated, dtypes[:1], local_wire="bf16", **encoder)
     return list(dict.fromkeys(variants))
 

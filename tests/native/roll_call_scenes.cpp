@@ -1,5 +1,5 @@
-// What a roll call concludes from answers made up here, for tests/test_roll_call.py. Prints the report of the scene
-// named; "slowly <s>": of a thousand answers that a slow store hands out, which takes so many seconds for each;
+// What a roll call concludes from answers made up here, for tests/watch/test_roll_call.py. Prints the report of the
+// scene named; "slowly <s>": of a thousand answers that a slow store hands out, which takes so many seconds for each;
 // "garbled": of answers of which two cannot be read. "words <scene>", "round trip", "unreadable" and "concern" check
 // what their functions say, and print nothing.
 #include <cstdio>

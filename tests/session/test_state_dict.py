@@ -102,6 +102,11 @@ def loads(rank, world_size, change, kwargs):
         ({"step": 2**70}, {"error_feedback": True}, ["state['step']", str(2**70)]),
         ({"nonfinite": {"weights.9": 3}}, {"error_feedback": True}, ["'weights.9'", "of this model"]),
         ({"nonfinite": {"weights.0": -3}}, {"error_feedback": True}, ["'weights.0'", "-3"]),
+        (
+            {"error_feedback": "int8"},
+            {"error_feedback": True},
+            ["error_feedback='int8'", "'fp32', 'bf16'", "state['error_feedback'] = 'fp32'", "state['residuals']"],
+        ),
         ({"residuals": None}, {"error_feedback": True}, ["state['residuals'] is a NoneType", "dict"]),
     ],
     ids=str,
@@ -121,7 +126,7 @@ def test_another_ranks_residuals_are_forgotten_with_a_warning(ranks):
 
 
 def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
-    for error, messages, left_out in ranks.run(loads, {}, {"error_feedback": "int8"}, world_size=2):
+    for error, messages, left_out in ranks.run(loads, {}, {"error_feedback": "bf16"}, world_size=2):
         assert (error, messages, left_out) == ("", [], ["weights.0"])
 
 

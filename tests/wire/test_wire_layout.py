@@ -4,12 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fusedcomm
 from fusedcomm.native import _C
 
-BLOCK_WIRES = ("int8", "fp8", "fp8_e5m2", "int4")
+BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
-CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1, "int4": 0.5}
-SCALE_NBYTES = {"int8": 4, "fp8": 4, "fp8_e5m2": 4, "int4": 2}
+CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
+SCALE_NBYTES = {"int8": 4, "fp8": 4, "int4": 2}
 
 blocks = st.sampled_from([2**k for k in range(5, 13)])
 numels = st.one_of(st.integers(0, 300), st.integers(0, 2**22), st.integers(2**31, 2**42))
@@ -34,8 +35,17 @@ def test_constants():
     assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
     assert _C.ALIGN_NBYTES == 16
     assert _C.ROTATION_NUMEL == 32
-    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 128, 32]
+    assert [_C.default_block_numel(wire) for wire in BLOCK_WIRES] == [128, 128, 32]
     assert [wire for wire in WIRES if _C.has_scales(wire)] == list(BLOCK_WIRES)
+
+
+def test_there_is_one_list_of_wires_and_their_ids_stay():
+    """5 was fp8_e5m2's."""
+    ids = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6}
+    assert {wire: _C.wire_id(wire) for wire in _C.WIRES} == ids
+    assert fusedcomm.WIRES == _C.WIRES == WIRES
+    assert [_C.code_nbits(wire) for wire in _C.WIRES] == [8 * CODE_NBYTES[wire] for wire in _C.WIRES]
+    assert all(_C.scale_nbytes(wire) == nbytes for wire, nbytes in SCALE_NBYTES.items())
 
 
 def test_an_int8_part_byte_by_byte():
@@ -51,7 +61,7 @@ def test_an_int4_part_byte_by_byte():
     assert (part.scale_offset, part.code_offset, part.nbytes) == (32, 48, 48 + 48)
 
 
-@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("fp8_e5m2", 0.265), ("int4", 0.145)])
+@pytest.mark.parametrize(("wire", "most"), [("int8", 0.265), ("fp8", 0.265), ("int4", 0.145)])
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
@@ -159,7 +169,7 @@ def test_a_block_must_be_a_power_of_two_within_limits(block):
 
 @pytest.mark.parametrize("wire", ["int2", "", "BF16"])
 def test_an_unknown_wire_is_named_with_the_choices(wire):
-    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, fp8_e5m2, int4"):
+    with pytest.raises(ValueError, match=f"wire='{wire}' .*fp32, bf16, fp16, int8, fp8, int4"):
         _C.bucket_layout(wire, 128, 1, 0, 1000, 1 << 20)
 
 

@@ -232,15 +232,12 @@ struct Avx2 {
     first = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
     second = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
   }
-  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
   static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
     const __m256i fields = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 7);
     load_halves(_mm256_and_si256(fields, _mm256_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
     first = _mm256_mul_ps(first, _mm256_set1_ps(256.0f));
     second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
-  }
-  static void load_codes(E5m2, const uint8_t* p, F& first, F& second) {
-    load_halves(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load_128(p)), 8), first, second);
   }
   // Each byte goes to two elements; the nibble that an element wants is moved to its top, then down with its sign.
   static F top_nibble(__m256i top_bytes) {

@@ -217,15 +217,12 @@ struct Avx512 {
     first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
-  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
   static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
     const __m512i fields = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load_256(p)), 7);
     load_halves(_mm512_and_si512(fields, _mm512_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
     first = _mm512_mul_ps(first, _mm512_set1_ps(256.0f));
     second = _mm512_mul_ps(second, _mm512_set1_ps(256.0f));
-  }
-  static void load_codes(E5m2, const uint8_t* p, F& first, F& second) {
-    load_halves(_mm512_slli_epi16(_mm512_cvtepu8_epi16(load_256(p)), 8), first, second);
   }
   // Each byte goes to two elements, whose lowest four bits look their value up.
   static F look_up(__m512i bytes) {

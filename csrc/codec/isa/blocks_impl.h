@@ -1,4 +1,4 @@
-// The codec's inner loops over blocks, and the table of all kernels; see codec_kernels_impl.h.
+// The codec's inner loops over blocks, and the table of all kernels; see elements_impl.h.
 #pragma once
 
 #include "codec/isa/noise_impl.h"
@@ -398,7 +398,7 @@ constexpr KernelTable make_table(const char* isa) {
            {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
           {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
-          {block_kernels<V, Int8>(), block_kernels<V, E4m3>(), block_kernels<V, E5m2>(), block_kernels<V, Int4>()},
+          {block_kernels<V, Int8>(), block_kernels<V, E4m3>(), block_kernels<V, Int4>()},
           make_noise<V>,
           {nullptr, round_stochastic<V, Bf16>, round_stochastic<V, Fp16>},
           {add<V, float>, add<V, Bf16>, nullptr},

@@ -1,5 +1,5 @@
-// The codec's inner loops, written once over a vector type V: here single elements, in codec_noise_impl.h noise, in
-// codec_blocks_impl.h blocks. Each codec_<isa>.cpp includes the last after it has selected its instruction set, defines
+// The codec's inner loops, written once over a vector type V: here single elements, in noise_impl.h noise, in
+// blocks_impl.h blocks. Each <isa>.cpp includes the last after it has selected its instruction set, defines
 // its V and makes a table: everything here has internal linkage, so no other file can end up with code its machine
 // cannot run. For the same reason no function template of std is used.
 //
@@ -12,7 +12,7 @@
 //   M, track(M&, F)        M holds the greatest magnitude as bits, where Inf and NaN exceed any finite
 //   greatest(const M*, uint32_t*)                 those of kMaxima M, which takes little longer than that of one
 //   kStreamNbytes, fence() the alignment that stream() needs (0: it has none), what must follow the last stream()
-// and for 2·kLanes elements at once, Code being Int8, E4m3, E5m2 or Int4:
+// and for 2·kLanes elements at once, Code being Int8, E4m3 or Int4:
 //   load_codes(Code, const uint8_t*, F&, F&)         values of codes; not those of NaN and Inf, which are never sent
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  to nearest even, of values less than half a step beyond kGreatest
 //   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  the same stochastically; fp8 at most 8 ulps beyond
@@ -55,16 +55,6 @@ struct E4m3 {
   static constexpr int kMantissaBits = 3;
   static constexpr uint32_t kExponentShift = 120;         // from its exponent to that of fp32
   static constexpr uint32_t kSubnormalBits = 0x46C00000;  // of 24576, where an ulp is the step of subnormals
-};
-
-struct E5m2 {
-  using Scale = float;
-  static constexpr int kNbits = 8;
-  static constexpr float kGreatest = 57344.0f;
-  static constexpr uint32_t kGreatestCode = 0x7B, kLeastCode = 0xFB;
-  static constexpr int kMantissaBits = 2;
-  static constexpr uint32_t kExponentShift = 112;
-  static constexpr uint32_t kSubnormalBits = 0x43400000;  // of 192
 };
 
 struct Int4 {
@@ -263,9 +253,8 @@ struct Scalar {
   }
 
   static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
-  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
-  static F value(E5m2, uint32_t code) { return float_of_half(code << 8); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     first = value(Code(), p[0]);

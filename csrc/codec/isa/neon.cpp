@@ -213,12 +213,11 @@ struct Neon {
     const float16x8_t halves = vreinterpretq_f16_u16(halves_bits);
     return {{vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))}};
   }
-  // Both formats' fields are the leading ones of an fp16, but for 2^8 between the exponents of e4m3.
+  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
   static F load_8(E4m3, const uint8_t* p) {
     const uint16x8_t fields = vshlq_n_u16(vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)))), 7);
     return mul(values_8(vandq_u16(fields, vdupq_n_u16(0xBFFF))), broadcast(256.0f));
   }
-  static F load_8(E5m2, const uint8_t* p) { return values_8(vshll_n_u8(vld1_u8(p), 8)); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     first = load_8(Code(), p);

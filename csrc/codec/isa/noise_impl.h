@@ -1,4 +1,4 @@
-// Noise, and single elements rounded by it; see codec_kernels_impl.h.
+// Noise, and single elements rounded by it; see elements_impl.h.
 #pragma once
 
 #include "codec/isa/elements_impl.h"

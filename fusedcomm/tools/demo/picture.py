@@ -7,21 +7,18 @@ import matplotlib
 import numpy as np
 
 from fusedcomm.tools.demo.results import DEFAULT_NAME, RunResult, Summary
+from fusedcomm.tools.output import BLACK, GREY, PALETTE
 
 matplotlib.use("Agg")  # a file is all that is drawn: no screen needed
 from matplotlib import pyplot as plt  # noqa: E402
 
-_GREY = "#8a8a8a"
-_BLACK = "#000000"
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-_PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
 _SMOOTHING_STEPS = 10
 _DASH = 4  # in line widths
 
 
 def picture(results: list[RunResult], rows: list[Summary], path: Path) -> None:
     others = [row.name for row in rows if row.name != DEFAULT_NAME]
-    colours = {DEFAULT_NAME: _BLACK, **dict(zip(others, itertools.cycle(_PALETTE), strict=False))}
+    colours = {DEFAULT_NAME: BLACK, **dict(zip(others, itertools.cycle(PALETTE), strict=False))}
     figure, (losses, nbytes) = plt.subplots(1, 2, figsize=(12.5, 4.8), width_ratios=(3, 2), layout="constrained")
     draw_losses(losses, results, colours)
     draw_nbytes(nbytes, rows, colours)
@@ -42,8 +39,8 @@ def draw_losses(axes: plt.Axes, results: list[RunResult], colours: dict[str, str
     default = np.stack(curves[DEFAULT_NAME])
     if len(default) > 1:
         band = f"{DEFAULT_NAME}, {len(default)} seeds"
-        axes.fill_between(steps, default.min(axis=0), default.max(axis=0), color=_GREY, alpha=0.3, lw=0, label=band)
-    axes.plot(steps, means.pop(DEFAULT_NAME), color=_BLACK, linewidth=4, alpha=0.4, label=DEFAULT_NAME)
+        axes.fill_between(steps, default.min(axis=0), default.max(axis=0), color=GREY, alpha=0.3, lw=0, label=band)
+    axes.plot(steps, means.pop(DEFAULT_NAME), color=BLACK, linewidth=4, alpha=0.4, label=DEFAULT_NAME)
     for index, (name, curve) in enumerate(means.items()):
         axes.plot(steps, curve, color=colours[name], linewidth=0.8, alpha=0.6)
         # Each shows its dashes in the gaps of the others, so that lines that coincide can all be seen.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 
 from fusedcomm.chunks import nbytes_per_element
-from fusedcomm.config import ONE_DIMENSIONAL, Config
+from fusedcomm.config import ONE_DIMENSIONAL, WIRES, Config
 from fusedcomm.tools import cost_model
 from fusedcomm.tools.cost_model import (
     WORTHWHILE,
@@ -153,7 +153,7 @@ class Hardware:
         return Cluster(
             world_size=self.ranks,
             network=network,
-            codecs={wire: self._codec(wire) for wire in ("fp32", "bf16", "fp16", "int8", "fp8", "fp8_e5m2", "int4")},
+            codecs={wire: self._codec(wire) for wire in WIRES},
             copy_s_per_byte=2 / memory,  # each byte is read and written
             ranks_per_host=self.ranks_per_host,
             local=local if self.ranks_per_host > 1 else None,

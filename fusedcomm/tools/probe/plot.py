@@ -7,8 +7,6 @@ from fusedcomm.tools import output
 from fusedcomm.tools.probe.choices import OFF, at_rate, link_bytes_s, predict_option
 from fusedcomm.tools.probe.run import Findings
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
 NUM_RATES = 25
 DECADES = 2.0
 """To each side of the link that was measured."""
@@ -22,7 +20,7 @@ def picture(findings: Findings, path: Path) -> None:
     measured = link_bytes_s(cluster)
     rates = [measured * 10 ** (DECADES * (2 * index / (NUM_RATES - 1) - 1)) for index in range(NUM_RATES)]
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    colours = {OFF: "#000000", **dict(zip(findings.settings.wires, itertools.cycle(PALETTE)))}
+    colours = {OFF: output.BLACK, **dict(zip(findings.settings.wires, itertools.cycle(output.PALETTE)))}
     for option in findings.options:
         way = option.way
         if option.cap_mb != cap or way.sum != "auto":
@@ -41,7 +39,7 @@ def picture(findings: Findings, path: Path) -> None:
         crossover = findings.crossovers.get(option.name)
         if crossover and rates[0] < crossover < rates[-1]:
             axes.axvline(8 * crossover / 1e9, color=colour, linestyle=":", linewidth=1)
-    axes.axvline(8 * measured / 1e9, color="#8a8a8a", linestyle="--", label="measured link")
+    axes.axvline(8 * measured / 1e9, color=output.GREY, linestyle="--", label="measured link")
     for check in findings.checks:
         if check.numel == findings.workload.numel and check.option.cap_mb == cap:
             axes.plot([8 * measured / 1e9], [check.measured_s * 1e3], "kx", markersize=8)
