@@ -194,8 +194,8 @@ def check_both_paths(of_ranks):
 
 
 @pytest.fixture(scope="session")
-def in_cuda(tmp_path_factory):
-    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+def in_cuda(made_once):
+    return str(made_once("cuda_cpp", cuda_cpp.build) / cuda_cpp.LIBRARY)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -329,7 +329,7 @@ def test_what_was_delivered_and_what_is_left_out_are_all_there_was(ranks, wire, 
         assert left_out.norm() > 1e-3 * given.norm()
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("format", ["fp32", "bf16"])
 def test_residuals_of_every_format_keep_a_constant_gradient_from_getting_lost(ranks, format):
     kwargs = {"exempt": (), "error_feedback": format, "hosts": TWO_BY_TWO, "sum": "two-shot"}
     outcome = ranks.run(mean_of_many_steps, kwargs)

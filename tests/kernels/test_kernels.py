@@ -59,10 +59,10 @@ def triton_device(request):
 
 
 @pytest.fixture(scope="session")
-def on_cpu(tmp_path_factory):
+def on_cpu(made_once):
     if shutil.which("g++") is None:
         pytest.skip("the kernels in CUDA C++ need g++ to run on a CPU")
-    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+    return str(made_once("cuda_cpp", cuda_cpp.build) / cuda_cpp.LIBRARY)
 
 
 @pytest.fixture(params=["triton", "cuda c++"])
@@ -558,7 +558,7 @@ def test_scales_in_place(device, numel, tile):
 # ---- any slices
 
 
-@given(
+ANY_BUCKET = dict(
     wire_format=st.sampled_from([*WIRES, *ROTATED]),
     dtype=st.sampled_from(DTYPES),
     numels=st.tuples(*[st.lists(st.one_of(st.integers(0, 9), st.integers(0, 500)), max_size=12)] * 2),
@@ -569,6 +569,8 @@ def test_scales_in_place(device, numel, tile):
     tile=st.sampled_from([64, 256]),
     seed=st.integers(0, 1000),
 )
+
+
 def check_any_bucket(device, wire_format, dtype, numels, gaps, num_parts, max_chunk_nbytes, num_programs, tile, seed):
     layout = bucket_layout(wire_format, 32, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
     flats = [signed(sum(sizes), dtype, seed + stream, specials=True) for stream, sizes in enumerate(numels)]
@@ -576,8 +578,11 @@ def check_any_bucket(device, wire_format, dtype, numels, gaps, num_parts, max_ch
 
 
 def test_any_bucket(device, request):
+    def check(**bucket):
+        check_any_bucket(device, **bucket)
+
     num_buckets = 25 if request.config.getoption("--all") or device == "cuda" else 5
-    settings(max_examples=num_buckets, deadline=None, derandomize=True)(check_any_bucket)(device)
+    given(**ANY_BUCKET)(settings(max_examples=num_buckets, deadline=None, derandomize=True)(check))()
 
 
 # ---- noise, residuals, several layouts in a message, sums in another wire
