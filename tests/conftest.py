@@ -20,6 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 measure_slowness()
 
+NUM_NOT_SAMPLED = pytest.StashKey[int]()
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
@@ -41,7 +43,25 @@ def pytest_collection_modifyitems(config, items):
     if not (config.getoption("--all") or config.getoption("--every-kernel")):
         items[:], not_sampled = sampled(items)
         left_out += not_sampled
+        config.stash[NUM_NOT_SAMPLED] = len(not_sampled)
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_sessionfinish(session):
+    """One of pytest-xdist's workers tells the process that prints the summary; all have collected the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_not_sampled"] = session.config.stash.get(NUM_NOT_SAMPLED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    if output := getattr(node, "workeroutput", None):
+        node.config.stash[NUM_NOT_SAMPLED] = output["num_not_sampled"]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if num_not_sampled := config.stash.get(NUM_NOT_SAMPLED, 0):
+        terminalreporter.write_sep("-", f"{num_not_sampled} cases are left to pytest --all, or make test-all")
 
 
 @pytest.fixture(scope="session")

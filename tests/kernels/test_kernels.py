@@ -224,7 +224,7 @@ RAGGED = (  # a few tiny slices, empty ones at either end and side by side, and 
 GAPS = [0, 1, 0, 0, 3, 0, 8]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize(
     ("dtype", "flat", "num_programs"),
     [
