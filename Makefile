@@ -1,7 +1,9 @@
 # fusedcomm: every target sets up what it needs, and reuses it the next time.
 #
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
-#   make test    run the tests; those that need a GPU skip themselves                       ARGS="-k codec -x"
+#   make test    run the tests; those that need a GPU skip themselves. Of large matrices of cases only some, in which
+#                every value appears: six minutes on two cores                              ARGS="-k codec -x"
+#   make test-all    the same with every case: a quarter of an hour
 #   make bench   run every benchmark in bench/: an hour, with ARGS=--quick some minutes     ARGS=--quick
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, measure: twenty minutes at most. Or in
 #                three calls of nine minutes at most each, the most valuable first: --call 1, then 2, then 3. The result,
@@ -51,7 +53,7 @@ KERNELS := $(VENV)/.kernels
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: help demo test bench gpu build sanitize lint format clean check-tools check-packages FORCE
+.PHONY: help demo test test-all bench gpu build sanitize lint format clean check-tools check-packages FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -62,8 +64,9 @@ demo: build
 
 # First the tests that may run side by side, one more than there are cores, since half of the time they wait; then the
 # others, one by one. With ARGS either may have none left.
-test: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
-test: build $(KERNELS)
+test test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
+test-all: override ARGS += --all
+test test-all: build $(KERNELS)
 	workers=$$($(PY) -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))'); \
 	$(PY) -m pytest --side-by-side -n $$workers --dist worksteal $(ARGS) || [ $$? -eq $(NONE_LEFT) ]
 	$(PY) -m pytest --alone $(ARGS) || [ $$? -eq $(NONE_LEFT) ]

@@ -2,28 +2,30 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import json
 import os
 import random
 import time
+import types
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import SMALL_BUCKETS, Gradients, Mixed, Mlp, on_host, refused, synchronise, threads_of_engine, worst
+from patience import patient, slowness
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.autotune import search as autotune
+from fusedcomm.autotune import tuner
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
 from fusedcomm.autotune.space import Space
 from fusedcomm.native import _C
-
-pytestmark = pytest.mark.alone
 
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
 NUMEL = 20000
@@ -182,28 +184,60 @@ def module(**kwargs):
 
 
 class Slow:
-    """Steps that take so many milliseconds longer, by what travels; and a bit more by chance, other on each rank."""
+    """To be called before each step, which then takes so many milliseconds, by what travels, and a bit more by chance,
+    other on each rank. By a clock of the test's own, so that the choice is the same whatever else the machine does."""
+
+    def __init__(self, comm, rank, **ms):
+        self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
+        self._ends_ms = [0.0]  # of all steps, the one that has just begun included
+        runs = comm._runs
+        runs._target = types.SimpleNamespace(
+            take_seen=functools.partial(self._by_own_clock, runs._target.take_seen),
+            set=runs._target.set,
+            unwatch=runs._target.unwatch,
+        )
+
+    def __call__(self):
+        self._ends_ms.append(self._ends_ms[-1] + self.step_ms())
+
+    def step_ms(self):
+        plan = self._comm.plan()
+        ms = self._ms["off" if plan.off else plan.config.wire]
+        if not plan.off and plan.hosts is not None:
+            ms = self._ms.get("by host", ms)
+        return ms + self._chance.random()
+
+    def _by_own_clock(self, take_seen):
+        """What was seen, each pass moved to where its last bucket is handed over when its step ends."""
+        moved = []
+        passes = tuner._passes(take_seen())
+        for buckets, end_ms in zip(passes, self._ends_ms[-1 - len(passes) : -1], strict=True):
+            by_ms = end_ms - buckets[-1].handed_ms
+            for b in buckets:
+                moved.append(types.SimpleNamespace(nbytes=b.nbytes, is_last=b.is_last))
+                moved[-1].handed_ms, moved[-1].done_ms = b.handed_ms + by_ms, b.done_ms + by_ms
+        return moved
+
+
+class Sleeping(Slow):
+    """By the real clock, in proportion to how slow the machine is."""
 
     def __init__(self, comm, rank, **ms):
         self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
 
     def __call__(self):
-        plan = self._comm.plan()
-        ms = self._ms["off" if plan.off else plan.config.wire]
-        if not plan.off and plan.hosts is not None:
-            ms = self._ms.get("by host", ms)
-        time.sleep((ms + self._chance.random()) / 1000)
+        time.sleep(self.step_ms() * slowness() / 1000)
 
 
 TIMES = {"off": 60, "bf16": 30, "int8": 3}
 OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
 
 
-def searched(rank, world_size, ms, kwargs):
+def searched(rank, world_size, ms, kwargs, slow_type=Slow):
     """Trains until the search has ended and a few steps on: (the choice, wires by step, relative errors, gradients)"""
     ddp = module()
     comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, **kwargs)
-    slow = Slow(comm, rank, **ms)
+    slow = slow_type(comm, rank, **ms)
     wires, errors, results, last = [], [], [], None
     while last is None or len(wires) < last + 3:
         step = len(wires)
@@ -226,11 +260,12 @@ def searched(rank, world_size, ms, kwargs):
 LIMITS = {"off": 1e-6, "bf16": 0.01, "int8": 0.03}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("world_size", "ms", "best"), [(2, TIMES, "int8"), (3, TIMES, "int8"), (3, OFF_IS_BEST, "off")]
 )
 def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, best):
-    outcome = ranks.run(searched, ms, {"sum": "two-shot"}, world_size=world_size)
+    outcome = ranks.run(searched, ms, {"sum": "two-shot"}, Sleeping, world_size=world_size)
     tuning, wires, errors, results, is_off = outcome[0]
     assert tuning.finished and tuning.chosen.wire == best and is_off == (best == "off")
     assert tuning.num_steps <= tuning.max_steps and set(wires[tuning.num_steps :]) == {best}
@@ -370,8 +405,8 @@ def test_this_torch_lets_go_of_a_hook(ranks):
 
 
 def threads_settle_at(wanted: int) -> int:
-    """The threads of the engine; what was left to itself has a second to end."""
-    deadline = time.monotonic() + 1
+    """The threads of the engine; what was left to itself has some time to end."""
+    deadline = time.monotonic() + patient(2)
     while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
@@ -708,8 +743,7 @@ def without(rank, world_size, impossible, numel, kwargs):
             comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), exempt=(), quiet=True, **kwargs)
         except (RuntimeError, MemoryError) as error:
             return str(error)
-        # By more than other tests on the same cores can add.
-        slow = Slow(comm, rank, **{wire: 3 * ms for wire, ms in TIMES.items()})
+        slow = Slow(comm, rank, **TIMES)
         errors, wires, steps_left = [], [], 3
         while steps_left:
             slow()
@@ -758,7 +792,6 @@ def test_without_any_wire_attach_says_why(ranks):
 
 def without_advice(rank, world_size):
     """Rank 0's output is closed, and its prediction fails: neither is worth a training."""
-    from fusedcomm.autotune import tuner
 
     def fail(*arguments):
         raise ZeroDivisionError

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -119,13 +120,14 @@ def entropy_bench(bench_modules):
     return entropy
 
 
+@pytest.mark.full
 def test_the_entropy_benchmark_runs(entropy_bench, tmp_path):
     path = tmp_path / "entropy.json"
     done = subprocess.run(
         [sys.executable, str(BENCH / "entropy.py"), "--quick", "--json", str(path)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from patience import HANG_S
 from test_hosts import BENCH, makes_hosts  # first: it says where the next are
 
 import _common  # isort: skip
@@ -44,11 +45,12 @@ def test_of_several_runs_medians_are_kept_and_each():
 def run_ddp_step(tmp_path, *arguments: str) -> dict:
     path = tmp_path / "ddp_step.json"
     command = [sys.executable, str(BENCH / "ddp_step.py"), "--quick", "--json", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_training_steps_on_localhost(tmp_path):
     document = run_ddp_step(tmp_path, "--model", "resnet")
     rows = {row["impl"]: row for row in document["rows"]}
@@ -80,6 +82,7 @@ def test_training_steps_on_localhost(tmp_path):
     assert document["env"]["ranks"] == 2 and document["cases"]["resnet/loopback"]["batch"] == 1
 
 
+@pytest.mark.full
 @makes_hosts
 def test_training_steps_on_two_hosts(tmp_path):
     document = run_ddp_step(tmp_path, "--hosts", "2", "--link", "100mbit", "--ways", "ddp default", "fusedcomm bf16")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))  # for good: ranks that are started import this file too
@@ -85,7 +86,7 @@ def test_hosts_are_gone_after_an_exception():
         sleeper = cluster.start(0, ["sleep", "100"])
         raise ZeroDivisionError
     assert traces(token) == []
-    assert sleeper.wait(5) == -signal.SIGKILL
+    assert sleeper.wait(HANG_S) == -signal.SIGKILL
 
 
 @makes_hosts
@@ -95,8 +96,8 @@ def test_a_process_that_has_not_come_to_its_host_yet_is_ended_too(monkeypatch):
         monkeypatch.setattr(_namespaces.Network, "command", lambda self, host, command: its_way)
         on_its_way = cluster.start(0, ["never"])
         raise ZeroDivisionError
-    assert on_its_way.wait(5) == -signal.SIGKILL
-    deadline = time.monotonic() + 5
+    assert on_its_way.wait(HANG_S) == -signal.SIGKILL
+    deadline = time.monotonic() + HANG_S
     with pytest.raises(ProcessLookupError):  # nor is there, once init has seen to it, anything that it has started
         while time.monotonic() < deadline:
             os.killpg(on_its_way.pid, 0)
@@ -160,7 +161,7 @@ def sleeping_run(tmp_path):
 def test_hosts_are_gone_after_a_signal(sleeping_run, number):
     process, token, pids = sleeping_run
     process.send_signal(number)
-    assert process.wait(30) == 128 + number
+    assert process.wait(HANG_S) == 128 + number
     assert traces(token) == []
     assert not any(is_running(pid) for pid in pids)
 
@@ -223,16 +224,20 @@ def test_output_and_status_of_the_first_that_fails(capsys, monkeypatch):
         assert cluster.run([["echo", "one"], ["sh", "-c", "echo two; echo three >&2"]]) == 0
         assert cluster.run([["sleep", "100"], ["sh", "-c", "exit 7"]]) == 7
         assert cluster.run([["sh", "-c", "kill -9 $$"], ["sleep", "100"]]) == 128 + signal.SIGKILL
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 90  # the others sleep for 100 s
     assert sorted(capsys.readouterr().out.splitlines()) == ["[host0] one", "[host1] three", "[host1] two"]
 
 
 @makes_hosts
 def test_a_link_carries_what_it_is_limited_to():
+    rates = []
     with hosts.make(2, "100mbit") as cluster:
-        (flow,) = hosts.measure_flow(cluster, 2.0)
-    # Of 1,514 bytes of a frame 1,448 are payload.
-    assert flow["nbytes"] * 8 / flow["seconds"] * 1514 / 1448 == pytest.approx(100e6, rel=0.05)
+        # Where other programs keep a sender from sending, a link carries less now and then.
+        while len(rates) < 20 and max(rates, default=0) < 0.95 * 100e6:
+            (flow,) = hosts.measure_flow(cluster, 1.0)
+            # Of 1,514 bytes of a frame 1,448 are payload.
+            rates.append(flow["nbytes"] * 8 / flow["seconds"] * 1514 / 1448)
+    assert max(rates) == pytest.approx(100e6, rel=0.05), rates
 
 
 @makes_hosts
@@ -250,7 +255,7 @@ def test_connections_have_the_congestion_control_that_was_asked_for():
             server = cluster.start(1, [sys.executable, "-c", listen, address], stdout=subprocess.PIPE)
             server.stdout.readline()
             client = cluster.start(0, [sys.executable, "-c", connect, address], stdout=subprocess.PIPE, text=True)
-            assert client.communicate(timeout=30)[0].strip() == congestion
+            assert client.communicate(timeout=HANG_S)[0].strip() == congestion
     with pytest.raises(NetworkError, match="nonsense"), hosts.make(2, "1gbit", congestion="nonsense"):
         pass
 

@@ -11,21 +11,24 @@ from pathlib import Path
 
 import numpy
 import pytest
+from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
+@pytest.mark.full
 def test_dry_run_of_everything_in_two_calls(tmp_path):
     pytest.importorskip("triton")
     pytest.importorskip("tqdm")  # bench/codec.py, whose expressions the kernels are compared with
     before = {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
     said = []
+    command = [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--seconds", "inf", "--folder", str(tmp_path)]
     for call in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--call", call, "--folder", str(tmp_path)],
+            [*command, "--call", call],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=HANG_S,
             env={**os.environ, "OUT": str(tmp_path / "out")},
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -52,13 +55,14 @@ def test_dry_run_of_everything_in_two_calls(tmp_path):
     assert "fusedcomm bf16" in document["benches"]["hooks-2-ranks"]["checked"]["256"]
 
 
+@pytest.mark.full
 def test_kernels_are_compiled_ahead_of_the_tests():
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, str(BENCH / "_compile.py"), "--capability", "90", "--most", "2"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
     )
     assert done.returncode == 0 and done.stdout.startswith("2 kernels for sm_90 in "), done.stdout + done.stderr

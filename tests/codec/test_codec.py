@@ -107,6 +107,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pack_reduce_and_unpack_give_the_bytes_of_the_oracle(codec, wire, dtype, shape):
     lossy_numel, exact_numel, num_parts, block, max_chunk_nbytes = SHAPES[shape]
@@ -135,6 +136,7 @@ def test_pack_reduce_and_unpack_give_the_bytes_of_the_oracle(codec, wire, dtype,
     assert all(same_bits(*pair) for pair in zip(unpacked, expected_unpacked, strict=True))
 
 
+@pytest.mark.sampled(strength=2)
 def test_unpack_of_several_messages_sums_them_as_the_oracle(codec, wire, dtype):
     layout = bucket_layout(wire, 64, 1, 333, 9001, 4096)
     assert layout.num_chunks > 1
@@ -186,6 +188,7 @@ def check_slices(codec, layout, flats, numels, offset, scale):
     assert torch.all(exact_gaps() == 7)
 
 
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("block", [32, 128])
 def test_blocks_that_straddle_slices(codec, wire, dtype, block, offset):
@@ -217,6 +220,7 @@ def test_ragged_and_misaligned_slices(wire, dtype, numels, offset, num_parts, bl
         check_slices(codec, layout, flats, numels, offset, scale)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "fp8 rotated", "int4"])
 @pytest.mark.parametrize(("dtype", "offset"), [*((dtype, 0) for dtype in DTYPES), (torch.float32, 1)], ids=str)
 def test_outputs_that_bypass_the_caches(wire, dtype, offset):
@@ -263,6 +267,7 @@ def test_fp16_subnormals_round_to_nearest_even(codec):
     assert torch.equal(packed.view(torch.float16)[: x.numel()].double() * 2.0**24, steps.round())
 
 
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("wire", BLOCK_WIRES)
 @pytest.mark.parametrize("rotated", ["", " rotated"])
 @pytest.mark.parametrize("block", [32, 128, 4096])
@@ -420,6 +425,7 @@ def test_sums_are_taken_in_rank_order(codec):
     assert reduced_values(codec, "fp32", [1.0, big, -big], 1.0) == [0.0]
 
 
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8, 9, 17])
 def test_any_number_of_ranks(codec, wire, num_ranks):
     part_numel, exact_numel = 5000, 333
@@ -454,6 +460,7 @@ def test_a_reduced_part_has_its_padding(codec, wire):
 # ---- what the result does not depend on
 
 
+@pytest.mark.sampled(strength=2)
 def test_chunk_size_changes_nothing(codec, wire, dtype):
     lossy, exact = signed(40_009, dtype, seed=6), signed(1_003, dtype, seed=7)
     results = set()

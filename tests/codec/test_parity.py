@@ -89,6 +89,13 @@ def exact_parity(rank, world_size, name, attach):
     return seen[-1]
 
 
+def traits(name: str, **others: object) -> dict[str, object]:
+    """What a scenario is made of, for tests to be sampled by."""
+    scenario = SCENARIOS[name]
+    of_model = {"model": scenario.model.__name__, **scenario.model_kwargs}
+    return {"accumulate": scenario.accumulate, "uneven": scenario.uneven, **of_model, **scenario.ddp, **others}
+
+
 EXACT = [name for name in SCENARIOS if name not in ("bf16_parameters", "mixed_dtypes")]
 
 # Before its sum DDP multiplies by 1/p when it copies a gradient into its bucket, and divides by p when the gradient is
@@ -97,6 +104,7 @@ EXACT = [name for name in SCENARIOS if name not in ("bf16_parameters", "mixed_dt
 ROUNDED = [(name, 3) for name in EXACT if name.endswith("views")] + [("sparse", 2), ("sparse", 3)]
 
 
+@pytest.mark.sampled(by=traits)
 @pytest.mark.parametrize(
     ("name", "world_size"), [(name, p) for name in EXACT for p in (2, 3) if (name, p) not in ROUNDED]
 )
@@ -104,6 +112,7 @@ def test_an_exact_wire_changes_no_bit_in_100_iterations(ranks, name, world_size)
     ranks.run(exact_parity, name, {"wire": "fp32"}, world_size=world_size)
 
 
+@pytest.mark.sampled(by=traits)
 @pytest.mark.parametrize(("name", "world_size"), ROUNDED)
 def test_an_exact_wire_differs_by_rounding_alone_where_the_default_rounds_otherwise(ranks, name, world_size):
     # A few ulp of terms that are up to 8 times their mean.
@@ -134,6 +143,7 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     return largest
 
 
+@pytest.mark.sampled(by=traits)
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # one after the other, of each scenario
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("float64")])
 def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wire):
@@ -145,6 +155,7 @@ def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wir
         assert min(largest) > 0, "a lossy wire that loses nothing was not used"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["plain", "find_unused", "static_graph_views"])
 def test_the_registered_hook_is_the_same_engine(ranks, name, wire):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Gradients, synchronise
+from patience import HANG_S
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -96,6 +97,7 @@ def test_the_cut_into_pieces_does_not_show(monkeypatch):
         assert torch.equal(fusedcomm.simulate(grads, w, sum=s, exempt_mask=m, rotate=r), mean), (w, s)
 
 
+@pytest.mark.full
 def test_thousands_of_ranks():
     grads = list(torch.randn(3000, 40, generator=torch.Generator().manual_seed(0)))
     for wire, rotate in WAYS:
@@ -231,6 +233,7 @@ def test_errors_say_what_is_possible(grads, kwargs, error, text):
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     any(importlib.util.find_spec(module) is None for module in ("sklearn", "matplotlib", "tqdm")),
     reason="needs scikit-learn, matplotlib and tqdm",
@@ -243,7 +246,7 @@ def test_the_accuracy_benchmark_runs(tmp_path):
         [sys.executable, str(BENCH / "accuracy.py"), "--quick", *outputs],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from models import Gradients, integers, mean_of_integers, refused, synchronise, threads_of_engine
+from patience import HANG_S
 from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -321,24 +322,22 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from models import Gradients
 
-def main(rank, store, wire):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def noop(state, bucket: dist.GradBucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+def large_allocations(wire):
     count = ctypes.CDLL(None).fc_large_allocations
     ddp = DistributedDataParallel(Gradients((700, 800)), gradient_as_bucket_view=True)
     gradient = torch.ones(700, 800)
     torch.empty(1 << 20)
     assert count() > 0, "the counter counts nothing"
-    if wire == "default":
-        pass
-    elif wire != "noop":
-        fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
-    else:
-        def noop(state, bucket: dist.GradBucket):
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+    comm = None
+    if wire == "noop":
         ddp.register_comm_hook(None, noop)
+    elif wire != "default":
+        comm = fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
     # In the gradient's own memory: only the hook's allocations are left to count.
     def step():
         ddp.zero_grad(set_to_none=False)
@@ -348,12 +347,19 @@ def main(rank, store, wire):
     before = count()
     for _ in range(20):
         step()
-    print("LARGE", count() - before, flush=True)
+    counted = count() - before
     dist.barrier()
-    # torch 2.13 aborts if a gloo thread lets go of DDP's own all-reduce while the interpreter finalises.
-    os._exit(0)
+    if comm is not None:
+        comm.detach()
+    return counted
 
-main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+rank, store, *wires = sys.argv[1:]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
+for wire in wires:
+    print("LARGE", large_allocations(wire), flush=True)
+# torch 2.13 aborts if a gloo thread lets go of DDP's own all-reduce while the interpreter finalises.
+os._exit(0)
 """
 
 
@@ -368,22 +374,21 @@ def allocation_counter(tmp_path_factory):
     return library
 
 
-def count_large_allocations(library, folder, wire: str) -> list[int]:
-    """Allocations of 4 KiB or more in 20 steady steps, on each of two ranks."""
-    printed = printed_by_two_ranks(COUNTING_SCRIPT, folder, wire, LD_PRELOAD=str(library))
-    return [int(out.split("LARGE")[1]) for out in printed]
+def count_large_allocations(library, folder, *wires: str) -> dict[str, int]:
+    """By wire: allocations of 4 KiB or more in 20 steady steps, on that of two ranks which makes more."""
+    printed = printed_by_two_ranks(COUNTING_SCRIPT, folder, *wires, LD_PRELOAD=str(library))
+    counts = zip(*([int(count) for count in out.split("LARGE")[1:]] for out in printed), strict=True)
+    return dict(zip(wires, map(max, counts), strict=True))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts allocations with LD_PRELOAD")
 def test_a_steady_step_allocates_no_more_than_a_hook_that_does_nothing(allocation_counter, tmp_path):
     # gloo's own queues grow now and then, without a hook, too: twice in 200 steps. A step's own would be 20 here.
     now_and_then = 3
-    nothing = now_and_then + max(count_large_allocations(allocation_counter, tmp_path, "noop"))
-    for wire in ("bf16", "fp16", "int8"):
-        assert max(count_large_allocations(allocation_counter, tmp_path, wire)) <= nothing
+    counted = count_large_allocations(allocation_counter, tmp_path, "noop", "bf16", "fp16", "int8", "default", "fp32")
+    assert max(counted[wire] for wire in ("bf16", "fp16", "int8")) <= counted["noop"] + now_and_then, counted
     # gloo's all-reduce allocates for itself; the exact wire adds nothing to what it does without a hook.
-    default = now_and_then + max(count_large_allocations(allocation_counter, tmp_path, "default"))
-    assert max(count_large_allocations(allocation_counter, tmp_path, "fp32")) <= default
+    assert counted["fp32"] <= counted["default"] + now_and_then, counted
 
 
 # --- lifetime -------------------------------------------------------------------------------------------------------
@@ -418,7 +423,7 @@ def test_a_script_that_forgets_to_detach_exits(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert "trained" in done.stdout and "fusedcomm: wire int8" in done.stdout
 
@@ -446,6 +451,7 @@ print("trained")
 """
 
 
+@pytest.mark.sampled(by=lambda wire: {"is off": wire == "off"})
 @pytest.mark.alone  # late threads get next to nothing of a core that others use
 @pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "off"])
@@ -462,6 +468,6 @@ def test_without_the_extension_the_error_says_how_to_build_it():
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S, check=True
     )
     assert "make build" in done.stdout and "pip install --no-build-isolation" in done.stdout

@@ -145,6 +145,7 @@ def sum_statistics(norm: nn.BatchNorm1d) -> None:
     norm.register_forward_hook(forward)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_have_the_same_bits_after_fifty_steps_beside(ranks, case, wire):
@@ -164,6 +165,7 @@ def joined(rank: int, world_size: int, wire: str, unused: bool) -> str:
     return digest(ddp.module)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 @pytest.mark.parametrize("unused", [False, True])
 def test_ranks_have_the_same_bits_after_joining(ranks, wire, unused):

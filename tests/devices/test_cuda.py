@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, Mlp, Sparse, integers, mean_of_integers, synchronise, worst
+from patience import HANG_S
 from test_cuda_engine import CONFIGS, SHAPES
 from torch.nn.parallel import DistributedDataParallel
 
@@ -436,7 +437,7 @@ def test_a_fault_on_the_gpu_surfaces_with_the_buckets_name(tmp_path):
         env={**os.environ, env.SYNC: "1", env.QUIET: "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert "RAISED fusedcomm: rank 0 of 1" in done.stdout, done.stdout + done.stderr
     assert "bucket 0 (bias … weight" in done.stdout

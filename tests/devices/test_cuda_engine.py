@@ -131,6 +131,14 @@ CONFIGS = {
 }
 
 
+def features(name, world_size, dtype):
+    """What a configuration is made of: its options, but parameters and hosts only by whether some are named."""
+    config = CONFIGS[name]
+    named = {option: bool(config[option]) for option in ("wire_for", "hosts", "exempt") if option in config}
+    return {"world_size": world_size, "dtype": dtype, "sum": None, **config, **named}
+
+
+@pytest.mark.sampled(by=features)
 @pytest.mark.parametrize(
     ("name", "world_size", "dtype"),
     [
@@ -186,8 +194,8 @@ def check_both_paths(of_ranks):
 
 
 @pytest.fixture(scope="session")
-def in_cuda(tmp_path_factory):
-    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+def in_cuda(made_once):
+    return str(made_once("cuda_cpp", cuda_cpp.build) / cuda_cpp.LIBRARY)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -228,6 +236,7 @@ def grids_by_bucket(rank, world_size, library, kwargs):
     return grids, num_buckets
 
 
+@pytest.mark.sampled(by=lambda name: {"one shot": "one-shot" in name})
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
 def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
     kwargs = {**CONFIGS[name], "chunk_nbytes": 1 << 20}

@@ -31,6 +31,7 @@ def exact_means(rank, world_size, wire, kwargs, shapes, dtype):
 SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def block_result(rank, world_size, wire, rotate, numel, sum="two-shot"):
     return gradient, seen
 
 
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 5003, 300007])
 @pytest.mark.parametrize(
@@ -77,6 +79,7 @@ def test_two_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_siz
         assert torch.equal(seen, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world_size", "numel"), [(1, 5003), (2, 129), (2, 300007), (3, 5003)])
 @pytest.mark.parametrize(
     ("wire", "rotate"),

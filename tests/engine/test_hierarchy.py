@@ -47,6 +47,7 @@ def exact_means(rank, world_size, wire, kwargs, dtype):
     return all(exact), [row.sum for row in comm.plan().buckets]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hosts", [TWO_BY_TWO, INTERLEAVED], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ WIRES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hosts", [TWO_BY_TWO, [[0, 3], [1, 2]]], ids=str)
 @pytest.mark.parametrize("numel", [1, 129, 40009, 300007])
 @pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES)
@@ -112,6 +114,7 @@ def test_every_rank_ends_with_the_bits_of_the_reference(ranks, wire, rotate, loc
     check_against_reference(ranks.run(result, wire, kwargs, ((numel,),)), hosts, wire, rotate, local_wire)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3], [4, 5]], [[0, 1, 2], [3, 4, 5]]], ids=["3x2", "2x3"])
 @pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES[::3])
 def test_six_ranks(six_ranks, hosts, wire, rotate, local_wire):
@@ -303,6 +306,7 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
     return given, seen, [residuals[f"weights.{index}"] for index in range(len(shapes))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reload", [None, "own", "consolidated"])
 @pytest.mark.parametrize(
     ("wire", "kwargs"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import HANG_S
 from scripts import cxx
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ SCENES = ["steady", "host_never_waits", "traced", "failing", "faulted", "stopped
 SCENES += ["calls", "lane_streams"]
 
 
-def run(*command, timeout_s: int = 200) -> str:
+def run(*command, timeout_s: int = HANG_S) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}"
     return done.stdout

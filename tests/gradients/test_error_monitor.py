@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, synchronise
+from patience import patient
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -218,7 +219,7 @@ def test_the_report_names_rank_bucket_and_parameter(ranks):
 
 
 def report_by_one_rank(rank, world_size):
-    ddp = two_buckets(dist.new_group(timeout=datetime.timedelta(seconds=4)))
+    ddp = two_buckets(dist.new_group(timeout=datetime.timedelta(seconds=patient(4))))
     comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not take part within .* collective call"):

@@ -12,26 +12,26 @@ import torch
 from fusedcomm.kernels import nvrtc, variants
 from fusedcomm.native import _C
 
+LIBRARY = "libcuda_cpp.so"
 NATIVE = Path(__file__).parents[1] / "native"
 KERNELS = ("pack", "reduce", "unpack", "scale")
 TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
 
 
-def build(folder: Path) -> str:
-    """Compiles the kernels for the CPU, all variants in one, its macros being variables; returns the library's path."""
+def build(folder: Path) -> None:
+    """Compiles the kernels for the CPU as folder / LIBRARY, all variants in one, its macros being variables."""
     names = nvrtc.macros(variants.Variant("scale"), 64, 64)
     lines = ['#include "cuda_on_cpu.h"', *(f'extern "C" {{ int of_variant_{name}; }}' for name in names)]
     lines += [f"#define {name} of_variant_{name}" for name in names]
     lines += [f"#define {kernel.upper()}" for kernel in KERNELS]
     lines += [f'#include "{nvrtc.SOURCE}"', *(f"CUDA_ON_CPU_EXPORT({kernel}_kernel)" for kernel in KERNELS)]
-    source, library = folder / "cuda_cpp.cpp", folder / "libcuda_cpp.so"
+    source, library = folder / "cuda_cpp.cpp", folder / LIBRARY
     source.write_text("\n".join(lines) + "\n")
     # Fortified, longjmp would refuse to go to another stack. Linked without the sanitizer's library; see the header.
     compiler = ["g++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas"]
     flags = ["-fsanitize=alignment", "-U_FORTIFY_SOURCE", f"-I{NATIVE}"]
     subprocess.run([*compiler, *flags, "-c", str(source), "-o", f"{library}.o"], check=True)
     subprocess.run(["g++", "-shared", f"{library}.o", "-o", str(library)], check=True)
-    return str(library)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def printed_by_two_ranks(script: str, folder: Path, *args: str, **environment: s
     ]
     printed = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, err
         printed.append(out)
     return printed

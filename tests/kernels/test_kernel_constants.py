@@ -3,9 +3,10 @@
 Triton 3.6 to 3.8 sign-extend the `other` of a load, also where a register holds two or four of it: 0xffffffffffff8000
 for two halves 0x8000, so that every second one is a NaN. Compiled in child processes: this file, run as a program.
 
-`make test` compiles pack, unpack and reduce once for each wire and compute capability by the oldest; what the newest
-makes is looked at where it is compiled anyway (tests/kernels/test_kernel_code.py). All variants by both, in a
-quarter of an hour of a core for each Triton: pytest tests/kernels/test_kernel_constants.py --every-kernel
+`make test` compiles pack, unpack and reduce once for each wire by the oldest, `make test-all` also for each compute
+capability; what the newest makes is looked at where it is compiled anyway (tests/kernels/test_kernel_code.py). All
+variants by both, in a quarter of an hour of a core for each Triton:
+pytest tests/kernels/test_kernel_constants.py --every-kernel
 """
 
 import json
@@ -198,6 +199,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("which", "capability"), cases)
 
 
+@pytest.mark.sampled(by=lambda which, capability: {"which": which})
 @pytest.mark.timeout(3600)  # half a minute of a core for one, where nobody else needs it; of all variants, minutes
 def test_no_constant_is_extended(request, which, capability):
     pytest.importorskip("triton")

@@ -59,10 +59,10 @@ def triton_device(request):
 
 
 @pytest.fixture(scope="session")
-def on_cpu(tmp_path_factory):
+def on_cpu(made_once):
     if shutil.which("g++") is None:
         pytest.skip("the kernels in CUDA C++ need g++ to run on a CPU")
-    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+    return str(made_once("cuda_cpp", cuda_cpp.build) / cuda_cpp.LIBRARY)
 
 
 @pytest.fixture(params=["triton", "cuda c++"])
@@ -224,6 +224,7 @@ RAGGED = (  # a few tiny slices, empty ones at either end and side by side, and 
 GAPS = [0, 1, 0, 0, 3, 0, 8]
 
 
+@pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize(
     ("dtype", "flat", "num_programs"),
     [
@@ -250,6 +251,7 @@ def test_a_last_tile_that_is_full_reads_no_table_past_its_end(device, wire):
     check_bucket(layout, (signed(512), signed(256, seed=1)), numels, [3], device, tile=256)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
 def test_sums_in_rank_order(device, wire, world_size):
     numels = [700, 333], [50]
@@ -281,6 +283,7 @@ def test_a_sum_of_minus_zeros_is_minus_zero(device):
     assert torch.all(reduced.cpu().view(torch.int32) == -(2**31))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
 @pytest.mark.parametrize("block", [32, 128, 4096])
 @pytest.mark.parametrize("wire_format", ["int8", "int4", "fp8-rotated"])
@@ -293,6 +296,7 @@ def test_blocks(device, wire_format, block, flat):
     check_bucket(layout, flats, numels, [0, 4], device, tile=tile, num_programs=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 4, 5, 6, 7, 8, 9])
 @pytest.mark.parametrize("wire_format", ["int8", "int4"])
 def test_zeroes_the_padding_after_the_scales(device, wire_format, num_blocks):
@@ -301,6 +305,7 @@ def test_zeroes_the_padding_after_the_scales(device, wire_format, num_blocks):
     check_bucket(layout, flats, ([32 * num_blocks - 5], []), [0], device, tile=64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
 def test_at_the_real_tile(device, wire_format, flat):
     numels = ([3 * TILE - 4, 2 * TILE], []) if flat else ([2 * TILE + 4, 7, 64, 2 * TILE + 1], [TILE + 20])
@@ -310,6 +315,7 @@ def test_at_the_real_tile(device, wire_format, flat):
     check_bucket(layout, flats, numels, [0, 3], device, tile=TILE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "numels", [([], []), ([0], [0]), ([1], []), ([], [1]), ([0, 777], []), ([], [3, 774])], ids=str
 )
@@ -318,6 +324,7 @@ def test_small_and_empty_streams(device, wire_format, numels):
     check_bucket(layout, (signed(sum(numels[0])), signed(sum(numels[1]))), numels, [0, 2], device)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [1.0, -3.0, 0.0, math.inf, math.nan])
 def test_elements_past_the_end_are_plus_zero_whatever_the_scale(device, wire_format, scale):
     layout = bucket_layout(wire_format, 32, 4, 3, 130)
@@ -385,6 +392,7 @@ def blocks_of_32():
     return torch.stack(blocks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_special_values(device, wire_format, scale):
     flat = torch.cat([blocks_of_32().flatten(), special_fp32()])
@@ -403,6 +411,7 @@ def test_rounds_to_the_nearest_code(device, wire):
     check_bucket(layout, (flat, flat[:0]), ([len(flat)], []), [0], device, tile=TILE, scale=1.0, unpack_scale=1.0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wire", "dtype"), [*((wire, torch.bfloat16) for wire in WIRES), *((wire, torch.float16) for wire in WIRES[:4])]
 )
@@ -420,6 +429,7 @@ SUMMED = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "rotated", "dtype"), SUMMED, ids=str)
 @pytest.mark.parametrize(("num_messages", "gap"), [(2, 0), (3, 1)])
 def test_several_messages_are_summed_as_by_the_oracle(device, wire, rotated, dtype, num_messages, gap):
@@ -490,6 +500,7 @@ def test_every_8_bit_code(device, wire):
         assert_same_bits(grads, reference.unpack(layout, 0, parts, 0.75, dtype)[0])
 
 
+@pytest.mark.sampled
 def test_squares_are_summed_within_fp32_rounding(device, wire, dtype):
     numels = [4096, 1000, 77], [600]
     flats = [signed(sum(sizes), dtype, seed).clamp(-100, 100) for seed, sizes in enumerate(numels)]
@@ -547,8 +558,7 @@ def test_scales_in_place(device, numel, tile):
 # ---- any slices
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(
+ANY_BUCKET = dict(
     wire_format=st.sampled_from([*WIRES, *ROTATED]),
     dtype=st.sampled_from(DTYPES),
     numels=st.tuples(*[st.lists(st.one_of(st.integers(0, 9), st.integers(0, 500)), max_size=12)] * 2),
@@ -559,14 +569,20 @@ def test_scales_in_place(device, numel, tile):
     tile=st.sampled_from([64, 256]),
     seed=st.integers(0, 1000),
 )
+
+
 def check_any_bucket(device, wire_format, dtype, numels, gaps, num_parts, max_chunk_nbytes, num_programs, tile, seed):
     layout = bucket_layout(wire_format, 32, num_parts, sum(numels[1]), sum(numels[0]), max_chunk_nbytes)
     flats = [signed(sum(sizes), dtype, seed + stream, specials=True) for stream, sizes in enumerate(numels)]
     check_bucket(layout, flats, numels, gaps, device, tile=tile, num_programs=num_programs)
 
 
-def test_any_bucket(device):
-    check_any_bucket(device)
+def test_any_bucket(device, request):
+    def check(**bucket):
+        check_any_bucket(device, **bucket)
+
+    num_buckets = 25 if request.config.getoption("--all") or device == "cuda" else 5
+    given(**ANY_BUCKET)(settings(max_examples=num_buckets, deadline=None, derandomize=True)(check))()
 
 
 # ---- noise, residuals, several layouts in a message, sums in another wire
@@ -691,6 +707,7 @@ ENCODINGS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire_format", "stochastic", "feedback", "dtype", "flat"), ENCODINGS, ids=str)
 def test_noise_and_residuals_are_those_of_the_oracle(device, wire_format, stochastic, feedback, dtype, flat):
     numels, exact_numels = ([700, 1, 301], []) if flat else ([0, 1, 31, 129, 0, 600, 7, 2, 256], [5, 0, 101])
@@ -719,6 +736,7 @@ def test_several_layouts_in_a_message(device, stochastic, feedback):
     check_steps(layouts, numels, [50, 5], device, stochastic, feedback)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stochastic", "feedback"), [(True, None), (True, "fp32"), (False, "fp32")])
 @pytest.mark.parametrize("wire", WIRES[1:])
 def test_special_values_with_noise_and_residuals(device, wire, stochastic, feedback):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_hosts import needs_hosts, printed_by
+from patience import slowness
 from scripts import printed_by_two_ranks
 
 import fusedcomm
@@ -25,7 +26,7 @@ def test_all_ranks_time_the_link_alike(ranks):
     for world_size in (2, 3):
         first, *others = ranks.run(timed, world_size=world_size)
         assert all(other == first for other in others)
-        assert groups.MIN_S_PER_BYTE <= first < 1e-6  # loopback has more than 1 MB/s
+        assert groups.MIN_S_PER_BYTE <= first < 1e-6 * slowness()  # loopback has more than 1 MB/s
     assert ranks.run(timed, world_size=1) == [None]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronise
+from patience import HANG_S, patient
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,9 +20,9 @@ from fusedcomm.devices import cpu
 from fusedcomm.ranks import peers
 from fusedcomm.session import session
 
-STALL_AFTER_S = 2.0
-TIMEOUT_S = 60
-WITHIN_S = 3 * STALL_AFTER_S + 10
+STALL_AFTER_S = patient(2)
+TIMEOUT_S = patient(60)
+WITHIN_S = 3 * STALL_AFTER_S + patient(10)
 VICTIM = 1
 SHAPES = ((400, 300), (500, 600))
 
@@ -179,7 +180,7 @@ def test_detaching_waits_for_no_rank(ranks):
     outcome = ranks.outcomes(detached_after_a_death, world_size=3, lost=VICTIM)
     for rank in (0, 2):
         kind, value = outcome[rank]
-        assert kind == "value" and value < 10, value
+        assert kind == "value" and value < patient(10), value
 
 
 def comes_late(rank, world_size):
@@ -196,8 +197,12 @@ def comes_late(rank, world_size):
         warnings.simplefilter("always")
         warnings.showwarning = show
         if rank == world_size - 1:
-            store.wait(["warned"], datetime.timedelta(seconds=60))
-        fusedcomm.attach(ddp, wire="int8", stall_after=0.5 if rank == 0 else 60)
+            store.wait(["warned"], datetime.timedelta(seconds=HANG_S))
+        if rank == 1:
+            store.set("has come", "")
+        if rank == 0:
+            store.wait(["has come"], datetime.timedelta(seconds=HANG_S))
+        fusedcomm.attach(ddp, wire="int8", stall_after=patient(1) if rank == 0 else HANG_S)
     gradients = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
     return said, [gradient.unique().tolist() for gradient in gradients]
 
@@ -213,10 +218,10 @@ def test_a_rank_that_comes_late_to_attach_is_reported_and_waited_for(ranks):
 def saves_late(rank, world_size, log):
     """Rank 1 calls state_dict when rank 0 has warned that it has not."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
-    comm = fusedcomm.attach(ddp, wire="int8", error_feedback=True, stall_after=0.5 if rank == 0 else 60)
+    comm = fusedcomm.attach(ddp, wire="int8", error_feedback=True, stall_after=patient(1) if rank == 0 else HANG_S)
     step(ddp)
     if rank == 1:
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG_S
         while "has not called" not in open(log).read() and time.monotonic() < until:
             time.sleep(0.05)
         return len(comm.state_dict(consolidated=True)["residuals"])
@@ -252,7 +257,7 @@ def waits_for_a_silent_store(rank, world_size):
             return True
 
     store = Silent()
-    waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), stall_after_s=0.5)
+    waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=HANG_S), stall_after_s=0.5)
     store.is_silent = rank == 0
     said = []
     with warnings.catch_warnings():
@@ -280,7 +285,7 @@ def leaves_after_its_part(rank, world_size):
     """Rank 1 has given all that is asked of it, and leaves; rank 2 comes when rank 1 has gone."""
     group = dist.group.WORLD
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
-    waiting = peers.Peers(group, store, datetime.timedelta(seconds=60), stall_after_s=60)
+    waiting = peers.Peers(group, store, datetime.timedelta(seconds=HANG_S), stall_after_s=HANG_S)
     if rank == 1:
         store.set("part/1", "")
         die()

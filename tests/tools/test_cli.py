@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import HANG_S
 
 import fusedcomm
 from fusedcomm.tools.cli import main
@@ -15,7 +16,7 @@ from fusedcomm.tools.cli import main
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+        [sys.executable, *command], capture_output=True, text=True, timeout=HANG_S, env={**os.environ, **environment}
     )
 
 
@@ -186,6 +187,7 @@ def test_demo(tmp_path, demo_packages):
         assert low <= ratios[f"fusedcomm {wire}"] <= high, wire
 
 
+@pytest.mark.full
 def test_demo_runs_under_torchrun(tmp_path, demo_packages):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     demo = ("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))

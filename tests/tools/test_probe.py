@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import on_host
+from patience import HANG_S, patient, slowness
 from test_probe_workload import SCRIPT, script
 
 from fusedcomm.config import Config
@@ -30,7 +31,7 @@ from fusedcomm.tools.probe.workload import Synthetic
 
 pytestmark = pytest.mark.alone
 
-TINY = Settings(params=300_000, seconds=5.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
+TINY = Settings(params=300_000, seconds=2.0, wires=("bf16", "int8"), accept=("bf16",), caps_mb=(25.0,))
 
 
 def run_probe(rank, world_size, settings):
@@ -48,9 +49,9 @@ def probed(ranks):
 
 def test_the_budget_is_respected(probed):
     outcomes, seconds = probed
-    # Other tests may use this machine, too.
-    assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + 15, outcomes[0][0]["seconds"]
-    assert seconds < TINY.seconds + 30
+    # Other programs may use this machine, too.
+    assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + patient(15), outcomes[0][0]["seconds"]
+    assert seconds < TINY.seconds + patient(30)
 
 
 def test_the_json_has_everything(probed):
@@ -194,7 +195,7 @@ def test_a_backward_pass_takes_as_long_as_it_should(ranks):
     (document, beside_s), _ = ranks.run(run_beside_work, settings, world_size=2)
     # By the machine's speed then; which is about what was asked for, unless other work comes and goes.
     assert min(beside_s) / 3 < document["workload"]["backward_s"] < 3 * max(beside_s)
-    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8
+    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8 * slowness()
     ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
     assert ready == sorted(ready)
 
@@ -304,7 +305,7 @@ def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
     files = ("--json", str(tmp_path / "new" / "p.json"), "--plot", str(tmp_path / "p.png"))
     command = [sys.executable, "-m", "fusedcomm", "probe", *files, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment)
 
 
 def test_the_command_without_torchrun(tmp_path):

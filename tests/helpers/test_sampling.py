@@ -1,0 +1,53 @@
+"""tests/helpers/sampling.py: `make test` meets every value, and `make test-all` every case."""
+
+import itertools
+import types
+
+import pytest
+from sampling import covering, sampled
+
+CASES = [
+    {"wire": wire, "dtype": dtype, "shape": shape}
+    for wire, dtype, shape in itertools.product(["bf16", "int8", "int4"], ["float32", "float16"], "abcd")
+]
+
+
+@pytest.mark.parametrize(("strength", "most"), [(1, 4), (2, 15)])
+def test_every_combination_of_so_many_values_appears(strength, most):
+    def combinations(cases):
+        return {together for case in cases for together in itertools.combinations(case.items(), strength)}
+
+    chosen = [CASES[index] for index in covering(CASES, strength)]
+    assert combinations(chosen) == combinations(CASES) and len(chosen) <= most
+
+
+def test_what_excludes_itself_is_not_missed():
+    cases = [case for case in CASES if case["wire"] == "bf16" or case["shape"] == "a"]
+    chosen = [cases[index] for index in covering(cases, 2)]
+    assert {(case["wire"], case["shape"]) for case in chosen} == {(case["wire"], case["shape"]) for case in cases}
+
+
+def test_one_case_that_is_named_runs():
+    assert covering(CASES[5:6], 2) == [0]
+
+
+class Item:
+    """Of what pytest collects, what sampled() uses."""
+
+    def __init__(self, name, mark=None, **params):
+        self.nodeid = f"test_x.py::{name}[{params}]"
+        self.get_closest_marker = {mark.name: mark.mark}.get if mark else {}.get
+        self.callspec = types.SimpleNamespace(params=params, indices=dict.fromkeys(params, 0))
+
+
+def test_unmarked_tests_run_whole_and_marked_ones_in_part():
+    mark, by_first = pytest.mark.sampled, pytest.mark.sampled(by=lambda text: {"first": text[0]})
+    plain = [Item("plain", number=number) for number in range(5)]
+    matrix = [Item("matrix", mark, a=a, b=b) for a in range(3) for b in "xy"]
+    features = [Item("features", by_first, text=text) for text in ("xy", "xz", "y")]
+    every = [each for group in (plain, matrix, features) for each in group] + [Item("whole", pytest.mark.full)]
+    run, left_out = sampled(every)
+    assert [each for each in every if each in run] == run and [each for each in every if each in left_out] == left_out
+    assert len(run) == 5 + 3 + 2 and len(left_out) == 3 + 1 + 1 and run[:5] == plain
+    assert {each.callspec.params["b"] for each in run[5:8]} == {"x", "y"}
+    assert run == sampled(every)[0]
