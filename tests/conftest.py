@@ -28,6 +28,7 @@ def pytest_addoption(parser):
     group.addoption("--side-by-side", action="store_true", help="only tests beside which others may run (for -n)")
     group.addoption("--alone", action="store_true", help="only the others, marked alone")
     group.addoption("--all", action="store_true", help="every case of the matrices that are marked sampled")
+    group.addoption("--rest", action="store_true", help="only the cases that are left out without --all")
     group.addoption("--every-kernel", action="store_true", help="look for wrong constants in all kernels: half an hour")
     group.addoption("--oldest-triton", metavar="FOLDER", help="where pip has installed the oldest supported Triton")
 
@@ -40,7 +41,10 @@ def pytest_collection_modifyitems(config, items):
     if any(wanted.values()):
         left_out = [item for item in items if not wanted[item.get_closest_marker("alone") is not None]]
         items[:] = [item for item in items if wanted[item.get_closest_marker("alone") is not None]]
-    if not (config.getoption("--all") or config.getoption("--every-kernel")):
+    if config.getoption("--rest"):
+        chosen, items[:] = sampled(items)
+        left_out += chosen
+    elif not (config.getoption("--all") or config.getoption("--every-kernel")):
         items[:], not_sampled = sampled(items)
         left_out += not_sampled
         config.stash[NUM_NOT_SAMPLED] = len(not_sampled)
