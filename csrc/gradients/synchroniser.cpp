@@ -222,7 +222,7 @@ void GradHook::fall_back(const Guard::Failing& failing) {
                                 ? "has elements that are not finite where the exact one's are, or the other way round, "
                                 : c10::str("was off by ", failing.relative_error, " of the exact one, ");
     notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " ", off,
-                                "more than fallback_error=", options_.guard.fallback_error, ", in step ", failing.pass,
+                                "more than Fallback(error=", options_.guard.fallback_error, "), in step ", failing.pass,
                                 ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
   }
 }
