@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config
 
 DEFAULT, TUNED = "ddp default", "ddp tuned"
 COMPUTE = "compute alone"
@@ -119,4 +120,4 @@ def _power_sgd(rank: int) -> Callable[[DistributedDataParallel, dist.ProcessGrou
 
 
 def _ours(wire: str, **options: object) -> Callable[[DistributedDataParallel, dist.ProcessGroup], fusedcomm.Handle]:
-    return lambda ddp, group: fusedcomm.attach(ddp, wire=wire, quiet=True, **options)
+    return lambda ddp, group: fusedcomm.attach(ddp, Config(wire, **options), quiet=True)

@@ -21,6 +21,7 @@ import fusedcomm
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
 from fusedcomm.autotune.space import Space
+from fusedcomm.config import Checks, Chunks, Config, Fallback, Feedback, Rounding
 from fusedcomm.native import _C
 
 pytestmark = pytest.mark.alone
@@ -33,7 +34,7 @@ NUMEL = 20000
 
 
 def options(**kwargs):
-    defaults = {"sum": "auto", "chunk_nbytes": None, "chunks_in_flight": None, "hosts": None, "wire_for": None}
+    defaults = {"sum": "auto", "chunks": Chunks(None, in_flight=None), "hosts": None}
     return {**defaults, **kwargs}
 
 
@@ -114,7 +115,7 @@ def test_two_levels_are_tried_where_they_can_be_had_and_are_left_open():
     two_shot = Candidate("bf16", "two-shot")
     of_users_sum = Space(("bf16",), options(sum="two-shot")).sums(two_shot, {"two-shot"}, 4, True)
     assert of_users_sum == [dataclasses.replace(two_shot, by_host=True)]
-    for others in ({"hosts": "auto"}, {"error_feedback": True}, {"sum": "direct"}):
+    for others in ({"hosts": "auto"}, {"feedback": Feedback()}, {"sum": "direct"}):
         fixed = Space(("bf16",), options(**others))
         assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, 4, True))
 
@@ -148,13 +149,13 @@ def test_chunks_in_flight_of_the_users_stay():
         ({"wires": ("bf16", "fp7")}, ["'fp7' is not known", "'int8'"]),
         ({"wires": ("off", "int8")}, ["'off' is not known", "always tried"]),
         (
-            {"wires": ("fp32", "bf16"), "error_feedback": True},
+            {"feedback": Feedback(), "wires": ("fp32", "bf16")},
             ["cannot try 'fp32'", "error_feedback", "rounds nothing"],
         ),
         ({"wires": ("bf16", "int8"), "sum": "direct"}, ["cannot try 'int8'", "sum='direct'"]),
-        ({"verify_every": 5, "fallback_error": 0.1}, ["cannot try 'bf16'", "fallback_wire='bf16'"]),
-        ({"chunk_nbytes": 100}, ["cannot try 'bf16'", "chunk_nbytes=100"]),
-        ({"wires": ("int8",), "exempt": ("wieghts*",)}, ["'wieghts*'", "matches none"]),
+        ({"checks": Checks(verify_every=5, fallback=Fallback(0.1))}, ["cannot try 'bf16'", "fallback_wire='bf16'"]),
+        ({"chunks": Chunks(100)}, ["cannot try 'bf16'", "chunk_nbytes=100"]),
+        ({"wires": {"wieghts*": "fp32", "1d": WIRE}, "wires": ("int8",)}, ["'wieghts*'", "matches none"]),
         ({"tuned": "/nowhere/tuned.json"}, ["tuned='/nowhere/tuned.json' cannot be read", "No such file"]),
     ],
     ids=str,
@@ -202,7 +203,7 @@ OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
 def searched(rank, world_size, ms, kwargs):
     """Trains until the search has ended and a few steps on: (the choice, wires by step, relative errors, gradients)"""
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, **kwargs)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8", "bf16"), base=Config(**kwargs)), quiet=True)
     slow = Slow(comm, rank, **ms)
     wires, errors, results, last = [], [], [], None
     while last is None or len(wires) < last + 3:
@@ -254,7 +255,7 @@ def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
         ddp = DistributedDataParallel(model(), **ddp_kwargs)
         comm = None
         if auto:
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+            comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8")), quiet=True)
         num_steps, seen = (90 if not uneven else 84 + 6 * rank), []
         with Join([ddp]) if uneven else contextlib.nullcontext():
             for step in range(num_steps):
@@ -303,7 +304,7 @@ def frozen(world_size, candidate, ddp):
 
 def off_beside_default(rank, world_size):
     plain, ddp = module(), module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=frozen(world_size, OFF, ddp)), quiet=True)
     same = []
     for step in range(4):
         values = gradients(rank, step)
@@ -327,7 +328,7 @@ def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size)
 def off_and_back(rank, world_size):
     """What is right, by step, while off leaves DDP's reducer alone, and when int8 has come back."""
     ddp, plain = module(), module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=frozen(world_size, OFF, ddp)), quiet=True)
     right, hooked = [], []
 
     def step(number):
@@ -343,7 +344,7 @@ def off_and_back(rank, world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         right += [step(4) == 0]
-    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), quiet=True)
+    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}), quiet=True)
     right += [0 < step(5) < 0.02, 0 < step(6) < 0.02, comm.stats().steps == 2]
     comm.detach()
     right += [step(7) == 0, step(8) == 0]
@@ -381,7 +382,7 @@ def threads_by_phase(rank, world_size, ms, wanted):
     gc.collect()  # what earlier tests have left to itself
     before = threads_of_engine()
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8", "bf16")), quiet=True)
     slow = Slow(comm, rank, **ms)
     seen = [threads_settle_at(before + wanted[0])]
     while comm.plan().off:
@@ -412,8 +413,8 @@ def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
 def with_error_feedback(rank, world_size):
     """What all steps have delivered, what is left out, and what should have been delivered."""
     ddp = module()
-    kwargs = {"exempt": (), "sum": "two-shot", "error_feedback": True}
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int4",), quiet=True, **kwargs)
+    kwargs = {"sum": "two-shot", "wires": {"1d": WIRE}, "feedback": Feedback()}
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int4",), base=Config(**kwargs)), quiet=True)
     slow = Slow(comm, rank, off=3, int4=40)
     delivered, wanted = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     wires, step = [], 0
@@ -438,8 +439,12 @@ def test_error_feedback_loses_nothing_to_a_switch(ranks):
 
 def guarded(rank, world_size):
     ddp = module()
-    kwargs = {"sum": "two-shot", "verify_every": 2, "fallback_error": 0.5, "measure_every": 3, "rounding": "stochastic"}
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, **kwargs)
+    kwargs = {
+        "sum": "two-shot",
+        "rounding": Rounding("stochastic"),
+        "checks": Checks(verify_every=2, measure_every=3, fallback=Fallback(0.5)),
+    }
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), base=Config(**kwargs)), quiet=True)
     slow = Slow(comm, rank, off=60, int8=3)
     while not comm.tuning().finished:
         slow()
@@ -494,7 +499,7 @@ def test_other_ranks_do_not(ranks, names):
 
 def saved_and_loaded(rank, world_size, path):
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8", "bf16")), quiet=True)
     slow = Slow(comm, rank, **TIMES)
     errors = []
     with pytest.raises(RuntimeError, match="the search has not ended"):
@@ -511,7 +516,7 @@ def saved_and_loaded(rank, world_size, path):
     for tuned in (path, tuning, Tuning.load(path)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, tuned=tuned)
+            comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8", "bf16"), tuned=tuned), quiet=True)
         warned += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
         at_once = comm.tuning()
         seen = synchronise(ddp, gradients(rank, 0))
@@ -535,7 +540,7 @@ def loaded_on_hosts(rank, world_size, names):
         warnings.simplefilter("always")
         ddp = module()
         tuned = frozen(world_size, dataclasses.replace(INT8, by_host=True), ddp)
-        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=tuned), quiet=True)
         seen = [value.sum().item() for value in synchronise(ddp, gradients(rank, 0))]
         tuning, plan = comm.tuning(), str(comm.plan())
         comm.detach()
@@ -567,7 +572,7 @@ def misfits(rank, world_size):
     for name, tuned in cases.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+            comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=tuned), quiet=True)
         assert not comm.tuning().finished and comm.tuning().num_steps == 0
         synchronise(ddp, gradients(rank, 0))
         comm.detach()
@@ -594,7 +599,7 @@ def given_to_one_rank(rank, world_size, path):
     errors = []
     for tuned in (frozen(world_size, INT8, ddp) if rank == 0 else None, path if rank == 1 else None):
         with pytest.raises((RuntimeError, ValueError)) as error:
-            fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+            fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=tuned), quiet=True)
         errors.append(str(error.value))
     return errors
 
@@ -614,7 +619,7 @@ def moved(rank, world_size, is_finished):
     subgroup = dist.new_group([0, 1])
     ddp = module()
     tuned = frozen(world_size, INT8, ddp) if is_finished else None
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, tuned=tuned)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=tuned), quiet=True)
     values = [torch.full((NUMEL,), float(rank)), torch.full((30, 40), float(rank))]
     for _ in range(14):
         before = synchronise(ddp, values)[0].unique().tolist()
@@ -672,7 +677,7 @@ def rounded_alike(rank, world_size):
     ddp = module()
     tuned = frozen(world_size, dataclasses.replace(INT8, chunk_nbytes=100_000_100 + rank), ddp)
     with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=tuned), quiet=True)
     return str(tuned.chosen), str(error.value)
 
 
@@ -705,7 +710,7 @@ def without(rank, world_size, impossible, numel, kwargs):
         patch.setattr(session.Session, "_connect_beside", connect)
         ddp = DistributedDataParallel(Gradients((numel,)), bucket_cap_mb=25)
         try:
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), exempt=(), quiet=True, **kwargs)
+            comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8"), base=Config(**kwargs)), quiet=True)
         except (RuntimeError, MemoryError) as error:
             return str(error)
         # By more than other tests on the same cores can add.
@@ -743,7 +748,7 @@ def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
 
 def test_a_candidate_that_comes_up_in_mid_search_and_cannot_be_had_loses_on_all(ranks):
     """Its chunks are the last to be tried, while int8 runs: that goes on, with what it has left out."""
-    kwargs = {"sum": "two-shot", "error_feedback": True}
+    kwargs = {"sum": "two-shot", "feedback": Feedback()}
     for tuning, _, error, wires, residuals in ranks.run(without, ("in chunks of",), 3_000_000, kwargs, world_size=2):
         lost = [candidate for candidate, ms in tuning.step_ms.items() if ms == float("inf")]
         assert len(lost) == 2 and all(candidate.chunk_nbytes for candidate in lost)
@@ -775,7 +780,7 @@ def without_advice(rank, world_size):
             if rank == 0:
                 patch.setattr(tuner.bucket_cap, "predict", fail)
             ddp = module()
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",))
+            comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",)))
             slow = Slow(comm, rank, **TIMES)
             while not comm.tuning().finished:
                 slow()
@@ -803,7 +808,7 @@ def traced_at(rank, world_size, path):
         return "traced"
 
     for tuned in (None, frozen(world_size, OFF, ddp), frozen(world_size, INT8, ddp)):
-        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        comm = fusedcomm.attach(ddp, fusedcomm.Auto(("int8",), tuned=tuned), quiet=True)
         errors.append(attempt())
         comm.detach()
     return errors
@@ -821,7 +826,7 @@ def detached_while_searching(rank, world_size):
     gc.collect()  # what earlier tests have left to itself
     before = threads_of_engine()
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8")), quiet=True)
     for _ in range(14):
         synchronise(ddp, gradients(rank, 0))
     comm.detach()
@@ -863,7 +868,7 @@ def printed(rank, world_size):
     try:
         with contextlib.redirect_stdout(out):
             ddp = module()
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), sum="two-shot")
+            comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",), base=Config(sum="two-shot")))
             slow = Slow(comm, rank, **TIMES)
             while not comm.tuning().finished:
                 slow()

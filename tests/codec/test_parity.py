@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config
 
 NUM_STEPS = 100
 
@@ -29,7 +30,7 @@ def train(
     """Trains for NUM_STEPS; appends each synchronised step's gradients to `record`. With `follow`, takes that run's
     parameters after every step, so that each gradient is compared from the same point."""
     ddp = DistributedDataParallel(scenario.build(reference=attach is None), **scenario.ddp)
-    comm = fusedcomm.attach(ddp, **attach) if attach else None
+    comm = fusedcomm.attach(ddp, Config(**attach)) if attach else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     num_steps = NUM_STEPS - 3 * rank if scenario.uneven else NUM_STEPS
     with Join([ddp]) if scenario.uneven else contextlib.nullcontext():
@@ -115,7 +116,13 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     num_parameters = len(list(scenario.build().parameters()))
     expected, seen = by_default(rank, world_size, name), []
     follow = [tensors[num_parameters:] for tensors in expected]
-    train(rank, scenario, {"wire": wire, "sum": "auto" if wire == "fp32" else "two-shot", "exempt": ()}, seen, follow)
+    train(
+        rank,
+        scenario,
+        {"wire": wire, "sum": "auto" if wire == "fp32" else "two-shot", "wires": {"1d": wire}},
+        seen,
+        follow,
+    )
     largest = 0.0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
         # A block of a bucket may span parameters, and its largest element then bounds the error of them all.
@@ -183,7 +190,7 @@ def compiled_gradients(rank, world_size, wire, backend):
         layers = [torch.nn.Linear(400, 400) for _ in range(5)]
         model = torch.nn.Sequential(torch.nn.Linear(10, 400), *layers, torch.nn.LayerNorm(400))
         ddp = DistributedDataParallel(model, bucket_cap_mb=1.2)
-        comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot")
+        comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot"))
         step = torch.compile(ddp, backend=backend) if compiled else ddp
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(rank)

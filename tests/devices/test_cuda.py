@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env
+from fusedcomm.config import Chunks, Config, LocalOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +44,7 @@ def both_devices(rank, world_size, kwargs, dtype, exact_sum):
     for device in ("cpu", "cuda"):
         model = Gradients(*SHAPES, dtype=dtype).to(device)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.016)
-        comm = fusedcomm.attach(ddp, **kwargs)
+        comm = fusedcomm.attach(ddp, Config(**kwargs))
         num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
         seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=num_steps)
         stats = comm.stats()
@@ -78,7 +79,9 @@ def big_bucket(rank, world_size, wire):
     gradients = [integers(rank, shape).cuda() for _ in range(2)]
     ddp = DistributedDataParallel(Gradients(shape, shape).cuda())
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", chunk_nbytes=1 << 20, exempt=(), sm_limit=sms)
+    comm = fusedcomm.attach(
+        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(1 << 20)), local=LocalOptions(sm_limit=sms)
+    )
     seen = synchronise(ddp, gradients, steps=3)
     comm.detach()
     mean = mean_of_integers(world_size, shape).cuda()
@@ -95,7 +98,7 @@ def torn_down(rank, world_size, hosts):
     """Detached and let go of while the device is still busy with what came before the bucket."""
     shape = (300, 500)
     ddp = DistributedDataParallel(Gradients(shape).cuda())
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", hosts=hosts)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot", hosts=hosts))
     gradients = [integers(rank, shape).cuda()]
     synchronise(ddp, gradients, steps=2)
     ddp.zero_grad(set_to_none=True)
@@ -128,7 +131,7 @@ def trained(rank, world_size, options, attach, compiled=False):
     torch.manual_seed(0)
     model = Mlp().cuda()
     ddp = DistributedDataParallel(model, **options)
-    comm = fusedcomm.attach(ddp, **attach) if attach else None
+    comm = fusedcomm.attach(ddp, Config(**attach)) if attach else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     step = torch.compile(ddp) if compiled else ddp
@@ -186,7 +189,7 @@ def test_sparse_and_float64_gradients_travel_alike_to_all_ranks(ranks):
 
 def through_comm_state(rank, world_size):
     ddp = DistributedDataParallel(Gradients((301, 77), (5000,)).cuda())
-    ddp.register_comm_hook(fusedcomm.CommState(wire="bf16", sum="two-shot"), fusedcomm.comm_hook)
+    ddp.register_comm_hook(fusedcomm.CommState(Config("bf16", sum="two-shot")), fusedcomm.comm_hook)
     gradients = [integers(rank, shape) for shape in ((301, 77), (5000,))]
     return [seen.cpu() for seen in synchronise(ddp, [gradient.cuda() for gradient in gradients], steps=3)]
 
@@ -201,7 +204,7 @@ def scaled_overflow(rank, world_size):
     """One rank's gradient overflows: the GradScaler has to skip the step on both."""
     model = Gradients((1000,)).cuda()
     ddp = DistributedDataParallel(model)
-    comm = fusedcomm.attach(ddp, wire="fp16", sum="two-shot")
+    comm = fusedcomm.attach(ddp, Config("fp16", sum="two-shot"))
     scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     gradient = torch.ones(1000, device="cuda")
@@ -226,7 +229,7 @@ def searched(rank, world_size):
     """Integers, so that every mean is exact in the wires that are tried: (choice, wires by step, wrong elements)"""
     shapes = ((200_000,), (3_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("fp32", "bf16", "fp16"), quiet=True)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("fp32", "bf16", "fp16")), quiet=True)
     wires, wrong = [], 0
     for step in range(100):
         gradients = [(integers(rank, shape) + step % 5).cuda() for shape in shapes]
@@ -256,7 +259,7 @@ def delayed(rank, world_size, wire, attach, num_steps):
     """
     shapes = ((200_000,), (3_000,), (400_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
-    comm = fusedcomm.attach(ddp, wire=wire, **attach)
+    comm = fusedcomm.attach(ddp, Config(wire, **attach))
     streams = comm._session.native_device.streams
     generator = torch.Generator().manual_seed(rank)
     delays = iter(torch.randint(0, 2_000_000, (100_000,), generator=generator).tolist())
@@ -284,8 +287,8 @@ def delayed(rank, world_size, wire, attach, num_steps):
     [
         ("fp32", {}),
         ("bf16", {"sum": "direct"}),
-        ("bf16", {"sum": "two-shot", "chunk_nbytes": 65536, "chunks_in_flight": 2}),
-        ("bf16", {"sum": "one-shot", "chunk_nbytes": 65536, "chunks_in_flight": 2}),
+        ("bf16", {"sum": "two-shot", "chunks": Chunks(65536, in_flight=2)}),
+        ("bf16", {"sum": "one-shot", "chunks": Chunks(65536, in_flight=2)}),
     ],
     ids=str,
 )
@@ -298,7 +301,7 @@ def with_sync(rank, world_size, sync):
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).cuda() for shape in SHAPES]
     ddp = DistributedDataParallel(Gradients(*SHAPES).cuda(), bucket_cap_mb=0.016)
-    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=4096)
+    fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(4096)))
     del os.environ[env.SYNC]
     return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=3)]).cpu()
 
@@ -314,7 +317,7 @@ def test_one_stage_at_a_time_gives_identical_bits(ranks):
 
 def told(rank, world_size, path):
     ddp = DistributedDataParallel(Gradients((300, 500), (4000,)).cuda())
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", sm_limit=3)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(sm_limit=3))
     gradients = [torch.ones(300, 500).cuda(), torch.ones(4000).cuda()]
     synchronise(ddp, gradients, steps=3)
     before = comm._session.native_device.num_launches
@@ -355,7 +358,7 @@ class one_rank_group:
 def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
     with one_rank_group():
         ddp = DistributedDataParallel(Gradients((5000,)).cuda())
-        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", quiet=True)
+        comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), quiet=True)
         synchronise(ddp, [torch.ones(5000).cuda()], steps=3)
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
@@ -370,15 +373,15 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"sm_limit": 100_000}, "sm_limit=100000 is not possible: use a whole number from 1 to"),
-        ({"isa": "portable"}, "isa='portable' is for gradients on cpu"),
-        ({"codec_threads": 2}, "codec_threads=2 is for gradients on cpu"),
+        ({"local": LocalOptions(sm_limit=100_000)}, "sm_limit=100000 is not possible: use a whole number from 1 to"),
+        ({"local": LocalOptions(isa="portable")}, "isa='portable' is for gradients on cpu"),
+        ({"local": LocalOptions(codec_threads=2)}, "codec_threads=2 is for gradients on cpu"),
     ],
 )
 def test_options_for_the_cpu_are_refused(kwargs, words):
     with one_rank_group():
         with pytest.raises(ValueError, match=words):
-            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), **kwargs)
+            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), Config(**kwargs))
 
 
 def test_gradients_on_cuda_over_gloo_are_refused():

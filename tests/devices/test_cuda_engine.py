@@ -17,7 +17,7 @@ from models import Gradients, Mlp, Sparse, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, Rounding
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
@@ -58,11 +58,11 @@ def both_paths(rank, world_size, library, kwargs, dtype):
     for path in ("cpu", "cuda"):
         ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.016)
         if path == "cpu":
-            comm = fusedcomm.attach(ddp, **kwargs)
+            comm = fusedcomm.attach(ddp, Config(**kwargs))
             seen = synchronise(ddp, gradients, steps=num_steps)
         else:
             with fake.takes_over(**kwargs):
-                comm = fusedcomm.attach(ddp, **kwargs)
+                comm = fusedcomm.attach(ddp, Config(**kwargs))
                 seen = synchronise(ddp, gradients, steps=num_steps)
         stats = comm.stats()
         num_buckets = len(comm.plan().buckets)
@@ -78,51 +78,90 @@ CONFIGS = {
     "fp32": {"wire": "fp32"},
     "fp32 two-shot": {"wire": "fp32", "sum": "two-shot"},
     "bf16": {"wire": "bf16"},
-    "bf16 two-shot chunked": {"wire": "bf16", "sum": "two-shot", "chunk_nbytes": 4096},
-    "bf16 exempt": {"wire": "bf16", "sum": "two-shot", "exempt": ("1d",), "verify_every": 1},
+    "bf16 two-shot chunked": {"wire": "bf16", "sum": "two-shot", "chunks": Chunks(4096)},
+    "bf16 exempt": {"wire": "bf16", "sum": "two-shot", "wires": {"1d": "fp32"}, "checks": Checks(verify_every=1)},
     "fp16 direct": {"wire": "fp16", "sum": "direct"},
     "int8": {"wire": "int8", "sum": "two-shot"},
-    "int8 rotated": {"wire": "int8", "sum": "two-shot", "rotate": True},
+    "int8 rotated": {"wire": "int8", "sum": "two-shot", "blocks": Blocks(rotate=True)},
     "fp8": {"wire": "fp8", "sum": "two-shot"},
-    "fp8 all lossy": {"wire": "fp8", "sum": "two-shot", "exempt": ()},
+    "fp8 all lossy": {"wire": "fp8", "sum": "two-shot", "wires": {"1d": "fp8"}},
     "int4": {"wire": "int4", "sum": "two-shot"},
-    "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-    "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "error_feedback": True},
-    "fp16 stochastic": {"wire": "fp16", "sum": "two-shot", "rounding": "stochastic", "chunk_nbytes": 4096},
-    "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
+    "int4 rotated": {
+        "wire": "int4",
+        "sum": "two-shot",
+        "wires": {"1d": "int4"},
+        "blocks": Blocks(rotate=True),
+        "chunks": Chunks(4096),
+    },
+    "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "feedback": Feedback()},
+    "fp16 stochastic": {"wire": "fp16", "sum": "two-shot", "rounding": Rounding("stochastic"), "chunks": Chunks(4096)},
+    "fp8 stochastic feedback": {
+        "wire": "fp8",
+        "sum": "two-shot",
+        "rounding": Rounding("stochastic"),
+        "feedback": Feedback("bf16"),
+    },
     "int4 rotated stochastic feedback": {
-        **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "bf16"},
+        **{
+            "wire": "int4",
+            "sum": "two-shot",
+            "wires": {"1d": "int4"},
+            "blocks": Blocks(rotate=True),
+            "chunks": Chunks(4096),
+        },
+        **{"rounding": Rounding("stochastic", seed=2**64 - 3), "feedback": Feedback("bf16")},
     },
     "several wires": {
-        **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
-        **{"exempt": ("weights.[24]",)},
-        **{"rounding": "stochastic", "error_feedback": "bf16", "chunk_nbytes": 4096},
+        **{
+            "wire": "int8",
+            "sum": "two-shot",
+            "wires": {"weights.0": "int4", "weights.3": "bf16"},
+            "blocks": Blocks(rotate=True),
+        },
+        **{"wires": {"weights.[24]": "fp32", "1d": WIRE}},
+        **{"rounding": Rounding("stochastic"), "feedback": Feedback("bf16"), "chunks": Chunks(4096)},
     },
     "two levels": {
-        **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "bf16"},
+        **{
+            "wire": "int4",
+            "sum": "two-shot",
+            "blocks": Blocks(rotate=True),
+            "chunks": Chunks(4096),
+            "hosts": [[0, 1], [2, 3]],
+        },
+        **{"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")},
     },
     "two levels measured": {
-        **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
-        **{"exempt": ("weights.[24]",)},
-        **{"measure_every": 1, "verify_every": 1},
+        **{"wire": "int8", "sum": "two-shot", "wires": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]]},
+        **{"wires": {"weights.[24]": "fp32", "1d": WIRE}},
+        **{"checks": Checks(verify_every=1, measure_every=1)},
     },
-    "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
+    "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunks": Chunks(4096)},
     "int4 one-shot rotated": {
-        **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "bf16"},
+        **{
+            "wire": "int4",
+            "sum": "one-shot",
+            "wires": {"1d": "int4"},
+            "blocks": Blocks(rotate=True),
+            "chunks": Chunks(4096),
+        },
+        **{"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")},
     },
     "several wires one-shot": {
-        **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
-        **{"exempt": ("weights.[24]",)},
-        **{"error_feedback": "bf16", "measure_every": 1, "verify_every": 1},
+        **{"wire": "fp8", "sum": "one-shot", "wires": {"weights.0": "int4", "weights.3": "fp16"}},
+        **{"wires": {"weights.[24]": "fp32", "1d": WIRE}},
+        **{"feedback": Feedback("bf16"), "checks": Checks(verify_every=1, measure_every=1)},
     },
     "fp32 one-shot": {"wire": "fp32", "sum": "one-shot"},
-    "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
-    "all exempt one-shot": {"wire": "int8", "sum": "one-shot", "exempt": ("*",), "error_feedback": True},
-    "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
-    "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
+    "all exempt": {"wire": "int8", "sum": "two-shot", "wires": {"*": "fp32", "1d": "int8"}, "feedback": Feedback()},
+    "all exempt one-shot": {
+        "wire": "int8",
+        "sum": "one-shot",
+        "wires": {"*": "fp32", "1d": "int8"},
+        "feedback": Feedback(),
+    },
+    "measured": {"wire": "int8", "sum": "two-shot", "checks": Checks(measure_every=1)},
+    "int8 chunked": {"wire": "int8", "sum": "two-shot", "blocks": Blocks(32), "chunks": Chunks(4096, in_flight=1)},
 }
 
 
@@ -195,7 +234,7 @@ def grids_by_bucket(rank, world_size, library, kwargs):
         fake.max_programs_of_last = most
         ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
         with fake.takes_over(**kwargs):
-            comm = fusedcomm.attach(ddp, **kwargs)
+            comm = fusedcomm.attach(ddp, Config(**kwargs))
             seen.append(synchronise(ddp, gradients, steps=2))
             num_before = len(fake.grids)
             seen.append(synchronise(ddp, gradients))
@@ -253,7 +292,7 @@ def recorded(rank, world_size, library, sum):
     fake = fake_cuda.gpu(library)
     with fake.takes_over(wire="int8", sum=sum, block=64):
         ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
-        comm = fusedcomm.attach(ddp, wire="int8", sum=sum, block=64, exempt=("1d",))
+        comm = fusedcomm.attach(ddp, Config("int8", sum=sum, wires={"1d": "fp32"}, blocks=Blocks(64)))
         synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
         comm.detach()
     return [
@@ -319,7 +358,7 @@ def faulting(rank, world_size, library):
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
     with fake.takes_over(wire="bf16"):
-        fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         synchronise(ddp, [torch.ones(3000)])
         fake.fail("cuLaunchKernel", 700)
         try:
@@ -348,7 +387,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
 
     with fake.takes_over(wire="bf16"):
         ddp = DistributedDataParallel(Gradients((3000,)))
-        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         hook = comm._session.hook
 
         def call():
@@ -382,7 +421,7 @@ def captured(rank, world_size, library, is_watched):
     ddp = DistributedDataParallel(Gradients((3000,)))
     begun = []
     with fake.takes_over(wire="bf16"):
-        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
         if is_watched:  # as while wire="auto" searches
             target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
@@ -426,7 +465,7 @@ def loaded_by_attaching(rank, world_size, library):
     for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # of no other test
         fake.library.fake_set_context(context)
         with fake.takes_over(wire=wire):
-            comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+            comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}))
             (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
             comm.detach()
         assert (seen - 3).abs().max() < 1e-2 and fake.launches

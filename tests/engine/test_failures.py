@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import version
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
@@ -32,7 +33,7 @@ def train_until_error(rank, world_size, wire, fate, through_state):
         state = fusedcomm.CommState(wire=wire, process_group=group)
         ddp.register_comm_hook(state, fusedcomm.comm_hook)
     else:
-        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
+        comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
     synchronise(ddp, gradients, steps=3)
 
@@ -103,7 +104,7 @@ def disagree(rank, world_size, field):
             name = "weights" if rank == 0 else "other"
             ddp.module._modules[name] = ddp.module._modules.pop("weights")
         try:
-            fusedcomm.attach(ddp, **arguments)
+            fusedcomm.attach(ddp, Config(**arguments))
         except RuntimeError as error:
             return str(error)
     finally:
@@ -133,7 +134,7 @@ def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, 
 def wrong_on_one_rank(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5,)))
     try:
-        fusedcomm.attach(ddp, isa="sse9" if rank == 1 else None)
+        fusedcomm.attach(ddp, local=LocalOptions(isa="sse9" if rank == 1 else None))
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -282,7 +283,7 @@ def let_go(rank, world_size, wire, how):
     took, and what they said."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=25))
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
-    comm = fusedcomm.attach(ddp, wire=wire, sum=how)
+    comm = fusedcomm.attach(ddp, Config(wire, sum=how))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
     synchronise(ddp, gradients, steps=2)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedcomm import chunks
-from fusedcomm.config import Config
+from fusedcomm.config import Blocks, Chunks, Config, TwoLevels
 from fusedcomm.native import _C
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -80,11 +80,11 @@ def test_chunks_are_larger_where_two_ranks_need_one_all_reduce(options, s_per_by
         ({"wire": "bf16"}, GBIT, 512 * KIB, 16),  # two ranks' of two hosts', as 256 KiB among two ranks
         ({"wire": "int8"}, GBIT, MIB, 8),
         ({"wire": "int4"}, GBIT, 2 * MIB, 4),  # in bf16 four times as long
-        ({"wire": "int4", "local_wire": "fp32"}, GBIT, 4 * MIB, 4),
-        ({"wire": "fp32", "local_wire": "fp32"}, GBIT, 512 * KIB, 16),
+        ({"wire": "int4", "hosts": TwoLevels(HOSTS, "fp32")}, GBIT, 4 * MIB, 4),
+        ({"wire": "fp32", "hosts": TwoLevels(HOSTS, "fp32")}, GBIT, 512 * KIB, 16),
         ({"wire": "int4"}, MBIT / 100, 512 * KIB, 16),
         ({"wire": "int4"}, GBIT / 100, 8 * MIB, 4),
-        ({"wire": "int4", "chunk_nbytes": 4096}, GBIT, 4096, 16),
+        ({"wire": "int4", "chunks": Chunks(4096)}, GBIT, 4096, 16),
     ],
     ids=str,
 )
@@ -113,11 +113,11 @@ def test_chunks_on_an_accelerator_are_ddps_buckets():
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_chunks_that_were_asked_for_stay(device_type):
-    asked = Config(wire="int4", rotate=True, chunk_nbytes=12345, chunks_in_flight=3)
+    asked = Config(wire="int4", blocks=Blocks(rotate=True), chunks=Chunks(12345, in_flight=3))
     assert asked.resolved(4, device_type, 1e-9) == asked
-    of_size = Config(chunk_nbytes=MIB).resolved(4, device_type, 1e-9)
+    of_size = Config(chunks=Chunks(MIB)).resolved(4, device_type, 1e-9)
     assert (of_size.chunk_nbytes, of_size.chunks_in_flight) == (MIB, 4)
-    so_many = Config(chunks_in_flight=7).resolved(4, device_type, 1e-9)
+    so_many = Config(chunks=Chunks(in_flight=7)).resolved(4, device_type, 1e-9)
     assert so_many.chunks_in_flight == 7 and so_many.chunk_nbytes is not None
 
 

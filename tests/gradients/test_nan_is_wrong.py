@@ -14,6 +14,7 @@ from models import Gradients, synchronise, worst
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Checks, Config, Fallback
 from fusedcomm.tools.demo.results import Spread
 
 NUMEL = 3000
@@ -31,7 +32,7 @@ def verified(gradients, **kwargs) -> tuple[list[float], list[str], list[str], li
     """(relative errors, wires after each step, what this rank was told, results), `gradients` being each step's."""
     ddp = DistributedDataParallel(Gradients((NUMEL,)))
     wires, told, results = [], [], []
-    comm = fusedcomm.attach(ddp, exempt=(), quiet=True, verify_every=1, **kwargs)
+    comm = fusedcomm.attach(ddp, Config(checks=Checks(verify_every=1), **kwargs), quiet=True)
     for gradient in gradients:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -62,7 +63,7 @@ def test_a_result_that_is_not_finite_where_it_should_be_is_infinitely_off(ranks)
 
 
 def test_and_falls_back(ranks):
-    kwargs = {"fallback_error": 0.5, "fallback_wire": "fp32"}
+    kwargs = {"checks": Checks(fallback=Fallback(0.5, wire="fp32"))}
     for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, kwargs, world_size=3)):
         assert errors[2] == math.inf and errors[-1] < 1e-6 and results[-1][7] == -1e5
         assert [("fallback_error" in text) for text in told] == ([False, True] if rank == 0 else [])
@@ -116,7 +117,7 @@ def test_a_kernel_that_makes_or_loses_a_nan_is_found_out(ranks, tmp_path, fault)
     for rank, (errors, _, told, _) in enumerate(ranks.run(by_faulty_kernels, library, fault, {}, world_size=2)):
         assert errors == [math.inf] * 6
         assert len(told) == (rank == 0) and all("1 elements" in text for text in told), told
-    fallback = {"fallback_error": 0.5}
+    fallback = {"checks": Checks(fallback=Fallback(0.5))}
     for _, wires, _, _ in ranks.run(by_faulty_kernels, library, fault, fallback, world_size=2):
         assert wires[0] == "int8" and wires[-1] == "bf16"
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
-from fusedcomm.config import residual_name
+from fusedcomm.config import Blocks, Config, Feedback, Rounding, TwoLevels, residual_name
 
 SHAPE = (20011,)
 
@@ -26,9 +26,17 @@ def bits(rank, world_size, num_steps, wire, kwargs):
 @pytest.mark.parametrize(
     ("wire", "kwargs", "hosts"),
     [
-        ("int8", {"error_feedback": True, "local_wire": "fp32"}, [[0, 1], [2, 3]]),
-        ("int4", {"error_feedback": "bf16", "rotate": True, "rounding": "stochastic"}, [[0, 2], [1, 3]]),
-        ("bf16", {"error_feedback": "bf16", "rounding": "stochastic", "local_wire": "fp16"}, [[3, 1], [0, 2]]),
+        ("int8", {"feedback": Feedback(), "hosts": TwoLevels(HOSTS, "fp32")}, [[0, 1], [2, 3]]),
+        (
+            "int4",
+            {"blocks": Blocks(rotate=True), "rounding": Rounding("stochastic"), "feedback": Feedback("bf16")},
+            [[0, 2], [1, 3]],
+        ),
+        (
+            "bf16",
+            {"rounding": Rounding("stochastic"), "feedback": Feedback("bf16"), "hosts": TwoLevels(HOSTS, "fp16")},
+            [[3, 1], [0, 2]],
+        ),
     ],
     ids=str,
 )
@@ -39,7 +47,7 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts
     for step in range(3):
         gradients = [normal(rank, step, SHAPE) for rank in range(4)]
         expected = fusedcomm.simulate(
-            gradients, wire, sum="two-shot", hosts=hosts, step=step, residuals=residuals, **settings
+            gradients, Config(wire, sum="two-shot", hosts=hosts, **settings), step=step, residuals=residuals
         )
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
@@ -49,13 +57,13 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
     [
-        ("bf16", {"error_feedback": True}),
-        ("fp16", {"error_feedback": "bf16", "rounding": "stochastic"}),
-        ("int8", {"error_feedback": "bf16"}),
+        ("bf16", {"feedback": Feedback()}),
+        ("fp16", {"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")}),
+        ("int8", {"feedback": Feedback("bf16")}),
         ("fp8", {"rounding": "stochastic", "seed": 2**63 + 5}),
-        ("fp8", {"error_feedback": True, "rounding": "stochastic"}),
-        ("int4", {"error_feedback": True, "rotate": True}),
-        ("int4", {"error_feedback": "bf16", "rotate": True, "rounding": "stochastic"}),
+        ("fp8", {"rounding": Rounding("stochastic"), "feedback": Feedback()}),
+        ("int4", {"blocks": Blocks(rotate=True), "feedback": Feedback()}),
+        ("int4", {"blocks": Blocks(rotate=True), "rounding": Rounding("stochastic"), "feedback": Feedback("bf16")}),
     ],
     ids=str,
 )
@@ -66,7 +74,7 @@ def test_every_step_gives_the_bits_of_simulate(ranks, world_size, sum, wire, kwa
     settings = {key: value for key, value in kwargs.items() if key in ("rotate", "rounding", "seed")}
     for step in range(4):
         gradients = [normal(rank, step, SHAPE) for rank in range(world_size)]
-        expected = fusedcomm.simulate(gradients, wire, sum=sum, step=step, residuals=residuals, **settings)
+        expected = fusedcomm.simulate(gradients, Config(wire, sum=sum, **settings), step=step, residuals=residuals)
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
 
@@ -129,10 +137,10 @@ def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
 @pytest.mark.parametrize(
     ("wire", "kwargs", "world_size"),
     [
-        ("int8", {"error_feedback": "bf16", "sum": "two-shot"}, 3),
-        ("int4", {"error_feedback": "bf16", "rotate": True, "sum": "two-shot"}, 3),
-        ("fp16", {"error_feedback": True, "predivide": 3, "sum": "two-shot"}, 3),
-        ("fp16", {"error_feedback": True, "predivide": 0.7, "sum": "one-shot"}, 2),
+        ("int8", {"sum": "two-shot", "feedback": Feedback("bf16")}, 3),
+        ("int4", {"sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback("bf16")}, 3),
+        ("fp16", {"sum": "two-shot", "predivide": 3, "feedback": Feedback()}, 3),
+        ("fp16", {"sum": "one-shot", "predivide": 0.7, "feedback": Feedback()}, 2),
     ],
     ids=str,
 )
@@ -194,9 +202,9 @@ def what_was_delivered(rank, world_size, scenario, kwargs):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"error_feedback": True},
-        {"error_feedback": True, "rotate": True, "rounding": "stochastic"},
-        {"error_feedback": True, "wire_for": {"weights.2": "int8", "weights.3": "bf16"}},
+        {"feedback": Feedback()},
+        {"blocks": Blocks(rotate=True), "rounding": Rounding("stochastic"), "feedback": Feedback()},
+        {"wires": {"weights.2": "int8", "weights.3": "bf16"}, "feedback": Feedback()},
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import interpreter
 import torch
 
-from fusedcomm.config import Config, residual_name
+from fusedcomm.config import Config, Feedback, residual_name
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 from fusedcomm.session import session
@@ -122,7 +122,7 @@ class FakeCuda:
         recorded anew."""
         fake = self
         feedback = residual_name(kwargs.pop("error_feedback", None))
-        cfg = Config(error_feedback=feedback, **kwargs)
+        cfg = Config(feedback=Feedback(feedback), **kwargs)
 
         class Path:
             codec = "fake"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config
 
 
 class Gradients(nn.Module):
@@ -38,14 +39,14 @@ def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], ste
 def attach_to(model: nn.Module, wire: str = "int4", ddp_kwargs: dict | None = None, **kwargs) -> tuple:
     """The DDP module and its handle; every parameter travels in `wire`."""
     ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
-    return ddp, fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True, **kwargs)
+    return ddp, fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
 
 
 def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
     """What attach says to arguments that are not possible."""
     ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
-        fusedcomm.attach(ddp, **kwargs)
+        fusedcomm.attach(ddp, Config(**kwargs))
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -79,7 +80,7 @@ def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple
     """
     shapes = ((300, 301),) * 6
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
-    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=16384, **kwargs)
+    fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), **kwargs))
     seen_sums = []
 
     def user_hook(gradient: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from on_hosts import needs_hosts, printed_by
 from scripts import printed_by_two_ranks
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config
 from fusedcomm.ranks import groups, hosts
 
 pytestmark = pytest.mark.alone
@@ -33,7 +34,7 @@ def plan_of(rank, world_size):
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
     comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
     given = fusedcomm.attach(
-        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), chunk_nbytes=8192, quiet=True
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), Config(chunks=Chunks(8192)), quiet=True
     )
     return comm.plan().config.chunk_nbytes, given.plan().config.chunk_nbytes
 

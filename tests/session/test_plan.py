@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.config import WIRES, Config
+from fusedcomm.config import WIRES, Blocks, Chunks, Config
 from fusedcomm.native import _C
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
@@ -74,7 +74,7 @@ def test_fp16_direct_divides_by_about_the_root_of_the_world_size(world_size, pre
 )
 def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, chunk_nbytes, exact, lossy):
     block = block if _C.has_scales(wire) else None
-    config = Config(wire=wire, block=block, chunk_nbytes=chunk_nbytes).native(world_size)
+    config = Config(wire=wire, blocks=Blocks(block), chunks=Chunks(chunk_nbytes)).native(world_size)
     chosen = _C.plan_bucket(config, world_size, like, exact, lossy)
     if not chosen.in_place:
         assert chosen.layout.chunk_nbytes <= _C.workspace_nbytes(config, world_size)

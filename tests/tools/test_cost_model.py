@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.config import Config
+from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
 from fusedcomm.tools.cost_model import (
     DEFAULT_CAP_NBYTES,
@@ -90,7 +90,7 @@ def test_one_rank_sends_nothing():
 
 
 def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
-    config = Config(wire="bf16", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
     assert chunks_of(config, 4, NUMEL) == (1, 2 * NUMEL)
     exchange = ALPHA + 3 / 4 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
@@ -100,7 +100,7 @@ def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
 def test_two_shot_on_two_ranks_where_it_is_asked_for():
     exchange = ALPHA + 1 / 2 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
-    config = Config(wire="bf16", sum="two-shot", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", sum="two-shot", chunks=Chunks(2 * NUMEL))
     assert step_s(config, cluster(2), one_bucket()) == pytest.approx(by_hand)
 
 
@@ -108,7 +108,7 @@ def test_two_shot_on_two_ranks_where_it_is_asked_for():
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
     """What is sent is what the engine's plan says: the whole chunk, to every other rank."""
-    config = Config(wire=wire, sum=sum, chunk_nbytes=2 * NUMEL)
+    config = Config(wire=wire, sum=sum, chunks=Chunks(2 * NUMEL))
     plan = _C.plan_bucket(config.native(world_size), world_size, torch.empty(0), 0, [NUMEL])
     sent = (world_size - 1) * plan.layout.chunk_nbytes
     assert (plan.sum, plan.layout.num_chunks) == ("one-shot", 1)
@@ -125,7 +125,7 @@ def test_exact_scales_and_reduces_in_place():
 
 
 def test_direct_chunks_follow_one_another_on_the_network():
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     num_chunks, nbytes = chunks_of(config, 4, NUMEL)
     assert (num_chunks, nbytes) == (8, NUMEL // 4)
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * nbytes * BETA
@@ -136,7 +136,7 @@ def test_direct_chunks_follow_one_another_on_the_network():
 
 
 def test_a_single_workspace_takes_one_chunk_at_a_time():
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=1)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=1))
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * (NUMEL // 4) * BETA
     by_hand = 8 * (PACK(numel) + transfer + ALPHA + UNPACK(numel))
     assert step_s(config, cluster(), one_bucket()) == pytest.approx(by_hand)
@@ -144,7 +144,9 @@ def test_a_single_workspace_takes_one_chunk_at_a_time():
 
 def test_exact_buckets_take_no_workspace():
     gradients = [Gradient(NUMEL, 0.2)] * 3
-    found = predict(Workload(0.1, 0.2, 0.0, gradients), Choice(Config(wire="fp32", chunks_in_flight=1), 1), cluster())
+    found = predict(
+        Workload(0.1, 0.2, 0.0, gradients), Choice(Config(wire="fp32", chunks=Chunks(in_flight=1)), 1), cluster()
+    )
     sent, copied = 2 * 3 / 4 * 4 * NUMEL * BETA, 4 * NUMEL * COPY
     by_hand = 0.3 + copied + PACK(NUMEL) + 3 * sent + ALPHA + copied
     assert found.num_buckets == 3
@@ -152,7 +154,7 @@ def test_exact_buckets_take_no_workspace():
 
 
 def test_on_an_accelerator_latency_keeps_the_wire_stream():
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * (NUMEL // 4) * BETA
     by_hand = PACK(numel) + 8 * (transfer + ALPHA) + UNPACK(numel)
     assert step_s(config, cluster(cores=None), one_bucket()) == pytest.approx(by_hand)
@@ -160,7 +162,7 @@ def test_on_an_accelerator_latency_keeps_the_wire_stream():
 
 def test_on_few_cores_codec_lanes_take_turns():
     slow = {wire: Codec(*[Cost(0, 1e-6)] * 4) for wire in CODECS}
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     free = Network(Cost(0, 0), Cost(0, 0))
     numel = NUMEL / 8
     apart = step_s(config, cluster(codecs=slow, network=free), one_bucket())
@@ -172,7 +174,7 @@ def test_on_few_cores_codec_lanes_take_turns():
 def test_lanes_that_run_side_by_side_are_not_added_up():
     # Pack and unpack take 0.2 s each, beside one another, in a step of 0.6 s.
     slow = {wire: Codec(*[Cost(0, 0.2 / NUMEL)] * 4) for wire in CODECS}
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     ranks = cluster(codecs=slow, network=Network(Cost(0, 0), Cost(0, 0)), copy_s_per_byte=0.0)
     found = predict(one_bucket(), Choice(config), ranks)
     assert found.step_s == pytest.approx(0.35 + 9 / 8 * 0.2)
@@ -180,7 +182,7 @@ def test_lanes_that_run_side_by_side_are_not_added_up():
 
 
 def test_exempt_elements_travel_in_fp32_and_are_packed():
-    config = Config(wire="int8", chunk_nbytes=1 << 24)
+    config = Config(wire="int8", chunks=Chunks(1 << 24))
     exempt = NUMEL // 2
     native = config.native(4, "cpu")
     layout = _C.plan_bucket(native, 4, torch.empty(0), exempt, [NUMEL - exempt]).layout
@@ -203,14 +205,14 @@ def test_an_all_reduce_leaves_each_host_once_and_is_as_slow_as_the_slower_link()
 
 
 def test_one_level_sends_from_every_rank():
-    config = Config(wire="bf16", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
     exchange = ALPHA + 2e-4 + 4 * 4 / 8 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
     assert step_s(config, cluster(8, ranks_per_host=4, local=LOCAL), one_bucket()) == pytest.approx(by_hand)
 
 
 def test_two_levels_sum_within_hosts_first():
-    config = Config(wire="int8", hosts="auto", chunk_nbytes=2 * NUMEL, exempt=())
+    config = Config(wire="int8", wires={"1d": "int8"}, chunks=Chunks(2 * NUMEL), hosts="auto")
     plan = _C.plan_bucket(config.native(8, "cpu", 4), 8, torch.empty(0), 0, [NUMEL])
     nbytes = plan.layout.chunk_nbytes
     assert (plan.layout.num_chunks, plan.host_layouts[0].chunk_nbytes) == (1, 2 * NUMEL)
@@ -230,7 +232,7 @@ def test_each_message_takes_of_a_core():
         busy = Network(*[Cost(0.0, 0.0, cpu_s_per_unit=1e-9, cpu_fixed_s=cpu_fixed_s)] * 2)
         free = Codec(*[Cost(0.0, 0.0)] * 4)
         ranks = Cluster(4, busy, {"bf16": free}, 0.0, cores=0.5)
-        return step_s(Config(wire="bf16", chunk_nbytes=2 * NUMEL), ranks, one_bucket())
+        return step_s(Config(wire="bf16", chunks=Chunks(2 * NUMEL)), ranks, one_bucket())
 
     assert on_half_a_core(1e-3) - on_half_a_core(0.0) == pytest.approx(2 * 1e-3 / 0.5)  # an exchange and a gather
 
@@ -240,7 +242,7 @@ def test_sums_on_two_levels_have_networks_of_their_own():
     twice = Network(*[Cost(2 * ALPHA, 2 * BETA)] * 2), Network(*[Cost(4e-4, 4e-9)] * 2)
     own = dataclasses.replace(hosts, two_levels=TwoLevels(*twice))
     slower = dataclasses.replace(hosts, network=twice[0], local=twice[1])
-    levels, flat = (Config(wire="int8", hosts=hosts, chunk_nbytes=2 * NUMEL) for hosts in ("auto", None))
+    levels, flat = (Config(wire="int8", chunks=Chunks(2 * NUMEL), hosts=hosts) for hosts in ("auto", None))
     assert (
         step_s(levels, own, one_bucket()) == step_s(levels, slower, one_bucket()) > step_s(levels, hosts, one_bucket())
     )
@@ -250,21 +252,21 @@ def test_sums_on_two_levels_have_networks_of_their_own():
 
 def test_two_levels_on_one_host_are_one():
     single = cluster(4, ranks_per_host=4, local=LOCAL)
-    levels, flat = (Config(wire="int8", hosts=hosts, chunk_nbytes=1 << 24) for hosts in ("auto", None))
+    levels, flat = (Config(wire="int8", chunks=Chunks(1 << 24), hosts=hosts) for hosts in ("auto", None))
     assert step_s(levels, single, one_bucket()) == step_s(flat, single, one_bucket())
 
 
 def test_a_ring_gathers_across_each_link_once():
     ring = dataclasses.replace(NETWORK, gather=Cost(ALPHA, BETA))
     local_ring = dataclasses.replace(LOCAL, gather=Cost(0.0, 2e-9))
-    config = Config(wire="bf16", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
     hosts = cluster(8, ranks_per_host=4, network=ring, local=local_ring)
     exchange = ALPHA + 2e-4 + 4 * 4 / 8 * 2 * NUMEL * BETA
     gather = ALPHA + 7 / 8 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + gather + UNPACK(NUMEL)
     assert step_s(config, hosts, one_bucket()) == pytest.approx(by_hand)
     # Between hosts, each of the four ranks has a ring of its own: as much leaves the host as by exchange.
-    levels = Config(wire="int8", hosts="auto", chunk_nbytes=2 * NUMEL)
+    levels = Config(wire="int8", chunks=Chunks(2 * NUMEL), hosts="auto")
     exchanging = cluster(8, ranks_per_host=4, local=LOCAL)
     sent = [predict(one_bucket(), Choice(levels), ranks).sent_nbytes for ranks in (hosts, exchanging)]
     assert sent[0] == sent[1]
