@@ -26,6 +26,8 @@ class Rule:
     """"wires", or "default"."""
     pattern: str
     wire: str
+    replaces_default: bool = False
+    """Without it the default pattern would come before all others."""
 
     def matches(self, name: str, parameter: torch.Tensor) -> bool:
         if self.pattern == ONE_DIMENSIONAL:
@@ -88,7 +90,7 @@ def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> N
                 f"{rule} matches none of the {len(parameters)} parameters that DDP synchronises; the closest names "
                 f"are {', '.join(_closest(rule.pattern, [names for names, _ in parameters]))}"
             )
-        if rule.pattern == "*" or any(used == rule for _, used in matching):
+        if rule.replaces_default or rule.pattern == "*" or any(used == rule for _, used in matching):
             continue
         other = next(((name, used) for name, used in matching if used.wire != rule.wire), None)
         if other is not None:

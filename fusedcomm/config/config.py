@@ -203,9 +203,14 @@ class Config(Options):
     def rules(self) -> list[Rule]:
         """The patterns, in the order in which they are tried."""
         # Biases and norms: a fraction of a percent of the elements, and most of the damage when they are quantised.
-        has_default = self.wire in WITH_SCALES and ONE_DIMENSIONAL not in self.wires
-        defaults = [Rule("default", ONE_DIMENSIONAL, "fp32")] if has_default else []
-        return defaults + [Rule("wires", pattern, wire) for pattern, wire in self.wires.items()]
+        has_default = self.wire in WITH_SCALES
+        rules = [
+            Rule("wires", pattern, wire, replaces_default=has_default and pattern == ONE_DIMENSIONAL)
+            for pattern, wire in self.wires.items()
+        ]
+        if has_default and ONE_DIMENSIONAL not in self.wires:
+            rules.insert(0, Rule("default", ONE_DIMENSIONAL, "fp32"))
+        return rules
 
     @property
     def name_patterns(self) -> tuple[str, ...]:

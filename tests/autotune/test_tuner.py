@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import chunks
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
 from fusedcomm.autotune.space import Space
@@ -40,7 +41,7 @@ def options(**kwargs):
 
 def running(space, candidate):
     """On two ranks with a link of 1 Gbit/s: chunks of 256 KiB, 16 under way."""
-    return space.config(candidate).resolved(2, "cpu", 8e-9)
+    return chunks.resolved(space.config(candidate), 2, "cpu", 8e-9)
 
 
 def by_chance(seed):

@@ -22,7 +22,7 @@ MEANS = [mean_of_integers(2, shape) for shape in SHAPES]
 def all_frozen(rank, world_size, kwargs):
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     ddp.requires_grad_(False)
-    comm = fusedcomm.attach(ddp, Config(**kwargs), quiet=True)
+    comm = fusedcomm.attach(ddp, **kwargs, quiet=True)
     without = comm.plan()
     ddp(gradients_of(rank))
     ddp.requires_grad_(True)
@@ -34,7 +34,7 @@ def all_frozen(rank, world_size, kwargs):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"wire": "fp32"}, {"wire": "int8", "wires": {"weights.*": "fp32"}}, {"wire": "auto"}],
+    [{"wire": "fp32"}, {"config": Config("int8", wires={"weights.*": "fp32"})}, {"wire": "auto"}],
     ids=str,
 )
 def test_of_a_frozen_module_there_is_a_plan_without_buckets_and_training_begins_when_it_is_thawed(ranks, kwargs):

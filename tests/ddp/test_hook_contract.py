@@ -145,15 +145,15 @@ def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered
 
 
 def refused_on_one_rank(rank, world_size, registered):
-    names = {"wires": {"weights.7": "fp32", "1d": WIRE}} if rank == 1 else {"wires": {"1d": WIRE}}
+    config = Config("int8", wires={"weights.7": "fp32"} if rank == 1 else {})
     model = Gradients((50,))
     ddp = DistributedDataParallel(model)
     try:
         if registered:
-            ddp.register_comm_hook(fusedcomm.CommState(Config("int8", **names), module=model), fusedcomm.comm_hook)
+            ddp.register_comm_hook(fusedcomm.CommState(config, module=model), fusedcomm.comm_hook)
             synchronise(ddp, [torch.ones(50)])
         else:
-            fusedcomm.attach(ddp, Config("int8", **names))
+            fusedcomm.attach(ddp, config)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was said"

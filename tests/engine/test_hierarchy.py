@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from traces import read
 
 import fusedcomm
-from fusedcomm import reference
+from fusedcomm import chunks, reference
 from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools import tcp_counter as transport
@@ -50,45 +50,43 @@ def exact_means(rank, world_size, wire, kwargs, dtype):
 @pytest.mark.parametrize("hosts", [TWO_BY_TWO, INTERLEAVED], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("wire", "kwargs"),
+    ("wire", "kwargs", "local_wire"),
     [
-        ("fp32", {"hosts": TwoLevels(HOSTS, "fp32")}),
-        ("bf16", {}),
-        ("bf16", {"sum": "two-shot", "hosts": TwoLevels(HOSTS, "fp32")}),
-        ("bf16", {"wires": {"1d": "fp32"}}),
-        ("fp16", {"predivide": 2.0, "hosts": TwoLevels(HOSTS, "fp16")}),
+        ("fp32", {}, "fp32"),
+        ("bf16", {}, None),
+        ("bf16", {"sum": "two-shot"}, "fp32"),
+        ("bf16", {"wires": {"1d": "fp32"}}, None),
+        ("fp16", {"predivide": 2.0}, "fp16"),
     ],
     ids=str,
 )
-def test_means_are_exact_where_the_wires_can_carry_them(ranks, hosts, dtype, wire, kwargs):
-    for exact, sums in ranks.run(exact_means, wire, {"hosts": hosts, **kwargs}, dtype):
+def test_means_are_exact_where_the_wires_can_carry_them(ranks, hosts, dtype, wire, kwargs, local_wire):
+    for exact, sums in ranks.run(exact_means, wire, {**kwargs, "hosts": TwoLevels(hosts, local_wire)}, dtype):
         assert exact and "two-shot" in sums
 
 
-def result(rank, world_size, wire, kwargs, shapes):
+def result(rank, world_size, wire, kwargs, shapes, local=None):
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator) * (rank + 1) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, Config(wire, **kwargs))
+    fusedcomm.attach(ddp, Config(wire, **kwargs), local=local)
     seen = synchronise(ddp, gradients, steps=2)
     return torch.cat([g.flatten() for g in gradients]), torch.cat([s.flatten() for s in seen])
 
 
 def check_against_reference(outcome, hosts, wire, rotated=False, local_wire="bf16", exempt_mask=None):
     gradients = in_order_of_hosts([gradient for gradient, _ in outcome], hosts)
-    kwargs = {"hosts": TwoLevels(HOSTS, local_wire), "exempt_mask": exempt_mask}
     expected = reference.all_reduce_mean(
         gradients,
         wire,
         block=_C.default_block_numel(wire),
         rotated=rotated,
         ranks_per_host=len(hosts[0]),
-        **kwargs,
+        local_wire=local_wire,
+        exempt_mask=exempt_mask,
     )
-    simulated = fusedcomm.simulate(
-        [gradient for gradient, _ in outcome],
-        Config(wire, sum="two-shot", blocks=Blocks(rotate=rotated), hosts=hosts, **kwargs),
-    )
+    config = Config(wire, "two-shot", blocks=Blocks(rotate=rotated), hosts=TwoLevels(hosts, local_wire))
+    simulated = fusedcomm.simulate([gradient for gradient, _ in outcome], config, exempt_mask=exempt_mask)
     assert torch.equal(simulated, expected)
     for _, seen in outcome:
         assert torch.equal(seen, expected)
@@ -111,7 +109,7 @@ WIRES = [
 def test_every_rank_ends_with_the_bits_of_the_reference(ranks, wire, rotate, local_wire, hosts, numel):
     kwargs = {
         "sum": "two-shot",
-        "wires": {"1d": WIRE},
+        "wires": {"1d": wire},
         "blocks": Blocks(rotate=rotate),
         "hosts": TwoLevels(hosts, local_wire),
     }
@@ -122,7 +120,7 @@ def test_every_rank_ends_with_the_bits_of_the_reference(ranks, wire, rotate, loc
 @pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES[::3])
 def test_six_ranks(six_ranks, hosts, wire, rotate, local_wire):
     kwargs = {
-        "wires": {"1d": WIRE},
+        "wires": {"1d": wire},
         "blocks": Blocks(rotate=rotate),
         "chunks": Chunks(50000),
         "hosts": TwoLevels(hosts, local_wire),
@@ -141,10 +139,9 @@ def test_exempt_parameters_are_summed_host_by_host_in_fp32(ranks):
 def test_parameters_with_wires_of_their_own(ranks):
     shapes = ((301, 77), (50, 41), (1000, 20), (999,))
     wires = ("int8", "bf16", "int4", "fp32")
-    wire_for = {f"weights.{index}": wire for index, wire in enumerate(wires)}
+    own = {"hosts": TWO_BY_TWO, "wires": {f"weights.{index}": wire for index, wire in enumerate(wires)}}
     results = [
-        ranks.run(result, "fp8", {"hosts": TWO_BY_TWO, "wire_for": wire_for, **kwargs}, shapes)
-        for kwargs in ({}, {"chunks": Chunks(6000, in_flight=2)})
+        ranks.run(result, "fp8", {**own, **kwargs}, shapes) for kwargs in ({}, {"chunks": Chunks(6000, in_flight=2)})
     ]
     for outcome in results:
         begin = 0
@@ -158,17 +155,17 @@ def test_parameters_with_wires_of_their_own(ranks):
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
 def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire):
     shapes = ((301, 77), (1000,), (7,), (50021,))
-    hosts = {"hosts": TWO_BY_TWO, "rounding": "stochastic", "seed": 3}
+    kwargs = {"hosts": TWO_BY_TWO, "rounding": Rounding("stochastic", 3)}
     results = [
-        ranks.run(result, wire, {**hosts, **kwargs}, shapes)
-        for kwargs in (
-            {},
-            {"chunks": Chunks(4096)},
-            {"chunks": Chunks(12345, in_flight=1)},
-            {"chunks": Chunks(12345, in_flight=2)},
-            {"chunks": Chunks(12345, in_flight=3)},
-            {"chunks": Chunks(65536), "local": LocalOptions(codec_threads=3)},
-            {"chunks": Chunks(in_flight=7), "local": LocalOptions(isa="portable")},
+        ranks.run(result, wire, {**kwargs, "chunks": chunks}, shapes, local)
+        for chunks, local in (
+            (Chunks(), LocalOptions()),
+            (Chunks(4096), LocalOptions()),
+            (Chunks(12345, in_flight=1), LocalOptions()),
+            (Chunks(12345, in_flight=2), LocalOptions()),
+            (Chunks(12345, in_flight=3), LocalOptions()),
+            (Chunks(65536), LocalOptions(codec_threads=3)),
+            (Chunks(in_flight=7), LocalOptions(isa="portable")),
         )
     ]
     for on_ranks in results:
@@ -210,8 +207,8 @@ def over_the_other_transport(rank, world_size, *args):
 
 
 def test_the_transport_for_streams_has_the_same_channels(ranks):
-    kwargs = {"chunks": Chunks(12345), "hosts": INTERLEAVED}
-    outcome = ranks.run(over_the_other_transport, "int8", {"exempt": (), **kwargs}, ((50021,),))
+    kwargs = {"wires": {"1d": "int8"}, "chunks": Chunks(12345), "hosts": INTERLEAVED}
+    outcome = ranks.run(over_the_other_transport, "int8", kwargs, ((50021,),))
     check_against_reference(outcome, INTERLEAVED, "int8")
 
 
@@ -281,7 +278,7 @@ def test_stochastic_rounding_has_the_noise_of_the_reference(ranks):
     numel, seed = 30011, 11
     kwargs = {
         "sum": "two-shot",
-        "wires": {"1d": WIRE},
+        "wires": {"1d": "int8"},
         "rounding": Rounding("stochastic", seed=seed),
         "hosts": TWO_BY_TWO,
     }
@@ -307,7 +304,10 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
     """Sums, in float64, of what every step should have given, and gave; and the residuals at the end."""
     shapes = ((40, 100), (900,), (30, 101))
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02)
-    comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", feedback=Feedback(), hosts=TWO_BY_TWO, **kwargs))
+    hosts = TwoLevels(TWO_BY_TWO, "fp32")
+    comm = fusedcomm.attach(
+        ddp, Config(wire, "two-shot", wires={"1d": wire}, feedback=Feedback(), hosts=hosts, **kwargs)
+    )
     given = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     seen = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     generator = torch.Generator().manual_seed(rank)
@@ -327,17 +327,9 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
     [
-        ("int8", {"wires": {"1d": WIRE}, "hosts": TwoLevels(HOSTS, "fp32")}),
-        (
-            "int4",
-            {
-                "wires": {"1d": WIRE},
-                "blocks": Blocks(rotate=True),
-                "chunks": Chunks(4096),
-                "hosts": TwoLevels(HOSTS, "fp32"),
-            },
-        ),
-        ("int4", {"wires": {"1d": WIRE}, "rounding": Rounding("stochastic"), "hosts": TwoLevels(HOSTS, "fp32")}),
+        ("int8", {}),
+        ("int4", {"blocks": Blocks(rotate=True), "chunks": Chunks(4096)}),
+        ("int4", {"rounding": Rounding("stochastic")}),
     ],
     ids=str,
 )
@@ -353,20 +345,19 @@ def test_what_was_delivered_and_what_is_left_out_are_all_there_was(ranks, wire, 
         assert left_out.norm() > 1e-3 * given.norm()
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("format", ["fp32", "bf16"])
 def test_residuals_of_every_format_keep_a_constant_gradient_from_getting_lost(ranks, format):
-    kwargs = {"sum": "two-shot", "wires": {"1d": WIRE}, "feedback": Feedback(format), "hosts": TWO_BY_TWO}
-    outcome = ranks.run(mean_of_many_steps, kwargs)
-    plain = ranks.run(mean_of_many_steps, {**kwargs, "error_feedback": None})
+    outcome = ranks.run(mean_of_many_steps, Feedback(format))
+    plain = ranks.run(mean_of_many_steps, None)
     expected = sum(gradient for gradient, _ in outcome) / len(outcome)
     fed_back, lost = ((seen[0][1] - expected).norm().item() for seen in (outcome, plain))
     assert fed_back < 0.2 * lost
 
 
-def mean_of_many_steps(rank, world_size, kwargs, num_steps=20):
+def mean_of_many_steps(rank, world_size, feedback, num_steps=20):
     gradient = torch.randn(20000, generator=torch.Generator().manual_seed(rank))
     ddp = DistributedDataParallel(Gradients((20000,)))
-    fusedcomm.attach(ddp, Config("int4", **kwargs))
+    fusedcomm.attach(ddp, Config("int4", "two-shot", wires={"1d": "int4"}, feedback=feedback, hosts=TWO_BY_TWO))
     return gradient, sum(synchronise(ddp, [gradient])[0] for _ in range(num_steps)) / num_steps
 
 
@@ -458,7 +449,7 @@ def attached(rank, world_size, kwargs):
     """(error's type, its text) or (None, the plan's text, its hosts)."""
     ddp = DistributedDataParallel(Gradients((5000,)))
     try:
-        comm = fusedcomm.attach(ddp, Config(**{"wire": "int8", "exempt": (), **kwargs}))
+        comm = fusedcomm.attach(ddp, Config(**{"wire": "int8", "wires": {"1d": "int8"}, **kwargs}))
     except (RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
     (seen,) = synchronise(ddp, [torch.full((5000,), float(rank))])
@@ -470,19 +461,10 @@ def attached(rank, world_size, kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "world_size", "text"),
     [
-        ({"hosts": [[0, 1], [2]]}, 3, r"hosts[0] has 2 ranks, hosts[1] 1"),
         ({"hosts": [[0, 1]]}, 4, "rank(s) [2, 3] are missing"),
         ({"hosts": [[0, 1], [2, 5]]}, 4, "rank(s) [3] are missing"),
         ({"hosts": [[0, 1], [2, 3]]}, 3, "rank(s) [3] do not exist"),
-        ({"hosts": [[0, 1], [1, 2]]}, 3, "rank(s) [1] are on two hosts"),
-        ({"hosts": "by rack"}, 2, "hosts='by rack' is not possible"),
-        ({"hosts": [[0, "1"]]}, 2, "is not possible: use 'auto', or a list"),
-        ({"hosts": []}, 2, "there is none"),
-        ({"hosts": "auto", "sum": "exact"}, 2, "sum='exact' has one level"),
-        ({"hosts": "auto", "sum": "direct"}, 2, "sum='direct' has one level"),
-        ({"hosts": "auto", "sum": "one-shot"}, 2, "sum='one-shot' has one level"),
-        ({"hosts": TwoLevels("auto", "int8")}, 2, "local_wire='int8' is not known"),
-        ({"hosts": TwoLevels(HOSTS, "fp16")}, 2, "it needs hosts"),
+        ({"hosts": 3}, 4, "hosts=3 ranks on each host are not possible with 4 ranks"),
     ],
     ids=str,
 )
@@ -494,7 +476,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, kwargs, world_size, text
 def test_an_fp32_wire_is_not_rounded_on_its_way():
     with pytest.raises(ValueError, match="local_wire='bf16' would round what wire='fp32' does not"):
         Config(wire="fp32", hosts=TwoLevels("auto", "bf16"))
-    assert Config(wire="fp32", hosts=TwoLevels("auto", "fp32")).hosts == "auto"
+    assert Config(wire="fp32", hosts=TwoLevels("auto", "fp32")).groups == "auto"
     assert Config(wire="fp32", hosts="auto").local_wire == "fp32"
     assert Config(wire="int8", hosts="auto").local_wire == "bf16"
 
@@ -578,7 +560,7 @@ def other_hosts(rank, world_size):
 
 def test_ranks_that_do_not_agree_about_hosts_are_named(ranks):
     errors = ranks.run(other_hosts)
-    assert len(set(errors)) == 1 and "config.hosts[0][1] is 2 on rank 0 and 1 on rank 1" in errors[0]
+    assert len(set(errors)) == 1 and "config.hosts.groups[0][1] is 2 on rank 0 and 1 on rank 1" in errors[0]
 
 
 def through_state(rank, world_size):
@@ -675,16 +657,13 @@ def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_pe
     world_size = ranks_per_host * num_hosts
     others = {"head": "bf16", "tail": "int8"}
     for chunk_nbytes in (4096, 12345, 1 << 20):
-        config = (
-            Config(wire=wire, wires=others, chunks=Chunks(chunk_nbytes), hosts=TwoLevels("auto", "fp32"))
-            if wire == "fp32"
-            else Config(wire=wire, wires=others, chunks=Chunks(chunk_nbytes), hosts=TwoLevels("auto", local_wire))
-        )
-        native = config.native(world_size, ranks_per_host=ranks_per_host)
+        hosts = TwoLevels("auto", "fp32" if wire == "fp32" else local_wire)
+        config = Config(wire=wire, wires=others, chunks=Chunks(chunk_nbytes), hosts=hosts)
+        native = chunks.native(config, world_size, ranks_per_host=ranks_per_host)
         workspace = _C.workspace_nbytes(native, world_size)
         for exact in (0, 3, 5001):
             for lossy in ([0, 0, 0], [5000, 0, 7], [123457, 1, 0], [0, 70001, 5], [999999, 100, 31]):
-                plan = _C.plan_bucket(native, world_size, torch.empty(0), exact, lossy[: len(config.wires)])
+                plan = _C.plan_bucket(native, world_size, torch.empty(0), exact, lossy[: len(config.numbered_wires)])
                 if plan.sum != "two-shot":
                     continue
                 assert plan.layout.chunk_nbytes <= workspace

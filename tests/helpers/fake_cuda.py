@@ -12,7 +12,7 @@ from pathlib import Path
 import interpreter
 import torch
 
-from fusedcomm.config import Config, Feedback, residual_name
+from fusedcomm.config import Config
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 from fusedcomm.session import session
@@ -117,12 +117,10 @@ class FakeCuda:
         )
 
     @contextlib.contextmanager
-    def takes_over(self, **kwargs):
-        """Within it, fusedcomm.attach with these arguments gives gradients on cpu the CUDA path; its launches are
+    def takes_over(self, config: Config):
+        """Within it, fusedcomm.attach with this configuration gives gradients on cpu the CUDA path; its launches are
         recorded anew."""
         fake = self
-        feedback = residual_name(kwargs.pop("error_feedback", None))
-        cfg = Config(feedback=Feedback(feedback), **kwargs)
 
         class Path:
             codec = "fake"
@@ -134,7 +132,7 @@ class FakeCuda:
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, cfg, _C.GRAD_DTYPES)
+                native = fake.device(backend, config, _C.GRAD_DTYPES)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Chunks, Config
+from fusedcomm.config import Chunks, Config, LocalOptions
 
 
 class Gradients(nn.Module):
@@ -36,17 +36,23 @@ def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], ste
     return [weight.grad.clone() for weight in ddp.module.weights]
 
 
-def attach_to(model: nn.Module, wire: str = "int4", ddp_kwargs: dict | None = None, **kwargs) -> tuple:
-    """The DDP module and its handle; every parameter travels in `wire`."""
+def attach_to(
+    model: nn.Module,
+    wire: str = "int4",
+    ddp_kwargs: dict | None = None,
+    local: LocalOptions | None = None,
+    **kwargs,
+) -> tuple:
+    """The DDP module and its handle; every parameter travels in `wire`. `kwargs`: further ones of the configuration."""
     ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
-    return ddp, fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
+    return ddp, fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), local=local, quiet=True)
 
 
 def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
-    """What attach says to arguments that are not possible."""
+    """What attach says to `kwargs` that are not possible here."""
     ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
-        fusedcomm.attach(ddp, Config(**kwargs))
+        fusedcomm.attach(ddp, **kwargs)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -76,7 +82,7 @@ def on_host(name: str) -> Iterator[None]:
 def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple[bool, set[float]]:
     """Whether our means are right, and what the user's own all-reduces gave, on the user's group and mixed with ours.
 
-    Ranks are skewed in time. `kwargs` are further ones of ``attach``.
+    Ranks are skewed in time. `kwargs` are further ones of the configuration.
     """
     shapes = ((300, 301),) * 6
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)

@@ -36,7 +36,7 @@ def plan_of(rank, world_size):
     given = fusedcomm.attach(
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), Config(chunks=Chunks(8192)), quiet=True
     )
-    return comm.plan().config.chunk_nbytes, given.plan().config.chunk_nbytes
+    return comm.plan().config.chunks.nbytes, given.plan().config.chunks.nbytes
 
 
 def test_ranks_have_chunks_of_one_size(ranks):

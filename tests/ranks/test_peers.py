@@ -25,14 +25,15 @@ TIMEOUT_S = 60
 WITHIN_S = 3 * STALL_AFTER_S + 10
 VICTIM = 1
 SHAPES = ((400, 300), (500, 600))
+INT8 = Config("int8")
 
 
 def die() -> None:
     os._exit(1)
 
 
-def attach(ddp: DistributedDataParallel, wire: str = "int8", **kwargs) -> "fusedcomm.ddp.handle.Handle":
-    return fusedcomm.attach(ddp, Config(wire, **kwargs), local=LocalOptions(stall_after=STALL_AFTER_S))
+def attach(ddp: DistributedDataParallel, config: Config | fusedcomm.Auto = INT8) -> "fusedcomm.ddp.handle.Handle":
+    return fusedcomm.attach(ddp, config, local=LocalOptions(stall_after=STALL_AFTER_S))
 
 
 def step(ddp: DistributedDataParallel) -> None:
@@ -91,7 +92,7 @@ def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
 
 
 def dies_before_saving(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    comm = attach(ddp, Config(feedback=Feedback()))
+    comm = attach(ddp, Config("int8", feedback=Feedback()))
     step(ddp)
     if is_victim:
         die()

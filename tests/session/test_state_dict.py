@@ -60,7 +60,7 @@ def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
 
 
 def delivered_and_remaining(rank, world_size, state):
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     comm.load_state_dict(state)
     (delivered,) = synchronise(ddp, [normal(rank, 9, SHAPE)])
     return delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
@@ -68,7 +68,7 @@ def delivered_and_remaining(rank, world_size, state):
 
 def loads(rank, world_size, change, kwargs):
     """The error or warning that loading a changed state gives, and what is left out afterwards."""
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     state = {**comm.state_dict(), **change}
     for key in [key for key, value in change.items() if value == "missing"]:
@@ -90,7 +90,7 @@ def loads(rank, world_size, change, kwargs):
     [
         ({"version": 1}, {"feedback": Feedback()}, ["state version 1", "reads 2"]),
         ({"residuals": "missing"}, {"feedback": Feedback()}, ["['residuals'] missing"]),
-        ({}, {}, ["error_feedback='fp32'", "error_feedback=None", "attach with error_feedback"]),
+        ({}, {}, ["error_feedback='fp32'", "feedback=None", "attach with feedback=fusedcomm.Feedback(…)"]),
         (
             {"residuals": {"weights.0": torch.zeros(5)}},
             {"feedback": Feedback()},
@@ -104,7 +104,7 @@ def loads(rank, world_size, change, kwargs):
         ({"nonfinite": {"weights.9": 3}}, {"feedback": Feedback()}, ["'weights.9'", "of this model"]),
         ({"nonfinite": {"weights.0": -3}}, {"feedback": Feedback()}, ["'weights.0'", "-3"]),
         (
-            {"feedback": Feedback("int8")},
+            {"error_feedback": "int8"},
             {"feedback": Feedback()},
             ["error_feedback='int8'", "'fp32', 'bf16'", "state['error_feedback'] = 'fp32'", "state['residuals']"],
         ),
@@ -136,7 +136,7 @@ def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
 
 def moved_to_a_smaller_group(rank, world_size):
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     before = comm.state_dict()["residuals"]["weights.0"]
     if rank == 2:
@@ -219,7 +219,7 @@ def test_a_comm_states_residuals_stay_with_their_parameters_in_another_group(ran
 
 
 def attached_and_loaded_by_a_comm_state(rank, world_size):
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     saved = comm.state_dict()
     state = fusedcomm.CommState(Config("int4", wires={"1d": "int4"}, feedback=Feedback()))
@@ -243,7 +243,7 @@ def test_residuals_that_no_parameter_takes_are_said_to_be_lost_once(ranks):
 
 def saved_often(rank, world_size):
     """What the store keeps of three consolidated states."""
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     for _ in range(3):
         comm.state_dict(consolidated=True)

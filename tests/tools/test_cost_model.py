@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusedcomm import chunks
 from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
 from fusedcomm.tools.cost_model import (
@@ -68,7 +69,9 @@ def step_s(config: Config | None, ranks: Cluster, workload: Workload) -> float:
 
 
 def chunks_of(config: Config, world_size: int, numel: int, device_type: str = "cpu") -> tuple[int, int]:
-    layout = _C.plan_bucket(config.native(world_size, device_type), world_size, torch.empty(0), 0, [numel]).layout
+    layout = _C.plan_bucket(
+        chunks.native(config, world_size, device_type), world_size, torch.empty(0), 0, [numel]
+    ).layout
     return layout.num_chunks, layout.chunk_nbytes
 
 
@@ -109,7 +112,7 @@ def test_two_shot_on_two_ranks_where_it_is_asked_for():
 def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
     """What is sent is what the engine's plan says: the whole chunk, to every other rank."""
     config = Config(wire=wire, sum=sum, chunks=Chunks(2 * NUMEL))
-    plan = _C.plan_bucket(config.native(world_size), world_size, torch.empty(0), 0, [NUMEL])
+    plan = _C.plan_bucket(chunks.native(config, world_size), world_size, torch.empty(0), 0, [NUMEL])
     sent = (world_size - 1) * plan.layout.chunk_nbytes
     assert (plan.sum, plan.layout.num_chunks) == ("one-shot", 1)
     assert step_s(config, cluster(world_size), one_bucket()) == pytest.approx(
@@ -184,7 +187,7 @@ def test_lanes_that_run_side_by_side_are_not_added_up():
 def test_exempt_elements_travel_in_fp32_and_are_packed():
     config = Config(wire="int8", chunks=Chunks(1 << 24))
     exempt = NUMEL // 2
-    native = config.native(4, "cpu")
+    native = chunks.native(config, 4, "cpu")
     layout = _C.plan_bucket(native, 4, torch.empty(0), exempt, [NUMEL - exempt]).layout
     assert layout.chunk_nbytes == 4 * exempt + (NUMEL - exempt) * (1 + 4 / 128)
     exchange = ALPHA + 3 / 4 * layout.chunk_nbytes * BETA
@@ -213,7 +216,7 @@ def test_one_level_sends_from_every_rank():
 
 def test_two_levels_sum_within_hosts_first():
     config = Config(wire="int8", wires={"1d": "int8"}, chunks=Chunks(2 * NUMEL), hosts="auto")
-    plan = _C.plan_bucket(config.native(8, "cpu", 4), 8, torch.empty(0), 0, [NUMEL])
+    plan = _C.plan_bucket(chunks.native(config, 8, "cpu", 4), 8, torch.empty(0), 0, [NUMEL])
     nbytes = plan.layout.chunk_nbytes
     assert (plan.layout.num_chunks, plan.host_layouts[0].chunk_nbytes) == (1, 2 * NUMEL)
     assert nbytes == NUMEL * (1 + 4 / 128)
@@ -392,7 +395,7 @@ def test_bounds(workload, config, ranks, cap):
         for bucket in cut_buckets(workload.gradients, cap):
             numel = sum(gradient.numel for gradient in bucket)
             device_type = "cuda" if ranks.cores is None else "cpu"
-            native = config.native(ranks.world_size, device_type)
+            native = chunks.native(config, ranks.world_size, device_type)
             sent += _C.plan_bucket(native, ranks.world_size, torch.empty(0), 0, [numel]).sent_nbytes(ranks.world_size)
         if ranks.ranks_per_host == 1:
             assert found.sent_nbytes == pytest.approx(sent, rel=1e-6, abs=2 * found.num_buckets)
