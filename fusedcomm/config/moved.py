@@ -1,4 +1,4 @@
-"""Keywords of fusedcomm 0.1 and where each lives since 0.2. No aliases: a call with one fails and says what to write."""
+"""Keywords of fusedcomm 0.1 and where each lives since 0.2. There are no aliases: a call with one is an error."""
 
 import functools
 import inspect

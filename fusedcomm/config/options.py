@@ -138,7 +138,7 @@ class Fallback(Options):
     """
 
     error: float
-    wire: str = "bf16"
+    wire: str = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
 
     def __post_init__(self) -> None:
         check.positive("Fallback(error)", self.error, "a relative error greater than 0, e.g. 0.5")

@@ -25,12 +25,12 @@ TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127, "fp8": 
 
 
 def train(
-    rank: int, scenario: Scenario, attach: dict | None, record: list[list[torch.Tensor]], follow: list | None
+    rank: int, scenario: Scenario, config: Config | None, record: list[list[torch.Tensor]], follow: list | None
 ) -> list[torch.Tensor]:
     """Trains for NUM_STEPS; appends each synchronised step's gradients to `record`. With `follow`, takes that run's
     parameters after every step, so that each gradient is compared from the same point."""
-    ddp = DistributedDataParallel(scenario.build(reference=attach is None), **scenario.ddp)
-    comm = fusedcomm.attach(ddp, Config(**attach)) if attach else None
+    ddp = DistributedDataParallel(scenario.build(reference=config is None), **scenario.ddp)
+    comm = fusedcomm.attach(ddp, config) if config else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     num_steps = NUM_STEPS - 3 * rank if scenario.uneven else NUM_STEPS
     with Join([ddp]) if scenario.uneven else contextlib.nullcontext():
@@ -80,9 +80,9 @@ def by_default(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]
     return _last_by_default[world_size][1]
 
 
-def exact_parity(rank, world_size, name, attach):
+def exact_parity(rank, world_size, name, config):
     expected, seen = by_default(rank, world_size, name), []
-    train(rank, SCENARIOS[name], attach, seen, None)
+    train(rank, SCENARIOS[name], config, seen, None)
     assert len(expected) == len(seen) > 0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
         for index, (a, b) in enumerate(zip(on_default, on_hook, strict=True)):
@@ -102,7 +102,7 @@ ROUNDED = [(name, 3) for name in EXACT if name.endswith("views")] + [("sparse", 
     ("name", "world_size"), [(name, p) for name in EXACT for p in (2, 3) if (name, p) not in ROUNDED]
 )
 def test_an_exact_wire_changes_no_bit_in_100_iterations(ranks, name, world_size):
-    ranks.run(exact_parity, name, {"wire": "fp32"}, world_size=world_size)
+    ranks.run(exact_parity, name, Config("fp32"), world_size=world_size)
 
 
 @pytest.mark.parametrize(("name", "world_size"), ROUNDED)
@@ -116,13 +116,8 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     num_parameters = len(list(scenario.build().parameters()))
     expected, seen = by_default(rank, world_size, name), []
     follow = [tensors[num_parameters:] for tensors in expected]
-    train(
-        rank,
-        scenario,
-        {"wire": wire, "sum": "auto" if wire == "fp32" else "two-shot", "wires": {"1d": wire}},
-        seen,
-        follow,
-    )
+    sum = "auto" if wire == "fp32" else "two-shot"
+    train(rank, scenario, Config(wire, sum, wires={"1d": wire}), seen, follow)
     largest = 0.0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
         # A block of a bucket may span parameters, and its largest element then bounds the error of them all.

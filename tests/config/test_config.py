@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import chunks
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding, TwoLevels
 from fusedcomm.config.moved import NEW_PLACE
 from fusedcomm.native import _C
 
@@ -120,9 +120,8 @@ def test_a_configuration_is_shown_as_one_would_write_it():
     for config in (Config(), Config("int8", hosts="auto"), EVERYTHING):
         assert eval(repr(config), vars(fusedcomm.config)) == config
     assert repr(Config("bf16", hosts="auto")) == "Config(wire='bf16', hosts='auto')"
-    assert (
-        repr(Checks(verify_every=5, fallback=Fallback(0.5))) == "Checks(verify_every=5, fallback=Fallback(error=0.5))"
-    )
+    checks = Checks(verify_every=5, fallback=Fallback(0.5))
+    assert repr(checks) == "Checks(verify_every=5, fallback=Fallback(error=0.5, wire='bf16'))"
 
 
 def test_a_configuration_cannot_be_changed_from_outside():
@@ -222,12 +221,6 @@ def test_a_new_place_is_one_that_there_is(keyword):
     for name, value in values.items():
         code = code.replace(f"({name}=…", f"({name}={value}").replace(f", {name}=…", f", {name}={value}")
     code = code.replace("=…", "=5").removeprefix("local=").replace("Config(", "Config(wire, ")
-    names = {
-        **vars(fusedcomm.config),
-        "Auto": fusedcomm.Auto,
-        "pattern": "a",
-        "wire": "int8",
-        "LocalOptions": LocalOptions,
-    }
+    names = {**vars(fusedcomm.config), "Auto": fusedcomm.Auto, "pattern": "a", "wire": "int8"}
     for each in code.split("; for exempt=(), "):
-        eval(each.replace("Config(wire, wire, ", "Config(wire, "), dict(names))
+        eval(each.replace("Config(wire, wire, ", "Config(wire, "), names)

@@ -313,7 +313,7 @@ def main(rank, store, wire):
     if wire == "default":
         pass
     elif wire != "noop":
-        fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
+        fusedcomm.attach(ddp, fusedcomm.Config(wire, sum="auto" if wire == "fp32" else "two-shot"))
     else:
         def noop(state, bucket: dist.GradBucket):
             future = torch.futures.Future()

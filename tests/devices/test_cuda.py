@@ -32,7 +32,7 @@ BACKEND = "cpu:gloo,cuda:nccl"
 # --- the same bits as on the CPU ------------------------------------------------------------------------------------
 
 
-def both_devices(rank, world_size, kwargs, dtype, exact_sum):
+def both_devices(rank, world_size, config, dtype, exact_sum):
     """Some steps each, since DDP rebuilds its buckets: gradients by the CPU codec over gloo, on the GPU over NCCL."""
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
@@ -44,8 +44,8 @@ def both_devices(rank, world_size, kwargs, dtype, exact_sum):
     for device in ("cpu", "cuda"):
         model = Gradients(*SHAPES, dtype=dtype).to(device)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.016)
-        comm = fusedcomm.attach(ddp, Config(**kwargs))
-        num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
+        comm = fusedcomm.attach(ddp, config)
+        num_steps = 4 if config.feedback else 2  # what is left out in one step shows in the next
         seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=num_steps)
         stats = comm.stats()
         comm.detach()
@@ -58,14 +58,14 @@ def both_devices(rank, world_size, kwargs, dtype, exact_sum):
 
 # Every configuration compiles kernels for every dtype, so some stand for all. test_kernels.py has each kernel.
 WIDELY = ("fp32", "bf16 two-shot chunked", "int8", "int4 rotated")
-CASES = [(name, 4 if "hosts" in kwargs else 2, torch.float32) for name, kwargs in CONFIGS.items()]
+CASES = [(name, 4 if config.hosts else 2, torch.float32) for name, config in CONFIGS.items()]
 CASES += [(name, world_size, torch.float32) for name in WIDELY for world_size in (1, 4)]
 CASES += [(name, 2, dtype) for name in WIDELY for dtype in (torch.bfloat16, torch.float16)]
 
 
 @pytest.mark.parametrize(("name", "world_size", "dtype"), CASES, ids=str)
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, name, world_size, dtype):
-    in_wire_order = CONFIGS[name].get("sum") in ("two-shot", "one-shot") or (name == "int8" and world_size > 1)
+    in_wire_order = CONFIGS[name].sum in ("two-shot", "one-shot") or (name == "int8" and world_size > 1)
     exact_sum = not in_wire_order and world_size > 2
     for cpu, gpu in ranks.run(both_devices, CONFIGS[name], dtype, exact_sum, world_size=world_size, backend=BACKEND):
         assert torch.equal(cpu[0], gpu[0])
@@ -126,12 +126,12 @@ DDP_OPTIONS = [
 ]
 
 
-def trained(rank, world_size, options, attach, compiled=False):
+def trained(rank, world_size, options, wire, compiled=False):
     """Parameters after five steps, gradients accumulated over two backward passes in each."""
     torch.manual_seed(0)
     model = Mlp().cuda()
     ddp = DistributedDataParallel(model, **options)
-    comm = fusedcomm.attach(ddp, Config(**attach)) if attach else None
+    comm = fusedcomm.attach(ddp, wire=wire) if wire else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     step = torch.compile(ddp) if compiled else ddp
@@ -151,15 +151,15 @@ def trained(rank, world_size, options, attach, compiled=False):
 
 @pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
 def test_an_fp32_wire_trains_as_ddps_default_does(ranks, options):
-    ours = ranks.run(trained, options, {"wire": "fp32"}, world_size=2, backend=BACKEND)
+    ours = ranks.run(trained, options, "fp32", world_size=2, backend=BACKEND)
     default = ranks.run(trained, options, None, world_size=2, backend=BACKEND)
     for a, b in zip(ours[0] + ours[1], default[0] + default[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_a_compiled_module_trains_as_it_does_uncompiled(ranks):
-    eager = ranks.run(trained, {}, {"wire": "fp32"}, world_size=2, backend=BACKEND)
-    compiled = ranks.run(trained, {}, {"wire": "fp32"}, True, world_size=2, backend=BACKEND)
+    eager = ranks.run(trained, {}, "fp32", world_size=2, backend=BACKEND)
+    compiled = ranks.run(trained, {}, "fp32", True, world_size=2, backend=BACKEND)
     for a, b in zip(eager[0], compiled[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -252,14 +252,14 @@ def test_a_search_ends_alike_on_all_ranks_and_every_step_is_right(ranks):
 # --- races ----------------------------------------------------------------------------------------------------------
 
 
-def delayed(rank, world_size, wire, attach, num_steps):
+def delayed(rank, world_size, config, num_steps):
     """Random delays on the stream of the backward pass and on each of ours; integers, so that every mean is exact.
 
     Gradients are written late, by kernels that queue behind the delays, and read at once.
     """
     shapes = ((200_000,), (3_000,), (400_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
-    comm = fusedcomm.attach(ddp, Config(wire, **attach))
+    comm = fusedcomm.attach(ddp, config)
     streams = comm._session.native_device.streams
     generator = torch.Generator().manual_seed(rank)
     delays = iter(torch.randint(0, 2_000_000, (100_000,), generator=generator).tolist())
@@ -283,17 +283,17 @@ def delayed(rank, world_size, wire, attach, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("wire", "attach"),
+    "config",
     [
-        ("fp32", {}),
-        ("bf16", {"sum": "direct"}),
-        ("bf16", {"sum": "two-shot", "chunks": Chunks(65536, in_flight=2)}),
-        ("bf16", {"sum": "one-shot", "chunks": Chunks(65536, in_flight=2)}),
+        Config("fp32"),
+        Config("bf16", "direct"),
+        Config("bf16", "two-shot", chunks=Chunks(65536, in_flight=2)),
+        Config("bf16", "one-shot", chunks=Chunks(65536, in_flight=2)),
     ],
     ids=str,
 )
-def test_random_delays_change_no_gradient(ranks, wire, attach):
-    assert ranks.run(delayed, wire, attach, 20, world_size=2, backend=BACKEND) == [0, 0]
+def test_random_delays_change_no_gradient(ranks, config):
+    assert ranks.run(delayed, config, 20, world_size=2, backend=BACKEND) == [0, 0]
 
 
 def with_sync(rank, world_size, sync):
@@ -371,17 +371,17 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("local", "words"),
     [
-        ({"local": LocalOptions(sm_limit=100_000)}, "sm_limit=100000 is not possible: use a whole number from 1 to"),
-        ({"local": LocalOptions(isa="portable")}, "isa='portable' is for gradients on cpu"),
-        ({"local": LocalOptions(codec_threads=2)}, "codec_threads=2 is for gradients on cpu"),
+        (LocalOptions(sm_limit=100_000), "sm_limit=100000 is not possible: use a whole number from 1 to"),
+        (LocalOptions(isa="portable"), "isa='portable' is for gradients on cpu"),
+        (LocalOptions(codec_threads=2), "codec_threads=2 is for gradients on cpu"),
     ],
 )
-def test_options_for_the_cpu_are_refused(kwargs, words):
+def test_options_for_the_cpu_are_refused(local, words):
     with one_rank_group():
         with pytest.raises(ValueError, match=words):
-            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), Config(**kwargs))
+            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), local=local)
 
 
 def test_gradients_on_cuda_over_gloo_are_refused():
@@ -399,7 +399,7 @@ FAULT = """
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     ddp = DistributedDataParallel(torch.nn.Linear(300, 200).cuda())
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    comm = fusedcomm.attach(ddp, fusedcomm.Config("bf16", "two-shot"))
     x = torch.ones(4, 300, device="cuda")
     for _ in range(2):  # after the first step DDP cuts its buckets anew
         ddp(x).sum().backward()

@@ -157,12 +157,12 @@ def test_bf16_gradients_are_summed_in_fp32_under_an_fp32_wire(ranks):
 # --- independence of chunks, slots, threads and instruction set; determinism ----------------------------------------
 
 
-def random_result(rank, world_size, wire, kwargs):
+def random_result(rank, world_size, wire, kwargs, local=None):
     shapes = ((301, 77), (1000,), (7,), (50021,))
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, Config(wire, **kwargs))
+    fusedcomm.attach(ddp, Config(wire, **kwargs), local=local)
     return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=2)])
 
 
@@ -170,13 +170,13 @@ def random_result(rank, world_size, wire, kwargs):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire, world_size):
     results = [
-        ranks.run(random_result, wire, {"sum": "two-shot", **kwargs}, world_size=world_size)
-        for kwargs in (
-            {},
-            {"chunks": Chunks(4096)},
-            {"chunks": Chunks(12345, in_flight=1)},
-            {"chunks": Chunks(65536), "local": LocalOptions(codec_threads=3)},
-            {"chunks": Chunks(in_flight=7), "local": LocalOptions(isa="portable")},
+        ranks.run(random_result, wire, {"sum": "two-shot", "chunks": chunks}, local, world_size=world_size)
+        for chunks, local in (
+            (Chunks(), LocalOptions()),
+            (Chunks(4096), LocalOptions()),
+            (Chunks(12345, in_flight=1), LocalOptions()),
+            (Chunks(65536), LocalOptions(codec_threads=3)),
+            (Chunks(in_flight=7), LocalOptions(isa="portable")),
         )
     ]
     for on_ranks in results:
@@ -405,11 +405,11 @@ NUMEL = 1 << 16
         ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)], 2 * NUMEL),
         # Messages are no collectives of torch's. Of two ranks each sends half of them twice, or all of them once.
         ("bf16", {"sum": "two-shot"}, [], 2 * NUMEL),
-        ("int8", {"sum": "two-shot", "wires": {"1d": WIRE}}, [], NUMEL + 4 * NUMEL // 128),
-        ("int4", {"sum": "two-shot", "wires": {"1d": WIRE}}, [], NUMEL // 2 + 2 * NUMEL // 32),
+        ("int8", {"sum": "two-shot", "wires": {"1d": "int8"}}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"sum": "two-shot", "wires": {"1d": "int4"}}, [], NUMEL // 2 + 2 * NUMEL // 32),
         ("bf16", {}, [], 2 * NUMEL),
-        ("fp8", {"wires": {"1d": WIRE}}, [], NUMEL + 4 * NUMEL // 128),
-        ("int4", {"wires": {"1d": WIRE}}, [], NUMEL // 2 + 2 * NUMEL // 32),
+        ("fp8", {"wires": {"1d": "fp8"}}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"wires": {"1d": "int4"}}, [], NUMEL // 2 + 2 * NUMEL // 32),
     ],
 )
 def test_the_wire_that_was_asked_for_travels(recording_ranks, wire, kwargs, expected, nbytes):

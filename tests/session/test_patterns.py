@@ -1,4 +1,4 @@
-"""Which parameters a pattern of ``exempt`` and ``wire_for`` is for: a tied one by all its names."""
+"""Which parameters a pattern of ``Config.wires`` is for: a tied one by all its names."""
 
 import pytest
 import torch
@@ -112,8 +112,8 @@ def test_ddp_knows_a_parameter_of_the_module_itself_by_a_name_that_begins_with_a
         ({"wires": {"embed*": "bf16", "*.weight": "fp16"}}, "bf16"),
         ({"wires": {"1d": "fp16", "lm_head.*": "bf16"}}, "bf16"),
         ({"wires": {"body*": "bf16"}}, "int8"),
-        ({"wires": {"lm_head.*": "fp32", "*": "bf16", "1d": WIRE}}, None),
-        ({"wires": {"lm_head.*": "fp32", "embed*": "fp32", "1d": WIRE}}, None),
+        ({"wires": {"lm_head.*": "fp32", "*": "bf16", "1d": "int8"}}, None),
+        ({"wires": {"lm_head.*": "fp32", "embed*": "fp32", "1d": "int8"}}, None),
     ],
     ids=str,
 )
@@ -126,7 +126,7 @@ def test_of_patterns_that_match_a_name_of_a_tied_weight_the_first_counts(options
 
 
 def refused_by_tied(rank, world_size, options):
-    return refused(rank, world_size, {"wire": "int8", **options}, LanguageModel())
+    return refused(rank, world_size, {"config": Config("int8", **options)}, LanguageModel())
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def refused_by_tied(rank, world_size, options):
     [
         ({"wires": {"lm_head.*": "bf16", "embed*": "int8"}}, "bf16", "int8"),
         ({"wires": {"embed*": "int8", "lm_head.*": "bf16", "*": "fp16"}}, "bf16", "int8"),
-        ({"wires": {"embed*": "fp32", "lm_head.*": "bf16", "1d": WIRE}}, "bf16", "fp32"),
-        ({"wires": {"lm_head.*": "fp32", "embed*": "int8", "1d": WIRE}}, "fp32", "int8"),
+        ({"wires": {"embed*": "fp32", "lm_head.*": "bf16", "1d": "int8"}}, "bf16", "fp32"),
+        ({"wires": {"lm_head.*": "fp32", "embed*": "int8", "1d": "int8"}}, "fp32", "int8"),
     ],
     ids=str,
 )
@@ -157,7 +157,7 @@ def test_of_three_names_the_two_that_disagree_are_named():
 
 def test_a_pattern_behind_another_of_the_same_name_has_no_effect_on_a_tied_weight():
     config = Config(wire="int8", wires={"*.weight": "fp16", "lm_head.*": "bf16"})
-    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' to the wire_for"):
+    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' to the wires"):
         config.check_patterns(names_of(LanguageModel()))
 
 
@@ -169,12 +169,12 @@ def test_a_pattern_behind_another_of_the_same_name_has_no_effect_on_a_tied_weigh
         ("blocks.*.nrom.wieght", "the closest names are 'blocks.0.norm.weight', 'blocks.0.norm.bias', "),
     ],
 )
-@pytest.mark.parametrize("field", ["exempt", "wire_for"])
-def test_a_pattern_that_matches_nothing_is_refused_with_the_closest_names(field, pattern, words):
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_closest_names(wire, pattern, words):
     model = LanguageModel()
     model.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4)}) for _ in range(12))
-    config = Config(wire="int8", **{field: (pattern,) if field == "exempt" else {pattern: "bf16"}})
+    config = Config(wire="int8", wires={pattern: wire})
     with pytest.raises(ValueError) as error:
         named_parameters(names_of(model), [config])
-    assert f"{field} pattern {pattern!r} matches none of the 27 parameters" in str(error.value)
+    assert f"wires pattern {pattern!r} matches none of the 27 parameters" in str(error.value)
     assert words in str(error.value)

@@ -426,7 +426,8 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return torch.nn.functional.linear(x, getattr(self, NAME))
 ddp = DistributedDataParallel(Model())
-comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", chunk_nbytes=384 << 10, stall_after=2, quiet=True)
+config = fusedcomm.Config("bf16", "two-shot", chunks=fusedcomm.Chunks(384 << 10))
+comm = fusedcomm.attach(ddp, config, local=fusedcomm.LocalOptions(stall_after=2), quiet=True)
 for step in range(5):
     if step == 2 and rank == 2:
         line = ["dev", os.environ["FUSEDCOMM_BENCH_INTERFACE"], "root", "tbf"]
