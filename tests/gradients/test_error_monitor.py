@@ -264,11 +264,11 @@ def test_parameters_travel_in_the_wires_given_for_them(ranks, world_size):
 
 def in_another_order(rank, world_size):
     ddp = two_buckets()
-    wires = {"weights.0": "int8", "weights.1": "fp8", "1d": "int4"}
+    wires = {"weights.0": "int8", "weights.1": "fp8"}
     if rank == 1:
         wires = dict(reversed(wires.items()))
     with pytest.raises(RuntimeError, match="the ranks do not agree: config.wires"):
-        fusedcomm.attach(ddp, Config("int4", wires=wires), quiet=True)
+        fusedcomm.attach(ddp, Config("int4", wires={**wires, "1d": "int4"}), quiet=True)
 
 
 def test_the_order_of_wires_is_agreed_on(ranks):

@@ -41,11 +41,14 @@ def attach_to(
     wire: str = "int4",
     ddp_kwargs: dict | None = None,
     local: LocalOptions | None = None,
+    wires: dict[str, str] | None = None,
     **kwargs,
 ) -> tuple:
-    """The DDP module and its handle; every parameter travels in `wire`. `kwargs`: further ones of the configuration."""
+    """The DDP module and its handle; every parameter travels in `wire`, unless it is in `wires`. `kwargs`: further
+    options of the configuration."""
     ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
-    return ddp, fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), local=local, quiet=True)
+    config = Config(wire, wires={**(wires or {}), "1d": wire}, **kwargs)
+    return ddp, fusedcomm.attach(ddp, config, local=local, quiet=True)
 
 
 def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
