@@ -358,8 +358,7 @@ CHOICES = st.one_of(
     st.builds(
         Config,
         wire=st.sampled_from(["fp32", "bf16", "int8", "int4"]),
-        chunks_in_flight=st.integers(1, 8),
-        chunk_nbytes=st.sampled_from([None, 1 << 16, 1 << 20]),
+        chunks=st.builds(Chunks, st.sampled_from([None, 1 << 16, 1 << 20]), st.integers(1, 8)),
         hosts=st.none(),
     ),
     st.just(Config(wire="bf16", sum="direct")),
