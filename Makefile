@@ -174,12 +174,12 @@ export CHECK_PACKAGES
 lint: $(FORMATTERS)
 	ruff check .
 	ruff format --check .
-	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu)
+	clang-format --dry-run --Werror $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
 
 format: $(FORMATTERS)
 	ruff check --fix .
 	ruff format .
-	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu)
+	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
 
 # The environment stays: remove $(VENV) by hand to have it made anew.
 clean:

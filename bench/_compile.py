@@ -15,7 +15,7 @@ import time
 import torch
 from _common import REPOSITORY
 
-from fusedcomm.devices import cuda
+from fusedcomm.devices import compilers, cuda
 from fusedcomm.native import _C
 
 
@@ -36,11 +36,12 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="only so many kernels (all)")
     arguments = parser.parse_args()
     capability = arguments.capability or cuda.check_capability(torch.device("cuda", 0))
+    compile = compilers.choose().compile
     chosen, began = variants()[: arguments.most], time.monotonic()
     workers = min(os.cpu_count() or 1, len(chosen))
     # Not forked: a child must not have this process's CUDA.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        done = [pool.submit(cuda.compile_kernel, variant, capability) for variant in chosen]
+        done = [pool.submit(compile, variant, capability) for variant in chosen]
         for future in concurrent.futures.as_completed(done):
             future.result()
     print(f"{len(done)} kernels for sm_{capability} in {time.monotonic() - began:.1f} s")

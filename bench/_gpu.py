@@ -49,7 +49,7 @@ MAX_LOG_NBYTES = 2 << 20
 SAME = ("commit", "sources", "gpu", "driver", "torch", "cuda", "nccl", "triton")
 
 SOURCES = ("csrc", "kernels", "fusedcomm", "tests", "bench", "Makefile", "setup.py", "pyproject.toml")
-SOURCE_SUFFIXES = (".cpp", ".h", ".cu", ".py")
+SOURCE_SUFFIXES = (".cpp", ".h", ".cu", ".cuh", ".py")
 
 
 # ---- running

@@ -55,7 +55,7 @@ PLAN = (
 CALLS = tuple(sorted({planned.call for planned in PLAN}))
 
 # Hundreds of tests that compile a kernel or two each. All other files with GPU tests are about hooks.
-KERNEL_TESTS = ("test_kernels.py", "test_ragged_cuda.py")
+KERNEL_TESTS = ("test_kernels.py",)
 
 
 def of_call(call: int) -> list[Planned]:

@@ -22,12 +22,14 @@ import functools
 import gc
 import itertools
 import os
+import sys
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from _common import Report, make_row, print_table, with_ratios
+from _common import REPOSITORY, Report, make_row, print_table, with_ratios
 from _device import Device, have_gpu
 from codec import BLOCK, NUM_RANKS, WHOLE, Case, close, decoded, sections, torch_copy, torch_encode, torch_reduce
 
@@ -153,7 +155,7 @@ def pack_on_cpu(context: Context, shape: Shape, wire: str, grads: torch.Tensor, 
 
 
 def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
-    from fusedcomm.kernels import bucket, pack, ragged_cuda
+    from fusedcomm.kernels import bucket, pack
 
     layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, context.device.num_sms
     traffic_bytes = shape.numel * 4 + layout.chunk_nbytes
@@ -164,7 +166,7 @@ def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
     case = Case(f"pack/{wire}/{name}", shape.numel, traffic_bytes, num_sets, {}, {})
     ours = {"fusedcomm": pack.pack}
     if context.cuda and name != "flat":
-        ours[CUDA] = ragged_cuda.pack
+        ours[CUDA] = in_cuda(pack.pack)
     for impl, kernel in ours.items():
         case.impls[impl] = lambda i, kernel=kernel: kernel(buckets[i], 0, scale, packed[i], num_programs)
         case.checks[impl] = anew(
@@ -184,7 +186,7 @@ def pack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
 
 
 def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
-    from fusedcomm.kernels import bucket, ragged_cuda, unpack
+    from fusedcomm.kernels import bucket, unpack
 
     layout, scale, num_programs = shape.layout(wire), 1 / NUM_RANKS, context.device.num_sms
     traffic_bytes = shape.numel * 4 + layout.chunk_nbytes
@@ -203,7 +205,7 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
 
     ours = {"fusedcomm": unpack.unpack}
     if context.cuda and name != "flat":
-        ours[CUDA] = ragged_cuda.unpack
+        ours[CUDA] = in_cuda(unpack.unpack)
     for impl, kernel in ours.items():
         case.impls[impl] = lambda i, kernel=kernel: kernel(buckets[i], 0, packed[i], scale, num_programs)
         case.checks[impl] = anew(case, impl, grads[0], lambda: same_bits(grads[0], expected(scale)))
@@ -279,17 +281,28 @@ def add_foreach(
 
 
 def have_cuda(device: Device, report: Report) -> bool:
-    """Whether the CUDA C++ variant of the ragged kernels can be measured here; if not, the report says why."""
-    from fusedcomm.kernels import ragged_cuda
+    """Whether the kernels in CUDA C++ can be measured here; if not, the report says why."""
+    from fusedcomm.kernels import nvrtc
 
     try:
-        ragged_cuda.check_cupy()
+        nvrtc.check_nvrtc()
     except RuntimeError as error:
         report.missing("ragged", CUDA, error, failed=False)
         return False
     if device.dry_run:
         report.missing("ragged", CUDA, "Triton's interpreter stands in for a GPU, and runs nothing else", failed=False)
     return not device.dry_run
+
+
+def in_cuda(launcher: Callable) -> Callable:
+    """The launcher of a Triton kernel, with its twin in CUDA C++ instead."""
+    if (helpers := str(REPOSITORY / "tests" / "helpers")) not in sys.path:
+        sys.path.insert(0, helpers)
+    from cuda_cpp import Kernel
+
+    kernel = Kernel(launcher.__name__, None)
+    names = {**launcher.__globals__, f"{launcher.__name__}_kernel": kernel}
+    return types.FunctionType(launcher.__code__, names, launcher.__name__, launcher.__defaults__)
 
 
 def reduce_case(context: Context, wire: str, numel: int) -> Case:

@@ -83,7 +83,7 @@ def native(config: Config, world_size: int, device_type: str = "cpu", ranks_per_
 def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:
     """Over CPU channels."""
     # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
-    transport_adds = config.sum in ("exact", "direct") or (config.wire == "fp32" and config.sum == "auto")
+    transport_adds = not config.plan_of_large_buckets(world_size).sums_codes
     if world_size > 2 and transport_adds:
         s_per_byte = None
     p = world_size // ranks_per_host

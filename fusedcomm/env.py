@@ -20,6 +20,9 @@ REGISTERED_MEMORY = "FUSEDCOMM_REGISTERED_MEMORY"
 """1: on cuda, workspaces come from the memory that the process group registers with the network, where it has some; on
 every rank or on none."""
 
+KERNELS = "FUSEDCOMM_KERNELS"
+"""Which of a GPU's kernels run: "triton", or "cuda" for those in CUDA C++. By default Triton's where it can be used."""
+
 
 def isa() -> str:
     return os.environ.get(ISA, "auto")
@@ -32,6 +35,19 @@ def codec_threads() -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"{CODEC_THREADS}={text!r} is not possible: use a whole number of threads, at least 1")
     return int(text)
+
+
+def kernels() -> str | None:
+    """None: not told."""
+    text = os.environ.get(KERNELS) or None
+    if text not in (None, "triton", "cuda"):
+        raise ValueError(f"{KERNELS}={text!r} is not possible: use 'triton' or 'cuda', or unset it")
+    return text
+
+
+def cache_folder() -> str:
+    """Where kernels in CUDA C++ are kept once they are compiled."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedcomm")
 
 
 def quiet() -> bool:

@@ -83,7 +83,7 @@ def simulate(
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
     result = torch.empty_like(flats[0])
-    if plan.sum in ("two-shot", "one-shot"):
+    if plan.sums_codes:
         layout = plan.layout
         of_one = _of_one_rank(layout, world_size)
         if residuals is not None:
@@ -160,7 +160,7 @@ def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout
 
 
 class _Encoders:
-    """What ranks do to one chunk of a two-shot or one-shot sum, all ranks' parts taken together."""
+    """What ranks do to one chunk of a sum that their codecs take, all ranks' parts taken together."""
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class _Encoders:
     def write_mean(
         self, plan: "_C.BucketPlan", parts: torch.Tensor, places: tuple[_Places, _Places], result: torch.Tensor
     ) -> None:
-        """The mean, as the ranks that own it take it of `parts` and every rank decodes it; in a one-shot as every rank
-        takes it."""
+        """The mean, as the ranks that own it take it of `parts` and every rank decodes it; where no rank encodes it, as
+        every rank takes it."""
         layout, chunk = self._layout, self._chunk
-        if plan.sum == "two-shot":
+        if plan.encodes_sums:
             mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
             self._reduce(layout, parts, plan.reduce_scale, mean, *self._encoding(REDUCER, None))
             parts = mean

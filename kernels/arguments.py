@@ -60,7 +60,7 @@ class PartShape(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Unsigned words, as signed ones of the same bits; see fusedcomm/reference.py."""
+    """Unsigned words, as signed ones of the same bits; see fusedcomm/reference."""
 
     seed: int  # int64
     parameter: int

@@ -7,7 +7,7 @@ import torch
 
 from fusedcomm.native import _C
 
-from .constants import TILE
+from .variants import TILE
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ believed: the parameter list of the PTX has to be the one that the engine packs.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,11 +14,12 @@ from triton.compiler import ASTSource
 from fusedcomm.native import _C
 
 from .arguments import CountedSlices, Noise, PartShape, Runs, Sections, Slices
-from .constants import CODE_NBYTES, FEEDBACK_IDS, NUM_WARPS, OPTIONS, SCALE_NBYTES, TILE, WIRE_IDS
+from .constants import CODE_NBYTES, FEEDBACK_IDS, OPTIONS, SCALE_NBYTES, WIRE_IDS
 from .pack import pack_kernel
 from .reduce import reduce_kernel
 from .scale import scale_kernel
 from .unpack import unpack_kernel
+from .variants import NUM_WARPS, TILE, Compiled
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
 """The first and the last minor version that tests/kernels/test_kernel_code.py has seen to keep the launch convention,
@@ -57,60 +56,6 @@ _ALIGNED = {
     *(f"{message}.{section}" for message in ("message", "out") for section in Sections._fields),
 }
 """Multiples of 16, by the names of flattened()."""
-
-
-Variant = _C.KernelKey
-"""One kernel's specialisation: csrc/devices/kernel_key.h says what its fields are."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    variant: "_C.KernelKey"
-    symbol: str  # the kernel's name in the cubin
-    cubin: bytes
-    ptx: str
-    num_warps: int
-    shared_nbytes: int
-    params: tuple[str, ...]  # "ptr", "i32", "i64" or "f32", without the scratch pointers
-    num_scratch_pointers: int  # pointers that follow the parameters; pass null
-
-
-def engine_variants(
-    wires: Sequence[tuple[str, int, bool]],
-    grad_dtypes: Sequence[torch.dtype],
-    stochastic: bool = False,
-    feedback: str | None = None,
-    measured: bool = False,
-    local_wire: str | None = None,
-    one_shot: bool = False,
-) -> tuple["_C.KernelKey", ...]:
-    """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
-
-    `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
-    first encoder leaves out is asked for, as an fp32 residual. `local_wire`: the wire in which gradients travel within
-    a host, packed to nearest, so that their sums are what is encoded in `wires`; whether there are such hosts may turn
-    out later. None: all travel in `wires`. `one_shot`: unpack sums, and nothing is reduced.
-    """
-    variants = []
-    for wire, block, rotated in wires:
-        lossless = wire == "fp32"
-        encoder = {"stochastic": stochastic and not lossless, "feedback": None if lossless else feedback}
-        first_encoders = [encoder, {**encoder, "feedback": "fp32"}] if measured and not lossless else [encoder]
-        packs = [{"wire": wire, "rotated": rotated, **how} for how in first_encoders]
-        sums = [] if one_shot else [{"wire": wire, **encoder}]
-        if local_wire is not None:
-            packs.append({"wire": local_wire})
-            if not one_shot:
-                sums += [{"wire": wire, "rotated": rotated, "in_wire": local_wire, **how} for how in first_encoders]
-        unpack = {"wire": wire, "rotated": rotated, "sums": one_shot}
-        for flat in (True, False):
-            for dtype in grad_dtypes:
-                gradients = {"block": block, "grad_dtype": dtype, "flat": flat}
-                variants += [Variant("pack", **gradients, **how) for how in packs]
-                variants.append(Variant("unpack", **gradients, **unpack))
-            variants += [Variant("reduce", block=block, flat=flat, **how) for how in sums]
-    variants.append(Variant("scale"))
-    return tuple(dict.fromkeys(variants))
 
 
 def check_triton() -> str:

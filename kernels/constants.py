@@ -7,12 +7,7 @@ import triton.language as tl
 
 from fusedcomm.native import _C
 
-TILE = 8192
-"""Stream elements that a program handles at a time: at least 16 KiB of 16-bit, 32 KiB of fp32 gradients in flight."""
-
-NUM_WARPS = 16
-"""With TILE, one 128-bit access per thread carries a quarter of a tile: four of them are in flight before the first
-use, and one program saturates its SM without keeping the registers from other kernels."""
+from .variants import NUM_WARPS
 
 WIRE_IDS = {wire: _C.wire_id(wire) for wire in _C.WIRES}
 

@@ -1,4 +1,4 @@
-"""The arithmetic of one element and one block: what fusedcomm/reference.py defines, bit for bit, as device functions.
+"""The arithmetic of one element and one block: what fusedcomm/reference defines, bit for bit, as device functions.
 
 Tiles are 1-D [TILE]. VEC is how many consecutive elements a thread holds: where elements of a block share a value it is
 computed or loaded once for each VEC of them, as [TILE // VEC], and no exchange between threads is needed to spread it.

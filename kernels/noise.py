@@ -1,4 +1,4 @@
-"""Noise for stochastic rounding, as fusedcomm/reference.py has it: Philox4x32-10, 16 bits for each element.
+"""Noise for stochastic rounding, as fusedcomm/reference has it: Philox4x32-10, 16 bits for each element.
 
 One counter gives eight elements their bits. A thread that holds four of them computes the same counter as its
 neighbour, which costs less than an exchange through shared memory.

@@ -1,4 +1,4 @@
-"""Blocks of a tile → codes and scales, and the scales' way to memory; see fusedcomm/reference.py for the arithmetic."""
+"""Blocks of a tile → codes and scales, and the scales' way to memory; see fusedcomm/reference for the arithmetic."""
 
 import triton
 import triton.language as tl

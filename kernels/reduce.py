@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from .arguments import shape_of
-from .constants import FEEDBACK_IDS, FP32, OPTIONS, TILE, WIRE_IDS
+from .constants import FEEDBACK_IDS, FP32, OPTIONS, WIRE_IDS
 from .elements import code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
 from .encode import encode_tile
 from .encoding import NEAREST, Encoding, encoding_args
 from .residual import load_residual
 from .sections import sections
 from .tiles import first_unit, section_of, tiles_of
+from .variants import TILE
 
 if TYPE_CHECKING:
     from fusedcomm.native import _C

@@ -1,4 +1,4 @@
-"""The rotation of fusedcomm/reference.py, bit for bit: signs and the Hadamard matrix of order 32, runs of 32 elements.
+"""The rotation of fusedcomm/reference, bit for bit: signs and the Hadamard matrix of order 32, runs of 32 elements.
 
 An element meets its partner in registers where its thread holds both, else through a warp shuffle; shared memory is
 not needed, because 32 elements never lie in more than one warp.

@@ -144,6 +144,15 @@ def test_the_engine_knows_no_torch():
                 assert not re.search(r"#\s*include <(torch|ATen|c10|pybind11)", path.read_text()), path
 
 
+def test_only_the_ddp_front_end_knows_ddps_buckets():
+    named = [
+        str(path.relative_to(ROOT / "csrc"))
+        for path in (ROOT / "csrc").rglob("*")
+        if path.is_file() and re.search(r"\bGradBucket\b", path.read_text())
+    ]
+    assert [name for name in named if not name.startswith("frontends/ddp/")] == []
+
+
 def test_no_import_runs_upward_or_in_a_circle():
     arrows = python_arrows()
     assert len(arrows) > 200

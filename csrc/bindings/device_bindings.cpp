@@ -1,5 +1,3 @@
-#include "bindings/device_bindings.h"
-
 #include <functional>
 #include <future>
 #include <memory>
@@ -8,6 +6,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "bindings/bindings.h"
+#include "devices/cpu_device.h"
 #include "devices/cuda_device.h"
 #include "gradients/grad_dtype.h"
 #include "transport/c10d_transport.h"

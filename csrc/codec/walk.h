@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "codec/codec.h"
+#include "codec/args.h"
 #include "codec/kernel_table.h"
 
 namespace fusedcomm {

@@ -1,8 +1,9 @@
+#include "devices/cpu_device.h"
+
 #include <chrono>
 #include <cstring>
 #include <new>
 
-#include "devices/device.h"
 #include "lanes/cpu_lane.h"
 #include "lanes/inline_lane.h"
 

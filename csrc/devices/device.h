@@ -1,12 +1,12 @@
 // What the engine asks of the device that holds the gradients: lanes to run on, scratch memory, the time, and the codec
-// stages. The CPU's is below, cuda_device.h has the other; a new device is another subclass, not another engine.
+// stages. cpu_device.h and cuda_device.h have one each; a new device is another subclass, not another engine.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "codec/codec.h"
+#include "codec/args.h"
 #include "devices/slice_table.h"
 #include "lanes/lane.h"
 
@@ -60,31 +60,5 @@ class Device {
   virtual void range_push(const std::string& /*name*/) {}
   virtual void range_pop() {}
 };
-
-class CpuDevice : public Device {
- public:
-  // forced_sync: every stage ends before the next begins, on the thread that calls the hook.
-  CpuDevice(const std::string& isa, int num_threads, bool forced_sync = false)
-      : codec_(isa, num_threads), forced_sync_(forced_sync) {}
-
-  const std::string& isa() const override { return codec_.isa(); }
-  std::unique_ptr<Lane> make_lane(LaneRole role) override;
-  std::shared_ptr<std::byte> allocate(int64_t nbytes) override;
-  StampPtr stamp() override;
-
-  int64_t pack(const PackArgs& args) override { return codec_.pack(args); }
-  void reduce(const ReduceArgs& args) override { codec_.reduce(args); }
-  void unpack(const UnpackArgs& args) override { codec_.unpack(args); }
-  int64_t scale_in_place(const BucketStreams& streams, float scale, bool /*is_last*/) override {
-    return codec_.scale_in_place(streams.lossy, scale);
-  }
-
- private:
-  Codec codec_;
-  const bool forced_sync_;
-};
-
-// The host's clock.
-StampPtr host_stamp();
 
 }  // namespace fusedcomm

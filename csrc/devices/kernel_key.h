@@ -6,7 +6,7 @@
 #include <string>
 #include <tuple>
 
-#include "codec/codec.h"
+#include "codec/args.h"
 #include "wire/names.h"
 
 namespace fusedcomm {

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "devices/cpu_device.h"
 #include "lanes/inline_lane.h"
 
 namespace fusedcomm {

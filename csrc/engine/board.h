@@ -12,7 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/trace.h"
+#include "engine/stage.h"
+#include "lanes/lane.h"
 
 namespace fusedcomm {
 

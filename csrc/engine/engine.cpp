@@ -1,23 +1,19 @@
 #include "engine/engine.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
 namespace fusedcomm {
 namespace {
 
-constexpr size_t kNumRecentSteps = 512;
+// In the order of a bucket's way.
+constexpr std::array<LaneRole, kNumLaneRoles> kRoles = {
+    LaneRole::kPack,   LaneRole::kScatter,     LaneRole::kLocalReduce, LaneRole::kCrossScatter,
+    LaneRole::kReduce, LaneRole::kCrossGather, LaneRole::kGather,      LaneRole::kUnpack};
 
-void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
-  if (recent->size() < kNumRecentSteps) {
-    recent->push_back(static_cast<float>(value));
-  } else {
-    (*recent)[static_cast<size_t>(num_steps) % kNumRecentSteps] = static_cast<float>(value);
-  }
+bool is_of_two_levels(LaneRole role) {
+  return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
 }
-
-int64_t num_chunks_of(const BucketPlan& plan) { return std::max<int64_t>(1, plan.in_place ? 1 : plan.num_chunks()); }
 
 // Around the body of a stage: a range for profilers, an entry on the board, and while somebody traces, when it was.
 class StageScope {
@@ -54,63 +50,6 @@ class StageScope {
 
 }  // namespace
 
-void FailureLatch::explain_with(Explain explain) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  explain_ = std::move(explain);
-}
-
-std::exception_ptr FailureLatch::get() const {
-  std::unique_lock<std::mutex> lock(mutex_);
-  explained_.wait(lock, [this] { return !explaining_; });
-  return first_;
-}
-
-void FailureLatch::set(std::exception_ptr error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!first_ && !explaining_) first_ = std::move(error);
-}
-
-bool FailureLatch::has_failed() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return failed_;
-}
-
-std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& stage, int64_t chunk,
-                                      std::exception_ptr cause) {
-  std::string what = "unknown error";
-  try {
-    std::rethrow_exception(cause);
-  } catch (const std::exception& e) {
-    what = e.what();
-  } catch (...) {
-  }
-  const std::string failure = "the " + stage + " of chunk " + std::to_string(chunk + 1) + "/" +
-                              std::to_string(num_chunks_of(job.plan)) + " failed for " + job.label->text + ": " + what;
-  const std::string text =
-      "fusedcomm: rank " + std::to_string(rank_) + " of " + std::to_string(world_size_) + ": " + failure +
-      "\nThe gradients of this step are not valid. If another rank died or left, its own log says why; restart the "
-      "job from a checkpoint.";
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (first_ || explaining_) return std::make_exception_ptr(std::runtime_error(text));
-  failed_ = true;
-  std::string explanation;
-  if (explain_) {
-    explaining_ = true;
-    const Explain explain = explain_;  // another may be set meanwhile
-    lock.unlock();
-    try {
-      explanation = explain(failure);
-    } catch (...) {  // the failure itself is what counts
-    }
-    lock.lock();
-    explaining_ = false;
-  }
-  if (!explanation.empty()) explanation = "\n" + explanation;
-  first_ = std::make_exception_ptr(std::runtime_error(text + explanation));
-  explained_.notify_all();
-  return first_;
-}
-
 Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport)
     : config_(config),
       device_(std::move(device)),
@@ -122,24 +61,15 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
     throw std::invalid_argument("the configuration is for " + std::to_string(config_.ranks_per_host) +
                                 " ranks on a host, the transport for " + std::to_string(place_.ranks_per_host));
   }
-  stats_.recent_exposed_ms.reserve(kNumRecentSteps);
-  stats_.recent_busy_ms.reserve(kNumRecentSteps);
-  slot_nbytes_ = workspace_nbytes(config_, transport_->world_size());
-  one_shot_ = is_one_shot(config_, world_size());
+  workspace_ = workspace_of(config_, world_size());
   slots_.resize(static_cast<size_t>(config_.num_slots));
   for (Slot& slot : slots_) {
-    if (!one_shot_) slot.outgoing = device_->allocate(slot_nbytes_);
-    slot.incoming = device_->allocate(one_shot_ ? world_size() * slot_nbytes_ : slot_nbytes_);
+    if (workspace_.outgoing_nbytes != 0) slot.outgoing = device_->allocate(workspace_.outgoing_nbytes);
+    if (workspace_.incoming_nbytes != 0) slot.incoming = device_->allocate(workspace_.incoming_nbytes);
   }
-  pack_lane_ = device_->make_lane(LaneRole::kPack);
-  scatter_lane_ = device_->make_lane(LaneRole::kScatter);
-  reduce_lane_ = device_->make_lane(LaneRole::kReduce);
-  gather_lane_ = device_->make_lane(LaneRole::kGather);
-  unpack_lane_ = device_->make_lane(LaneRole::kUnpack);
-  if (place_.on_two_levels()) {
-    local_reduce_lane_ = device_->make_lane(LaneRole::kLocalReduce);
-    cross_scatter_lane_ = device_->make_lane(LaneRole::kCrossScatter);
-    cross_gather_lane_ = device_->make_lane(LaneRole::kCrossGather);
+  for (const LaneRole role : kRoles) {
+    if (is_of_two_levels(role) && !place_.on_two_levels()) continue;
+    lanes_[static_cast<size_t>(role)] = device_->make_lane(role);
   }
 }
 
@@ -150,7 +80,9 @@ void Engine::stop(const std::string& reason) {
       "fusedcomm: rank " + std::to_string(transport_->rank()) + ": a bucket was given up because " + reason));
   failure_->set(error);
   // What fails upstream is passed down, and its jobs end on the unpack lane.
-  for (Lane* lane : lanes()) lane->stop(error);
+  for (const LaneRole role : kRoles) {
+    if (const auto& lane = lanes_[static_cast<size_t>(role)]) lane->stop(error);
+  }
 }
 
 void Engine::free_workspaces() {
@@ -158,32 +90,20 @@ void Engine::free_workspaces() {
   slots_.clear();
 }
 
-std::vector<Lane*> Engine::lanes() const {
-  std::vector<Lane*> lanes;
-  for (const auto* lane : {&pack_lane_, &scatter_lane_, &local_reduce_lane_, &cross_scatter_lane_, &reduce_lane_,
-                           &cross_gather_lane_, &gather_lane_, &unpack_lane_}) {
-    if (*lane) lanes.push_back(lane->get());
-  }
-  return lanes;
-}
-
 void Engine::check_fits_workspaces(const BucketPlan& plan) const {
-  if (plan.in_place || plan.layouts.empty()) return;  // in none of them
-  const int64_t chunk_nbytes = std::max(plan.chunk_nbytes(), plan.host_chunk_nbytes());
-  if (chunk_nbytes > slot_nbytes_) {
-    throw std::length_error("a chunk of " + std::to_string(chunk_nbytes) + " bytes does not fit a workspace of " +
-                            std::to_string(slot_nbytes_));
-  }
-  if ((plan.sum == Sum::kOneShot) != one_shot_) {
-    throw std::length_error("sum='" + sum_name(plan.sum) + "' has other workspaces than this engine, whose sums are " +
-                            (one_shot_ ? "" : "not ") + "one-shot");
+  const Workspace& needed = plan.workspace;
+  if (needed.outgoing_nbytes > workspace_.outgoing_nbytes || needed.incoming_nbytes > workspace_.incoming_nbytes) {
+    throw std::length_error("a chunk needs " + std::to_string(needed.outgoing_nbytes) + " and " +
+                            std::to_string(needed.incoming_nbytes) + " bytes for sum='" + sum_name(plan.sum) +
+                            "', and a workspace of this engine has " + std::to_string(workspace_.outgoing_nbytes) +
+                            " and " + std::to_string(workspace_.incoming_nbytes) + " for what goes out and comes in");
   }
 }
 
 bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   job->step = submitted_steps_;
   if (job->is_last) ++submitted_steps_;
-  job->number = board_->hand_over(job->label, job->step, job->is_last, num_chunks_of(job->plan));
+  job->number = board_->hand_over(job->label, job->step, job->is_last, job->num_chunks());
   std::exception_ptr error = failure_->get();
   if (!error) {
     try {
@@ -196,7 +116,7 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
     try {
       Moment handed = device_->caller_moment();
       job->submitted = std::move(handed.stamp);
-      pack_lane_->wait(std::move(handed.event));
+      lane(LaneRole::kPack).wait(std::move(handed.event));
     } catch (...) {
       error = failure_->fail(*job, "hand-over", 0, std::current_exception());
     }
@@ -208,63 +128,148 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
 void Engine::submit(std::shared_ptr<BucketJob> job) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   if (!begin(job)) return;
+  EventPtr end = submit_chunks(job);
+  // Nothing to sum; its times are of the caller's stream nevertheless.
+  if (!end) end = lane(LaneRole::kPack).run(nullptr, [] {});
+  lane(LaneRole::kUnpack).finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
+}
+
+EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
+  const int64_t num_chunks = job->plan.num_chunks();
+  const size_t num_steps = job->plan.steps->size();
   EventPtr end;
-  if (job->plan.in_place) {
-    end = submit_in_place(job);
-  } else {
-    const int num_legs = job->plan.on_two_levels() ? 3 : 2;
-    const int64_t num_chunks = job->plan.num_chunks();
-    std::deque<Underway> underway;
-    for (int64_t chunk = 0; chunk < num_chunks || !underway.empty(); ++chunk) {
-      // A chunk goes one leg on when the next one has begun that leg.
-      const size_t num_older = underway.size();
-      if (chunk < num_chunks) underway.push_back(submit_first_leg(job, chunk));
-      for (size_t i = num_older; i-- > 0;) submit_next_leg(job, &underway[i]);
-      // But all workspaces may be taken: the oldest has to be through before the next begins.
-      const bool is_full = underway.size() == slots_.size();
-      while (is_full && underway.front().num_legs < num_legs) submit_next_leg(job, &underway.front());
-      while (!underway.empty() && underway.front().num_legs == num_legs) {
-        end = underway.front().event;
-        underway.pop_front();
-      }
+  std::deque<Underway> underway;
+  for (int64_t chunk = 0; chunk < num_chunks || !underway.empty(); ++chunk) {
+    // A chunk goes one leg on when the next one has begun that leg.
+    const size_t num_older = underway.size();
+    if (chunk < num_chunks) {
+      underway.push_back(take_slot(job->plan, chunk));
+      submit_leg(job, &underway.back());
+    }
+    for (size_t i = num_older; i-- > 0;) submit_leg(job, &underway[i]);
+    // All workspaces may be taken: the oldest has to be through before the next begins.
+    const bool is_full = underway.size() == slots_.size();
+    while (is_full && underway.front().num_ordered < num_steps) submit_leg(job, &underway.front());
+    while (!underway.empty() && underway.front().num_ordered == num_steps) {
+      end = underway.front().event;
+      underway.pop_front();
     }
   }
-  // Nothing to sum; its times are of the caller's stream nevertheless.
-  if (!end) end = pack_lane_->run(nullptr, [] {});
-  unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
+  return end;
 }
 
 void Engine::submit_foreign(std::shared_ptr<BucketJob> job, ForeignStages stages) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   if (!begin(job)) return;
-  EventPtr end;
-  if (stages.pack) {
-    end = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, std::move(stages.pack)));
-  } else {
-    end = pack_lane_->run(nullptr, [] {});
+  Lane::Task packed = [] {};
+  if (stages.pack) packed = stage(job, Stage::kPack, 0, std::move(stages.pack));
+  EventPtr end = lane(LaneRole::kPack).run(nullptr, std::move(packed));
+  Lane::Transfer summed = wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter));
+  end = lane(LaneRole::kScatter).start(std::move(end), std::move(summed));
+  if (stages.reduce) {
+    Lane::Task reduced = stage(job, Stage::kReduce, 0, std::move(stages.reduce));
+    end = lane(LaneRole::kReduce).run(std::move(end), std::move(reduced));
   }
-  end = scatter_lane_->start(std::move(end), wire_stage(job, Stage::kAllReduce, 0, std::move(stages.scatter)));
-  if (stages.reduce) end = reduce_lane_->run(std::move(end), stage(job, Stage::kReduce, 0, std::move(stages.reduce)));
   if (stages.gather) {
-    end = gather_lane_->start(std::move(end), wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather)));
+    Lane::Transfer gathered = wire_stage(job, Stage::kAllGather, 0, std::move(stages.gather));
+    end = lane(LaneRole::kGather).start(std::move(end), std::move(gathered));
   }
-  if (stages.unpack) end = unpack_lane_->run(std::move(end), stage(job, Stage::kUnpack, 0, std::move(stages.unpack)));
-  unpack_lane_->finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
+  if (stages.unpack) {
+    Lane::Task unpacked = stage(job, Stage::kUnpack, 0, std::move(stages.unpack));
+    end = lane(LaneRole::kUnpack).run(std::move(end), std::move(unpacked));
+  }
+  lane(LaneRole::kUnpack).finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
-EventPtr Engine::submit_in_place(const std::shared_ptr<BucketJob>& job) {
-  if (job->payloads.front().streams.lossy.numel() == 0) return nullptr;
-  EventPtr scaled = pack_lane_->run(nullptr, stage(job, Stage::kPack, 0, [this, job] {
-                                      job->num_nonfinite = device_->scale_in_place(job->payloads.front().streams,
-                                                                                   job->plan.pack_scale, job->is_last);
-                                      if (job->num_nonfinite != 0 && job->on_nonfinite) job->on_nonfinite(*job, 0);
-                                    }));
-  return scatter_lane_->start(scaled, wire_stage(job, Stage::kAllReduce, 0, [this, job](Lane::Completion done) {
-                                const Slice& bucket = job->payloads.front().streams.lossy.slices().front();
-                                WireSpan span{static_cast<std::byte*>(bucket.data),
-                                              bucket.numel * grad_nbytes(GradDtype::kFloat32), job};
-                                transport_->all_reduce(Channel::kScatter, span, Wire::kFp32, std::move(done));
-                              }));
+Engine::Underway Engine::take_slot(const BucketPlan& plan, int64_t chunk) {
+  if (plan.in_place) return {nullptr, chunk, nullptr};
+  Slot& slot = slots_[next_slot_++ % slots_.size()];
+  return {&slot, chunk, slot.free};
+}
+
+void Engine::submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underway) {
+  const std::vector<Step>& steps = *job->plan.steps;
+  do {
+    underway->event = submit_step(job, steps[underway->num_ordered++], underway);
+  } while (underway->num_ordered < steps.size() && !steps[underway->num_ordered].begins_leg);
+  if (underway->num_ordered == steps.size() && underway->slot) underway->slot->free = underway->event;
+}
+
+EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& step, Underway* underway) {
+  const int64_t chunk = underway->chunk;
+  // Each rank brings a part to an all-gather.
+  const int64_t from_nbytes = step.operation == Operation::kAllGather ? step.nbytes / step.num_ranks : step.nbytes;
+  const WireSpan from = span(job, underway->slot, step.from, from_nbytes);
+  const WireSpan to = span(job, underway->slot, step.to, step.nbytes);
+  Lane& lane = lane_of(job->plan, step);
+  // The step lives as long as the job's plan, and both stages keep the job.
+  if (is_collective(step.operation)) {
+    const Wire dtype = job->plan.layouts.front().wire;
+    return lane.start(std::move(underway->event),
+                      wire_stage(job, step.stage, chunk, [this, &step, dtype, from, to](Lane::Completion done) {
+                        start_collective(step, dtype, from, to, std::move(done));
+                      }));
+  }
+  return lane.run(std::move(underway->event),
+                  stage(job, step.stage, chunk, [this, job, &step, chunk, from = from.data, to = to.data] {
+                    run_codec(*job, step, chunk, from, to);
+                  }));
+}
+
+Lane& Engine::lane_of(const BucketPlan& plan, const Step& step) const {
+  // If nothing else goes over the wire between the collectives before and after a sum, they need no events to wait for
+  // each other where the sum is on the wire's own lane.
+  const bool is_between = step.operation == Operation::kLocalReduce || step.operation == Operation::kReduce;
+  if (is_between && device_->wire_runs_stages() && plan.num_chunks() == 1) return lane(LaneRole::kScatter);
+  return lane(step.role);
+}
+
+WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const {
+  switch (buffer) {
+    case Buffer::kGradients:
+      if (!job->plan.in_place) return {};
+      return {static_cast<std::byte*>(job->payloads.front().streams.lossy.slices().front().data), nbytes, job};
+    case Buffer::kOutgoing:
+      return {slot->outgoing.get(), nbytes, slot->outgoing};
+    case Buffer::kIncoming:
+      return {slot->incoming.get(), nbytes, slot->incoming};
+    case Buffer::kOwnMessage:
+      return {slot->incoming.get() + rank() * job->plan.chunk_nbytes(), nbytes, slot->incoming};
+  }
+  return {};
+}
+
+void Engine::start_collective(const Step& step, Wire dtype, const WireSpan& from, const WireSpan& to,
+                              Lane::Completion done) {
+  if (step.operation == Operation::kAllToAll) {
+    transport_->all_to_all(step.channel, from, to, std::move(done));
+  } else if (step.operation == Operation::kAllReduce) {
+    transport_->all_reduce(step.channel, from, dtype, std::move(done));
+  } else if (step.from == Buffer::kOwnMessage) {
+    transport_->all_gather_in_place(step.channel, to, std::move(done));
+  } else {
+    transport_->all_gather(step.channel, from, to, std::move(done));
+  }
+}
+
+void Engine::run_codec(BucketJob& job, const Step& step, int64_t chunk, const std::byte* from, std::byte* to) {
+  switch (step.operation) {
+    case Operation::kScale:
+      return scale(job);
+    case Operation::kPack:
+      return pack(job, chunk, to);
+    case Operation::kLocalReduce:
+      return local_reduce(job, chunk, from, to);
+    case Operation::kReduce:
+      return reduce(job, chunk, from, to);
+    default:  // kUnpack, kSum
+      return unpack(job, chunk, from, step.num_ranks);
+  }
+}
+
+void Engine::scale(BucketJob& job) {
+  job.num_nonfinite = device_->scale_in_place(job.payloads.front().streams, job.plan.pack_scale, job.is_last);
+  if (job.num_nonfinite != 0 && job.on_nonfinite) job.on_nonfinite(job, 0);
 }
 
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
@@ -308,117 +313,12 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
   }
 }
 
-void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts) {
+void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketStreams& streams = payload.unpacked ? *payload.unpacked : payload.streams;
-    device_->unpack(
-        {job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, job.plan.num_messages, job.is_last});
+    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, num_messages, job.is_last});
   }
-}
-
-Engine::Underway Engine::submit_first_leg(const std::shared_ptr<BucketJob>& job, int64_t chunk) {
-  Slot& slot = slots_[next_slot_++ % slots_.size()];
-  const BucketPlan& plan = job->plan;
-  std::byte *const outgoing = slot.outgoing.get(), *const incoming = slot.incoming.get();
-  Underway underway{&slot, chunk, nullptr};
-  // In a one-shot a rank's message is packed where all ranks' are to lie.
-  std::byte* const packed = plan.sum == Sum::kOneShot ? incoming + rank() * plan.chunk_nbytes() : outgoing;
-  underway.event = pack_lane_->run(
-      slot.free, stage(job, Stage::kPack, chunk, [this, job, chunk, packed] { pack(*job, chunk, packed); }));
-  if (plan.sum == Sum::kOneShot) {
-    const WireSpan all{incoming, plan.chunk_nbytes() * plan.num_messages, slot.incoming};
-    underway.event = scatter_lane_->start(std::move(underway.event),
-                                          wire_stage(job, Stage::kAllGather, chunk, [this, all](Lane::Completion done) {
-                                            transport_->all_gather_in_place(Channel::kScatter, all, std::move(done));
-                                          }));
-  } else if (plan.sum != Sum::kTwoShot) {
-    const WireSpan span{outgoing, plan.chunk_nbytes(), slot.outgoing};
-    underway.event = scatter_lane_->start(
-        std::move(underway.event), wire_stage(job, Stage::kAllReduce, chunk, [this, job, span](Lane::Completion done) {
-          transport_->all_reduce(Channel::kScatter, span, job->plan.layouts.front().wire, std::move(done));
-        }));
-  } else if (plan.on_two_levels()) {
-    underway.event = all_to_all(*scatter_lane_, job, Stage::kLocalAllToAll, Channel::kLocalScatter,
-                                plan.host_chunk_nbytes(), &underway);
-    underway.event = sum_lane(*job, *local_reduce_lane_)
-                         .run(std::move(underway.event),
-                              stage(job, Stage::kLocalReduce, chunk, [this, job, chunk, outgoing, incoming] {
-                                local_reduce(*job, chunk, incoming, outgoing);
-                              }));
-  } else {
-    underway.event =
-        all_to_all(*scatter_lane_, job, Stage::kAllToAll, Channel::kScatter, plan.chunk_nbytes(), &underway);
-    underway.event =
-        sum_lane(*job, *reduce_lane_)
-            .run(std::move(underway.event), stage(job, Stage::kReduce, chunk, [this, job, chunk, outgoing, incoming] {
-                   reduce(*job, chunk, incoming, outgoing);
-                 }));
-  }
-  return underway;
-}
-
-void Engine::submit_next_leg(const std::shared_ptr<BucketJob>& job, Underway* underway) {
-  const BucketPlan& plan = job->plan;
-  const int64_t chunk = underway->chunk, part_nbytes = plan.layouts.front().part_stride;
-  std::byte *const outgoing = underway->slot->outgoing.get(), *const incoming = underway->slot->incoming.get();
-  const std::byte* result = outgoing;
-  ++underway->num_legs;
-  if (plan.on_two_levels() && underway->num_legs == 2) {
-    underway->event = all_to_all(*cross_scatter_lane_, job, Stage::kAllToAll, Channel::kCrossScatter,
-                                 place_.num_hosts * part_nbytes, underway);
-    underway->event =
-        sum_lane(*job, *reduce_lane_)
-            .run(std::move(underway->event), stage(job, Stage::kReduce, chunk, [this, job, chunk, outgoing, incoming] {
-                   reduce(*job, chunk, incoming, outgoing);
-                 }));
-    return;
-  }
-  if (plan.on_two_levels()) {
-    underway->event = all_gather(*cross_gather_lane_, job, Stage::kAllGather, Channel::kCrossGather, part_nbytes,
-                                 underway, /*back=*/false);
-    underway->event = all_gather(*gather_lane_, job, Stage::kLocalAllGather, Channel::kLocalGather,
-                                 place_.num_hosts * part_nbytes, underway, /*back=*/true);
-  } else if (plan.sum == Sum::kTwoShot) {
-    underway->event =
-        all_gather(*gather_lane_, job, Stage::kAllGather, Channel::kGather, part_nbytes, underway, /*back=*/false);
-    result = incoming;
-  } else if (plan.sum == Sum::kOneShot) {
-    result = incoming;
-  }
-  underway->event = underway->slot->free =
-      unpack_lane_->run(std::move(underway->event),
-                        stage(job, Stage::kUnpack, chunk, [this, job, chunk, result] { unpack(*job, chunk, result); }));
-}
-
-Lane& Engine::sum_lane(const BucketJob& job, Lane& own) const {
-  return device_->wire_runs_stages() && job.plan.num_chunks() == 1 ? *scatter_lane_ : own;
-}
-
-EventPtr Engine::all_to_all(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
-                            int64_t nbytes, Underway* underway) {
-  const Slot& slot = *underway->slot;
-  const WireSpan outgoing{slot.outgoing.get(), nbytes, slot.outgoing};
-  const WireSpan incoming{slot.incoming.get(), nbytes, slot.incoming};
-  return lane.start(std::move(underway->event),
-                    wire_stage(job, stage, underway->chunk, [this, channel, outgoing, incoming](Lane::Completion done) {
-                      transport_->all_to_all(channel, outgoing, incoming, std::move(done));
-                    }));
-}
-
-EventPtr Engine::all_gather(Lane& lane, const std::shared_ptr<BucketJob>& job, Stage stage, Channel channel,
-                            int64_t part_nbytes, Underway* underway, bool back) {
-  const Slot& slot = *underway->slot;
-  const auto &from = back ? slot.incoming : slot.outgoing, &to = back ? slot.outgoing : slot.incoming;
-  const int64_t num_ranks = channel == Channel::kGather        ? world_size()
-                            : channel == Channel::kLocalGather ? place_.ranks_per_host
-                                                               : place_.num_hosts;
-  const WireSpan send{from.get(), part_nbytes, from};
-  const WireSpan receive{to.get(), part_nbytes * num_ranks, to};
-  return lane.start(std::move(underway->event),
-                    wire_stage(job, stage, underway->chunk, [this, channel, send, receive](Lane::Completion done) {
-                      transport_->all_gather(channel, send, receive, std::move(done));
-                    }));
 }
 
 void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error) {
@@ -447,50 +347,14 @@ void Engine::account(const BucketJob& job, const StampPtr& done) {
     tracer_->add(job.label, Stage::kBucket, job.step, 0, job.submitted, done);
     if (job.is_last) tracer_->add(job.label, Stage::kExposed, job.step, 0, job.submitted, done);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  stats_.num_buckets += 1;
-  stats_.grad_nbytes += job.grad_nbytes;
-  stats_.sent_nbytes += sent_nbytes(job.plan, world_size());
-  stats_.sent_between_hosts_nbytes += sent_between_hosts_nbytes(job.plan, world_size(), place_.ranks_per_host);
-  stats_.num_nonfinite += job.num_nonfinite;
-  if (job.is_last) stats_.num_steps += 1;
-  untimed_.push_back({job.submitted, done, job.is_last});
-  if (job.is_last) take_times();
-}
-
-void Engine::take_times() {
-  for (;;) {
-    const auto last = std::find_if(untimed_.begin(), untimed_.end(), [](const Interval& b) { return b.is_last; });
-    if (last == untimed_.end() || !last->done->reached()) return;
-    take_pass(static_cast<size_t>(last - untimed_.begin()) + 1);
-  }
-}
-
-// A bucket is handed over after the one before it, and is done after it. So the time in which at least one is under way
-// is all from the first one's hand-over on, without what lies between a bucket's end and the next one's hand-over.
-void Engine::take_pass(size_t num_buckets) {
-  const auto begin = untimed_.begin(), end = begin + static_cast<std::ptrdiff_t>(num_buckets);
-  // All of them lie before the last one's end, which has been reached.
-  std::for_each(begin, end, [](const Interval& bucket) {
-    bucket.submitted->mark_reached();
-    bucket.done->mark_reached();
-  });
-  const Interval& last = *(end - 1);
-  double busy_ms = last.done->ms_since(*begin->submitted);
-  const double exposed_ms = num_buckets == 1 ? busy_ms : last.done->ms_since(*last.submitted);
-  for (auto bucket = begin; bucket != end; ++bucket) {
-    if (bucket != begin) {
-      busy_ms -= std::max(0.0, bucket->submitted->ms_since(*(bucket - 1)->done));
-    } else if (last_done_) {
-      busy_ms -= std::max(0.0, last_done_->ms_since(*bucket->submitted));
-    }
-  }
-  last_done_ = last.done;
-  untimed_.erase(begin, end);
-  stats_.busy_ms += busy_ms;
-  push_recent(&stats_.recent_exposed_ms, num_timed_steps_, exposed_ms);
-  push_recent(&stats_.recent_busy_ms, num_timed_steps_, busy_ms);
-  ++num_timed_steps_;
+  EngineStats bucket;
+  bucket.num_steps = job.is_last ? 1 : 0;
+  bucket.num_buckets = 1;
+  bucket.grad_nbytes = job.grad_nbytes;
+  bucket.sent_nbytes = sent_nbytes(job.plan);
+  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(job.plan, place_.ranks_per_host);
+  bucket.num_nonfinite = job.num_nonfinite;
+  stats_.add(bucket, job.submitted, done);
 }
 
 Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body) {
@@ -529,12 +393,6 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
       std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
   };
-}
-
-EngineStats Engine::stats() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  take_times();
-  return stats_;
 }
 
 }  // namespace fusedcomm

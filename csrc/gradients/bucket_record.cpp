@@ -12,24 +12,7 @@
 namespace fusedcomm {
 namespace {
 
-bool is_carried(const at::Tensor& buffer) {
-  return buffer.layout() == at::kStrided && has_wire_format(buffer.scalar_type());
-}
-
-// Raises an error if these are not the gradients of the bucket's parameters.
-void check_gradients(const c10d::GradBucket& bucket) {
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
-  // Of complex ones a bucket has the shapes of what it does not hold.
-  if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
-  const std::vector<at::Tensor> gradients = bucket.getGradients();
-  for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
-    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
-                " has a gradient of shape ", gradients[i].sizes(), " and says that it is of a parameter of shape ",
-                parameters[i].sizes(),
-                ": torch has kept the list of parameters of buckets that it has cut anew since, as "
-                "after _update_process_group with gradients in another order. Make a new DDP module instead");
-  }
-}
+bool is_carried(const Gradients& gradients) { return !gradients.is_sparse() && has_wire_format(gradients.dtype()); }
 
 void plan(const Engine& engine, BucketRecord* record) {
   const WireConfig& config = engine.config();
@@ -39,7 +22,8 @@ void plan(const Engine& engine, BucketRecord* record) {
     const int wire = member.state->wire;
     (wire == kExactWire ? exact_numel : lossy_numels[static_cast<size_t>(wire)]) += member.numel;
   }
-  record->plan = plan_bucket(config, engine.world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels);
+  record->plan = plan_bucket(config, engine.world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels,
+                             record->in_one_run);
   record->streams.resize(record->plan.layouts.size());
   std::vector<bool> begun(record->streams.size(), false);
   for (BucketRecord::Member& member : record->members) {
@@ -79,7 +63,7 @@ void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
 
 // Makes the record's residuals, of what its parameters have left out so far; what cannot be kept any more goes into the
 // gradients at hand.
-void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const at::Tensor& buffer) {
+void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients) {
   const WireConfig& config = engine.config();
   // Without error feedback there can still be what another wire has left out.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
@@ -92,14 +76,15 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
     auto& residual = record->streams[payload].residual;
     residual = std::make_shared<StreamResidual>(layout, *config.feedback, plan.pack_scale, plan.reduce_scale, place,
-                                                buffer.device(),
-                                                /*of_first_only=*/plan.sum == Sum::kOneShot);
+                                                gradients.device(),
+                                                /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
   // Nothing is forgotten before all has its new place.
   std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined while nothing is left out
   std::vector<int64_t> begins(record->streams.size(), 0);
-  for (const BucketRecord::Member& member : record->members) {
+  for (size_t i = 0; i < record->members.size(); ++i) {
+    const BucketRecord::Member& member = record->members[i];
     const at::Tensor left_out = member.state->left_out();
     const bool is_kept = !member.exact && record->streams[member.payload].residual;
     if (is_kept && left_out.defined()) {
@@ -107,7 +92,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
       if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
       all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
     } else if (left_out.defined()) {
-      buffer.narrow(0, member.offset, member.numel).add_(left_out);
+      gradients.view(i).add_(left_out);
     }
     if (!member.exact) begins[member.payload] += member.numel;
   }
@@ -115,11 +100,12 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     if (values[payload].defined()) values[payload] = record->streams[payload].residual->set_values(values[payload]);
   }
   begins.assign(begins.size(), 0);
-  for (const BucketRecord::Member& member : record->members) {
+  for (size_t i = 0; i < record->members.size(); ++i) {
+    const BucketRecord::Member& member = record->members[i];
     const at::Tensor& rest = values[member.payload];
     int64_t& begin = begins[member.payload];
     if (rest.defined() && !member.exact) {
-      buffer.narrow(0, member.offset, member.numel).add_(rest.narrow(0, begin, member.numel));
+      gradients.view(i).add_(rest.narrow(0, begin, member.numel));
     }
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
@@ -135,14 +121,16 @@ int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
   return count;
 }
 
-int64_t count_nonfinite(const at::Tensor& flat, int64_t begin, int64_t numel, float scale) {
-  switch (flat.scalar_type()) {
+// `begin`: elements from the origin.
+int64_t count_nonfinite(const Gradients& gradients, int64_t begin, int64_t numel, float scale) {
+  const std::byte* const data = gradients.origin() + begin * static_cast<int64_t>(c10::elementSize(gradients.dtype()));
+  switch (gradients.dtype()) {
     case at::kFloat:
-      return count_nonfinite(flat.const_data_ptr<float>() + begin, numel, scale);
+      return count_nonfinite(reinterpret_cast<const float*>(data), numel, scale);
     case at::kBFloat16:
-      return count_nonfinite(flat.const_data_ptr<at::BFloat16>() + begin, numel, scale);
+      return count_nonfinite(reinterpret_cast<const at::BFloat16*>(data), numel, scale);
     default:
-      return count_nonfinite(flat.const_data_ptr<at::Half>() + begin, numel, scale);
+      return count_nonfinite(reinterpret_cast<const at::Half*>(data), numel, scale);
   }
 }
 
@@ -166,56 +154,74 @@ std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<Bu
   return std::make_shared<const BucketLabel>(name, label.str());
 }
 
-bool BucketRecord::is_of(const c10d::GradBucket& bucket) const {
-  const at::Tensor& buffer = bucket.getBuffer();
-  if (is_stale || dtype != buffer.scalar_type() || foreign == is_carried(buffer)) return false;
-  if (!buffer.is_sparse() && numel != buffer.numel()) return false;
-  const std::vector<at::Tensor> now = bucket.getParameters();
-  return std::equal(parameters.begin(), parameters.end(), now.begin(), now.end(),
-                    [](c10::TensorImpl* known, const at::Tensor& p) { return known == p.unsafeGetTensorImpl(); });
+bool BucketRecord::is_of(const Bucket& bucket) const {
+  const Gradients& gradients = *bucket.gradients;
+  if (is_stale || dtype != gradients.dtype() || foreign == is_carried(gradients)) return false;
+  if (in_one_run != gradients.in_one_run() || numel != gradients.numel()) return false;
+  return std::equal(
+      parameters.begin(), parameters.end(), bucket.pieces.begin(), bucket.pieces.end(),
+      [](c10::TensorImpl* known, const Piece& piece) { return known == piece.parameter.unsafeGetTensorImpl(); });
 }
 
-std::shared_ptr<BucketRecord> make_record(const c10d::GradBucket& bucket, const Engine& engine, const Place& place,
+bool BucketRecord::lies_as(const Gradients& gradients) const {
+  if (in_one_run || std::none_of(streams.begin(), streams.end(), [](const Stream& s) { return s.tables; })) return true;
+  return std::equal(members.begin(), members.end(), gradients.offsets().begin(), gradients.offsets().end(),
+                    [](const Member& member, int64_t offset) { return member.offset == offset; });
+}
+
+std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
                                           c10::Device device, Parameters* parameters) {
-  const at::Tensor& buffer = bucket.getBuffer();
-  const size_t index = bucket.getIndex();
-  TORCH_CHECK(buffer.device() == device, "fusedcomm: bucket ", index, " is on ", buffer.device(),
+  const Gradients& gradients = *bucket.gradients;
+  TORCH_CHECK(gradients.device() == device, "fusedcomm: bucket ", bucket.index, " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, "; gradients on one device are supported");
   auto record = std::make_shared<BucketRecord>();
-  record->dtype = buffer.scalar_type();
-  record->foreign = !is_carried(buffer);
-  for (const at::Tensor& parameter : bucket.getParameters()) {
-    BucketRecord::Member member{parameters->state_of(parameter), record->numel};
+  record->dtype = gradients.dtype();
+  record->foreign = !is_carried(gradients);
+  record->in_one_run = gradients.in_one_run();
+  for (size_t i = 0; i < bucket.pieces.size(); ++i) {
+    const at::Tensor& parameter = bucket.pieces[i].parameter;
+    BucketRecord::Member member{parameters->state_of(parameter), gradients.offsets()[i]};
     member.numel = member.state->numel();
+    TORCH_CHECK(record->foreign || member.numel == bucket.pieces[i].numel, "fusedcomm: bucket ", bucket.index,
+                " has a gradient of ", bucket.pieces[i].numel, " elements for ", member.state->name, ", which has ",
+                member.numel);
     record->numel += member.numel;
     record->parameters.push_back(parameter.unsafeGetTensorImpl());
     record->members.push_back(std::move(member));
   }
   const double nbytes = static_cast<double>(record->numel) * c10::elementSize(record->dtype);
-  record->label = make_label(index, record->members, nbytes);
+  record->label = make_label(bucket.index, record->members, nbytes);
   if (record->foreign) return record;
-  check_gradients(bucket);
-  TORCH_CHECK(buffer.is_contiguous() && buffer.numel() == record->numel, "fusedcomm: ", record->label->text, " holds ",
-              buffer.numel(), " elements where its parameters have ", record->numel,
-              ": this layout of buckets is not known. Please report it with your DDP options.");
+  if (bucket.check) bucket.check();
+  TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
+              " has gaps in memory: this layout of buckets is not known. Please report it with your DDP options.");
   plan(engine, record.get());
   prepare(&engine.device(), parameters, record.get());
-  move_residuals(engine, place, record.get(), buffer);
+  move_residuals(engine, place, record.get(), gradients);
   return record;
 }
 
-void attribute_nonfinite(const BucketRecord& record, const at::Tensor& flat, const BucketJob& job, int64_t chunk) {
+std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
+                                           Parameters* parameters) {
+  auto moved = std::make_shared<BucketRecord>(record);
+  for (size_t i = 0; i < moved->members.size(); ++i) moved->members[i].offset = gradients.offsets()[i];
+  prepare(device, parameters, moved.get());
+  return moved;
+}
+
+void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk) {
   // In place they have been scaled already.
   const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
   std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});  // by payload, lossy and exact
-  for (const BucketRecord::Member& member : record.members) {
+  for (size_t i = 0; i < record.members.size(); ++i) {
+    const BucketRecord::Member& member = record.members[i];
     int64_t& before = seen[member.payload][member.exact];
-    const Range range =
-        job.plan.in_place ? Range{0, flat.numel()} : of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
+    const Range range = of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
     const int64_t begin = std::max(range.begin, before);
     const int64_t end = std::min(range.end, before + member.numel);
     if (begin < end) {
-      member.state->num_nonfinite += count_nonfinite(flat, member.offset + begin - before, end - begin, scale);
+      const int64_t from = gradients.offsets()[i] + begin - before;
+      member.state->num_nonfinite += count_nonfinite(gradients, from, end - begin, scale);
     }
     before += member.numel;
   }

@@ -1,12 +1,12 @@
-// What is known of a bucket as DDP last showed it: whose gradients it holds, how they will travel, and what stays
-// behind on this rank between backward passes.
+// What is known of a bucket as it last came: whose gradients it holds, how they will travel, and what stays behind on
+// this rank between backward passes.
 #pragma once
 
 #include <memory>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "engine/engine.h"
+#include "gradients/bucket.h"
 #include "gradients/parameters.h"
 
 namespace fusedcomm {
@@ -15,8 +15,8 @@ namespace fusedcomm {
 struct BucketRecord {
   struct Member {
     ParameterStatePtr state;
-    int64_t offset = 0;  // elements from the start of the bucket's buffer
-    int64_t numel = 0;   // of the buffer's dtype: a complex parameter counts twice
+    int64_t offset = 0;  // elements from the gradients' origin; of the gradients for which the tables were made
+    int64_t numel = 0;   // of the gradients' dtype: a complex parameter counts twice
     size_t payload = 0;  // of the plan's layouts
     bool exact = false;  // in that layout's exact stream
   };
@@ -33,12 +33,15 @@ struct BucketRecord {
   int64_t numel = 0;
   bool is_stale = false;  // its residuals have been replaced: to be made anew
   bool foreign = false;   // sparse, or of a dtype the codec does not carry: summed as it is
+  bool in_one_run = true;
   BucketPlan plan;
   std::vector<Stream> streams;  // by payload
   std::shared_ptr<const BucketLabel> label;
 
-  // Whether it still tells of this bucket.
-  bool is_of(const c10d::GradBucket& bucket) const;
+  // Whether it still tells of this bucket, wherever its gradients lie.
+  bool is_of(const Bucket& bucket) const;
+  // Whether they lie where its tables say. Without tables it does not matter.
+  bool lies_as(const Gradients& gradients) const;
 };
 
 // "bucket 3 (first … last; 12 parameters, 1.5 MiB)"
@@ -48,10 +51,14 @@ std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<Bu
 // The record of a bucket that is met for the first time, or anew: planned, its tables prepared, its residuals made of
 // what its parameters have left out so far; what of that cannot be kept any more is added to the gradients at hand.
 // Throws if the bucket is on another device than `device`, or if these are not the gradients of its parameters.
-std::shared_ptr<BucketRecord> make_record(const c10d::GradBucket& bucket, const Engine& engine, const Place& place,
+std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
                                           c10::Device device, Parameters* parameters);
 
+// The same record, with tables of where the gradients lie now.
+std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
+                                           Parameters* parameters);
+
 // Which parameters the non-finite elements of a packed chunk belong to. Rare, so it reads the chunk a second time.
-void attribute_nonfinite(const BucketRecord& record, const at::Tensor& buffer, const BucketJob& job, int64_t chunk);
+void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk);
 
 }  // namespace fusedcomm

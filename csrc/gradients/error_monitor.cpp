@@ -35,11 +35,13 @@ std::optional<double> relative_error_of(const at::Tensor& norms) {
 Guard::Guard(const GuardOptions& options, Engine* engine, C10dTransport* transport)
     : options_(options), engine_(engine), transport_(transport) {}
 
-void Guard::submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass,
+void Guard::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
                             std::shared_ptr<const BucketRecord> record) {
   at::NoGradGuard no_grad;
-  const auto exact = buffer.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).mul_(1.0 / transport_->world_size());
-  const auto norms = at::empty({3}, buffer.options().dtype(at::kDouble));
+  // A copy also of what lies in one run.
+  const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
+  exact.mul_(1.0 / transport_->world_size());
+  const auto norms = at::empty({3}, exact.options().dtype(at::kDouble));
   for (const at::Tensor& tensor : {exact, norms}) engine_->device().will_use(tensor);
   auto check = std::make_shared<BucketJob>();
   check->owner = job->owner;
@@ -57,9 +59,9 @@ void Guard::submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& bu
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
   // On the lane, and so after the end, of the bucket's own unpacking.
-  stages.unpack = [this, verification, exact, buffer] {
+  stages.unpack = [this, verification, exact, gradients] {
     at::NoGradGuard inner_no_grad;
-    compare(buffer, exact, verification.norms);
+    compare(gradients->flattened(), exact, verification.norms);
     std::lock_guard<std::mutex> lock(mutex_);
     verifications_.push_back(verification);
     if (verifications_.size() > kMaxVerifications) verifications_.pop_front();

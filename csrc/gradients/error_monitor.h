@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "gradients/bucket.h"
 #include "transport/c10d_transport.h"
 
 namespace fusedcomm {
@@ -55,7 +56,7 @@ class Guard {
     return every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
   }
   // Submits the job with an exact sum of the same gradients behind it, which on_done waits for, too.
-  void submit_verified(std::shared_ptr<BucketJob> job, const at::Tensor& buffer, int64_t pass,
+  void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
                        std::shared_ptr<const BucketRecord> record);
 
   // Whether buckets of this pass are to be measured.

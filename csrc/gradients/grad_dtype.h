@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "codec/codec.h"
+#include "codec/slices.h"
 
 namespace fusedcomm {
 

@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "codec/codec.h"
+#include "codec/args.h"
 #include "gradients/residuals.h"
 
 namespace fusedcomm {
@@ -22,7 +22,7 @@ struct ParameterState {
   at::Tensor parameter;  // held, so that its address stays its own
   std::string name;
   uint32_t number = 0;                    // in the order in which all ranks met them
-  int wire = 0;                           // its number, see plan.h
+  int wire = 0;                           // its number, see engine/config.h
   std::atomic<int64_t> num_nonfinite{0};  // elements of local gradients that were not finite when packed
 
   // Error feedback: what has been left out of it is at `residual_begin` of its bucket's, or, before it has a bucket, in

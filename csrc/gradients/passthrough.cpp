@@ -6,15 +6,22 @@
 
 namespace fusedcomm {
 
-ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer) {
+ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, GradientsPtr gradients) {
   ForeignStages stages;
-  stages.pack = [buffer, mean = 1.0 / transport->world_size()] {
+  auto flat = std::make_shared<at::Tensor>();
+  stages.pack = [gradients, flat, mean = 1.0 / transport->world_size()] {
     at::NoGradGuard no_grad;
-    buffer.mul_(mean);
+    *flat = gradients->flattened().mul_(mean);
   };
-  stages.scatter = [transport, buffer](Lane::Completion done) {
-    transport->all_reduce_tensor(Channel::kScatter, buffer, std::move(done));
+  stages.scatter = [transport, flat](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, *flat, std::move(done));
   };
+  if (!gradients->in_one_run()) {
+    stages.unpack = [gradients, flat] {
+      at::NoGradGuard no_grad;
+      gradients->assign(*flat);
+    };
+  }
   return stages;
 }
 

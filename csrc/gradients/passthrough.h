@@ -7,12 +7,13 @@
 #include <memory>
 
 #include "engine/engine.h"
+#include "gradients/bucket.h"
 #include "transport/c10d_transport.h"
 
 namespace fusedcomm {
 
-// The mean of a dense tensor, in place.
-ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer);
+// The mean of dense gradients, in place; of those that lie apart, in a copy that is written back.
+ForeignStages dense_stages(std::shared_ptr<C10dTransport> transport, GradientsPtr gradients);
 
 // The mean of sparse COO tensors: ranks exchange how many entries each has, then the entries, padded to the longest,
 // and add them in rank order. `result` receives it, coalesced. Not gloo's own sparse all-reduce: that was seen to

@@ -24,7 +24,7 @@ at::Tensor divisor(double value, const at::Tensor& like) {
   return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
 }
 
-// Undoes the rotation of reference.py, of whole runs.
+// Undoes the rotation of fusedcomm/reference, of whole runs.
 at::Tensor unrotated(const at::Tensor& values) {
   at::Tensor runs = values.reshape({-1, kRotationNumel});
   for (int64_t h = 1; h < kRotationNumel; h *= 2) {

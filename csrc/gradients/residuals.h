@@ -9,7 +9,7 @@
 
 #include <vector>
 
-#include "codec/codec.h"
+#include "codec/args.h"
 #include "transport/transport.h"
 
 namespace fusedcomm {

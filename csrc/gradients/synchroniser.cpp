@@ -16,8 +16,6 @@
 namespace fusedcomm {
 namespace {
 
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
-
 // With its device, so that completing it records an event there and waiting for it waits for that.
 FuturePtr make_future(c10::Device device) {
   std::vector<c10::Device> devices;
@@ -34,11 +32,6 @@ std::function<void(std::exception_ptr)> completing(FuturePtr future, std::shared
       future->markCompleted(*result);
     }
   };
-}
-
-std::vector<at::Tensor> storages_of(const at::Tensor& buffer) {
-  if (buffer.is_sparse()) return {buffer._indices(), buffer._values()};
-  return {buffer};
 }
 
 // The encoder that error feedback and noise begin with: what is packed for ranks of the same host is neither.
@@ -115,7 +108,7 @@ void GradHook::leave(const std::string& reason) {
   stop(reason);
 }
 
-void GradHook::rethrow_named(const c10d::GradBucket& bucket, const std::exception& error) {
+void GradHook::rethrow_named(const Bucket& bucket, const std::exception& error) {
   // Callers may know these by their type.
   if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
   const auto* known = dynamic_cast<const c10::Error*>(&error);
@@ -125,25 +118,24 @@ void GradHook::rethrow_named(const c10d::GradBucket& bucket, const std::exceptio
               text_of(bucket), " in step ", step(), " failed: ", cause);
 }
 
-std::string GradHook::text_of(const c10d::GradBucket& bucket) {
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
+std::string GradHook::text_of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<BucketRecord::Member> members;
-  for (const at::Tensor& parameter : parameters) members.push_back({parameters_.state_of(parameter)});
-  return make_label(bucket.getIndex(), members, static_cast<double>(bucket.getBuffer().nbytes()))->text;
+  for (const Piece& piece : bucket.pieces) members.push_back({parameters_.state_of(piece.parameter)});
+  return make_label(bucket.index, members, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) try {
+FuturePtr GradHook::run(const Bucket& bucket) try {
   engine_->device().check_caller();
-  const at::Tensor buffer = bucket.getBuffer();  // `bucket` lives on the reducer's stack; the tensor is shared
-  const size_t index = bucket.getIndex();
+  const GradientsPtr& gradients = bucket.gradients;
+  const size_t index = bucket.index;
   if (index == 0 && guard_.verifies()) begin_pass();
   std::unique_lock<std::mutex> lock(mutex_);
   const auto record = record_of(bucket);
   check_order(bucket, *record);
   const int64_t step = step_, pass = num_passes_;
   const size_t num_buckets = num_buckets_;
-  if (bucket.isLast()) {
+  if (bucket.is_last) {
     ++step_;
     ++num_passes_;
     num_buckets_ = index + 1;
@@ -153,20 +145,20 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   lock.unlock();
 
   auto future = make_future(device_);
-  for (const at::Tensor& part : storages_of(buffer)) engine_->device().will_use(part);
-  auto job = make_job(record, buffer, step);
-  auto result = std::make_shared<at::Tensor>(buffer);
-  job->owner = result;
-  job->is_last = bucket.isLast();
+  for (const at::Tensor& part : gradients->storages()) engine_->device().will_use(part);
+  auto job = make_job(record, gradients, step);
+  auto result = std::make_shared<at::Tensor>(gradients->front());
+  job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
+  job->is_last = bucket.is_last;
   job->on_done = completing(future, result);
 
   if (record->foreign) {
-    submit_foreign(std::move(job), buffer, result);
+    submit_foreign(std::move(job), gradients, result);
     return future;
   }
-  if (guard_.is_measured(pass)) measure(job.get(), record, buffer, pass);
+  if (guard_.is_measured(pass)) measure(job.get(), record, gradients, pass);
   if (guard_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
-    guard_.submit_verified(std::move(job), buffer, pass, record);
+    guard_.submit_verified(std::move(job), gradients, pass, record);
   } else {
     engine_->submit(std::move(job));
   }
@@ -176,16 +168,16 @@ c10::intrusive_ptr<c10::ivalue::Future> GradHook::run(c10d::GradBucket& bucket) 
   rethrow_named(bucket, error);
 }
 
-void GradHook::submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer,
+void GradHook::submit_foreign(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
                               const std::shared_ptr<at::Tensor>& result) {
-  if (buffer.is_sparse()) {
+  if (gradients->is_sparse()) {
     TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
   }
   ForeignStages stages =
-      buffer.is_sparse() ? sparse_stages(transport_, buffer, result) : dense_stages(transport_, buffer);
+      gradients->is_sparse() ? sparse_stages(transport_, *result, result) : dense_stages(transport_, gradients);
   // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
   // all.
-  if (!buffer.is_cpu()) stages = on_wire_lane(std::move(stages));
+  if (!device_.is_cpu()) stages = on_wire_lane(std::move(stages));
   engine_->submit_foreign(std::move(job), std::move(stages));
 }
 
@@ -228,22 +220,22 @@ void GradHook::fall_back(const Guard::Failing& failing) {
 }
 
 std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const BucketRecord>& record,
-                                              const at::Tensor& buffer, int64_t step) const {
+                                              const GradientsPtr& gradients, int64_t step) const {
   auto job = std::make_shared<BucketJob>();
   job->label = record->label;
   if (record->foreign) return job;
-  job->grad_nbytes = static_cast<int64_t>(buffer.nbytes());
+  job->grad_nbytes = gradients->nbytes();
   job->plan = record->plan;
-  job->on_nonfinite = [record, buffer](const BucketJob& packed, int64_t chunk) {
-    attribute_nonfinite(*record, buffer, packed, chunk);
+  job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
+    attribute_nonfinite(*record, *gradients, packed, chunk);
   };
   const WireConfig& config = engine_->config();
-  // Addresses are taken anew each time: the reducer may allocate its buckets at every backward pass.
-  auto* data = static_cast<std::byte*>(buffer.data_ptr());
+  // Addresses are taken anew each time: gradients may be allocated at every backward pass.
+  std::byte* const origin = gradients->origin();
   job->payloads.reserve(record->streams.size());
   for (const BucketRecord::Stream& stream : record->streams) {
     Payload payload;
-    payload.streams.origin = data;
+    payload.streams.origin = origin;
     payload.streams.tables = stream.tables;
     if (record->plan.sums_codes() && config.stochastic) {
       const auto host = static_cast<uint32_t>(transport_->place().host);
@@ -262,10 +254,11 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
     job->payloads.push_back(std::move(payload));
   }
   const GradDtype dtype = grad_dtype_of(record->dtype);
-  for (const BucketRecord::Member& member : record->members) {
+  for (size_t i = 0; i < record->members.size(); ++i) {
+    const BucketRecord::Member& member = record->members[i];
     BucketStreams& streams = job->payloads[member.payload].streams;
     Stream& stream = member.exact ? streams.exact : streams.lossy;
-    stream.append(data + member.offset * grad_nbytes(dtype), member.numel, dtype);
+    stream.append(origin + gradients->offsets()[i] * grad_nbytes(dtype), member.numel, dtype);
   }
   for (size_t i = 0; i < record->streams.size(); ++i) {
     if (!record->streams[i].unpack_tables) continue;
@@ -275,7 +268,7 @@ std::shared_ptr<BucketJob> GradHook::make_job(const std::shared_ptr<const Bucket
   return job;
 }
 
-void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                        int64_t step) {
   if (record->plan.sum == Sum::kExact) return;
   at::NoGradGuard no_grad;
@@ -307,9 +300,9 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
   }
   auto measurement = std::make_shared<Measurement>();
   measurement->step = step;
-  job->before_pack = [measurement, buffer] {
+  job->before_pack = [measurement, gradients] {
     at::NoGradGuard inner_no_grad;
-    measurement->norm = at::linalg_vector_norm(buffer, 2, {}, false, at::kDouble);
+    measurement->norm = at::linalg_vector_norm(gradients->flattened(), 2, {}, false, at::kDouble);
   };
   job->after_first_encoder = [this, measurement, residuals, name = record->label->name] {
     at::NoGradGuard inner_no_grad;
@@ -320,21 +313,23 @@ void GradHook::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>
   };
 }
 
-std::shared_ptr<const BucketRecord> GradHook::record_of(const c10d::GradBucket& bucket) {
-  const size_t index = bucket.getIndex();
+std::shared_ptr<const BucketRecord> GradHook::record_of(const Bucket& bucket) {
+  const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
   if (!record || !record->is_of(bucket)) {
     record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_);
     guard_.forget(record->label->name);
+  } else if (!record->lies_as(*bucket.gradients)) {
+    record = moved_record(*record, *bucket.gradients, &engine_->device(), &parameters_);
   }
   // An index past the last bucket is left over from before a rebuild.
-  if (bucket.isLast()) records_.resize(index + 1);
+  if (bucket.is_last) records_.resize(index + 1);
   return records_[index];
 }
 
-void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& record) {
-  const size_t index = bucket.getIndex();
+void GradHook::check_order(const Bucket& bucket, const BucketRecord& record) {
+  const size_t index = bucket.index;
   // The passes of a reducer that skips buckets cannot be told apart here, and their number numbers the noise.
   const char* const why =
       ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
@@ -350,7 +345,7 @@ void GradHook::check_order(const c10d::GradBucket& bucket, const BucketRecord& r
                 next_index_, " and those after it", why);
     first_of_pass_ = &record;
   }
-  next_index_ = bucket.isLast() ? 0 : index + 1;
+  next_index_ = bucket.is_last ? 0 : index + 1;
 }
 
 double GradHook::max_over_ranks(double value, const std::string& what) const {

@@ -1,10 +1,9 @@
-// From DDP's buckets to the engine's jobs, and from a finished job to the reducer's future.
+// From buckets to the engine's jobs, and from a finished job to the front end's future.
 #pragma once
 
 #include <map>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <vector>
 
 #include "engine/engine.h"
@@ -14,6 +13,8 @@
 #include "watch/watch.h"
 
 namespace fusedcomm {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class GradHook {
  public:
@@ -31,8 +32,9 @@ class GradHook {
   // Ends the engine and the transport without holding the GIL.
   ~GradHook();
 
-  // Returns at once; the future holds the bucket's own buffer, or the error.
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+  // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or
+  // the error. Every rank brings the same buckets, in the order of their indices.
+  FuturePtr run(const Bucket& bucket);
 
   // From now on stalls are reported, and failures explained.
   void watch(const StorePtr& store, const WatchOptions& options);
@@ -82,23 +84,23 @@ class GradHook {
 
  private:
   // Throws the exception that is being handled, on accelerators with the bucket's name if it has none.
-  [[noreturn]] void rethrow_named(const c10d::GradBucket& bucket, const std::exception& error);
-  void submit_foreign(std::shared_ptr<BucketJob> job, const at::Tensor& buffer,
+  [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
+  void submit_foreign(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
                       const std::shared_ptr<at::Tensor>& result);
-  std::string text_of(const c10d::GradBucket& bucket);
+  std::string text_of(const Bucket& bucket);
   // Before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
   void fall_back(const Guard::Failing& failing);
-  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+  std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                                       int64_t step) const;
   // Has this rank's pack of the bucket measured.
-  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const at::Tensor& buffer,
+  void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                int64_t step);
 
   // All that follow, under mutex_.
-  std::shared_ptr<const BucketRecord> record_of(const c10d::GradBucket& bucket);
+  std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
   // Raises an error if DDP has left out buckets.
-  void check_order(const c10d::GradBucket& bucket, const BucketRecord& record);
+  void check_order(const Bucket& bucket, const BucketRecord& record);
 
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<C10dTransport> transport_;

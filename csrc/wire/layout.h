@@ -34,7 +34,7 @@ inline constexpr int64_t kDefaultBlockNumel = 128;
 inline constexpr int64_t kMinBlockNumel = 32;
 inline constexpr int64_t kMaxBlockNumel = 4096;
 
-// kFp8 is e4m3; 5 was e5m2. Names for people are in names.h, what the codes mean in fusedcomm/reference.py.
+// kFp8 is e4m3; 5 was e5m2. Names for people are in names.h, what the codes mean in fusedcomm/reference.
 enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
 
 // Wires that quantise carry one scale for every block of elements.
@@ -73,7 +73,7 @@ inline constexpr int64_t scales_nbytes(Wire wire, int64_t num_blocks) {
 
 inline constexpr int64_t default_block_numel(Wire wire) { return wire == Wire::kInt4 ? 32 : kDefaultBlockNumel; }
 
-// Elements that a rotation mixes; see reference.py. Divides every block.
+// Elements that a rotation mixes; see fusedcomm/reference. Divides every block.
 inline constexpr int64_t kRotationNumel = 32;
 // Bit i is set where element i changes its sign before it is rotated.
 inline constexpr uint32_t kRotationSigns = 0x9E3779B9;
@@ -252,7 +252,7 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
   return of_host;
 }
 
-// ---- residuals: what rounding has left out so far, see reference.py
+// ---- residuals: what rounding has left out so far, see fusedcomm/reference
 
 enum class ResidualFormat : uint8_t { kFp32, kBf16 };
 

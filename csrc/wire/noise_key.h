@@ -5,7 +5,7 @@
 
 namespace fusedcomm {
 
-// Which of the noise of reference.py: the Philox key, and all of the counter but the element.
+// Which of the noise of fusedcomm/reference: the Philox key, and all of the counter but the element.
 struct NoiseKey {
   uint64_t seed = 0;
   uint32_t parameter = 0;

@@ -291,7 +291,7 @@ class Tuner:
             return []
         session = self._sessions[best]
         plans = [record.plan for record in session.hook.buckets() if not record.foreign]
-        num_chunks = [plan.layout.num_chunks for plan in plans if not plan.in_place]
+        num_chunks = [plan.num_chunks for plan in plans if not plan.in_place]
         return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
 
     # ---- for people

@@ -196,7 +196,7 @@ class Config(Options):
         return [(self.wire, self.block_numel, rotate), *others]
 
     def number_of(self, wire: str) -> int:
-        """The number of a wire that parameters may have; see csrc/engine/plan.h."""
+        """The number of a wire that parameters may have; see csrc/engine/config.h."""
         return self.numbered_wires.index(wire) if wire in self.numbered_wires else _C.EXACT_WIRE
 
     @property
@@ -218,7 +218,7 @@ class Config(Options):
         return tuple(pattern for pattern in self.wires if pattern != ONE_DIMENSIONAL)
 
     def wire_number(self, name: str, parameter: torch.Tensor, other_names: Sequence[str] = ()) -> int:
-        """See csrc/engine/plan.h. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
+        """Its number. other_names: those of a tied parameter. ValueError: as :func:`patterns.rule_for`."""
         rule = patterns.rule_for(self.rules, (name, *other_names), parameter)
         return 0 if rule is None else self.number_of(rule.wire)
 
@@ -269,10 +269,10 @@ class Config(Options):
         """Whether what the codec encodes is summed in one shot, on one level."""
         return _C.is_one_shot(self.native(_ANY_CHUNKS), world_size)
 
-    def sum_of_large_buckets(self, world_size: int) -> str:
-        """As it is planned for fp32 gradients in the wire of most parameters, on one level."""
+    def plan_of_large_buckets(self, world_size: int) -> "_C.BucketPlan":
+        """For fp32 gradients in the wire of most parameters, on one level: its sum, and the steps of a chunk."""
         numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.numbered_wires) - 1)
-        return _C.plan_bucket(self.native(_ANY_CHUNKS), world_size, torch.empty(0), 0, numels).sum
+        return _C.plan_bucket(self.native(_ANY_CHUNKS), world_size, torch.empty(0), 0, numels)
 
     def record(self) -> dict[str, object]:
         """All of it, JSON-serialisable: what ranks compare. Two ways to say the same are equal."""

@@ -10,7 +10,7 @@ from fusedcomm.ranks import hosts
 WIRES = _C.WIRES
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
-SUMS = ("auto", "exact", "direct", "two-shot", "one-shot")
+SUMS = tuple(_C.SUMS)
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
 

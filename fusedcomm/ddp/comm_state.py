@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.config import AUTO, Config, LocalOptions, explains_moved, given, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
+from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, named_parameters
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
@@ -147,7 +148,8 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
         )
     state.look_at(bucket)
     # The reducer takes nothing but a Python object from a hook that was registered in Python.
-    return state.session(bucket.buffer().device).hook.run(bucket).then(_value)
+    session = state.session(bucket.buffer().device)
+    return _C.run_ddp_bucket(session.hook, bucket).then(_value)
 
 
 def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """Ranks of a host attach at the same time and need the same kernels: each kernel is compiled by one of them, while the
-others compile others, and all find the rest in Triton's cache.
+others compile others, and all find the rest in the compiler's cache.
 
 One file beside that cache has a byte for each kernel, which a rank locks while it compiles that. The system lets go of
 the locks of a process that dies. Where there can be no lock, every rank compiles for itself, as it would without this.

@@ -1,13 +1,17 @@
 """Gradients on a CUDA device: kernels compiled once at attach, launched natively, over the process group's own NCCL."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fusedcomm import config, env
-from fusedcomm.devices import compile_once
+from fusedcomm.devices import compile_once, compilers
 from fusedcomm.native import _C
+
+if TYPE_CHECKING:
+    from fusedcomm.kernels.variants import Compiled
 
 DRIVER = "libcuda.so.1"
 
@@ -26,7 +30,8 @@ class CudaPath:
     """What one rank brings before the ranks have agreed: its kernels, compiled, loaded and launched once.
 
     Raises:
-        RuntimeError: no driver, a GPU or a Triton that is not supported, or a kernel that cannot be loaded.
+        RuntimeError: no driver, a GPU that is not supported, nothing to compile kernels by, or one that cannot be
+            loaded.
         ValueError: an option is out of range, or is for another device.
     """
 
@@ -55,12 +60,12 @@ class CudaPath:
         limit_of_last = sm_limit_of_last(local.sm_limit, num_sms)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context this thread's, which loading needs
-            kernels, version = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
+            kernels, compiler = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
             self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(
                 kernels=kernels,
                 device=device,
-                isa=f"triton {version} sm_{capability}",
+                isa=f"{compiler} sm_{capability}",
                 max_programs=sm_limit,
                 max_programs_of_last=limit_of_last,
                 forced_sync=env.sync(),
@@ -93,15 +98,6 @@ def check_capability(device: torch.device) -> int:
     return capability
 
 
-def check_triton() -> str:
-    """Triton's version; RuntimeError if it is not there or its way of launching kernels is not known."""
-    try:
-        from fusedcomm.kernels import compile
-    except ImportError as error:
-        raise RuntimeError(f"fusedcomm: gradients on cuda need Triton, which cannot be imported: {error}") from error
-    return compile.check_triton()
-
-
 def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
     """The argument, else one in SM_SHARE; ValueError for what the GPU does not have."""
     if sm_limit is None:
@@ -121,9 +117,9 @@ def kernel_variants(
     cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]
 ) -> tuple["_C.KernelKey", ...]:
     """Every kernel that `cfg` can need for gradients of these dtypes."""
-    from fusedcomm.kernels import compile
+    from fusedcomm.kernels import variants
 
-    return compile.engine_variants(
+    return variants.engine_variants(
         cfg.formats,
         grad_dtypes,
         stochastic=cfg.is_stochastic,
@@ -142,32 +138,25 @@ def load_kernels(
     capability: int,
     announce: bool,
 ) -> tuple["_C.KernelLoader", str]:
-    """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and Triton's version."""
-    version = check_triton()
-    from fusedcomm.kernels import constants
+    """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and what made them."""
+    compiler = compilers.choose()
+    from fusedcomm.kernels.variants import TILE
 
     variants = kernel_variants(cfg, world_size, grad_dtypes)
     if announce:
         print(
-            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} (some seconds the first time; Triton "
-            "keeps them)",
+            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} by {compiler.name}, as "
+            f"{compiler.reason} (some seconds the first time; they are kept)",
             flush=True,
         )
-    loader = _C.KernelLoader(driver, constants.TILE)
-    for compiled in compile_once.compiled(variants, lambda variant: compile_kernel(variant, capability)):
+    loader = _C.KernelLoader(driver, TILE)
+    made = compile_once.compiled(variants, lambda variant: compiler.compile(variant, capability), compiler.folder)
+    for compiled in made:
         load(loader, compiled)
-    return loader, version
+    return loader, compiler.name
 
 
-def compile_kernel(variant: "_C.KernelKey", capability: int) -> object:
-    """By Triton, or from kernels/ragged.cu where that is ahead of it; what was compiled before is found in a cache."""
-    from fusedcomm.kernels import compile, ragged_cuda
-
-    in_cuda = not variant.flat and variant.kernel in ragged_cuda.AHEAD_OF_TRITON and ragged_cuda.has(variant)
-    return (ragged_cuda if in_cuda else compile).compile(variant, capability)
-
-
-def load(loader: "_C.KernelLoader", compiled: object) -> None:
+def load(loader: "_C.KernelLoader", compiled: "Compiled") -> None:
     """Hands one compiled kernel to the engine. RuntimeError if its parameters are not what the engine packs."""
     key = compiled.variant
     expected = tuple(_C.kernel_params(key.kernel))

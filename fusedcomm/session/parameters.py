@@ -14,7 +14,7 @@ class NamedParameter:
     name: str
     tensor: torch.Tensor
     wire: int
-    """Its number, see csrc/engine/plan.h."""
+    """Its number, see csrc/engine/config.h."""
     other_names: tuple[str, ...] = ()
     """Of a tied parameter. Patterns know it by them, too; state, plan and the ranks by `name` alone."""
 

@@ -225,14 +225,14 @@ def _planned_row(
     numel: int,
     plan: "_C.BucketPlan",
 ) -> BucketRow:
-    between = plan.sent_between_hosts_nbytes(world_size, hosts.ranks_per_host) if hosts else None
+    between = plan.sent_between_hosts_nbytes(hosts.ranks_per_host) if hosts else None
     return BucketRow(
         parameters=names,
         grad_nbytes=numel * dtype.itemsize,
         wire="+".join(layout.wire for layout in plan.layouts),
         sum=plan.sum,
-        num_chunks=1 if plan.in_place else plan.layout.num_chunks,
-        sent_nbytes=plan.sent_nbytes(world_size),
+        num_chunks=plan.num_chunks,
+        sent_nbytes=plan.sent_nbytes,
         reason=plan.reason,
         sent_between_hosts_nbytes=0 if hosts and hosts.num_hosts == 1 else between,
     )

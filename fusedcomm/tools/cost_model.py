@@ -1,12 +1,10 @@
-"""How long a training step takes: an α–β–γ model, with every assumption in this file.
+"""How long a training step takes: an α–β–γ model. Every assumption is listed here.
 
-Each operation takes  fixed + units · per unit  seconds (:class:`Cost`): a collective α + β · bytes that a rank sends, a
-codec stage its own fixed part + γ · elements. What these are for a cluster is measured (``fusedcomm probe``) or assumed
-(``fusedcomm plan``); here they are put together as the engine does (csrc/engine/engine.h):
+cluster.py says how long one operation takes on a cluster. Here operations are put together as the engine does
+(csrc/engine/engine.h):
 
 - Gradients become ready during the backward pass, in order; a bucket is ready with its last gradient.
-- A bucket travels in chunks: pack → collective → reduce → collective → unpack, pack → all-reduce → unpack, or pack →
-  all-gather → sum. Sizes and numbers come from the wire layout, none are worked out here.
+- A bucket travels in chunks, each by the steps of its plan (csrc/engine/sums.h). A step says how many bytes it moves.
 - Each resource (the network, the network within a host, each codec lane) does one thing at a time, in the order in
   which things become ready. What a collective sends out of a host and within it travels at once.
 - On CPU a collective's fixed part is latency: it delays its chunk and leaves the network free. On an accelerator the
@@ -20,7 +18,6 @@ codec stage its own fixed part + γ · elements. What these are for a cluster is
 
 import dataclasses
 import heapq
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,6 +25,7 @@ import torch
 from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.native import _C
+from fusedcomm.tools.cluster import COSTS_OF_OPERATIONS, Cluster, Cost, Network, kind_of_all_reduce
 
 FIRST_BUCKET_NBYTES = 1 << 20
 DEFAULT_CAP_NBYTES = 25 << 20
@@ -37,130 +35,6 @@ WORTHWHILE = 0.03
 MAX_DELAYS = 4
 FEW_CORES = 3
 """With fewer for each rank, the codec's lanes take turns on them instead of running side by side."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """Seconds of an operation on so many units."""
-
-    fixed_s: float
-    per_unit_s: float
-    occupied_s: float = 0.0
-    """Of the fixed part of a collective: the network is taken for so long, however few bytes the message has."""
-    cpu_s_per_unit: float | None = None
-    """Of a core, for a collective; None: the network's `cpu_s_per_byte`."""
-    cpu_fixed_s: float = 0.0
-    """Of a core, for each message of a collective beside its bytes."""
-
-    def __call__(self, units: float) -> float:
-        return self.fixed_s + units * self.per_unit_s
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """One level of the network, as all ranks see it that use it at once. Units are bytes that one rank sends."""
-
-    all_reduce: Cost
-    """Of n bytes among p ranks, each sends 2(p−1)/p · n."""
-    exchange: Cost
-    """An all-to-all, or an all-gather, of a message of n bytes: each rank sends (p−1)/p · n."""
-    cpu_s_per_byte: float = 0.0
-    """Of a core, for each byte that a rank sends."""
-    tree: Cost | None = None
-    """Another all-reduce, of as many bytes, which is taken where it is faster."""
-    direct: Cost | None = None
-    """An all-reduce in a 16-bit wire; None: as `all_reduce` of as many bytes."""
-    gather: Cost | None = None
-    """An all-gather round a ring, which leaves each host once; None: it is an exchange."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TwoLevels:
-    """What sums on two levels find in place of a cluster's networks: their collectives have fewer ranks."""
-
-    network: Network
-    """Among ranks of which each is on another host; all ranks of a host at once."""
-    local: Network
-    """Among the ranks of a host."""
-
-
-# An exact sum is of gradients where they are, which are scaled once.
-STAGES_OF_SUMS = {
-    "exact": ("pack",),
-    "direct": ("pack", "unpack"),
-    "two-shot": ("pack", "reduce", "unpack"),
-    "one-shot": ("pack", "sum"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """The stages of one wire; None: not known. Units are gradient elements: of the chunk for pack, unpack and sum, and
-    for reduce, which decodes one part of each rank, of all its parts together."""
-
-    pack: Cost
-    reduce: Cost | None = None
-    unpack: Cost | None = None
-    sum: Cost | None = None
-    """Unpack in a one-shot, where all ranks' messages are there."""
-
-    def seconds(self, stage: str, numel: float) -> float:
-        """Of one stage. ValueError if it is not known: what was measured are the stages that "auto" has there."""
-        cost: Cost | None = getattr(self, stage)
-        if cost is None:
-            raise ValueError(f"how long the codec's {stage!r} takes is not known: predict a sum that does without it")
-        return cost(numel)
-
-    def whole_s(self, sum: str, numel: float) -> float:
-        """Of all stages of a chunk that is summed so."""
-        return math.fsum(self.seconds(stage, numel) for stage in STAGES_OF_SUMS[sum])
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Ranks, their network and their processors."""
-
-    world_size: int
-    network: Network
-    codecs: Mapping[str, Codec]
-    """By wire; "fp32" has what an exact sum does to a bucket in its own memory."""
-    copy_s_per_byte: float
-    """Of DDP's copies into and out of its buckets."""
-    cores: float | None = None
-    """That each rank has for everything; None: ranks compute on accelerators, which do not move bytes."""
-    timed_s_per_byte: float | None = None
-    """As attach would time the link, by which it chooses the size of chunks; None: of 1 Gbit/s."""
-    ranks_per_host: int = 1
-    """More than one: `network` is a host's, shared by its ranks, and its costs are for bytes that a host sends."""
-    local: Network | None = None
-    """Within a host; needed if hosts have several ranks."""
-    two_levels: TwoLevels | None = None
-    """None: sums on two levels find what others do."""
-    link_bytes_s: float = math.inf
-    """What `network` has been seen to carry at most."""
-    slowdown: float = 0.0
-    """Of an accelerator's computing by what runs beside it: collectives and codec stages that take t during the
-    backward pass make that longer by slowdown · t."""
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1 or self.ranks_per_host < 1 or self.world_size % self.ranks_per_host:
-            raise ValueError(
-                f"{self.world_size} ranks, {self.ranks_per_host} on each host, are not possible: use a multiple of the "
-                "ranks of a host"
-            )
-        if self.ranks_per_host > 1 and self.local is None:
-            raise ValueError(f"ranks_per_host={self.ranks_per_host} needs the network within a host: set local")
-        if self.cores is not None and self.cores <= 0:
-            raise ValueError(f"cores={self.cores} is not possible: use a positive number, or None for accelerators")
-
-    @property
-    def num_hosts(self) -> int:
-        return self.world_size // self.ranks_per_host
-
-    def codec(self, wire: str) -> Codec:
-        if wire not in self.codecs:
-            raise ValueError(f"no codec costs of wire {wire!r} are known, only of {', '.join(sorted(self.codecs))}")
-        return self.codecs[wire]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,16 +216,35 @@ class _Simulation:
         index = self._num_buckets
         self._num_buckets += 1
         if self.config is None:
-            self._chunks.append(_Chunk(index, ready_s, self._all_reduce(4 * numel), takes_slot=False))
+            stages = self._all_reduce(4 * numel, self.cluster.num_hosts, self.cluster.ranks_per_host)
+            self._chunks.append(_Chunk(index, ready_s, stages, takes_slot=False))
             return
         plan = _C.plan_bucket(self._native, self.cluster.world_size, torch.empty(0), exempt, [numel - exempt])
-        if plan.in_place:
-            scale = self._codec_stage("pack", self.cluster.codec("fp32").pack(numel))
-            self._chunks.append(_Chunk(index, ready_s, [scale, *self._all_reduce(4 * numel)], takes_slot=False))
-            return
-        num_chunks = plan.layout.num_chunks
-        stages = {"two-shot": self._two_shot, "one-shot": self._one_shot}.get(plan.sum, self._direct)
-        self._chunks += [_Chunk(index, ready_s, stages(plan, numel / num_chunks), takes_slot=True)] * num_chunks
+        if plan.num_chunks == 0:
+            return  # of nothing
+        stages = [stage for step in plan.steps for stage in self._stages(plan, step, numel / plan.num_chunks)]
+        self._chunks += [_Chunk(index, ready_s, stages, takes_slot=not plan.in_place)] * plan.num_chunks
+
+    def _stages(self, plan: "_C.BucketPlan", step: "_C.Step", numel: float) -> list[_Stage]:
+        """Of one step of a chunk that has `numel` elements."""
+        layout = plan.host_layouts[0] if step.in_local_wire else plan.layout
+        if step.is_collective:
+            return self._of_collective(step, layout.wire)
+        cost = COSTS_OF_OPERATIONS[step.operation]
+        if cost == "reduce":
+            numel *= step.nbytes / layout.chunk_nbytes  # between hosts a rank has a part of the chunk
+        return [self._codec_stage(step.stage, self.cluster.codec(layout.wire).seconds(cost, numel))]
+
+    def _of_collective(self, step: "_C.Step", wire: str) -> list[_Stage]:
+        num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
+        if step.channel.startswith("local"):
+            num_hosts = 1
+        elif step.channel.startswith("cross"):
+            per_host = 1
+        if step.operation == "all-reduce":
+            return self._all_reduce(step.nbytes, num_hosts, per_host, kind_of_all_reduce(wire))
+        collective = {"all-to-all": self._exchange, "all-gather": self._gather}[step.operation]
+        return collective(step.nbytes, num_hosts, per_host)
 
     def _codec_stage(self, lane: str, seconds: float) -> _Stage:
         if self._on_streams:
@@ -360,57 +253,15 @@ class _Simulation:
             lane = "codec"
         return _Stage({lane: seconds}, cpu_s=seconds)
 
-    def _direct(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec = self.cluster.codec(plan.layout.wire)
-        return [
-            self._codec_stage("pack", codec.pack(numel)),
-            *self._all_reduce(plan.layout.chunk_nbytes, "direct"),
-            self._codec_stage("unpack", codec.seconds("unpack", numel)),
-        ]
-
-    def _one_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec, world_size = self.cluster.codec(plan.layout.wire), self.cluster.world_size
-        gathered = world_size * plan.layout.chunk_nbytes
-        return [
-            self._codec_stage("pack", codec.pack(numel)),
-            *self._gather(gathered, self.cluster.num_hosts, self.cluster.ranks_per_host),
-            self._codec_stage("unpack", codec.seconds("sum", numel)),
-        ]
-
-    def _two_shot(self, plan: "_C.BucketPlan", numel: float) -> list[_Stage]:
-        codec, nbytes = self.cluster.codec(plan.layout.wire), plan.layout.chunk_nbytes
-        num_hosts, per_host = self.cluster.num_hosts, self.cluster.ranks_per_host
-        if not self._two_levels:
-            return [
-                self._codec_stage("pack", codec.pack(numel)),
-                *self._exchange(nbytes, num_hosts, per_host),
-                self._codec_stage("reduce", codec.seconds("reduce", numel)),
-                *self._gather(nbytes, num_hosts, per_host),
-                self._codec_stage("unpack", codec.seconds("unpack", numel)),
-            ]
-        host_layout = plan.host_layouts[0]
-        local, between = self.cluster.codec(host_layout.wire), nbytes / per_host
-        return [
-            self._codec_stage("pack", local.pack(numel)),
-            *self._exchange(host_layout.chunk_nbytes, 1, per_host),
-            self._codec_stage("local reduce", local.seconds("reduce", numel)),
-            *self._exchange(between, num_hosts, 1),
-            self._codec_stage("reduce", codec.seconds("reduce", numel / per_host)),
-            *self._gather(between, num_hosts, 1),
-            *self._gather(nbytes, 1, per_host),
-            self._codec_stage("unpack", codec.seconds("unpack", numel)),
-        ]
-
     def _levels(self, num_hosts: int, per_host: int) -> dict[str, Network]:
         """What a collective of so many hosts and of so many ranks on each of them goes over."""
         levels = {"network": self._network} if num_hosts > 1 else {}
         return {**levels, "local": self._local} if per_host > 1 else levels
 
-    def _all_reduce(self, nbytes: float, kind: str = "all_reduce") -> list[_Stage]:
-        """Over all ranks; round a ring that leaves each host once."""
-        p = self.cluster.world_size
-        levels = self._levels(self.cluster.num_hosts, self.cluster.ranks_per_host)
-        sent = dict.fromkeys(levels, 2 * (p - 1) / p * nbytes)
+    def _all_reduce(self, nbytes: float, num_hosts: int, per_host: int, kind: str = "all_reduce") -> list[_Stage]:
+        """Round a ring that leaves each host once."""
+        levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
+        sent = self._round_ring(2 * (p - 1) / p * nbytes, per_host)
         ways = [self._collective(kind, levels, sent)]
         if all(level.tree is not None for level in levels.values()):
             ways.append(self._collective("tree", levels, sent))
@@ -428,9 +279,11 @@ class _Simulation:
         levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
         if any(level.gather is None for level in levels.values()):
             return self._exchange(nbytes, num_hosts, per_host)
-        # Ranks of a host that are not in the same ring have rings of their own.
-        rings, sent = self.cluster.ranks_per_host // per_host, (p - 1) / p * nbytes
-        return self._collective("gather", levels, {"network": rings * sent, "local": sent})
+        return self._collective("gather", levels, self._round_ring((p - 1) / p * nbytes, per_host))
+
+    def _round_ring(self, nbytes: float, per_host: int) -> dict[str, float]:
+        """Sent where each rank sends `nbytes` on: ranks of a host that are not in one ring have rings of their own."""
+        return {"network": self.cluster.ranks_per_host // per_host * nbytes, "local": nbytes}
 
     def _collective(self, kind: str, levels: Mapping[str, Network], sent: Mapping[str, float]) -> list[_Stage]:
         """sent: bytes, by a host over "network" and by a rank over "local". With no level there is nothing to do."""

@@ -44,7 +44,6 @@ def _machine() -> list[tuple[str, str]]:
         ("compiler", _compiler()),
         ("CUDA", _cuda()),
         ("triton", _version_of("triton")),
-        ("cupy", _version_of("cupy-cuda13x", "cupy-cuda12x", "cupy")),
     ]
 
 
@@ -115,6 +114,10 @@ def _extension_error() -> str | None:
     isas = _C.available_isas()
     if env.isa() not in ("auto", *isas):
         return f"{env.ISA}={env.isa()} cannot run on this machine: unset it, or use one of {', '.join(isas)}"
+    try:
+        env.kernels()
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -135,7 +138,18 @@ def _verdict(extension_error: str | None) -> list[tuple[str, str]]:
         cpu = f"supported over gloo; wires {', '.join(fusedcomm.WIRES)}"
     else:
         cpu = "not supported: this torch has no gloo backend"
-    return [("CPU", cpu), ("CUDA", _cuda_verdict(dist)), *_streams_verdict()]
+    return [("CPU", cpu), ("CUDA", _cuda_verdict(dist)), ("kernels", _kernels_verdict()), *_streams_verdict()]
+
+
+def _kernels_verdict() -> str:
+    """Which kernels would run on a GPU, and why; whether there is one or not."""
+    from fusedcomm.devices import compilers
+
+    try:
+        compiler = compilers.choose()
+    except RuntimeError as error:
+        return f"none for CUDA: {error}"
+    return f"on CUDA by {compiler.name}, as {compiler.reason}"
 
 
 def _streams_verdict() -> list[tuple[str, str]]:
@@ -159,15 +173,15 @@ def _cuda_verdict(dist: types.ModuleType) -> str:
         return "nothing to do: this torch finds no CUDA device"
     if not (dist.is_available() and dist.is_nccl_available()):
         return "not supported: this torch has no NCCL backend"
-    from fusedcomm.devices import cuda
+    from fusedcomm.devices import compilers, cuda
     from fusedcomm.native import _C
 
     try:
         _C.CudaDriver(cuda.DRIVER)
         capabilities = {cuda.check_capability(torch.device("cuda", i)) for i in range(torch.cuda.device_count())}
-        version = cuda.check_triton()
+        compiler = compilers.choose()
     except RuntimeError as error:
         return f"not supported: {error}"
     names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
-    has = f"Triton {version} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
+    has = f"{compiler.name} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
     return f"over NCCL, tested without a GPU only (`make gpu` tests it on this one); {has}"

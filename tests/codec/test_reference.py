@@ -313,7 +313,7 @@ def test_special_blocks(wire):
     y[7, 9] = math.nan
     y[8] = 2.0**127
     codes, scales = reference.encode(y.view(-1), wire, 32)
-    values = reference._values(codes, wire).view(9, 32)
+    values = reference.values_of_codes(codes, wire).view(9, 32)
     stored = codes.view(torch.uint8).view(9, -1)
     assert scales[[0, 3, 5]].tolist() == [0, 0, 0]
     assert not stored[[0, 3, 5, 7]].any()  # no sign of zero either

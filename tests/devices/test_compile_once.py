@@ -44,7 +44,7 @@ def load_kernels(rank, world_size, folder, library):
 
     from fusedcomm.config import Config
     from fusedcomm.devices import cuda
-    from fusedcomm.kernels import compile
+    from fusedcomm.kernels import compile, variants
     from fusedcomm.native import _C
 
     note = compiler(folder)
@@ -53,7 +53,7 @@ def load_kernels(rank, world_size, folder, library):
     def compiled(variant, capability):
         symbol = note(str(variant).replace("/", " "))
         loaded.append(symbol)
-        return compile.Compiled(variant, symbol, b"", "", 16, 0, tuple(_C.kernel_params(variant.kernel)), 0)
+        return variants.Compiled(variant, symbol, b"", "", 16, 0, tuple(_C.kernel_params(variant.kernel)), 0)
 
     own = compile.check_triton, compile.compile
     compile.check_triton, compile.compile = lambda: "3.7", compiled

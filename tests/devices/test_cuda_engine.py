@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 
+import cuda_cpp
 import fake_cuda
 import pytest
 import torch
@@ -18,6 +19,7 @@ from models import Gradients, Mlp, Sparse, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, Rounding
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
@@ -48,8 +50,11 @@ def fake(library):
 SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
 
 
-def both_paths(rank, world_size, library, config, dtype):
-    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches."""
+def both_paths(rank, world_size, library, config, dtype, in_cuda=None):
+    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches.
+
+    `in_cuda`: the library of the kernels in CUDA C++, to run these instead of Triton's.
+    """
     num_steps = 4 if config.feedback else 2  # what is left out in one step shows in the next
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
@@ -62,7 +67,7 @@ def both_paths(rank, world_size, library, config, dtype):
             comm = fusedcomm.attach(ddp, config)
             seen = synchronise(ddp, gradients, steps=num_steps)
         else:
-            with fake.takes_over(config):
+            with fake.takes_over(config, in_cuda):
                 comm = fusedcomm.attach(ddp, config)
                 seen = synchronise(ddp, gradients, steps=num_steps)
         stats = comm.stats()
@@ -173,12 +178,28 @@ CONFIGS = {
     ],
 )
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, library, name, world_size, dtype):
-    for results, launches, _ in ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size):
+    check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, world_size=world_size))
+
+
+def check_both_paths(of_ranks):
+    for results, launches, _ in of_ranks:
         (cpu, *cpu_counts), (gpu, *gpu_counts) = results
         assert torch.equal(cpu, gpu)
         assert cpu_counts == gpu_counts
         assert cpu_counts[0] > 0
         assert launches
+
+
+@pytest.fixture(scope="session")
+def in_cuda(tmp_path_factory):
+    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
+    world_size = 4 if "hosts" in CONFIGS[name] else 2
+    check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
@@ -290,9 +311,9 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
 
 def test_every_kernel_parameter_has_the_engines_type():
     """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
-    from fusedcomm.kernels import compile
+    from fusedcomm.kernels import compile, variants
 
-    for variant in compile.engine_variants([("int8", 128, False)], (torch.float32,)):
+    for variant in variants.engine_variants([("int8", 128, False)], (torch.float32,)):
         signature, _ = compile._signature(variant)
         parameters = compile.flattened(compile.KERNELS[variant.kernel], signature)
         kinds = ["ptr" if kind.startswith("*") else {"fp32": "f32"}.get(kind, kind) for _, _, kind in parameters]
@@ -448,10 +469,10 @@ def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
 
 
 def test_kernels_of_another_version_are_refused(fake):
-    from fusedcomm.kernels import compile
+    from fusedcomm.kernels import variants
 
-    variant = compile.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
-    compiled = compile.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
+    variant = variants.engine_variants([("bf16", 128, False)], (torch.float32,))[0]
+    compiled = variants.Compiled(variant, "pack", b"", "", 16, 0, ("ptr", "i32"), 1)
     with pytest.raises(RuntimeError, match=r"kernel pack was compiled with parameters \('ptr', 'i32'\)"):
         cuda.load(_C.KernelLoader(fake.driver, 1024), compiled)
 
@@ -469,6 +490,7 @@ def test_a_triton_of_unknown_convention_is_named(monkeypatch, fake):
     import triton
 
     monkeypatch.setattr(triton, "__version__", "4.0.0")
+    monkeypatch.setenv(env.KERNELS, "triton")
     with pytest.raises(RuntimeError, match=r"Triton 4.0.0 is not supported: use 3.6 to 3.9"):
         cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
 
@@ -485,28 +507,3 @@ def test_the_sm_limit_is_a_share_of_the_gpu():
     assert cuda.choose_sm_limit(132, 132) == 132
     assert cuda.sm_limit_of_last(None, 132) == 132
     assert cuda.sm_limit_of_last(20, 132) == 20
-
-
-@pytest.mark.parametrize("ahead", [frozenset(), frozenset({"pack"}), frozenset({"pack", "unpack"})], ids=sorted)
-def test_kernels_in_cuda_are_taken_where_they_are_ahead(monkeypatch, fake, ahead):
-    from fusedcomm.kernels import compile, ragged_cuda
-
-    taken = {}
-
-    def by(compiler):
-        def compiled(variant, capability):
-            taken[variant.kernel, variant.flat, variant.feedback] = compiler
-            return compile.Compiled(variant, variant.kernel, b"", "", 16, 0, _C.kernel_params(variant.kernel), 0)
-
-        return compiled
-
-    monkeypatch.setattr(compile, "check_triton", lambda: "3.7")
-    monkeypatch.setattr(compile, "compile", by("triton"))
-    monkeypatch.setattr(ragged_cuda, "compile", by("cuda"))
-    monkeypatch.setattr(ragged_cuda, "AHEAD_OF_TRITON", ahead)
-    cuda.load_kernels(fake.driver, Config(), 3, [torch.float32], 90, announce=False)
-    expected = {(kernel, flat, None): "triton" for kernel in ("pack", "unpack", "reduce") for flat in (True, False)}
-    # Of measured buckets, which only Triton's kernels can do.
-    expected |= {("pack", flat, "fp32"): "triton" for flat in (True, False)}
-    expected["scale", True, None] = "triton"
-    assert taken == {**expected, **{(kernel, False, None): "cuda" for kernel in ahead}}

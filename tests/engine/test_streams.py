@@ -13,8 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [
     "tests/native/stream_stress.cpp",
     "tests/native/sim_accelerator.cpp",
-    "csrc/engine/engine.cpp",
-    "csrc/engine/plan.cpp",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/engine").glob("*.cpp")),
     *(f"csrc/devices/{name}.cpp" for name in ("stream_lane", "stream_device", "cpu_device")),
     *(f"csrc/lanes/{name}.cpp" for name in ("inline_lane", "cpu_lane")),
     "csrc/codec/codec.cpp",

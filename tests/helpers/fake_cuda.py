@@ -1,4 +1,5 @@
-"""The engine's CUDA path in the host's memory: a driver of our own whose launches run under Triton's interpreter.
+"""The engine's CUDA path in the host's memory: a driver of our own whose launches run under Triton's interpreter, or as
+the kernels in CUDA C++ that a C++ compiler has compiled.
 
 Everything is real but the GPU: the hook, the engine, the tables, the packing of arguments, the kernels' code.
 """
@@ -9,6 +10,7 @@ import functools
 import subprocess
 from pathlib import Path
 
+import cuda_cpp
 import interpreter
 import torch
 
@@ -66,6 +68,7 @@ class FakeCuda:
         self.grids: list[int] = []  # their numbers of programs
         self.errors: list[BaseException] = []
         self.max_programs_of_last = MAX_PROGRAMS
+        self._in_cuda: ctypes.CDLL | None = None
         self._variants = {}
         self._callback = _LAUNCH(self._launch)  # held: the library has only its address
         self.library.fake_on_launch(self._callback)
@@ -83,7 +86,7 @@ class FakeCuda:
             self.library.fake_capture(0)
 
     def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
-        from fusedcomm.kernels import compile, constants
+        from fusedcomm.kernels import variants
 
         loader = _C.KernelLoader(self.driver, TILE)
         for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes):
@@ -91,12 +94,12 @@ class FakeCuda:
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
                 loader,
-                compile.Compiled(
+                variants.Compiled(
                     variant=variant,
                     symbol=variant.kernel,
                     cubin=image.encode(),
                     ptx="",
-                    num_warps=constants.NUM_WARPS,
+                    num_warps=variants.NUM_WARPS,
                     shared_nbytes=0,
                     params=tuple(_C.kernel_params(variant.kernel)),
                     num_scratch_pointers=2,
@@ -117,10 +120,14 @@ class FakeCuda:
         )
 
     @contextlib.contextmanager
-    def takes_over(self, config: Config):
+    def takes_over(self, config: Config, in_cuda: str | None = None):
         """Within it, fusedcomm.attach with this configuration gives gradients on cpu the CUDA path; its launches are
-        recorded anew."""
+        recorded anew.
+
+        `in_cuda`: what cuda_cpp.build has made, to run the kernels in CUDA C++ instead of Triton's.
+        """
         fake = self
+        self._in_cuda = in_cuda and ctypes.CDLL(in_cuda)
 
         class Path:
             codec = "fake"
@@ -144,6 +151,7 @@ class FakeCuda:
         finally:
             session.CpuPath = own
             self.fail("", 0)
+            self._in_cuda = None
             if self.errors:
                 raise self.errors[0]
 
@@ -172,10 +180,10 @@ class FakeCuda:
         InPlace(kernel.rewrite(), kernel.arg_names, (num_programs,), [])(*args)
 
     def _run(self, name: str, num_programs: int, num_threads: int, params: int) -> None:
-        from fusedcomm.kernels import compile, constants
+        from fusedcomm.kernels import compile, variants
 
         variant = self._variants[name]
-        assert num_threads == 32 * constants.NUM_WARPS
+        assert num_threads == 32 * variants.NUM_WARPS
         kernel = compile.KERNELS[variant.kernel]
         signature, constants_of_variant = compile._signature(variant)
         runtime = [(name, kind) for name, _, kind in compile.flattened(kernel, signature)]
@@ -188,6 +196,9 @@ class FakeCuda:
             assert ctypes.c_void_p.from_address(scratch).value is None
         self.launches.append((variant.kernel, values))
         self.grids.append(num_programs)
+        if self._in_cuda:
+            cuda_cpp.launch_on_cpu(self._in_cuda, variant, TILE, num_programs, params)
+            return
         values = {**values, **constants_of_variant, "TILE": TILE}
         arguments = [
             type(kind)(*(values[f"{name}.{field}"] for field in kind._fields))

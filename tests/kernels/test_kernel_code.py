@@ -113,7 +113,7 @@ def resources(cubin):
 
 
 def compile_all(kernels, encoders):
-    from fusedcomm.kernels.compile import Variant
+    from fusedcomm.kernels.variants import Variant
 
     compiled = {}
     for kernel, wire, dtype, flat, rotated, capability in kernels:
@@ -347,7 +347,7 @@ def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
 
 REFUSALS = """
 import dataclasses, torch, triton
-from fusedcomm.kernels import compile as c, ragged_cuda
+from fusedcomm.kernels import compile as c, variants
 
 def refused(expected, call):
     try:
@@ -357,30 +357,30 @@ def refused(expected, call):
     else:
         raise AssertionError("not refused: " + expected)
 
-variant = c.Variant("scale", None, 128, torch.float32, True)
-engine = c.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
+variant = variants.Variant("scale", None, 128, torch.float32, True)
+engine = variants.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
 assert len(engine) == len(set(engine)) == 11, engine
-rotated = c.engine_variants([("int4", 32, True)], (torch.float32,))
+rotated = variants.engine_variants([("int4", 32, True)], (torch.float32,))
 assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
-measured = c.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
+measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
 packs = [(v.stochastic, v.feedback) for v in measured if v.kernel == "pack" and v.flat]
 assert packs == [(True, None), (True, "fp32")], packs
-several = c.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "bf16")
+several = variants.engine_variants([("int4", 32, True), ("fp32", 128, False)], (torch.float32,), True, "bf16")
 assert {(v.wire, v.stochastic, v.feedback) for v in several if v.kernel in ("pack", "reduce")} == {
     ("int4", True, "bf16"), ("fp32", False, None)
 }, several
-hosts = c.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
+hosts = variants.engine_variants([("int4", 32, True)], (torch.float32,), True, "bf16", local_wire="bf16")
 assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v in hosts if v.wire} == {
     ("pack", "bf16", None, False, False, None), ("pack", "int4", None, True, True, "bf16"),
     ("reduce", "int4", "bf16", True, True, "bf16"),
     ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
 }, hosts
-measured = c.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
+measured = variants.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
 assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
     ("pack", "fp8", None, None), ("pack", "fp8", None, "fp32"), ("pack", "fp32", None, None),
     ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
 }, measured
-one_shot = c.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
+one_shot = variants.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
 assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire} == {
     (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
 }, one_shot
@@ -392,15 +392,6 @@ c.MAX_SHARED_NBYTES = 48 * 1024
 c._TYPES["numel"], wanted = "i32", c._ptx_type
 c._ptx_type = lambda kind: {"i32": "i64"}.get(kind, wanted(kind))
 refused("with parameters = ('ptr', 'i32', 'f32'", lambda: c.compile(variant, 90))
-
-for variant in (
-    c.Variant("pack", "int4", 32, torch.float32, False),
-    c.Variant("unpack", "fp8", 128, torch.float32, False),
-    c.Variant("pack", "int8", 128, torch.float32, False, rotated=True),
-    c.Variant("pack", "int8", 128, torch.float32, False, stochastic=True),
-    c.Variant("pack", "int8", 128, torch.float32, False, feedback="fp32"),
-):
-    refused("for fp32, bf16, fp16, int8 unrotated", lambda: ragged_cuda.compile(variant, 90))
 
 for version in ("3.5.1", "3.10.0", "4.0.0", "2.3.0+git"):
     triton.__version__ = version

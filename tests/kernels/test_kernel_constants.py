@@ -124,7 +124,7 @@ def every_variant():
     with noise and residuals; sums within hosts in another wire."""
     import torch
 
-    from fusedcomm.kernels.compile import engine_variants
+    from fusedcomm.kernels.variants import engine_variants
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     variants = []

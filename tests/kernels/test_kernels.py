@@ -1,12 +1,16 @@
-"""The Triton kernels against the oracle: the same bytes on the wire, the same bits in memory, and nothing else touched.
+"""The kernels, Triton's and those in CUDA C++, against the oracle: the same bytes on the wire, the same bits in memory,
+and nothing else touched.
 
-Without a GPU Triton's interpreter runs them on CPU tensors. It is slow, so what depends on the geometry alone is tested
-with small tiles.
+Without a GPU they run on CPU tensors, by Triton's interpreter and by a C++ compiler. The interpreter is slow, so what
+depends on the geometry alone is tested with small tiles.
 """
 
 import dataclasses
+import importlib
 import math
+import shutil
 
+import cuda_cpp
 import interpreter
 import pytest
 import torch
@@ -21,13 +25,13 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from fusedcomm.kernels.bucket import make_bucket  # noqa: E402
-from fusedcomm.kernels.constants import TILE  # noqa: E402
 from fusedcomm.kernels.encoding import Encoding, encoding_args  # noqa: E402
 from fusedcomm.kernels.noise import noise  # noqa: E402
 from fusedcomm.kernels.pack import pack  # noqa: E402
 from fusedcomm.kernels.reduce import reduce  # noqa: E402
 from fusedcomm.kernels.scale import scale_in_place  # noqa: E402
 from fusedcomm.kernels.unpack import unpack  # noqa: E402
+from fusedcomm.kernels.variants import TILE  # noqa: E402
 
 interpreter.mend()
 
@@ -44,14 +48,32 @@ GUARD_NBYTES = 64
 GAP = 7.0  # what lies between slices
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def triton_device(request):
     has_gpu = torch.cuda.is_available()
     if request.param == "cuda" and not has_gpu:
         pytest.skip("no CUDA GPU here")
-    if request.param == "interpreter" and has_gpu:
-        pytest.skip("with a GPU Triton compiles, and the same tests run there")
-    return "cuda" if has_gpu else "cpu"
+    if request.param == "cpu" and has_gpu:
+        pytest.skip("with a GPU the same tests run there")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def on_cpu(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("the kernels in CUDA C++ need g++ to run on a CPU")
+    return cuda_cpp.build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=["triton", "cuda c++"])
+def device(request, triton_device, monkeypatch):
+    """Where the kernels of either kind are."""
+    if request.param == "cuda c++":
+        library = request.getfixturevalue("on_cpu") if triton_device == "cpu" else None
+        for name in cuda_cpp.KERNELS:
+            launcher = importlib.import_module(f"fusedcomm.kernels.{name}")
+            monkeypatch.setattr(launcher, f"{name}_kernel", cuda_cpp.Kernel(name, library))
+    return triton_device
 
 
 @pytest.fixture(params=WIRES)
@@ -139,6 +161,17 @@ def nonfinite_by_slice(flat, slices, scale):
 # ---- every kernel on one bucket
 
 
+def with_guarded_tables(bucket):
+    """The same bucket, with a 0 behind each table: whoever reads that finds another slice."""
+
+    def guarded_tables(stream):
+        names = ("starts", "offsets", "first")
+        tables = {name: torch.nn.functional.pad(getattr(stream, name), (0, 1))[:-1] for name in names}
+        return dataclasses.replace(stream, **tables)
+
+    return dataclasses.replace(bucket, lossy=guarded_tables(bucket.lossy), exact=guarded_tables(bucket.exact))
+
+
 def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, scale=0.3, unpack_scale=3.0):
     """Packs, reduces and unpacks every chunk of a bucket, and compares all that is written and all that is not.
 
@@ -152,7 +185,7 @@ def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, 
         for (offset, numel), values in zip(slices, flat.split([numel for _, numel in slices]), strict=True):
             original[offset : offset + numel] = values
     grads = original.to(device)
-    bucket = make_bucket(layout, grads, lossy_slices, exact_slices, tile)
+    bucket = with_guarded_tables(make_bucket(layout, grads, lossy_slices, exact_slices, tile))
 
     expected = original.clone()
     results = [torch.zeros_like(flats[0]), torch.zeros_like(flats[1])]
@@ -209,6 +242,12 @@ def test_gives_the_bytes_of_the_oracle(device, wire_format, dtype, flat, num_pro
     flats = signed(lossy_numel, dtype, 1, specials=True), signed(exact_numel, dtype, 2, specials=True)
     bucket = check_bucket(layout, flats, numels, [0] if flat else GAPS, device, num_programs=num_programs)
     assert bucket.flat == flat
+
+
+def test_a_last_tile_that_is_full_reads_no_table_past_its_end(device, wire):
+    numels = [100, 300, 112], [60, 68, 128]
+    layout = _C.bucket_layout(wire, 32, 1, 256, 512, CHUNK_NBYTES)
+    check_bucket(layout, (signed(512), signed(256, seed=1)), numels, [3], device, tile=256)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
@@ -742,10 +781,10 @@ def noise_kernel(out, begin, seed, parameter, step, source, NUMEL: tl.constexpr,
 
 @pytest.mark.parametrize("vec", [4, 8, 16])
 @pytest.mark.parametrize("begin", [8, 2**31 + 32, 2**35 - 64])
-def test_noise_is_that_of_the_oracle(device, vec, begin):
+def test_noise_is_that_of_the_oracle(triton_device, vec, begin):
     """Also where the group's number needs all of its 32 bits, and more."""
     key = reference.NoiseKey(0x8000000180000002, 0xFFFFFFFF, 0x80000000, 7)
-    out = torch.empty(256, dtype=torch.int32, device=device)
+    out = torch.empty(256, dtype=torch.int32, device=triton_device)
     words = encoding_args(Encoding(dataclasses.astuple(key)), 0, 0, out.view(torch.uint8))[1]
     noise_kernel[(1,)](out, begin, *words, NUMEL=256, VEC=vec)
     assert (out.cpu() / 2**16).tolist() == reference.noise(key, begin, 256).tolist()

@@ -1,11 +1,11 @@
 // Just enough of CUDA C++ to run a kernel on the CPU, exactly as written, for tests: include this, then the .cu file,
-// then CUDA_ON_CPU_EXPORT(kernel, threads of a block), and load the library with ctypes.
+// then CUDA_ON_CPU_EXPORT(kernel), and load the library with ctypes.
 //
 // Every CUDA thread is a fiber with a stack of its own. One runs until it needs the others of its warp (a shuffle, a
-// vote, __syncwarp) or of its block (__syncthreads), then the next one does; blocks run one after the other. What the
-// hardware would not forgive is counted as a fault: lanes of a warp that meet in different operations, a barrier
-// that some threads never reach, and, where compiled with -fsanitize=alignment, accesses that are not aligned. Lanes
-// take turns forwards, then backwards, so that a missing __syncwarp shows.
+// vote) or of its block (__syncthreads), then the next one does; blocks run one after the other. What the hardware
+// would not forgive is counted as a fault: lanes of a warp that meet in different operations, a barrier that some
+// threads never reach, and, where compiled with -fsanitize=alignment, accesses that are not aligned. Warps take turns
+// forwards, then backwards, so that a missing __syncthreads shows.
 #pragma once
 
 #include <setjmp.h>
@@ -17,7 +17,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -30,10 +29,10 @@
 namespace cuda_on_cpu {
 
 struct Index {
-  unsigned x = 0, y = 0, z = 0;
+  unsigned x = 0;
 };
 
-enum class Op { kNone, kShuffle, kVote, kReduce, kSyncWarp, kSyncThreads, kExit };
+enum class Op { kNone, kShuffle, kVote, kSyncThreads, kExit };
 
 struct Fiber {
   static constexpr size_t kStackNbytes = 64 * 1024;
@@ -173,9 +172,10 @@ int launch(void (*kernel)(Params...), unsigned num_threads, unsigned num_blocks,
 
 }  // namespace cuda_on_cpu
 
-#define CUDA_ON_CPU_EXPORT(kernel, num_threads)                                                               \
-  extern "C" __attribute__((visibility("default"))) int launch_##kernel(unsigned num_blocks, void** params) { \
-    return cuda_on_cpu::launch(kernel, num_threads, num_blocks, params);                                      \
+#define CUDA_ON_CPU_EXPORT(kernel)                                                                                 \
+  extern "C" __attribute__((visibility("default"))) int launch_##kernel(unsigned num_threads, unsigned num_blocks, \
+                                                                        void** params) {                           \
+    return cuda_on_cpu::launch(kernel, num_threads, num_blocks, params);                                           \
   }
 
 // Called by code that was compiled with -fsanitize=alignment; defined here, so the sanitizer's library is not needed.
@@ -186,7 +186,6 @@ extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(voi
 // ---- device functions
 
 inline void __syncthreads() { cuda_on_cpu::wait(cuda_on_cpu::Op::kSyncThreads); }
-inline void __syncwarp() { cuda_on_cpu::wait(cuda_on_cpu::Op::kSyncWarp); }
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source) {
@@ -205,30 +204,16 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate) {
   for (int lane = 0; lane < 32; ++lane) ballot |= static_cast<unsigned>(slots[lane] & 1) << lane;
   return ballot;
 }
-inline bool __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline bool __all_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
-
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-  const uint64_t* slots = cuda_on_cpu::exchange<uint64_t>(cuda_on_cpu::Op::kReduce, mask, value);
-  uint64_t greatest = 0;
-  for (int lane = 0; lane < 32; ++lane) greatest = slots[lane] > greatest ? slots[lane] : greatest;
-  return static_cast<unsigned>(greatest);
-}
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 inline unsigned __float_as_uint(float value) {
-  return cuda_on_cpu::from_slot<unsigned>([&] {
-    uint64_t slot = 0;
-    std::memcpy(&slot, &value, sizeof(value));
-    return slot;
-  }());
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
 }
 inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::from_slot<float>(bits); }
-
-// Rounded once each: compile with -ffp-contract=off.
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 
 inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
   const unsigned long long old = *address;
@@ -236,35 +221,20 @@ inline unsigned long long atomicAdd(unsigned long long* address, unsigned long l
   return old;
 }
 
-// One store of all words.
-template <size_t kNumWords>
-void store_words(void* to, const unsigned (&words)[kNumWords]) {
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(words)) cuda_on_cpu::fault("a store that is not aligned");
-  std::memcpy(to, words, sizeof(words));
-}
-
-// cvt.rn.f16.f32 and back, in whole numbers of the least subnormal, 2^-24, where that is exact.
+// cvt.rn.f16.f32 and back.
 inline uint16_t half_of_float(float value) {
-  const unsigned bits = __float_as_uint(value);
-  const unsigned sign = bits >> 16 & 0x8000u;
-  const double magnitude = std::fabs(static_cast<double>(value));
+  const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u;
+  const float magnitude = std::fabs(value);
   if (value != value) return 0x7FFF;
-  if (magnitude == 0) return static_cast<uint16_t>(sign);
-  if (magnitude >= 65520.0) return static_cast<uint16_t>(sign | 0x7C00u);  // half an ulp over the greatest
-  int exponent = 0;
-  std::frexp(magnitude, &exponent);
-  const int ulp = exponent - 11 > -24 ? exponent - 11 : -24;
-  const double quotient = std::nearbyint(std::ldexp(magnitude, -ulp));  // half to even
-  const auto whole = static_cast<unsigned>(quotient);
-  // 11 bits and the exponent's count; a carry into it is as it should be.
-  return static_cast<uint16_t>(sign | (static_cast<unsigned>(ulp + 24) * 1024u + whole));
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00u);  // half an ulp over the greatest
+  // Subnormals: whole numbers of 2^-24, half to even. Else half an ulp less one, plus the lowest kept bit, carries.
+  if (magnitude < 0x1p-14f)
+    return static_cast<uint16_t>(sign | static_cast<unsigned>(std::nearbyint(magnitude * 0x1p24f)));
+  return static_cast<uint16_t>(sign | ((((bits & 0x7FFFFFFFu) + 0xFFFu + (bits >> 13 & 1u)) >> 13) - (112u << 10)));
 }
 
 inline float float_of_half(uint16_t half) {
-  const int exponent = half >> 10 & 31;
-  const int mantissa = half & 1023;
-  float magnitude =
-      std::ldexp(static_cast<float>(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
-  if (exponent == 31) magnitude = mantissa ? NAN : INFINITY;
-  return half & 0x8000u ? -magnitude : magnitude;
+  const unsigned magnitude = (half & 0x7FFFu) << 13, sign = (half & 0x8000u) << 16;
+  if (magnitude >= 0x7C00u << 13) return __uint_as_float(sign | 0x70000000u | magnitude);
+  return __uint_as_float(sign | magnitude) * 0x1p112f;
 }

@@ -6,6 +6,7 @@
 #include <random>
 #include <thread>
 
+#include "devices/cpu_device.h"
 #include "training.h"
 
 using namespace training;

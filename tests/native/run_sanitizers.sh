@@ -13,8 +13,7 @@ fi
 build=build/sanitize
 mkdir -p "$build"
 flags=(-O1 -g -Icsrc -ffp-contract=off -fno-omit-frame-pointer -fno-sanitize-recover=all)
-engine=(csrc/engine/engine.cpp csrc/engine/plan.cpp
-        csrc/codec/codec.cpp csrc/codec/isa/portable.cpp csrc/codec/isa/avx2.cpp csrc/codec/isa/avx512.cpp csrc/codec/isa/neon.cpp)
+engine=(csrc/engine/*.cpp csrc/codec/*.cpp csrc/codec/isa/*.cpp)
 torch=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__file__))' 2> /dev/null || true)
 
 run() {

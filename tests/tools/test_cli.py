@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,19 @@ def test_doctor_refuses_an_instruction_set_that_is_not_there():
     done = run("-m", "fusedcomm", "doctor", FUSEDCOMM_ISA="abacus")
     assert done.returncode == 1
     assert "FUSEDCOMM_ISA=abacus" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "words"),
+    [
+        ("cuda", 0, "FUSEDCOMM_KERNELS=cuda asks for them|none for CUDA: NVRTC cannot be loaded"),
+        ("abacus", 1, "FUSEDCOMM_KERNELS='abacus' is not possible: use 'triton' or 'cuda', or unset it"),
+    ],
+)
+def test_doctor_says_which_kernels_will_run(value, status, words):
+    done = run("-m", "fusedcomm", "doctor", FUSEDCOMM_KERNELS=value)
+    assert done.returncode == status
+    assert re.search(words, done.stdout)
 
 
 # ---- demo

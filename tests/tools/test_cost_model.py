@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from fusedcomm import chunks
 from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
+from fusedcomm.tools.cluster import Cluster, Codec, Cost, Network, TwoLevels
 from fusedcomm.tools.cost_model import (
     DEFAULT_CAP_NBYTES,
     FIRST_BUCKET_NBYTES,
     Choice,
-    Cluster,
-    Codec,
-    Cost,
     Gradient,
-    Network,
-    TwoLevels,
     Workload,
     cut_buckets,
     predict,
@@ -119,7 +115,7 @@ def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_s
         PACK(NUMEL) + ALPHA + sent * BETA + SUM(NUMEL)
     )
     found = predict(one_bucket(), Choice(config, 1 << 40), cluster(world_size))
-    assert found.sent_nbytes == sent == plan.sent_nbytes(world_size)
+    assert found.sent_nbytes == sent == plan.sent_nbytes
 
 
 def test_exact_scales_and_reduces_in_place():
@@ -227,7 +223,7 @@ def test_two_levels_sum_within_hosts_first():
     hosts = cluster(8, ranks_per_host=4, local=LOCAL)
     assert step_s(config, hosts, one_bucket()) == pytest.approx(by_hand)
     sent = predict(one_bucket(), Choice(config, 1 << 40), hosts).sent_nbytes
-    assert sent == 4 * plan.sent_between_hosts_nbytes(8, 4)
+    assert sent == 4 * plan.sent_between_hosts_nbytes(4)
 
 
 def test_each_message_takes_of_a_core():
@@ -395,7 +391,7 @@ def test_bounds(workload, config, ranks, cap):
             numel = sum(gradient.numel for gradient in bucket)
             device_type = "cuda" if ranks.cores is None else "cpu"
             native = chunks.native(config, ranks.world_size, device_type)
-            sent += _C.plan_bucket(native, ranks.world_size, torch.empty(0), 0, [numel]).sent_nbytes(ranks.world_size)
+            sent += _C.plan_bucket(native, ranks.world_size, torch.empty(0), 0, [numel]).sent_nbytes
         if ranks.ranks_per_host == 1:
             assert found.sent_nbytes == pytest.approx(sent, rel=1e-6, abs=2 * found.num_buckets)
 

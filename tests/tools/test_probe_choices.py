@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from test_cost_model import linear_gradients
 
-from fusedcomm.tools.cost_model import Cluster, Codec, Cost, Network, TwoLevels, Workload
+from fusedcomm.tools.cluster import Cluster, Codec, Cost, Network, TwoLevels
+from fusedcomm.tools.cost_model import Workload
 from fusedcomm.tools.probe.choices import (
     FASTEST_BYTES_S,
     OFF,

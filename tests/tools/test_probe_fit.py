@@ -6,7 +6,7 @@ import random
 import pytest
 from test_probe_choices import cluster, workload
 
-from fusedcomm.tools.cost_model import Cost, Network, TwoLevels
+from fusedcomm.tools.cluster import Cost, Network, TwoLevels
 from fusedcomm.tools.probe import fit
 from fusedcomm.tools.probe.check import Check
 from fusedcomm.tools.probe.choices import OFF, Way, predict_option

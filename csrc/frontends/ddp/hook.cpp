@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace fusedcomm {
@@ -37,6 +39,21 @@ class NoPythonObjects {
   at::impl::ThreadLocalPythonObjects before_;
 };
 
+// Raises an error if these are not the gradients of the bucket's parameters.
+void check_gradients(const c10d::GradBucket& bucket) {
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  // Of complex ones a bucket has the shapes of what it does not hold.
+  if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
+  const std::vector<at::Tensor> gradients = bucket.getGradients();
+  for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
+    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
+                " has a gradient of shape ", gradients[i].sizes(), " and says that it is of a parameter of shape ",
+                parameters[i].sizes(),
+                ": torch has kept the list of parameters of buckets that it has cut anew since, as "
+                "after _update_process_group with gradients in another order. Make a new DDP module instead");
+  }
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& process_group, const at::Tensor& buffer) {
   const at::NoGradGuard no_grad;
   const NoPythonObjects no_python_objects;
@@ -46,6 +63,28 @@ c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& proc
 }
 
 }  // namespace
+
+Bucket bucket_of(c10d::GradBucket& grad_bucket) {
+  std::vector<at::Tensor> parameters = grad_bucket.getParameters();
+  std::vector<int64_t> numels;
+  numels.reserve(parameters.size());
+  // Complex buckets arrive as floats of twice the numel.
+  for (const at::Tensor& p : parameters) numels.push_back(p.numel() * (p.is_complex() ? 2 : 1));
+  const at::Tensor& buffer = grad_bucket.getBuffer();
+  const int64_t numel = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  if (!buffer.is_sparse() && buffer.numel() != numel) {
+    check_gradients(grad_bucket);
+    TORCH_CHECK(false, "fusedcomm: bucket ", grad_bucket.getIndex(), " holds ", buffer.numel(),
+                " elements where its parameters have ", numel,
+                ": this layout of buckets is not known. Please report it with your DDP options.");
+  }
+  Bucket bucket(grad_bucket.getIndex(), grad_bucket.isLast(), std::move(parameters),
+                std::make_shared<const Gradients>(buffer, numels));
+  bucket.check = [&grad_bucket] { check_gradients(grad_bucket); };
+  return bucket;
+}
+
+FuturePtr run_ddp_bucket(GradHook& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
 
 HookTarget::HookTarget(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {}
@@ -62,7 +101,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookTarget::run(c10d::GradBucket& bucket
   const std::shared_ptr<GradHook> hook = hook_;
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
   lock.unlock();
-  auto future = hook ? hook->run(bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
+  auto future = hook ? run_ddp_bucket(*hook, bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
   if (watch) watch->follow(seen, *future);
   return future;
 }

@@ -14,6 +14,13 @@
 
 namespace fusedcomm {
 
+using DdpBucket = c10d::GradBucket;
+
+// The neutral bucket of DDP's. It calls `grad_bucket` when it is checked, so it must not outlive that.
+Bucket bucket_of(c10d::GradBucket& grad_bucket);
+// What a hook that is registered in Python calls; the future holds DDP's own buffer.
+FuturePtr run_ddp_bucket(GradHook& hook, c10d::GradBucket& bucket);
+
 // A bucket that passed while somebody watched; times since the first of them, on the timeline of the gradients.
 struct SeenBucket {
   int64_t nbytes;

@@ -21,20 +21,9 @@ from fusedcomm import chunks
 from fusedcomm.chunks import nbytes_per_element
 from fusedcomm.config import WIRES, Config
 from fusedcomm.tools import cost_model
+from fusedcomm.tools.cluster import Cluster, Codec, Cost, Network, TwoLevels
 from fusedcomm.tools.code import attach_arguments
-from fusedcomm.tools.cost_model import (
-    WORTHWHILE,
-    Choice,
-    Cluster,
-    Codec,
-    Cost,
-    Gradient,
-    Network,
-    Prediction,
-    TwoLevels,
-    Workload,
-    predict,
-)
+from fusedcomm.tools.cost_model import WORTHWHILE, Choice, Gradient, Prediction, Workload, predict
 from fusedcomm.tools.plan.architectures import Parameter
 
 TREE_PIECE_NBYTES = 256 << 10
@@ -77,7 +66,7 @@ class Hardware:
     kernel_us: float = 10.0
     """Of one of our kernels: its launch, and the events around it."""
     slowdown: float = 0.4
-    """See cost_model.Cluster."""
+    """See cluster.Cluster."""
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 2), ("ranks_per_host", 1)):

@@ -6,7 +6,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from fusedcomm.tools.cost_model import Cluster, Workload
+from fusedcomm.tools.cluster import Cluster
+from fusedcomm.tools.cost_model import Workload
 from fusedcomm.tools.probe.choices import OFF, Option, predict_option
 from fusedcomm.tools.probe.steps import WARMUP_STEPS, synchronised, take_steps
 from fusedcomm.tools.probe.team import Team

@@ -10,18 +10,9 @@ from fusedcomm.ddp.attach import attach
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import AUTO
+from fusedcomm.tools.cluster import Cluster, Cost, Network
 from fusedcomm.tools.code import attach_arguments
-from fusedcomm.tools.cost_model import (
-    DEFAULT_CAP_NBYTES,
-    WORTHWHILE,
-    Choice,
-    Cluster,
-    Cost,
-    Network,
-    Prediction,
-    Workload,
-    predict,
-)
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE, Choice, Prediction, Workload, predict
 
 OFF = "off"
 """DDP's own all-reduce."""

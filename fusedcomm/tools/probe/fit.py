@@ -4,7 +4,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from fusedcomm.tools.cost_model import Cost
+from fusedcomm.tools.cluster import Cost
 
 Point = tuple[float, float]
 """(units, seconds)"""

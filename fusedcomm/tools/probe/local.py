@@ -14,7 +14,8 @@ import torch
 from fusedcomm import chunks
 from fusedcomm.config import ONE_DIMENSIONAL, Chunks, Config, choose_codec_threads, choose_isa
 from fusedcomm.native import _C
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Codec
+from fusedcomm.tools.cluster import Codec, codec_costs
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point, theil_sen
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.traced import stage_points
@@ -86,7 +87,7 @@ def _stages(
         config = Config(wire, wires={ONE_DIMENSIONAL: wire}, chunks=Chunks(max(default // parts, 4096)))
         native = chunks.native(config, team.world_size)
         plan = _C.plan_bucket(native, team.world_size, gradient[:0], 0, gradient.numel())
-        layout, num_messages = plan.layout, plan.num_messages
+        layout, num_messages = plan.layout, plan.steps[-1].num_ranks  # the last step unpacks
         slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
         sums = torch.zeros(layout.part_stride, dtype=torch.uint8)
         for chunk, slot in enumerate(slots):
@@ -114,7 +115,9 @@ def _stages(
             codec.unpack(layout, chunk, slot, 1.0, [bucket], [], number)
 
         numel = gradient.numel() / layout.num_chunks
-        stages = {"pack": pack, "unpack": unpack} | ({"reduce": reduce} if plan.sum == "two-shot" else {"sum": sum})
+        stages = {"pack": pack, "reduce": reduce, "sum": sum, "unpack": unpack}
+        # Those that such sums have, and the unpack of 16-bit all-reduces.
+        stages = {name: stages[name] for name in dict.fromkeys((*codec_costs(plan), "unpack"))}
         for name, stage in stages.items():
             seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(stages))
             points.setdefault(name, []).append((numel, seconds / layout.num_chunks))

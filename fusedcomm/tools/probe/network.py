@@ -15,7 +15,8 @@ from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups
 from fusedcomm.ranks.hosts import AUTO, Hosts
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Cost, Network, TwoLevels
+from fusedcomm.tools.cluster import Cost, Network, TwoLevels
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point, collective, theil_sen
 from fusedcomm.tools.probe.team import Team, cpu_s
 
@@ -42,7 +43,7 @@ class Sample:
     kind: str
     nbytes: int
     sent_nbytes: float
-    """For each message, by one rank; where hosts have several, as cost_model.Network counts."""
+    """For each message, by one rank; where hosts have several, as cluster.Network counts."""
     num_messages: int
     in_flight: int
     seconds: list[float]
@@ -129,14 +130,14 @@ class _Bench:
     def __init__(self, team: Team, hosts: Hosts | None) -> None:
         self.team, self.hosts = team, hosts
         backend, on_cpu = team.group._get_backend(team.device), team.device.type == "cpu"
-        # A chunk's two collectives are on a channel each; in a one-shot it has one.
-        self._one_shot = Config().is_one_shot(team.world_size)
+        self._plan = Config().plan_of_large_buckets(team.world_size)
         self._channels = {"all_reduce": [backend], "direct": [backend], "exchange": [backend]}
         store = groups.private_store(team.group)
         if on_cpu:
             # Kept whole: a channel let go of while another rank still connects it looks like a crash there.
             self._own = own = groups.make_channels(team.group, team.device, store)
-            exchange = [own.scatter] if self._one_shot else [own.scatter, own.gather]
+            # Each of a chunk's collectives is on a channel of its own.
+            exchange = [getattr(own, step.channel) for step in self._plan.steps if step.is_collective]
             self._channels |= {"direct": [own.scatter], "exchange": exchange}
         if hosts is not None:
             of_hosts = groups.make_host_channels(team.group, team.device, store, hosts)
@@ -184,8 +185,8 @@ class _Bench:
             config, per_host = Config(wire="bf16" if kind == BETWEEN else "int4", hosts=AUTO), self.hosts.ranks_per_host
         config = chunks.resolved(config, self.team.world_size, self.team.device.type, self.s_per_byte, per_host)
         num_parts = per_host if kind == BETWEEN else 1
-        # The message of an all-to-all has a part that stays, as long as what a one-shot's chunk sends to another rank.
-        num_messages = self.team.world_size if kind == "exchange" and self._one_shot else 1
+        # Where every rank's whole chunk is gathered, the message of a collective is that of all of them.
+        num_messages = self._plan.steps[-1].num_ranks if kind == "exchange" else 1
         return num_messages * config.chunks.nbytes // num_parts, config.chunks.in_flight
 
     def _sample(self, kind: str, nbytes: int, num_messages: int, in_flight: int, rounds: int) -> Sample:

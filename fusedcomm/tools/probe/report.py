@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 from fusedcomm.config import Config
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, Cluster, Cost
+from fusedcomm.tools.cluster import Cluster, Cost
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.check import WARN_ERROR
 from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.tools.probe.network import BETWEEN, WITHIN
@@ -38,7 +39,7 @@ def _measured(findings: Findings) -> list[str]:
         lines.append(f"  {name:<24} {rate:>14} a {sender}, latency {cost.fixed_s * 1e6:.0f} µs")
     numel = DEFAULT_CAP_NBYTES // 4
     for wire, codec in findings.cluster.codecs.items():
-        whole_s = codec.whole_s(Config(wire=wire).sum_of_large_buckets(findings.cluster.world_size), numel)
+        whole_s = codec.whole_s(Config(wire=wire).plan_of_large_buckets(findings.cluster.world_size), numel)
         lines.append(f"  codec {wire:<12} {4 * numel / whole_s / 1e9:>9.2f} GB/s of gradients, pack to unpack")
     lines.append(
         f"step: {workload.numel:,} parameters; forward {ms(workload.forward_s)}, backward {ms(workload.backward_s)}, "

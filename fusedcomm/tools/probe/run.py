@@ -14,7 +14,8 @@ from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.ranks.hosts import Hosts, of_names
 from fusedcomm.tools.arguments import ACCEPT
-from fusedcomm.tools.cost_model import Cluster, Workload
+from fusedcomm.tools.cluster import Cluster
+from fusedcomm.tools.cost_model import Workload
 from fusedcomm.tools.probe.check import Check, check
 from fusedcomm.tools.probe.choices import OFF, Option, Recommendation, crossover_bytes_s, finalists, options, recommend
 from fusedcomm.tools.probe.local import MeasuredLocal, measure_local

@@ -5,7 +5,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from fusedcomm.tools.cost_model import Cluster, Network, TwoLevels, Workload
+from fusedcomm.tools.cluster import Cluster, Network, TwoLevels, kind_of_all_reduce
+from fusedcomm.tools.cost_model import Workload
 from fusedcomm.tools.probe.check import Check
 from fusedcomm.tools.probe.choices import Way, predict_option
 
@@ -47,7 +48,7 @@ class Speed:
     cores: float = 1.0
     """All that a core does."""
     collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Beyond that, by kind as cost_model.Network has them: what a core does for one, or waits for another's core."""
+    """Beyond that, by kind as cluster.Network has them: what a core does for one, or waits for another's core."""
 
     def of(self, workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
         """Both, as they are in real steps."""
@@ -65,8 +66,10 @@ class Speed:
 def collective_of(way: Way, world_size: int) -> str:
     """What carries the bytes of buckets that are not small."""
     config = way.config
-    sum = "exact" if config is None else config.sum_of_large_buckets(world_size)
-    return {"exact": "all_reduce", "direct": "direct"}.get(sum, "exchange")
+    if config is None:
+        return "all_reduce"
+    plan = config.plan_of_large_buckets(world_size)
+    return "exchange" if plan.sums_codes else kind_of_all_reduce(plan.layout.wire)
 
 
 def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> Speed:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.tools.cost_model import Cluster, Cost, Network, TwoLevels
+from fusedcomm.tools.cluster import Cluster, Cost, Network, TwoLevels
 from fusedcomm.tools.probe.choices import OFF, Way, predict_option
 from fusedcomm.tools.probe.fit import theil_sen
 from fusedcomm.tools.probe.team import Team, cpu_s
@@ -179,7 +179,7 @@ def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
     config = way.config
     if config is None:
         return 0.0
-    return cluster.codecs[way.wire].whole_s(config.sum_of_large_buckets(cluster.world_size), numel)
+    return cluster.codecs[way.wire].whole_s(config.plan_of_large_buckets(cluster.world_size), numel)
 
 
 def _numel_for(cluster: Cluster, budget_s: float) -> int:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import ONE_DIMENSIONAL, Config
 from fusedcomm.ddp.attach import attach
+from fusedcomm.tools.cluster import codec_costs
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
 from fusedcomm.tools.probe.fit import Point
 from fusedcomm.tools.probe.team import Team
@@ -16,7 +17,7 @@ from fusedcomm.tools.probe.workload import synthetic
 
 BUCKET_NUMELS = (DEFAULT_CAP_NBYTES // 32, DEFAULT_CAP_NBYTES // 8, DEFAULT_CAP_NBYTES // 4)
 STAGES = ("pack", "reduce", "unpack")
-"""Of the engine. In a one-shot there is no reduce, and unpack sums."""
+"""Of the engine. Not all sums have a reduce; without it unpack may be the sum of all ranks' messages."""
 WARMUP_STEPS, STEPS = 3, 5
 ONE_BUCKET_MB = 1 << 20
 
@@ -24,7 +25,7 @@ ONE_BUCKET_MB = 1 << 20
 def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
     """(elements of a chunk, seconds) by the codec's stages that sums of so many ranks have. A collective call."""
     points = _points(team, wire, "auto")
-    if Config(wire).sum_of_large_buckets(team.world_size) == "one-shot":
+    if "sum" in codec_costs(Config(wire).plan_of_large_buckets(team.world_size)):
         points["sum"] = points.pop("unpack")
         if wire in ("bf16", "fp16"):
             points["unpack"] = _points(team, wire, "direct")["unpack"]

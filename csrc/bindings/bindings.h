@@ -1,0 +1,16 @@
+// One function for each room below: it binds what Python needs of it.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace fusedcomm {
+
+void bind_layout(pybind11::module_& m);
+void bind_codec(pybind11::module_& m);
+void bind_plan(pybind11::module_& m);
+void bind_devices(pybind11::module_& m);  // their kernels and transports, too
+void bind_transport(pybind11::module_& m);
+void bind_gradients(pybind11::module_& m);
+void bind_ddp(pybind11::module_& m);
+
+}  // namespace fusedcomm

@@ -1,0 +1,29 @@
+// What a bucket's run gives, as Python's torch.futures.Future.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <utility>
+
+#include "gradients/synchroniser.h"
+
+// Of torch/csrc/jit/python/pybind_utils.h, which takes longer to compile than all bindings together.
+namespace torch::jit {
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue ivalue);
+}  // namespace torch::jit
+
+namespace fusedcomm {
+
+// run(hook, bucket) without the GIL.
+template <typename Run, typename Hook, typename BucketOfAnyKind>
+pybind11::object returned(Run run, Hook& hook, BucketOfAnyKind& bucket) {
+  FuturePtr future;
+  {
+    const pybind11::gil_scoped_release no_gil;
+    future = std::invoke(run, hook, bucket);
+  }
+  return torch::jit::toPyObject(std::move(future));
+}
+
+}  // namespace fusedcomm

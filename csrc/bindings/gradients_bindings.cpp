@@ -1,0 +1,161 @@
+// Buckets, who synchronises them, and what can be asked of it.
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/future.h"
+#include "gradients/bucket.h"
+#include "gradients/synchroniser.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_results(py::module_& m) {
+  py::class_<EngineStats>(m, "EngineStats")
+      .def_readonly("num_steps", &EngineStats::num_steps)
+      .def_readonly("num_buckets", &EngineStats::num_buckets)
+      .def_readonly("grad_nbytes", &EngineStats::grad_nbytes)
+      .def_readonly("sent_nbytes", &EngineStats::sent_nbytes)
+      .def_readonly("sent_between_hosts_nbytes", &EngineStats::sent_between_hosts_nbytes)
+      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
+      .def_readonly("busy_ms", &EngineStats::busy_ms)
+      .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
+      .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
+
+  py::class_<TraceSpan>(m, "TraceSpan")
+      .def_property_readonly("bucket", [](const TraceSpan& span) { return span.label->name; })
+      .def_property_readonly("text", [](const TraceSpan& span) { return span.label->text; })
+      .def_property_readonly("stage", [](const TraceSpan& span) { return stage_name(span.stage); })
+      .def_readonly("step", &TraceSpan::step)
+      .def_readonly("chunk", &TraceSpan::chunk)
+      .def_readonly("begin_ms", &TraceSpan::begin_ms)
+      .def_readonly("end_ms", &TraceSpan::end_ms);
+
+  py::class_<BucketRecord, std::shared_ptr<BucketRecord>>(m, "BucketRecord")
+      .def_property_readonly("label", [](const BucketRecord& record) { return record.label->text; })
+      .def_readonly("plan", &BucketRecord::plan)
+      .def_property_readonly("wires",
+                             [](const BucketRecord& record) {
+                               // Of the parameters, in their order.
+                               std::vector<int> wires;
+                               for (const auto& member : record.members) wires.push_back(member.state->wire);
+                               return wires;
+                             })
+      .def_readonly("numel", &BucketRecord::numel)
+      .def_readonly("foreign", &BucketRecord::foreign)
+      .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
+      .def_property_readonly("parameters", [](const BucketRecord& record) {
+        std::vector<std::string> names;
+        for (const auto& member : record.members) names.push_back(member.state->name);
+        return names;
+      });
+
+  py::class_<Verification>(m, "Verification")
+      .def_readonly("step", &Verification::step)
+      .def_property_readonly("bucket", [](const Verification& verification) { return verification.label->text; })
+      .def_readonly("norms", &Verification::norms);
+
+  py::class_<Measurement>(m, "Measurement")
+      .def_readonly("step", &Measurement::step)
+      .def_readonly("error_norm", &Measurement::error_norm)
+      .def_readonly("norm", &Measurement::norm);
+}
+
+void bind_hook(py::module_& m) {
+  py::class_<GradHook, std::shared_ptr<GradHook>>(m, "GradHook")
+      .def(py::init([](const WireConfig& config, std::shared_ptr<Device> device,
+                       std::shared_ptr<C10dTransport> transport,
+                       const std::vector<std::tuple<at::Tensor, std::string, int>>& parameters, int wire_1d,
+                       at::Device grad_device, int64_t verify_every, int64_t measure_every, double fallback_error,
+                       int fallback_wire) {
+             auto engine = std::make_shared<Engine>(config, std::move(device), transport);
+             std::vector<Parameters::Known> table;
+             for (const auto& [tensor, name, wire] : parameters) table.push_back({tensor, name, wire});
+             const GradHook::Options options{wire_1d, {verify_every, measure_every, fallback_error}, fallback_wire};
+             return std::make_shared<GradHook>(std::move(engine), std::move(transport), table, grad_device, options);
+           }),
+           py::kw_only(), py::arg("config"), py::arg("device"), py::arg("transport"), py::arg("parameters"),
+           py::arg("wire_1d"), py::arg("grad_device"), py::arg("verify_every"), py::arg("measure_every"),
+           py::arg("fallback_error"), py::arg("fallback_wire"), NoGil())
+      .def(
+          "verifications",
+          [](const GradHook& hook) {
+            hook.settle();
+            return hook.guard().verifications();
+          },
+          NoGil())
+      .def(
+          "measurements",
+          [](const GradHook& hook) {
+            hook.settle();
+            return hook.guard().measurements();
+          },
+          NoGil())
+      .def("residuals", &GradHook::residuals, NoGil())
+      .def("restore_residuals", &GradHook::restore_residuals, NoGil())
+      .def_property("step", py::cpp_function(&GradHook::step, NoGil()),
+                    py::cpp_function(&GradHook::restore_step, NoGil()))
+      .def("run", [](GradHook& hook, const Bucket& bucket) { return returned(&GradHook::run, hook, bucket); })
+      .def(
+          "watch",
+          [](GradHook& hook, const StorePtr& store, double stall_after_s, double timeout_s,
+             const std::string& store_text) {
+            const int rank = hook.engine().rank(), world_size = hook.engine().world_size();
+            hook.watch(store, {rank, world_size, stall_after_s, timeout_s, store_text});
+          },
+          py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_text"),
+          NoGil())
+      .def("unwatch", &GradHook::unwatch, NoGil())
+      .def("stop", &GradHook::stop, py::arg("reason"), NoGil())
+      .def("leave", &GradHook::leave, py::arg("reason"), NoGil())
+      .def(
+          "free_workspaces", [](const GradHook& hook) { hook.engine().free_workspaces(); }, NoGil())
+      .def("max_over_ranks", &GradHook::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
+      .def("begin_call", &GradHook::begin_call, py::arg("what"), NoGil())
+      .def("end_call", &GradHook::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
+      .def("name_like", &GradHook::name_like, py::arg("other"), NoGil())
+      .def("take_notices", &GradHook::take_notices, NoGil())
+      .def_property_readonly("transport", &GradHook::transport)
+      .def("stats", &GradHook::stats, NoGil())
+      .def(
+          "start_trace", [](const GradHook& hook) { hook.engine().start_trace(); }, NoGil())
+      .def(
+          "stop_trace", [](const GradHook& hook) { return hook.engine().stop_trace(); }, NoGil())
+      .def_property_readonly("isa", [](const GradHook& hook) { return hook.engine().device().isa(); })
+      .def_property_readonly("scratch_nbytes", [](const GradHook& hook) { return hook.engine().scratch_nbytes(); })
+      .def("nonfinite_by_parameter", &GradHook::nonfinite_by_parameter, NoGil())
+      .def("restore_nonfinite", &GradHook::restore_nonfinite, NoGil())
+      .def(
+          "buckets",
+          [](const GradHook& hook) {
+            std::vector<std::shared_ptr<BucketRecord>> records;
+            for (const auto& record : hook.buckets()) records.push_back(std::const_pointer_cast<BucketRecord>(record));
+            return records;
+          },
+          NoGil());
+}
+
+}  // namespace
+
+void bind_gradients(pybind11::module_& m) {
+  // Gradients where they lie, in the order of their parameters.
+  py::class_<Bucket>(m, "Bucket")
+      .def(py::init(
+               [](size_t index, bool is_last, std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients) {
+                 return Bucket(index, is_last, std::move(parameters),
+                               std::make_shared<const Gradients>(std::move(gradients)));
+               }),
+           py::kw_only(), py::arg("index"), py::arg("is_last"), py::arg("parameters"), py::arg("gradients"));
+
+  bind_results(m);
+  bind_hook(m);
+}
+
+}  // namespace fusedcomm

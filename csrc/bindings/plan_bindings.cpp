@@ -1,0 +1,102 @@
+// Plans of buckets: how each is summed, in which steps, with how many bytes.
+#include <ATen/ATen.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <variant>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "engine/plan.h"
+#include "gradients/grad_dtype.h"
+#include "gradients/parameters.h"
+#include "wire/names.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+
+void bind_config(py::module_& m) {
+  py::class_<WireConfig>(m, "WireConfig")
+      .def(py::init([](const std::string& wire, const std::string& sum, int64_t block, double predivide,
+                       int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate,
+                       const std::vector<std::tuple<std::string, int64_t, bool>>& others, bool stochastic,
+                       uint64_t seed, const std::optional<std::string>& error_feedback, int64_t ranks_per_host,
+                       const std::string& local_wire) {
+             WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
+                               chunk_nbytes,         chunks_in_flight,   rotate};
+             for (const auto& [name, block_numel, rotated] : others) {
+               config.others.push_back({wire_from_name(name), block_numel, rotated, 0});
+             }
+             config.stochastic = stochastic;
+             config.seed = seed;
+             if (error_feedback) config.feedback = residual_format_from_name(*error_feedback);
+             config.ranks_per_host = ranks_per_host;
+             config.local_wire = wire_from_name(local_wire);
+             check_config(config);
+             return config;
+           }),
+           py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
+           py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"), py::arg("others"),
+           py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"), py::arg("ranks_per_host") = 1,
+           py::arg("local_wire") = "bf16");
+}
+
+void bind_steps(py::module_& m) {
+  py::class_<Step>(m, "Step")
+      .def_property_readonly("stage", [](const Step& step) { return stage_name(step.stage); })
+      .def_property_readonly("operation", [](const Step& step) { return operation_name(step.operation); })
+      .def_property_readonly("is_collective", [](const Step& step) { return is_collective(step.operation); })
+      .def_property_readonly("channel", [](const Step& step) { return channel_name(step.channel); })
+      .def_property_readonly("reads", [](const Step& step) { return buffer_name(step.from); })
+      .def_property_readonly("writes", [](const Step& step) { return buffer_name(step.to); })
+      .def_readonly("nbytes", &Step::nbytes)
+      .def_readonly("num_ranks", &Step::num_ranks)
+      .def_readonly("in_local_wire", &Step::in_local_wire)
+      .def_readonly("begins_leg", &Step::begins_leg)
+      .def("sent_nbytes", &Step::sent_nbytes, py::arg("num_chunks") = 1);
+
+  py::class_<BucketPlan>(m, "BucketPlan")
+      .def_property_readonly("sum", [](const BucketPlan& plan) { return sum_name(plan.sum); })
+      .def_readonly("in_place", &BucketPlan::in_place)
+      .def_readonly("layouts", &BucketPlan::layouts)
+      .def_readonly("host_layouts", &BucketPlan::host_layouts)
+      .def_property_readonly("layout", [](const BucketPlan& plan) { return plan.layouts.at(0); })
+      .def_property_readonly("steps",
+                             [](const BucketPlan& plan) { return plan.steps ? *plan.steps : std::vector<Step>{}; })
+      .def_property_readonly("sums_codes", &BucketPlan::sums_codes)
+      .def_property_readonly("encodes_sums", &BucketPlan::encodes_sums)
+      .def_property_readonly("num_chunks", &BucketPlan::num_chunks)
+      .def_readonly("pack_scale", &BucketPlan::pack_scale)
+      .def_readonly("reduce_scale", &BucketPlan::reduce_scale)
+      .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
+      .def_readonly("reason", &BucketPlan::reason)
+      .def_property_readonly("sent_nbytes", &sent_nbytes)
+      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("ranks_per_host"));
+}
+
+}  // namespace
+
+void bind_plan(pybind11::module_& m) {
+  bind_config(m);
+  bind_steps(m);
+  m.def(
+      "plan_bucket",
+      [](const WireConfig& config, int world_size, const at::Tensor& like, int64_t exact_numel,
+         const std::variant<int64_t, std::vector<int64_t>>& lossy_numel) {
+        const auto* numels = std::get_if<std::vector<int64_t>>(&lossy_numel);
+        return plan_bucket(config, world_size, grad_dtype_of(like.scalar_type()), exact_numel,
+                           numels ? *numels : std::vector<int64_t>{std::get<int64_t>(lossy_numel)});
+      },
+      py::arg("config"), py::arg("world_size"), py::arg("like"), py::arg("exact_numel"), py::arg("lossy_numel"));
+  m.def("is_one_shot", &is_one_shot, py::arg("config"), py::arg("world_size"));
+  m.def("workspace_nbytes", &workspace_nbytes, py::arg("config"), py::arg("world_size"));
+  m.attr("SUMS") = sum_names();
+  m.attr("SMALL_BUCKET_NBYTES") = kSmallBucketNbytes;
+  m.attr("EXACT_WIRE") = kExactWire;
+}
+
+}  // namespace fusedcomm

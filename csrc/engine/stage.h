@@ -1,0 +1,62 @@
+// The stages of a bucket's way, and what the bucket is called: for traces, the board and errors.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace fusedcomm {
+
+// "Local": within a host, where a sum has two levels.
+enum class Stage : uint8_t {
+  kPack,
+  kLocalAllToAll,
+  kLocalReduce,
+  kAllToAll,
+  kReduce,
+  kAllGather,
+  kLocalAllGather,
+  kAllReduce,
+  kUnpack,
+  kBucket,
+  kExposed
+};
+inline constexpr int kNumStages = 11;
+
+inline const char* stage_name(Stage stage) {
+  constexpr std::array<const char*, kNumStages> kNames = {
+      "pack",       "local all-to-all", "local reduce", "all-to-all", "reduce", "all-gather", "local all-gather",
+      "all-reduce", "unpack",           "bucket",       "exposed"};
+  return kNames[static_cast<size_t>(stage)];
+}
+
+// Whether other ranks take part in it.
+inline bool is_on_wire(Stage stage) {
+  switch (stage) {
+    case Stage::kLocalAllToAll:
+    case Stage::kAllToAll:
+    case Stage::kAllGather:
+    case Stage::kLocalAllGather:
+    case Stage::kAllReduce:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// What a bucket is called.
+struct BucketLabel {
+  BucketLabel(std::string bucket_name, std::string bucket_text)
+      : name(std::move(bucket_name)), text(std::move(bucket_text)) {
+    for (int stage = 0; stage < kNumStages; ++stage) {
+      ranges[static_cast<size_t>(stage)] = "fusedcomm/" + name + "/" + stage_name(static_cast<Stage>(stage));
+    }
+  }
+  std::string name;                            // "bucket 3"
+  std::string text;                            // with its parameters and size, for errors
+  std::array<std::string, kNumStages> ranges;  // by stage, for profilers
+};
+
+}  // namespace fusedcomm

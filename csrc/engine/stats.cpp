@@ -1,0 +1,81 @@
+#include "engine/stats.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+constexpr size_t kNumRecentSteps = 512;
+
+void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
+  if (recent->size() < kNumRecentSteps) {
+    recent->push_back(static_cast<float>(value));
+  } else {
+    (*recent)[static_cast<size_t>(num_steps) % kNumRecentSteps] = static_cast<float>(value);
+  }
+}
+
+}  // namespace
+
+StatsKeeper::StatsKeeper() {
+  stats_.recent_exposed_ms.reserve(kNumRecentSteps);
+  stats_.recent_busy_ms.reserve(kNumRecentSteps);
+}
+
+void StatsKeeper::add(const EngineStats& bucket, StampPtr submitted, StampPtr done) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.num_steps += bucket.num_steps;
+  stats_.num_buckets += bucket.num_buckets;
+  stats_.grad_nbytes += bucket.grad_nbytes;
+  stats_.sent_nbytes += bucket.sent_nbytes;
+  stats_.sent_between_hosts_nbytes += bucket.sent_between_hosts_nbytes;
+  stats_.num_nonfinite += bucket.num_nonfinite;
+  const bool is_last = bucket.num_steps != 0;
+  untimed_.push_back({std::move(submitted), std::move(done), is_last});
+  if (is_last) take_times();
+}
+
+EngineStats StatsKeeper::get() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  take_times();
+  return stats_;
+}
+
+void StatsKeeper::take_times() {
+  for (;;) {
+    const auto last = std::find_if(untimed_.begin(), untimed_.end(), [](const Interval& b) { return b.is_last; });
+    if (last == untimed_.end() || !last->done->reached()) return;
+    take_pass(static_cast<size_t>(last - untimed_.begin()) + 1);
+  }
+}
+
+// A bucket is handed over after the one before it, and is done after it. So the time in which at least one is under way
+// is all from the first one's hand-over on, without what lies between a bucket's end and the next one's hand-over.
+void StatsKeeper::take_pass(size_t num_buckets) {
+  const auto begin = untimed_.begin(), end = begin + static_cast<std::ptrdiff_t>(num_buckets);
+  // All of them lie before the last one's end, which has been reached.
+  std::for_each(begin, end, [](const Interval& bucket) {
+    bucket.submitted->mark_reached();
+    bucket.done->mark_reached();
+  });
+  const Interval& last = *(end - 1);
+  double busy_ms = last.done->ms_since(*begin->submitted);
+  const double exposed_ms = num_buckets == 1 ? busy_ms : last.done->ms_since(*last.submitted);
+  for (auto bucket = begin; bucket != end; ++bucket) {
+    if (bucket != begin) {
+      busy_ms -= std::max(0.0, bucket->submitted->ms_since(*(bucket - 1)->done));
+    } else if (last_done_) {
+      busy_ms -= std::max(0.0, last_done_->ms_since(*bucket->submitted));
+    }
+  }
+  last_done_ = last.done;
+  untimed_.erase(begin, end);
+  stats_.busy_ms += busy_ms;
+  push_recent(&stats_.recent_exposed_ms, num_timed_steps_, exposed_ms);
+  push_recent(&stats_.recent_busy_ms, num_timed_steps_, busy_ms);
+  ++num_timed_steps_;
+}
+
+}  // namespace fusedcomm

@@ -1,0 +1,222 @@
+#include "engine/sums.h"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+
+namespace fusedcomm {
+namespace {
+
+using Steps = std::vector<Step>;
+
+// ---- single steps
+
+Step make_step(Stage stage, LaneRole role, Operation operation, Buffer from, Buffer to, int64_t nbytes,
+               int64_t num_ranks = 1) {
+  Step step{stage, role, operation};
+  step.from = from;
+  step.to = to;
+  step.nbytes = nbytes;
+  step.num_ranks = num_ranks;
+  return step;
+}
+
+Step pack(Buffer to, int64_t nbytes) {
+  return make_step(Stage::kPack, LaneRole::kPack, Operation::kPack, Buffer::kGradients, to, nbytes);
+}
+
+Step local_reduce(int64_t nbytes, int64_t num_ranks) {
+  return make_step(Stage::kLocalReduce, LaneRole::kLocalReduce, Operation::kLocalReduce, Buffer::kIncoming,
+                   Buffer::kOutgoing, nbytes, num_ranks);
+}
+
+Step reduce(int64_t nbytes, int64_t num_ranks) {
+  return make_step(Stage::kReduce, LaneRole::kReduce, Operation::kReduce, Buffer::kIncoming, Buffer::kOutgoing, nbytes,
+                   num_ranks);
+}
+
+Step unpack(Buffer from, int64_t nbytes) {
+  return make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kUnpack, from, Buffer::kGradients, nbytes);
+}
+
+// Every channel has a lane of its own.
+LaneRole role_of(Channel channel) {
+  switch (channel) {
+    case Channel::kGather:
+      return LaneRole::kGather;
+    case Channel::kLocalScatter:
+      return LaneRole::kScatter;
+    case Channel::kLocalGather:
+      return LaneRole::kGather;
+    case Channel::kCrossScatter:
+      return LaneRole::kCrossScatter;
+    case Channel::kCrossGather:
+      return LaneRole::kCrossGather;
+    default:
+      return LaneRole::kScatter;
+  }
+}
+
+Step collective(Operation operation, Stage stage, Channel channel, Buffer from, Buffer to, int64_t nbytes,
+                int64_t num_ranks) {
+  Step step = make_step(stage, role_of(channel), operation, from, to, nbytes, num_ranks);
+  step.channel = channel;
+  return step;
+}
+
+Step all_to_all(Channel channel, int64_t nbytes, int64_t num_ranks) {
+  const Stage stage = is_local(channel) ? Stage::kLocalAllToAll : Stage::kAllToAll;
+  return collective(Operation::kAllToAll, stage, channel, Buffer::kOutgoing, Buffer::kIncoming, nbytes, num_ranks);
+}
+
+Step all_gather(Channel channel, Buffer from, Buffer to, int64_t nbytes, int64_t num_ranks) {
+  const Stage stage = is_local(channel) ? Stage::kLocalAllGather : Stage::kAllGather;
+  return collective(Operation::kAllGather, stage, channel, from, to, nbytes, num_ranks);
+}
+
+Step all_reduce(Buffer buffer, int64_t nbytes, int64_t num_ranks) {
+  return collective(Operation::kAllReduce, Stage::kAllReduce, Channel::kScatter, buffer, buffer, nbytes, num_ranks);
+}
+
+Step next_leg(Step step) {
+  step.begins_leg = true;
+  return step;
+}
+
+Step in_local_wire(Step step) {
+  step.in_local_wire = true;
+  return step;
+}
+
+// ---- the sums
+
+// In the incoming buffer, which every engine has.
+Steps added_by_transport(const ChunkShape& of) {
+  return {
+      pack(Buffer::kIncoming, of.nbytes),
+      all_reduce(Buffer::kIncoming, of.nbytes, of.world_size),
+      next_leg(unpack(Buffer::kIncoming, of.nbytes)),
+  };
+}
+
+Steps exact(const ChunkShape& of) {
+  if (!of.in_place) return added_by_transport(of);
+  return {
+      make_step(Stage::kPack, LaneRole::kPack, Operation::kScale, Buffer::kGradients, Buffer::kGradients, of.nbytes),
+      all_reduce(Buffer::kGradients, of.nbytes, of.world_size),
+  };
+}
+
+Steps one_shot(const ChunkShape& of) {
+  return {
+      pack(Buffer::kOwnMessage, of.nbytes),
+      all_gather(Channel::kScatter, Buffer::kOwnMessage, Buffer::kIncoming, of.world_size * of.nbytes, of.world_size),
+      next_leg(make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kSum, Buffer::kIncoming, Buffer::kGradients,
+                         of.nbytes, of.world_size)),
+  };
+}
+
+// First over the ranks of each host and then over hosts, so that less crosses the network. Rank l of a host sums the
+// l-th of its ranks' parts, and then, with the ranks l of the other hosts, one over all hosts of each of the pieces
+// that this part is made of.
+Steps two_levels(const ChunkShape& of) {
+  const int64_t num_hosts = of.world_size / of.ranks_per_host, between_nbytes = of.nbytes / of.ranks_per_host;
+  return {
+      in_local_wire(pack(Buffer::kOutgoing, of.host_nbytes)),
+      in_local_wire(all_to_all(Channel::kLocalScatter, of.host_nbytes, of.ranks_per_host)),
+      in_local_wire(local_reduce(of.host_nbytes, of.ranks_per_host)),
+      next_leg(all_to_all(Channel::kCrossScatter, between_nbytes, num_hosts)),
+      reduce(between_nbytes, num_hosts),
+      next_leg(all_gather(Channel::kCrossGather, Buffer::kOutgoing, Buffer::kIncoming, between_nbytes, num_hosts)),
+      all_gather(Channel::kLocalGather, Buffer::kIncoming, Buffer::kOutgoing, of.nbytes, of.ranks_per_host),
+      unpack(Buffer::kOutgoing, of.nbytes),
+  };
+}
+
+Steps two_shot(const ChunkShape& of) {
+  if (of.ranks_per_host > 1) return two_levels(of);
+  return {
+      pack(Buffer::kOutgoing, of.nbytes),
+      all_to_all(Channel::kScatter, of.nbytes, of.world_size),
+      reduce(of.nbytes, of.world_size),
+      next_leg(all_gather(Channel::kGather, Buffer::kOutgoing, Buffer::kIncoming, of.nbytes, of.world_size)),
+      unpack(Buffer::kIncoming, of.nbytes),
+  };
+}
+
+constexpr struct {
+  Sum sum;
+  const char* name;
+  Adder adder;
+  Steps (*steps)(const ChunkShape&);
+} kSums[] = {{Sum::kExact, "exact", Adder::kTransport, exact},
+             {Sum::kDirect, "direct", Adder::kTransport, added_by_transport},
+             {Sum::kTwoShot, "two-shot", Adder::kOwner, two_shot},
+             {Sum::kOneShot, "one-shot", Adder::kEveryRank, one_shot}};
+
+const auto& row_of(Sum sum) {
+  for (const auto& row : kSums) {
+    if (row.sum == sum) return row;
+  }
+  throw std::invalid_argument("not a sum");
+}
+
+}  // namespace
+
+std::vector<std::string> sum_names() {
+  std::vector<std::string> names = {"auto"};
+  for (const auto& row : kSums) names.emplace_back(row.name);
+  return names;
+}
+
+Sum sum_from_name(const std::string& name) {
+  if (name == "auto") return Sum::kAuto;
+  for (const auto& row : kSums) {
+    if (name == row.name) return row.sum;
+  }
+  const std::vector<std::string> names = sum_names();
+  std::string possible = "'" + names.front() + "'";
+  for (size_t i = 1; i < names.size(); ++i) possible += (i + 1 < names.size() ? ", '" : " or '") + names[i] + "'";
+  throw std::invalid_argument("sum='" + name + "' is not known: use " + possible);
+}
+
+std::string sum_name(Sum sum) { return sum == Sum::kAuto ? "auto" : row_of(sum).name; }
+
+Adder adder_of(Sum sum) { return row_of(sum).adder; }
+
+const char* operation_name(Operation operation) {
+  constexpr std::array kNames = {"scale", "pack",       "local reduce", "reduce",    "unpack",
+                                 "sum",   "all-to-all", "all-gather",   "all-reduce"};
+  return kNames[static_cast<size_t>(operation)];
+}
+
+const char* channel_name(Channel channel) {
+  constexpr std::array kNames = {"scatter", "gather", "local_scatter", "local_gather", "cross_scatter", "cross_gather"};
+  return kNames[static_cast<size_t>(channel)];
+}
+
+const char* buffer_name(Buffer buffer) {
+  constexpr std::array kNames = {"gradients", "outgoing", "incoming", "own message"};
+  return kNames[static_cast<size_t>(buffer)];
+}
+
+int64_t Step::sent_nbytes(int64_t num_chunks) const {
+  if (!is_collective(operation)) return 0;
+  const int64_t times = operation == Operation::kAllReduce ? 2 : 1;
+  return times * num_chunks * nbytes * (num_ranks - 1) / num_ranks;
+}
+
+std::vector<Step> steps_of(Sum sum, const ChunkShape& shape) { return row_of(sum).steps(shape); }
+
+Workspace workspace_of(const std::vector<Step>& steps) {
+  Workspace needed;
+  for (const Step& step : steps) {
+    for (const Buffer buffer : {step.from, step.to}) {
+      if (buffer == Buffer::kOutgoing) needed.outgoing_nbytes = std::max(needed.outgoing_nbytes, step.nbytes);
+      if (buffer == Buffer::kIncoming) needed.incoming_nbytes = std::max(needed.incoming_nbytes, step.nbytes);
+    }
+  }
+  return needed;
+}
+
+}  // namespace fusedcomm

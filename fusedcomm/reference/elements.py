@@ -1,0 +1,170 @@
+"""Elements and blocks: fp32 → codes and scales → fp32, and the rotation before and after."""
+
+import torch
+
+from fusedcomm.native import _C
+
+WIRE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
+}
+"""Of the codes; int4 has two in a byte, the even element's in the low half."""
+
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+
+_LEAST_ABSMAX = 2.0**-100
+"""Blocks below it become zeros, so that neither scale nor inverse comes near overflow or a denormal."""
+
+
+def canonical(x: torch.Tensor) -> torch.Tensor:
+    """`x` (fp32, bf16 or fp16) with every NaN replaced by the positive quiet NaN without payload."""
+    bits, nan = {
+        torch.float32: (torch.int32, 0x7FC00000),
+        torch.bfloat16: (torch.int16, 0x7FC0),
+        torch.float16: (torch.int16, 0x7E00),
+    }[x.dtype]
+    return torch.where(x.isnan(), torch.tensor(nan, dtype=bits, device=x.device), x.view(bits)).view(x.dtype)
+
+
+def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """float(x)·float(scale): fp32, rounded once."""
+    return x.float() * torch.tensor(scale, dtype=torch.float32, device=x.device)
+
+
+def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`y` (fp32) to nearest even in `dtype` (fp32, bf16 or fp16), NaNs canonical."""
+    if dtype == torch.bfloat16:
+        # By integers, because not every conversion instruction keeps denormals: half an ulp less one, plus the lowest
+        # kept bit, carries exactly where nearest-even rounds up.
+        bits = canonical(y).view(torch.int32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return canonical(y.to(dtype))
+
+
+def encode(
+    y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL, u: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wire codes of `y` (fp32, [numel]) and the scales of its blocks; rounded stochastically by `u` (fp32, [numel]).
+
+    Returns (codes [numel] in the wire's dtype, int4 [ceil(numel / 2)]; scales [ceil(numel / block)] in fp32, int4 in
+    bf16; no scales unless the wire has blocks). Elements missing from the last block count as zeros.
+    """
+    if wire not in GREATEST_CODE:
+        if u is not None and wire != "fp32":
+            y = torch.where(y.isfinite(), _stochastic_float(y, u, WIRE_DTYPES[wire]), y)
+        return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
+    scale_dtype = torch.bfloat16 if wire == "int4" else torch.float32
+    if y.numel() == 0:
+        return y.new_empty(0, dtype=WIRE_DTYPES[wire]), y.new_empty(0, dtype=scale_dtype)
+    blocks = torch.nn.functional.pad(y, (0, -y.numel() % block)).view(-1, block)
+    absmax = blocks.abs().amax(dim=1)
+    finite = blocks.isfinite().all(dim=1)
+    normal = finite & (absmax >= _LEAST_ABSMAX)
+    # Tensors of L: dividing by a Python number may be done as multiplying by its reciprocal.
+    greatest = torch.full_like(absmax, GREATEST_CODE[wire])
+    absmax = torch.where(normal, absmax, greatest)
+    scales = absmax / greatest
+    inverse = greatest / absmax
+    if wire == "int4":
+        scales = round_to(scales, torch.bfloat16).float()
+        inverse = torch.ones_like(scales) / scales
+    v = blocks * inverse[:, None]
+    if u is None:
+        codes = _nearest_code(v, wire)
+    else:
+        codes = _stochastic_code(v, torch.nn.functional.pad(u, (0, -u.numel() % block)).view_as(v), wire)
+    codes = torch.where(normal[:, None], codes, 0.0)
+    codes = torch.where(blocks.isinf(), greatest[:, None] * blocks.sign(), codes)
+    scales = torch.where(normal, scales, 0.0)
+    scales = torch.where(finite, scales, torch.inf).to(scale_dtype)
+    return _stored(codes.view(-1)[: y.numel()], wire), scales
+
+
+def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
+    """fp32: each element of `v` (fp32) rounded to a value that the wire has a code for."""
+    greatest = GREATEST_CODE[wire]
+    if wire in ("int8", "int4"):
+        return v.round().clamp(-greatest, greatest)
+    return v.clamp(-greatest, greatest).to(WIRE_DTYPES[wire]).float()
+
+
+def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
+    """As `_nearest_code`, but rounded up with a probability that is the distance from the value below."""
+    greatest = GREATEST_CODE[wire]
+    rounded = (v + u).floor() if wire in ("int8", "int4") else _stochastic_float(v, u, WIRE_DTYPES[wire])
+    return rounded.clamp(-greatest, greatest)
+
+
+def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32: finite `v` (fp32) as a value of a float `dtype`, which may be beyond its greatest."""
+    mantissa_nbits, least_exponent = {
+        torch.bfloat16: (7, -126),
+        torch.float16: (10, -14),
+        torch.float8_e4m3fn: (3, -6),
+    }[dtype]
+    magnitude = v.abs()
+    dropped = 23 - mantissa_nbits
+    bits = magnitude.view(torch.int32) + (u * 2.0**dropped).to(torch.int32)
+    value = (bits >> dropped << dropped).view(torch.float32)
+    if dtype != torch.bfloat16:  # whose subnormals have the step of fp32's
+        step = 2.0 ** (least_exponent - mantissa_nbits)
+        value = torch.where(magnitude < 2.0**least_exponent, (magnitude / step + u).floor() * step, value)
+    return value.copysign(v)
+
+
+def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
+    """Codes as they lie in memory, of exact values in fp32."""
+    if wire != "int4":
+        return codes.to(WIRE_DTYPES[wire])
+    nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).to(torch.int8).view(torch.uint8) & 0xF
+    return nibbles[0::2] | nibbles[1::2] << 4
+
+
+def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
+    """fp32: what stored codes stand for."""
+    if wire != "int4":
+        return codes.float()
+    nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).to(torch.int16)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles).float()
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
+    """fp32 of what `encode` returned: [numel], of int4 an even number."""
+    values = values_of_codes(codes, wire)
+    if wire in GREATEST_CODE:
+        values = values * scales.float().repeat_interleave(block)[: values.numel()]
+    return canonical(values)
+
+
+def rotate(y: torch.Tensor) -> torch.Tensor:
+    """Each run of 32 elements of `y` (fp32, [32·n]), signs changed, multiplied by the Hadamard matrix of order 32.
+
+    It spreads an outlier over its run, so that it costs the other elements of its block less. Order and pairs of the
+    additions as in the fast Walsh-Hadamard transform, for h = 1, 2, 4, 8, 16: (a, b) ← (a + b, a − b).
+    """
+    return _butterfly(y.view(-1, _C.ROTATION_NUMEL) * _signs(y)).view(-1)
+
+
+def unrotate(y: torch.Tensor) -> torch.Tensor:
+    """The inverse of `rotate`, but for rounding: signs · 2^-5 · (H·y)."""
+    return (_butterfly(y.view(-1, _C.ROTATION_NUMEL)) * (_signs(y) / _C.ROTATION_NUMEL)).view(-1)
+
+
+def _signs(like: torch.Tensor) -> torch.Tensor:
+    """Signs change before a rotation, since a constant run, which is common, would end up in one element else."""
+    bits = [_C.ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
+    return torch.tensor([-1.0 if bit else 1.0 for bit in bits], device=like.device)
+
+
+def _butterfly(runs: torch.Tensor) -> torch.Tensor:
+    h = 1
+    while h < _C.ROTATION_NUMEL:
+        pairs = runs.view(-1, _C.ROTATION_NUMEL // (2 * h), 2, h)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        runs = torch.stack([a + b, a - b], dim=2).view(-1, _C.ROTATION_NUMEL)
+        h *= 2
+    return runs

@@ -1,0 +1,64 @@
+"""What all ranks end with."""
+
+import torch
+
+from fusedcomm.native import _C
+from fusedcomm.reference.elements import WIRE_DTYPES, decode, encode, rotate, round_to, scaled, unrotate
+from fusedcomm.reference.stages import in_order
+
+
+def all_reduce_mean(
+    grads: list[torch.Tensor],
+    wire: str,
+    sum: str = "two-shot",
+    block: int = _C.DEFAULT_BLOCK_NUMEL,
+    predivide: float = 1.0,
+    exempt_mask: torch.Tensor | None = None,
+    rotated: bool = False,
+    ranks_per_host: int = 1,
+    local_wire: str = "bf16",
+) -> torch.Tensor:
+    """What every rank ends with after a two-shot or a one-shot sum, bit for bit: [numel] in the gradients' dtype.
+
+    `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Elements where `exempt_mask`
+    (bool [numel]) is True travel in fp32. Neither the cut into chunks nor into parts appears here: the result does not
+    depend on them. With several `ranks_per_host`, each host's consecutive ranks are summed first, in `local_wire`,
+    and then the hosts' sums, in `wire`. Raises ValueError for other sums, whose order of addition is the transport's,
+    and for a one-shot sum on two levels.
+    """
+    if sum not in ("two-shot", "one-shot"):
+        raise ValueError(
+            f"sum='{sum}' has no reference: the transport chooses its order of addition; use 'two-shot' or 'one-shot'"
+        )
+    if sum == "one-shot" and ranks_per_host > 1:
+        raise ValueError(f"sum='one-shot' has one level: use sum='two-shot' with ranks_per_host={ranks_per_host}")
+    if wire not in WIRE_DTYPES:
+        raise ValueError(f"wire='{wire}' is not possible: use one of {', '.join(WIRE_DTYPES)}")
+    exempt = torch.zeros_like(grads[0], dtype=torch.bool) if exempt_mask is None else exempt_mask
+    result = torch.empty_like(grads[0])
+    for mask, wire_of_stream in ((~exempt, wire), (exempt, "fp32")):
+        is_rotated = rotated and wire_of_stream == wire
+        numel = int(mask.sum())
+        values = [
+            torch.nn.functional.pad(scaled(grad[mask], 1 / predivide), (0, -numel % _C.ROTATION_NUMEL))
+            for grad in grads
+        ]
+        if ranks_per_host > 1:
+            local = local_wire if wire_of_stream == wire else "fp32"
+            values = [_through_wire(y, local, block) for y in values]
+            values = [
+                scaled(in_order(values[first : first + ranks_per_host]), 1.0)
+                for first in range(0, len(values), ranks_per_host)
+            ]
+        decoded = [_through_wire(rotate(y) if is_rotated else y, wire_of_stream, block) for y in values]
+        if sum == "one-shot":
+            mean = scaled(in_order([unrotate(y) if is_rotated else y for y in decoded]), predivide / len(grads))
+        else:
+            mean = _through_wire(scaled(in_order(decoded), predivide / len(grads)), wire_of_stream, block)
+            mean = unrotate(mean) if is_rotated else mean
+        result[mask] = round_to(scaled(mean[:numel], 1.0), result.dtype)
+    return result
+
+
+def _through_wire(y: torch.Tensor, wire: str, block: int) -> torch.Tensor:
+    return decode(*encode(y, wire, block), wire, block)

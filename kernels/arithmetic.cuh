@@ -1,0 +1,138 @@
+// What fusedcomm/reference defines of one element and of the 32 that a warp has: formats, rounding, codes, rotation.
+// Part of fused.cu, which says what its macros are.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+enum { none, fp32, bf16, fp16, int8, fp8, int4 };
+
+constexpr int kRun = 32;  // elements: a warp's
+constexpr u32 kAllLanes = 0xFFFFFFFFu;
+constexpr u32 kInfBits = 0x7F800000u;
+constexpr u32 kLeastAbsmaxBits = (127u - 100u) << 23;  // 2^-100: a block below it becomes zeros
+constexpr u32 kRotationSigns = 0x9E3779B9u;            // bit i: element i of a run changes its sign
+
+__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ __forceinline__ i64 lesser(i64 a, i64 b) { return b < a ? b : a; }
+
+__device__ __forceinline__ u32 magnitude_bits(float y) { return __float_as_uint(y) & 0x7FFFFFFFu; }
+
+// Of |x| < 2^22, +0 for a zero: 1.5·2^23 has an ulp of one. floorf may take a denormal for a zero.
+__device__ __forceinline__ float floor_of(float x) {
+  const float nearest = (x + 12582912.0f) - 12582912.0f;
+  return nearest > x ? nearest - 1.0f : nearest;
+}
+
+// ---- formats
+
+#ifdef __CUDACC__
+__device__ __forceinline__ u16 half_of_float(float value) {
+  u16 half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+  return half;
+}
+__device__ __forceinline__ float float_of_half(u16 half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+#endif
+
+__device__ __forceinline__ bool has_scales(int format) { return format >= int8; }
+
+__device__ __forceinline__ float greatest_value(int format) {
+  return format == int8 ? 127.0f : format == fp8 ? 448.0f : 7.0f;
+}
+
+__device__ __forceinline__ u32 load_bits(const void* section, i64 index, int format) {
+  if (format == fp32) return static_cast<const u32*>(section)[index];
+  if (format == bf16 || format == fp16) return static_cast<const u16*>(section)[index];
+  if (format == int4) return static_cast<const u8*>(section)[index / 2] >> (index % 2 * 4) & 0xFu;
+  return static_cast<const u8*>(section)[index];
+}
+
+// int4: also the next element's, whose four bits are the upper half of `bits`.
+__device__ __forceinline__ void store_bits(void* section, i64 index, u32 bits, int format) {
+  if (format == fp32) {
+    static_cast<u32*>(section)[index] = bits;
+  } else if (format == bf16 || format == fp16) {
+    static_cast<u16*>(section)[index] = static_cast<u16>(bits);
+  } else {
+    static_cast<u8*>(section)[format == int4 ? index / 2 : index] = static_cast<u8>(bits);
+  }
+}
+
+__device__ __forceinline__ float value_of(u32 bits, int format) {
+  if (format == fp32) return __uint_as_float(bits);
+  if (format == bf16) return __uint_as_float(bits << 16);
+  if (format == fp16) return float_of_half(static_cast<u16>(bits));
+  if (format == int8) return static_cast<float>(static_cast<signed char>(bits));
+  if (format == int4) return static_cast<float>(static_cast<int>(bits << 28) >> 28);
+  // e4m3 is fp32 but for the width of its mantissa and for its bias, subnormals and all; its greatest code is NaN.
+  const float value = __uint_as_float((bits & 0x80u) << 24 | (bits & 0x7Fu) << 20) * 0x1p120f;
+  return (bits & 0x7Fu) == 0x7Fu ? __uint_as_float(0x7FC00000u) : value;
+}
+
+// To nearest even in fp32, bf16 or fp16, NaNs canonical.
+__device__ __forceinline__ u32 rounded(float y, int format) {
+  const bool nan = y != y;
+  const u32 bits = nan ? 0x7FC00000u : __float_as_uint(y);
+  // Half an ulp less one, plus the lowest kept bit, carries exactly where nearest-even rounds up.
+  if (format == bf16) return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  if (format == fp16) return nan ? 0x7E00u : half_of_float(y);
+  return bits;
+}
+
+// The same in bf16 or fp16, rounded up where `noise`, of 16 bits, carries into what is kept.
+__device__ __forceinline__ u32 stochastically_rounded(float y, u32 noise, int format) {
+  const u32 bits = rounded(y, fp32);
+  if (format == bf16) return (bits + noise) >> 16;
+  if (magnitude_bits(y) >= (127u - 14u) << 23) return rounded(__uint_as_float((bits + (noise >> 3)) & ~0x1FFFu), fp16);
+  const float steps = floor_of(__uint_as_float(bits & 0x7FFFFFFFu) * 0x1p24f + noise * 0x1p-16f);  // of 2^-24
+  return rounded(__uint_as_float(__float_as_uint(steps * 0x1p-24f) | (bits & 0x80000000u)), fp16);
+}
+
+// e4m3's code of a finite value: what lies beyond the greatest becomes the greatest.
+__device__ __forceinline__ u32 fp8_code(float v, u32 noise) {
+  const u32 bits = magnitude_bits(v), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (bits < (127u - 6u) << 23) {  // subnormal: steps of 2^-9
+    const float magnitude = __uint_as_float(bits);
+    if (STOCHASTIC) return static_cast<u32>(floor_of(magnitude * 0x1p9f + noise * 0x1p-16f)) | sign;
+    return (__float_as_uint(magnitude + 1.5f * 0x1p14f) & 0xFu) | sign;  // 2^14 has an ulp of 2^-9
+  }
+  const u32 carry = STOCHASTIC ? noise << 4 : 0x7FFFFu + (bits >> 20 & 1u);
+  return static_cast<u32>(lesser((bits + carry - (120u << 23)) >> 20, 0x7E)) | sign;
+}
+
+// The code of an element in a wire with scales; `inverse` of its block's scale is 0 in a block that is not normal.
+__device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int format) {
+  const bool inf = magnitude_bits(y) == kInfBits;
+  if (inverse == 0.0f && !inf) return 0;
+  const float greatest = greatest_value(format);
+  const float v = inf ? copysignf(greatest, y) : y * inverse;
+  if (format == fp8) return fp8_code(v, noise);
+  const float whole = fminf(fmaxf(STOCHASTIC ? floor_of(v + noise * 0x1p-16f) : v, -greatest), greatest);
+  return __float_as_uint(whole + 12582912.0f) & (format == int4 ? 0xFu : 0xFFu);
+}
+
+// ---- rotation, of the 32 elements that a warp has
+
+__device__ __forceinline__ float with_sign(float y) {
+  return __uint_as_float(__float_as_uint(y) ^ kRotationSigns >> lane() << 31);
+}
+
+__device__ __forceinline__ float butterfly(float y) {
+#pragma unroll
+  for (int step = 1; step < kRun; step *= 2) {
+    const float partner = __shfl_xor_sync(kAllLanes, y, step);
+    y = lane() & step ? partner - y : y + partner;
+  }
+  return y;
+}
+
+__device__ __forceinline__ float rotate(float y) { return butterfly(with_sign(y)); }
+__device__ __forceinline__ float unrotate(float y) { return with_sign(butterfly(y) * (1.0f / kRun)); }

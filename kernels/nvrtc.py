@@ -1,0 +1,173 @@
+"""Compiles fused.cu, the same kernels in CUDA C++, by NVRTC: what runs where Triton cannot compile, or on request.
+
+NVRTC is one library, which torch's CUDA builds bring along: neither a CUDA toolkit nor a GPU is needed.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fusedcomm.native import _C
+
+from .variants import NUM_WARPS, TILE, Compiled
+
+SOURCE = Path(__file__).with_name("fused.cu")
+HEADER = Path(__file__).with_name("arithmetic.cuh")
+"""What the source includes. NVRTC is handed both: it need not look for files."""
+
+MAJORS = (13, 12)
+"""Versions of NVRTC that have been tried, after that of torch's own CUDA, the best first."""
+
+FORMATS = {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def check_nvrtc() -> str:
+    """NVRTC's version. RuntimeError if it is not there."""
+    return _library()[1]
+
+
+def macros(variant: "_C.KernelKey", tile: int, num_threads: int) -> dict[str, str | int]:
+    """What fused.cu has to be told of a variant: formats by their names there, everything else as numbers."""
+    wire = variant.wire or "fp32"
+    return {
+        "WIRE": wire,
+        "IN_WIRE": variant.in_wire or wire,
+        "GRAD": FORMATS[variant.grad_dtype],
+        "FEEDBACK": variant.feedback or "none",
+        "BLOCK": variant.block,
+        "TILE": tile,
+        "NUM_THREADS": num_threads,
+        "FLAT": int(variant.flat),
+        "ROTATED": int(variant.rotated),
+        "STOCHASTIC": int(variant.stochastic),
+        "SUMS": int(variant.sums),
+    }
+
+
+def options(
+    variant: "_C.KernelKey", capability: int, tile: int = TILE, num_threads: int = 32 * NUM_WARPS
+) -> tuple[str, ...]:
+    """NVRTC's, for fused.cu."""
+    defined = {variant.kernel.upper(): 1, **macros(variant, tile, num_threads)}
+    return f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", *(f"-D{name}={x}" for name, x in defined.items())
+
+
+def compile(variant: "_C.KernelKey", capability: int, folder: str | None = None) -> Compiled:
+    """Compiles for a compute capability, e.g. 90. Keeps what it has compiled in `folder`, unless that is None.
+
+    RuntimeError with NVRTC's log if it cannot be compiled, or if the kernel's parameters are not those that the engine
+    passes.
+    """
+    symbol, params = f"{variant.kernel}_kernel", tuple(_C.kernel_params(variant.kernel))
+    told = options(variant, capability)
+    # The parameters, too: they have been checked where a cubin is found.
+    identity = SOURCE.read_text(), HEADER.read_text(), told, params, check_nvrtc()
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()
+    kept = None if folder is None else Path(folder) / f"{symbol}-{digest}.cubin"
+    ptx = ""
+    if kept is not None and kept.exists():
+        cubin = kept.read_bytes()
+    else:
+        cubin, ptx = compile_source(told)
+        _check_params(ptx, symbol, params)
+        _keep(cubin, kept)
+    return Compiled(variant, symbol, cubin, ptx, NUM_WARPS, 0, params, 0)
+
+
+def _keep(cubin: bytes, place: Path | None) -> None:
+    """Nothing where nothing can be written: it is compiled again, then."""
+    if place is None:
+        return
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+            file.write(cubin)
+        os.replace(file.name, place)
+
+
+def _check_params(ptx: str, symbol: str, expected: tuple[str, ...]) -> None:
+    """RuntimeError unless the kernel takes these; the PTX does not tell pointers from integers."""
+    kinds = {"ptr": "64", "i64": "64", "i32": "32", "f32": "f32"}
+    entry = re.search(rf"\.entry\s+{symbol}\s*\((.*?)\)", ptx, re.DOTALL)
+    found = re.findall(r"\.param\s+\.(\w+)", entry[1]) if entry else []
+    if [kind.lstrip("usb") for kind in found] != [kinds[param] for param in expected]:
+        raise RuntimeError(
+            f"NVRTC compiled {symbol} with the parameters {found} where the engine passes {expected}. Kernels and "
+            "extension are of different versions: build fusedcomm again"
+        )
+
+
+# ---- the library
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, str]:
+    """NVRTC and its version."""
+    errors = []
+    for name in _candidates():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            errors.append(str(error))
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return library, f"{major.value}.{minor.value}"
+    raise RuntimeError(
+        f"NVRTC cannot be loaded ({'; '.join(errors)}). torch's CUDA builds bring it along; else: pip install "
+        "'nvidia-cuda-nvrtc>=13,<14', or nvidia-cuda-nvrtc-cu12 for CUDA 12"
+    )
+
+
+def _candidates() -> list[str]:
+    """Files of packages, then names for the system to find: first those of torch's own CUDA, which the driver has to
+    be able to load code of."""
+    try:
+        import nvidia  # a folder of packages, without code
+
+        folders = [Path(folder) for folder in nvidia.__path__]
+    except ImportError:
+        folders = []
+    own = int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else MAJORS[0]
+    names = [f"libnvrtc.so.{major}" for major in dict.fromkeys((own, *MAJORS))]
+    return [
+        str(place) for name in names for place in (*(p for f in folders for p in f.glob(f"*/lib/{name}")), Path(name))
+    ]
+
+
+def compile_source(options: tuple[str, ...]) -> tuple[bytes, str]:
+    """(cubin, PTX) of fused.cu."""
+    library, version = _library()
+    program = ctypes.c_void_p()
+    source, header = ((file.read_bytes(), file.name.encode()) for file in (SOURCE, HEADER))
+    included = ((ctypes.c_char_p * 1)(text) for text in header)
+    _require(library, library.nvrtcCreateProgram(ctypes.byref(program), *source, 1, *included))
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), arguments):
+            log = _output(library, program, "ProgramLog").decode(errors="replace")
+            raise RuntimeError(f"NVRTC {version} cannot compile fused.cu with {' '.join(options)}:\n{log}")
+        return _output(library, program, "CUBIN"), _output(library, program, "PTX").rstrip(b"\0").decode()
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _output(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    nbytes = ctypes.c_size_t()
+    _require(library, library[f"nvrtcGet{what}Size"](program, ctypes.byref(nbytes)))
+    output = ctypes.create_string_buffer(nbytes.value)
+    _require(library, library[f"nvrtcGet{what}"](program, output))
+    return output.raw
+
+
+def _require(library: ctypes.CDLL, result: int) -> None:
+    if result:
+        raise RuntimeError(f"NVRTC failed: {library.nvrtcGetErrorString(result).decode()}")

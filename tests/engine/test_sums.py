@@ -1,0 +1,419 @@
+"""Every sum's list of steps: what the ranks end with if they do just that, and the bytes that it takes.
+
+The lists are walked here by ranks that keep, in place of bytes, whose gradients each piece of a message is made of.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import chunks
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Chunks, Config, TwoLevels
+from fusedcomm.native import _C
+from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
+
+FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
+
+# --- plans of every sum ---------------------------------------------------------------------------------------------
+
+
+def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
+    """Of every sum, with world size, ranks on a host and what it is."""
+    for world_size in (1, 2, 3, 4, 6, 8, 12):
+        for per_host in (1, 2, 3, 4):
+            if world_size % per_host or (per_host > 1 and world_size == per_host):
+                continue
+            for sum, wire, exact, like in choices(per_host):
+                others = {"head": "bf16", "tail": "int4"} if sum not in ("exact", "direct") else {}
+                config = Config(wire=wire, sum=sum, wires=others, chunks=Chunks(5000))
+                native = chunks.native(config, world_size, ranks_per_host=per_host)
+                for lossy in (1, 5003, 70001):
+                    numels = [lossy, 0, 700][: len(config.numbered_wires)]
+                    plan = _C.plan_bucket(native, world_size, like, exact, numels)
+                    yield plan, world_size, per_host, f"{sum} {wire} {world_size} ranks {per_host} {exact} {numels}"
+
+
+def choices(per_host: int) -> Iterator[tuple[str, str, int, torch.Tensor]]:
+    """(sum, wire, exempt elements, gradients of that dtype)"""
+    sums = ("exact", "direct", "two-shot", "one-shot") if per_host == 1 else ("two-shot",)
+    assert set(sums) <= set(SUMS) and (per_host > 1 or {"auto", *sums} == set(SUMS))
+    for sum in sums:
+        wires = {"exact": ("fp32",), "direct": ("bf16", "fp16")}.get(sum, ("fp32", "bf16", "int8", "int4"))
+        for wire in wires:
+            for exact in (0,) if sum == "direct" else (0, 3, 4099):
+                for like in (FP32, BF16):
+                    yield sum, wire, exact, like
+
+
+ALL = list(plans())
+
+
+def test_there_are_plans_of_every_sum_on_one_level_and_on_two():
+    assert {(plan.sum, bool(plan.host_layouts), plan.in_place) for plan, *_ in ALL} == {
+        ("exact", False, True),
+        ("exact", False, False),
+        ("direct", False, False),
+        ("two-shot", False, False),
+        ("two-shot", True, False),
+        ("one-shot", False, False),
+    }
+
+
+# --- ranks that do what the steps say -------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Of `world_size` ranks, those of a host one after the other: what their buffers hold. A message is a list of
+    pieces, one for each part of a chunk; a piece counts the ranks whose gradients have been added to it."""
+
+    def __init__(self, plan: "_C.BucketPlan", world_size: int, per_host: int) -> None:
+        self.world_size, self.per_host = world_size, per_host
+        num_pieces = plan.layout.num_parts
+        self.buffers = [{"gradients": [Counter({rank: 1})] * num_pieces} for rank in range(world_size)]
+        self.sent_nbytes, self.between_hosts_nbytes = [0] * world_size, [0] * world_size
+
+    def group(self, rank: int, channel: str) -> list[int]:
+        first = rank - rank % self.per_host
+        if channel.startswith("local"):
+            return list(range(first, first + self.per_host))
+        if channel.startswith("cross"):
+            return list(range(rank % self.per_host, self.world_size, self.per_host))
+        return list(range(self.world_size))
+
+    def do(self, step: "_C.Step") -> None:
+        read = [dict(buffers)[step.reads] for buffers in self.buffers]  # KeyError: it has not been written
+        for rank, buffers in enumerate(self.buffers):
+            if step.is_collective:
+                group = self.group(rank, step.channel)
+                assert len(group) == step.num_ranks
+                written = self.received(step, rank, group, read)
+            else:
+                written = added(step, read[rank])
+            # A message is read once; gradients that are sent from where they are stay.
+            del buffers[step.reads]
+            buffers[step.writes] = written
+
+    def received(self, step: "_C.Step", rank: int, group: list[int], read: list) -> list:
+        own, n = group.index(rank), len(group)
+        if step.operation == "all-reduce":
+            self.sent_nbytes[rank] += Fraction(2 * step.nbytes * (n - 1), n)  # round a ring
+            return [sum(pieces, Counter()) for pieces in zip(*(read[peer] for peer in group), strict=True)]
+        if step.operation == "all-gather":
+            self.count(rank, group, step.nbytes // n)
+            return [piece for peer in group for piece in read[peer]]
+        assert step.operation == "all-to-all" and step.nbytes % n == 0
+        self.count(rank, group, step.nbytes // n)
+        return [piece for peer in group for piece in parts(read[peer], n)[own]]
+
+    def count(self, rank: int, group: list[int], nbytes: int) -> None:
+        """Of what a rank sends to each of the others."""
+        for peer in group:
+            self.sent_nbytes[rank] += nbytes if peer != rank else 0
+            self.between_hosts_nbytes[rank] += nbytes if peer // self.per_host != rank // self.per_host else 0
+
+
+def parts(message: list, count: int) -> list[list]:
+    assert len(message) % count == 0
+    length = len(message) // count
+    return [message[i * length : (i + 1) * length] for i in range(count)]
+
+
+def added(step: "_C.Step", message: list) -> list:
+    """By the codec: the parts, or whole messages, of `num_ranks` ranks."""
+    if step.operation in ("local reduce", "reduce", "sum"):
+        return [sum(pieces, Counter()) for pieces in zip(*parts(message, step.num_ranks), strict=True)]
+    assert step.operation in ("scale", "pack", "unpack") and step.num_ranks == 1
+    return message
+
+
+def sent_by_steps(plan: "_C.BucketPlan") -> int:
+    return sum(step.sent_nbytes(plan.num_chunks) for step in plan.steps)
+
+
+def test_every_rank_ends_with_every_ranks_gradients_once():
+    for plan, world_size, per_host, what in ALL:
+        ranks = Ranks(plan, world_size, per_host)
+        for step in plan.steps:
+            ranks.do(step)
+        everybodys = [Counter(range(world_size))] * plan.layout.num_parts
+        for buffers in ranks.buffers:
+            assert buffers == {"gradients": everybodys}, what
+
+
+def test_the_bytes_of_a_plan_are_those_that_its_ranks_send_each_other():
+    for plan, world_size, per_host, what in ALL:
+        ranks = Ranks(plan, world_size, per_host)
+        for step in plan.steps:
+            ranks.do(step)
+        for sent_nbytes, between_nbytes in zip(ranks.sent_nbytes, ranks.between_hosts_nbytes, strict=True):
+            assert plan.sent_nbytes == int(plan.num_chunks * sent_nbytes), what
+            if per_host > 1 and plan.sum == "two-shot":
+                assert plan.sent_between_hosts_nbytes(per_host) == plan.num_chunks * between_nbytes, what
+        assert plan.sent_nbytes == sent_by_steps(plan), what
+
+
+# --- the formulae ---------------------------------------------------------------------------------------------------
+
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8 + 32 / 128, "int8": 8 + 32 / 128, "int4": 4 + 16 / 32}
+"""Of an element on the wire: its code, and its share of the scale that its block has."""
+NUMEL = 4 * 12 * 1024
+"""Four chunks of a part for each rank: whole blocks among 1, 2, 3, 4, 6 or 12 ranks, so that nothing is padded."""
+SUMS_OF_WIRES = [("exact", "fp32"), ("direct", "bf16"), ("direct", "fp16")]
+SUMS_OF_WIRES += [(sum, wire) for sum in ("two-shot", "one-shot") for wire in BITS]
+
+
+def test_the_formulae_know_every_sum_and_wire():
+    assert {"auto", *(sum for sum, _ in SUMS_OF_WIRES)} == set(SUMS) and set(BITS) == set(WIRES)
+
+
+def message_nbytes(wire: str) -> int:
+    return int(NUMEL * BITS[wire] / 8)
+
+
+def wires_beside(local_wire: str) -> list[str]:
+    """An fp32 wire rounds nothing, so nothing may be rounded within a host either."""
+    return [wire for wire in BITS if wire != "fp32" or local_wire == "fp32"]
+
+
+def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire: str = "bf16") -> tuple[int, int]:
+    """Bytes that one rank sends for NUMEL elements, and those of them that go to other hosts.
+
+    Of a message of n bytes among p ranks an all-to-all or an all-gather sends (p−1)/p · n and an all-reduce round a
+    ring 2(p−1)/p · n. A ring of all ranks leaves each host once.
+    """
+    n, p = Fraction(message_nbytes(wire)), world_size
+    if per_host > 1 and sum == "two-shot":
+        num_hosts = world_size // per_host
+        within = Fraction(per_host - 1, per_host) * (message_nbytes(local_wire) + n)
+        between = 2 * Fraction(num_hosts - 1, num_hosts) * n / per_host
+    else:
+        # In a one-shot every rank has the messages of all, p · n, in the end.
+        within, between = 0, (p - 1) * n if sum == "one-shot" else 2 * Fraction(p - 1, p) * n
+    assert Fraction(within).denominator == between.denominator == 1
+    return int(within + between), int(between)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
+    for sum, wire in SUMS_OF_WIRES:
+        config = Config(wire=wire, sum=sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // num_chunks))
+        plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, 0, [NUMEL])
+        sent, _ = formula(sum, wire, world_size)
+        assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
+        assert plan.sent_nbytes == sent, (sum, wire)
+        assert sent_by_steps(plan) == sent, (sum, wire)
+        assert plan.sent_between_hosts_nbytes(1) == sent, (sum, wire)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("local_wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3), (12, 2), (12, 3), (12, 4), (12, 6)])
+def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, local_wire, num_chunks):
+    for wire in wires_beside(local_wire):
+        chunk_nbytes = max(map(message_nbytes, (wire, local_wire))) // num_chunks
+        hosts = TwoLevels("auto", local_wire)
+        config = Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(chunk_nbytes), hosts=hosts)
+        native = chunks.native(config, world_size, ranks_per_host=per_host)
+        plan = _C.plan_bucket(native, world_size, FP32, 0, [NUMEL])
+        sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
+        assert plan.host_layouts and plan.num_chunks == num_chunks
+        assert plan.sent_nbytes == sent, wire
+        assert sent_by_steps(plan) == sent, wire
+        assert plan.sent_between_hosts_nbytes(per_host) == between, wire
+
+
+def test_bytes_of_padded_messages_are_those_of_the_formula():
+    """Of the messages as the layouts have them, several wires and exempt parameters in one, cut unevenly."""
+    for plan, p, per_host, what in ALL:
+        n = 4 * plan.layout.lossy_numel if plan.in_place else plan.num_chunks * plan.layout.chunk_nbytes
+        if plan.host_layouts:
+            num_hosts, within_n = p // per_host, plan.num_chunks * plan.host_layouts[0].chunk_nbytes
+            between = 2 * n // p * (num_hosts - 1)
+            within = (within_n + n) // per_host * (per_host - 1)
+        else:
+            within, between = 0, (p - 1) * n if plan.sum == "one-shot" else 2 * n * (p - 1) // p
+        assert plan.sent_nbytes == within + between, what
+        if plan.host_layouts or per_host == 1:
+            assert plan.sent_between_hosts_nbytes(per_host) == between, what
+
+
+def test_a_bucket_without_elements_sends_nothing():
+    for sum, wire in SUMS_OF_WIRES:
+        plan = _C.plan_bucket(chunks.native(Config(wire, sum, wires={"1d": wire}), 4), 4, FP32, 0, [0])
+        assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1)) == (0, 0, 0), (sum, wire)
+
+
+# --- the lists ------------------------------------------------------------------------------------------------------
+
+LISTS = {
+    "exact, in place": "scale | all-reduce",
+    "exact": "pack | all-reduce | unpack",
+    "direct": "pack | all-reduce | unpack",
+    "two-shot": "pack | all-to-all | reduce | all-gather | unpack",
+    "one-shot": "pack | all-gather | sum",
+    "two-shot, two levels": "pack | local all-to-all | local reduce | all-to-all | reduce | all-gather | "
+    "local all-gather | unpack",
+}
+
+
+def test_each_sum_is_its_list_of_steps():
+    seen = {}
+    for plan, *_ in ALL:
+        kind = plan.sum + ", in place" * plan.in_place + ", two levels" * bool(plan.host_layouts)
+        seen.setdefault(kind, set()).add(
+            " | ".join(step.stage if step.is_collective else step.operation for step in plan.steps)
+        )
+    assert seen == {kind: {steps} for kind, steps in LISTS.items()}
+
+
+def test_messages_are_those_of_the_layouts():
+    for plan, world_size, per_host, what in ALL:
+        for step in plan.steps:
+            layout = plan.host_layouts[0] if step.in_local_wire else plan.layout
+            if plan.in_place:
+                expected = 4 * layout.lossy_numel
+            elif step.channel.startswith("cross") or (step.operation == "reduce" and per_host > 1):
+                expected = layout.chunk_nbytes // per_host
+            elif step.operation == "all-gather" and plan.sum == "one-shot":
+                expected = world_size * layout.chunk_nbytes
+            else:
+                expected = layout.chunk_nbytes
+            assert step.nbytes == expected, (what, step.stage)
+
+
+def test_a_leg_after_the_first_begins_with_a_collective_or_is_the_unpack():
+    """What it waits for is work of the codec or, of a sum that has no more to send, the collective before."""
+    for plan, _, _, what in ALL:
+        steps = plan.steps
+        assert not steps[0].begins_leg and not steps[0].is_collective, what
+        for before, step in zip(steps, steps[1:], strict=False):
+            if step.begins_leg and step.is_collective:
+                assert not before.is_collective, what
+            elif step.begins_leg:
+                assert step is steps[-1] and step.stage == "unpack", what
+
+
+def test_a_channel_carries_one_collective_of_a_chunk():
+    for plan, _, _, what in ALL:
+        channels = [step.channel for step in plan.steps if step.is_collective]
+        assert len(channels) == len(set(channels)) > 0, what
+
+
+def test_stages_are_what_traces_call_them():
+    for plan, _, _, what in ALL:
+        for step in plan.steps:
+            if step.is_collective:
+                local = "local " if step.channel.startswith("local") else ""
+                assert step.stage == local + step.operation, what
+            else:
+                assert step.stage == {"scale": "pack", "sum": "unpack"}.get(step.operation, step.operation), what
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+def counted_by_engines(rank, world_size, num_steps, configs):
+    """For each of `configs`, of a bucket of NUMEL elements: how it was summed, the most that an element of the
+    result is off, and what the engine's statistics count in `num_steps` steps."""
+    # Multiples of the number of ranks, by which an exact sum is divided beforehand.
+    values = world_size * (torch.arange(NUMEL, dtype=torch.float32) % 15 - 7)
+    gradient, mean = values * (rank + 1), values * (world_size + 1) / 2
+    found = []
+    for config in configs:
+        ddp = DistributedDataParallel(Gradients((NUMEL,)), bucket_cap_mb=10)
+        comm = fusedcomm.attach(ddp, config, quiet=True)
+        synchronise(ddp, [gradient], steps=2)
+        before = comm.stats()
+        (seen,) = synchronise(ddp, [gradient], steps=num_steps)
+        after = comm.stats()
+        (row,) = comm.plan().buckets
+        found.append(
+            {
+                "sum": row.sum,
+                "chunks": row.num_chunks,
+                "off": (seen - mean).abs().max().item(),
+                "sent": after.sent_nbytes - before.sent_nbytes,
+                "between hosts": after.sent_between_hosts_nbytes - before.sent_between_hosts_nbytes,
+            }
+        )
+        comm.detach()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
+    num_steps = 3
+    configs = [
+        Config(wire, sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // 4)) for sum, wire in SUMS_OF_WIRES
+    ]
+    for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=world_size):
+        for (sum, wire), seen in zip(SUMS_OF_WIRES, of_rank, strict=True):
+            sent = num_steps * formula(sum, wire, world_size)[0]
+            assert seen["sum"] == sum and seen["chunks"] == (1 if sum == "exact" else 4), (sum, wire)
+            assert (seen["sent"], seen["between hosts"]) == (sent, sent), (sum, wire)
+            assert seen["off"] == 0 or wire in WITH_SCALES, (sum, wire)
+
+
+@pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
+def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
+    num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
+    nbytes_of = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
+    configs = [
+        Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(nbytes), hosts=hosts)
+        for wire, nbytes in nbytes_of.items()
+    ]
+    for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=4):
+        for wire, seen in zip(nbytes_of, of_rank, strict=True):
+            sent, between = formula("two-shot", wire, 4, 2, local_wire)
+            assert (seen["sum"], seen["chunks"]) == ("two-shot", 4), wire
+            assert (seen["sent"], seen["between hosts"]) == (num_steps * sent, num_steps * between), wire
+            assert seen["off"] == 0 or wire in WITH_SCALES, wire
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+SHAPES = ((512, 512), (1 << 15,))
+
+
+def counted(rank, world_size, kwargs, num_steps):
+    """Bytes over TCP in one step, as the kernel counts them, and as the plan and the statistics add them up."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES))
+    comm = fusedcomm.attach(ddp, Config(**kwargs))
+    gradients = [torch.ones(shape) for shape in SHAPES]
+    synchronise(ddp, gradients, steps=3)
+    dist.barrier()
+    before, stats_before = tcp_nbytes_sent(), comm.stats().sent_nbytes
+    synchronise(ddp, gradients, steps=num_steps)
+    dist.barrier()
+    over_tcp = (tcp_nbytes_sent() - before) / num_steps
+    dist.barrier()  # a rank that leaves closes its end of our sockets
+    return over_tcp, comm.plan().sent_nbytes, comm.stats().sent_nbytes - stats_before
+
+
+@pytest.mark.skipif(tcp_nbytes_sent() is None, reason="this kernel does not count the bytes of a socket")
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"wire": "fp32", "sum": "exact"},
+        {"wire": "bf16", "sum": "direct"},
+        {"wire": "bf16", "sum": "one-shot", "wires": {"1d": "fp32"}},
+        {"wire": "int8", "sum": "one-shot"},
+        {"wire": "fp16", "sum": "two-shot"},
+        {"wire": "int4", "sum": "two-shot"},
+        {"wire": "int8", "sum": "two-shot", "hosts": [[0, 1], [2, 3]]},
+    ],
+    ids=str,
+)
+def test_the_network_carries_the_bytes_of_the_steps(ranks, kwargs):
+    num_steps = 5
+    for over_tcp, planned, in_stats in ranks.run(counted, kwargs, num_steps, world_size=4):
+        assert over_tcp == pytest.approx(planned, rel=0.03)
+        assert in_stats == num_steps * planned

@@ -1,0 +1,100 @@
+"""Gradients that lie anywhere in memory give the bits of those that lie in one run, on the CPU's path and on CUDA's."""
+
+import contextlib
+
+import fake_cuda
+import pytest
+import torch
+from models import Gradients, normal, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Chunks, Config, Feedback
+from fusedcomm.native import _C
+
+SHAPES = [(1 + 7 * i % 61,) if i % 3 else (3, 1 + i % 17) for i in range(300)]
+CONFIGS = {
+    "fp32": Config("fp32"),  # in one run the all-reduce works in place; what lies apart is packed
+    "bf16": Config("bf16", "two-shot", chunks=Chunks(4096)),
+    "fp16 direct": Config("fp16", "direct"),
+    "int8": Config("int8", "two-shot"),
+    "int8 fed back": Config("int8", "two-shot", feedback=Feedback()),
+    "small": Config("int8"),  # and so summed exactly
+    "int4 one-shot": Config("int4", "one-shot", wires={"weights.1*": "bf16"}),
+}
+
+
+def gradients_of(rank, step):
+    """Signed, other ones on every rank."""
+    return [normal(rank, 1000 * step + i, shape).mul(8).round() for i, shape in enumerate(SHAPES)]
+
+
+def means(rank, world_size, library, config, apart):
+    """(bits after three steps, bytes sent, non-finite counts by parameter)"""
+    model = Gradients(*SHAPES)
+    ddp = DistributedDataParallel(model)
+    device = fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext()
+    seen = []
+    with device:
+        comm = fusedcomm.attach(ddp, config, quiet=True)
+        for _ in range(2):  # DDP's second pass has the only bucket in its final order
+            synchronise(ddp, gradients_of(rank, 0))
+        hook = comm._session.hook
+        hook.restore_residuals({})  # which both runs begin anew
+        (record,) = hook.buckets()
+        order = [int(name.rpartition(".")[2]) for name in record.parameters]
+        for step in range(1, 4):
+            gradients = gradients_of(rank, step)
+            if step == 3:
+                gradients[5].view(-1)[-1] = float("inf")
+            if not apart:
+                seen.append(synchronise(ddp, gradients))
+                continue
+            # New memory in every step, at addresses that follow no order.
+            lying = [gradient.clone() for gradient in gradients]
+            bucket = _C.Bucket(
+                index=0,
+                is_last=True,
+                parameters=[model.weights[i] for i in order],
+                gradients=[lying[i] for i in order],
+            )
+            hook.run(bucket).wait()
+            seen.append(lying)
+        stats = comm.stats()
+        comm.detach()
+    bits = torch.cat([gradient.flatten() for step in seen for gradient in step]).view(torch.uint8)
+    return bits, stats.sent_nbytes, stats.nonfinite_by_parameter
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.mark.parametrize("path", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_300_tensors_give_the_bits_of_one_run(ranks, request, path, name):
+    driver = request.getfixturevalue("library") if path == "cuda" else None
+    runs = [ranks.run(means, driver, CONFIGS[name], apart, world_size=2) for apart in (False, True)]
+    for (run, run_nbytes, run_nonfinite), (apart, apart_nbytes, apart_nonfinite) in zip(*runs, strict=True):
+        assert torch.equal(run, apart)
+        assert run_nonfinite == apart_nonfinite and sum(run_nonfinite.values()) == 1
+        # A bucket that is summed in place has no padding.
+        assert run_nbytes == apart_nbytes or name in ("fp32", "small")
+
+
+@pytest.mark.parametrize(
+    ("gradients", "told"),
+    [
+        ([], "has no gradients"),
+        ([torch.zeros(4), torch.zeros(4, dtype=torch.float16)], "one dtype and one device"),
+        ([torch.zeros(4, 2)[:, 0]], "has gaps in memory"),
+        ([torch.zeros(1).expand(4)], "has gaps in memory"),
+        ([torch.zeros(4).to_sparse()], "is sparse"),
+        ([torch.zeros(4)], "has 2 parameters and 1 gradients"),
+    ],
+)
+def test_what_is_no_bucket_is_refused(gradients, told):
+    parameters = [torch.zeros(4)] * (2 if "2 parameters" in told else len(gradients))
+    with pytest.raises(ValueError, match=told):
+        _C.Bucket(index=0, is_last=True, parameters=parameters, gradients=gradients)
