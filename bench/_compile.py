@@ -7,7 +7,6 @@ kernel after another, every rank all of them.
 
 import argparse
 import concurrent.futures
-import dataclasses
 import multiprocessing
 import os
 import sys
@@ -16,7 +15,6 @@ import time
 import torch
 from _common import REPOSITORY
 
-from fusedcomm.config import Config
 from fusedcomm.devices import compilers, cuda
 from fusedcomm.native import _C
 
@@ -26,11 +24,9 @@ def variants() -> "list[_C.KernelKey]":
     sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("devices", "helpers")]
     from test_cuda import CASES, CONFIGS
 
-    fields = {field.name for field in dataclasses.fields(Config)}
     found: "dict[_C.KernelKey, None]" = {}
     for name, world_size, dtype in CASES:
-        config = Config(**{key: value for key, value in CONFIGS[name].items() if key in fields})
-        found.update(dict.fromkeys(cuda.kernel_variants(config, world_size, [dtype])))
+        found.update(dict.fromkeys(cuda.kernel_variants(CONFIGS[name], world_size, [dtype])))
     return list(found)
 
 

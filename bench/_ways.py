@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config, Feedback
 
 DEFAULT, TUNED = "ddp default", "ddp tuned"
 COMPUTE = "compute alone"
@@ -74,19 +75,19 @@ def ways_by_name() -> dict[str, Way]:
         ),
     ]
     for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
-        ways.append(Way(f"fusedcomm {wire}", _ours(wire), TOLERANCES[wire]))
+        ways.append(Way(f"fusedcomm {wire}", _ours(Config(wire)), TOLERANCES[wire]))
     # What sum="auto" takes of more than two ranks, and could of two.
-    ways.append(Way("fusedcomm bf16 direct", _ours("bf16", sum="direct"), TOLERANCES["bf16"]))
+    ways.append(Way("fusedcomm bf16 direct", _ours(Config("bf16", "direct")), TOLERANCES["bf16"]))
     for wire in ("int8", "int4"):
-        ways.append(Way(f"fusedcomm {wire} two-shot", _ours(wire, sum="two-shot"), TOLERANCES[wire]))
+        ways.append(Way(f"fusedcomm {wire} two-shot", _ours(Config(wire, "two-shot")), TOLERANCES[wire]))
     # What they choose from has exact wires, too.
-    ways.append(Way("fusedcomm auto", _ours("auto"), TOLERANCES["bf16"]))
-    ways.append(Way("fusedcomm auto int8", _ours("auto", wires=("fp32", "bf16", "int8")), TOLERANCES["int8"]))
+    ways.append(Way("fusedcomm auto", _ours(fusedcomm.Auto()), TOLERANCES["bf16"]))
+    ways.append(Way("fusedcomm auto int8", _ours(fusedcomm.Auto(("fp32", "bf16", "int8"))), TOLERANCES["int8"]))
     for wire in ("bf16", "int8", "int4"):
         # The same as one level where a host has one rank.
-        ways.append(Way(f"fusedcomm {wire} by host", _ours(wire, hosts="auto"), TOLERANCES[wire]))
+        ways.append(Way(f"fusedcomm {wire} by host", _ours(Config(wire, hosts="auto")), TOLERANCES[wire]))
     # What earlier steps left out is in the result too.
-    ways.append(Way("fusedcomm int4 feedback", _ours("int4", error_feedback=True), 1.5 * TOLERANCES["int4"]))
+    ways.append(Way("fusedcomm int4 feedback", _ours(Config("int4", feedback=Feedback())), 1.5 * TOLERANCES["int4"]))
     return {way.name: way for way in ways}
 
 
@@ -118,5 +119,5 @@ def _power_sgd(rank: int) -> Callable[[DistributedDataParallel, dist.ProcessGrou
     return register
 
 
-def _ours(wire: str, **options: object) -> Callable[[DistributedDataParallel, dist.ProcessGroup], fusedcomm.Handle]:
-    return lambda ddp, group: fusedcomm.attach(ddp, wire=wire, quiet=True, **options)
+def _ours(config: Config | fusedcomm.Auto) -> Callable[[DistributedDataParallel, dist.ProcessGroup], fusedcomm.Handle]:
+    return lambda ddp, group: fusedcomm.attach(ddp, config, quiet=True)

@@ -28,7 +28,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import fusedcomm
-from fusedcomm.config import Config
+from fusedcomm.config import Blocks, Config, Rounding
 from fusedcomm.native import _C
 from fusedcomm.tools.demo import training as demo
 
@@ -66,11 +66,8 @@ class Way:
         grads = list(grads)[:: -1 if self.reversed else 1]
         return fusedcomm.simulate(
             grads,
-            self.wire,
-            sum=self.sum,
-            rotate=self.rotate,
+            Config(self.wire, sum=self.sum, blocks=Blocks(rotate=self.rotate), rounding=Rounding(self.rounding)),
             exempt_mask=exempt_mask,
-            rounding=self.rounding,
             step=step,
             residuals=residuals,
         )

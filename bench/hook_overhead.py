@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config
 from fusedcomm.ranks import groups
 
 NUM_BUCKETS = 16
@@ -135,7 +136,7 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
         return lambda ddp: ddp.register_comm_hook(group, hook)
 
     def ours(wire: str, sum: str = "auto") -> Callable[[DistributedDataParallel], object]:
-        return lambda ddp: fusedcomm.attach(ddp, wire=wire, sum=sum, exempt=(), quiet=True)
+        return lambda ddp: fusedcomm.attach(ddp, Config(wire, sum=sum, wires={"1d": wire}), quiet=True)
 
     def state(ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(fusedcomm.CommState(wire="fp16"), fusedcomm.comm_hook)

@@ -11,8 +11,21 @@ from typing import TYPE_CHECKING
 from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
+    from fusedcomm.autotune.auto import Auto
     from fusedcomm.autotune.search import Tuning
-    from fusedcomm.config import SUMS, WIRES
+    from fusedcomm.config import (
+        SUMS,
+        WIRES,
+        Blocks,
+        Checks,
+        Chunks,
+        Config,
+        Fallback,
+        Feedback,
+        LocalOptions,
+        Rounding,
+        TwoLevels,
+    )
     from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
@@ -22,11 +35,21 @@ if TYPE_CHECKING:
 __all__ = [
     "SUMS",
     "WIRES",
+    "Auto",
+    "Blocks",
+    "Checks",
+    "Chunks",
     "CommState",
+    "Config",
+    "Fallback",
+    "Feedback",
     "Handle",
+    "LocalOptions",
     "Residuals",
+    "Rounding",
     "Stats",
     "Tuning",
+    "TwoLevels",
     "__version__",
     "attach",
     "comm_hook",
@@ -38,12 +61,22 @@ _HOME = {
     "Handle": "ddp.handle",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
-    "WIRES": "config",
-    "SUMS": "config",
-    "Stats": "session.stats",
+    "Auto": "autotune.auto",
     "Tuning": "autotune.search",
+    "Stats": "session.stats",
     "Residuals": "simulation",
     "simulate": "simulation",
+    "SUMS": "config",
+    "WIRES": "config",
+    "Blocks": "config",
+    "Checks": "config",
+    "Chunks": "config",
+    "Config": "config",
+    "Fallback": "config",
+    "Feedback": "config",
+    "LocalOptions": "config",
+    "Rounding": "config",
+    "TwoLevels": "config",
 }
 
 

@@ -1,12 +1,10 @@
 """How large a bucket's chunks are, and how many of them are under way, where a configuration leaves that open."""
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING
 
+from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
-
-if TYPE_CHECKING:
-    from fusedcomm.config import Config
 
 # A chunk takes so long on the link, as it was timed at attach. Each costs some tenths of a millisecond beside its
 # bytes, and while it is on its way its codec stages wait. Speed-up over DDP's default on bench/hosts.py: 4 hosts, 100
@@ -52,27 +50,37 @@ that repeats; at 10 Gbit/s bf16 takes 4% longer for it."""
 _DEVICE_NBYTES = 16 << 20
 
 
-def choose(
-    config: "Config", world_size: int, device_type: str, s_per_byte: float | None, ranks_per_host: int
-) -> tuple[int, int]:
-    """(chunk_nbytes, chunks_in_flight): the configuration's own, chosen where it has None.
+def resolved(
+    config: Config,
+    world_size: int,
+    device_type: str = "cpu",
+    s_per_byte: float | None = None,
+    ranks_per_host: int = 1,
+) -> Config:
+    """`config` with numbers where its chunks were left open.
 
     Args:
         s_per_byte: seconds that the link takes for each byte a rank sends, the same on every rank; None: not timed.
         ranks_per_host: more than one for sums on two levels.
     """
     is_cpu = device_type == "cpu"
-    nbytes, in_flight = config.chunk_nbytes, config.chunks_in_flight
+    nbytes, in_flight = config.chunks.nbytes, config.chunks.in_flight
     if nbytes is None:
         nbytes = _nbytes(config, world_size, s_per_byte, ranks_per_host) if is_cpu else _DEVICE_NBYTES
     if in_flight is None:
         # On two levels a chunk has twice as many collectives to be in.
         under_way_nbytes = _UNDER_WAY_NBYTES * (2 if ranks_per_host > 1 else 1)
         in_flight = min(max(under_way_nbytes // nbytes, _MIN_IN_FLIGHT), _MAX_IN_FLIGHT) if is_cpu else _MIN_IN_FLIGHT
-    return nbytes, in_flight
+    return dataclasses.replace(config, chunks=Chunks(nbytes, in_flight))
 
 
-def _nbytes(config: "Config", world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:
+def native(config: Config, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
+    """For the engine; as :func:`resolved` for a link that nobody has timed."""
+    whole = resolved(config, world_size, device_type, ranks_per_host=ranks_per_host)
+    return whole.native(whole.chunks, ranks_per_host)
+
+
+def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:
     """Over CPU channels."""
     # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
     transport_adds = not config.plan_of_large_buckets(world_size).sums_codes
@@ -102,7 +110,7 @@ def _nbytes(config: "Config", world_size: int, s_per_byte: float | None, ranks_p
 
 
 def max_sending(world_size: int, s_per_byte: float | None) -> int:
-    """How many exchanges of a channel send at once; 0: any number. `s_per_byte`: as of :func:`choose`."""
+    """How many exchanges of a channel send at once; 0: any number. `s_per_byte`: as of :func:`resolved`."""
     is_slow = world_size > 2 and s_per_byte is not None and s_per_byte >= _SLOW_S_PER_BYTE
     return _MAX_SENDING_IF_SLOW if is_slow else 0
 

@@ -1,4 +1,4 @@
-"""The patterns of ``exempt`` and ``wire_for``: which one a parameter goes by, and which ones no parameter goes by.
+"""The patterns of ``Config.wires``: which one a parameter goes by, and which ones no parameter goes by.
 
 A tied parameter, as a language model's head that is its embedding, has several names; a pattern matches it by any.
 """
@@ -20,11 +20,14 @@ _NUM_CLOSEST = 3
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One pattern of the argument `field`, and the wire of what it matches."""
+    """One pattern, and the wire of what it matches."""
 
-    field: str
+    origin: str
+    """"wires", or "default"."""
     pattern: str
     wire: str
+    replaces_default: bool = False
+    """Without it the default pattern would come before all others."""
 
     def matches(self, name: str, parameter: torch.Tensor) -> bool:
         if self.pattern == ONE_DIMENSIONAL:
@@ -35,7 +38,7 @@ class Rule:
         return any(self.matches(name, parameter) for name in names)
 
     def __str__(self) -> str:
-        return f"{self.field} pattern {self.pattern!r}"
+        return f"{self.origin} pattern {self.pattern!r}"
 
 
 def rule_for(rules: Sequence[Rule], names: Sequence[str], parameter: torch.Tensor) -> Rule | None:
@@ -87,15 +90,14 @@ def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> N
                 f"{rule} matches none of the {len(parameters)} parameters that DDP synchronises; the closest names "
                 f"are {', '.join(_closest(rule.pattern, [names for names, _ in parameters]))}"
             )
-        if rule.field == "exempt" or rule.pattern == "*" or any(used == rule for _, used in matching):
+        if rule.replaces_default or rule.pattern == "*" or any(used == rule for _, used in matching):
             continue
         other = next(((name, used) for name, used in matching if used.wire != rule.wire), None)
         if other is not None:
-            exempt = tuple(each.pattern for each in rules if each.field == "exempt")
             raise ValueError(
                 f"{rule} has no effect: all {len(matching)} parameters that it matches have gone to patterns before "
-                f"it, {other[0]!r} to the {other[1]}, for example: put it before those of wire_for, change "
-                f"{exempt=}, or leave it out"
+                f"it, {other[0]!r} to the {other[1]}, for example: put it before that in wires (the default '1d' comes "
+                "first unless it is written there, too), or leave it out"
             )
 
 

@@ -1,12 +1,24 @@
 """``fusedcomm.simulate``: what many ranks would end with, in one process, by the codec that real ranks use."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from fusedcomm.config import RESIDUALS, Config, choose_codec_threads, choose_isa
+from fusedcomm import chunks
+from fusedcomm.config import (
+    ONE_DIMENSIONAL,
+    Checks,
+    Config,
+    Feedback,
+    choose_codec_threads,
+    choose_isa,
+    explains_moved,
+    given,
+)
 from fusedcomm.native import _C
-from fusedcomm.ranks.hosts import Hosts, checked
+from fusedcomm.ranks import hosts
+from fusedcomm.ranks.hosts import Hosts
 from fusedcomm.reference import FIRST_HOST, REDUCER
 
 # All ranks' encodings of one piece of the gradients are held at once, as its owner holds them. Results do not depend
@@ -16,21 +28,15 @@ _MAX_PIECE_NUMEL = 1 << 20
 _ONE_CHUNK = 1 << 62
 
 
+@explains_moved("simulate")
 def simulate(
     grads: Sequence[torch.Tensor],
-    wire: str = "bf16",
+    config: Config | None = None,
     *,
-    sum: str = "auto",
-    block: int | None = None,
-    predivide: float | str = "auto",
+    wire: str | None = None,
     exempt_mask: torch.Tensor | None = None,
-    rotate: bool = False,
-    rounding: str = "nearest",
-    seed: int = 0,
     step: int = 0,
     residuals: "Residuals | None" = None,
-    hosts: int | Sequence[Sequence[int]] | None = None,
-    local_wire: str | None = None,
 ) -> torch.Tensor:
     """The mean that every rank would end with if `grads` were one bucket's gradients on as many ranks.
 
@@ -40,15 +46,16 @@ def simulate(
     Args:
         grads: one tensor for each rank, in rank order: fp32, bf16 or fp16, on cpu, all of one shape and dtype. They are
             not changed.
-        wire, sum, block, predivide, rotate, rounding, seed: as for :func:`fusedcomm.attach`. sum="auto" decides as the
-            engine does for a bucket of this size on so many ranks, so fp32 gradients of up to 16 KiB are summed exactly
-            whatever the wire: pass sum="two-shot" or "one-shot" to see the wire itself.
-        exempt_mask: bool, in the gradients' shape: True where an element travels in fp32. None: nowhere, whatever its
-            place (attach() exempts biases and norms on wires with scales).
-        step: for rounding="stochastic"; the draws are those of a bucket that begins with the model's first parameter.
+        config: a :class:`fusedcomm.Config`, as for :func:`fusedcomm.attach`. sum="auto" decides as the engine does for
+            a bucket of this size on so many ranks, so fp32 gradients of up to 16 KiB are summed exactly whatever the
+            wire: use sum="two-shot" or "one-shot" to see the wire itself. All elements travel in `config.wire`, since
+            `config.wires` goes by parameters. Chunks and checks change no bit.
+        wire: short for ``Config(wire)``.
+        exempt_mask: bool, in the gradients' shape: True where an element travels in fp32. None: nowhere (on wires with
+            scales attach() exempts biases and norms).
+        step: for stochastic rounding; the draws are those of a bucket that begins with the model's first parameter.
         residuals: error feedback: what earlier steps left out is added, and what this one leaves out is kept in it.
-        hosts, local_wire: sums on two levels, as for :func:`fusedcomm.attach`; or a number of ranks on each host, which
-            then are consecutive.
+            None: there is no other step.
 
     Returns:
         A tensor in the gradients' shape and dtype. By "two-shot" and "one-shot" it has the bits that real ranks get. By
@@ -60,30 +67,18 @@ def simulate(
         ValueError: arguments that do not go together, or that attach() would refuse; says what is possible.
         TypeError: something that is not a tensor.
     """
+    config = given(config, wire)
     flats = _flats(grads)
     world_size, numel = len(flats), flats[0].numel()
     exempt = _flat_mask(exempt_mask, grads[0])
     num_exempt = 0 if exempt is None else int(exempt.sum())
-    feedback = None if residuals is None else residuals.format
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**32:
         raise ValueError(f"step={step!r} is not possible: use a whole number from 0 to 2^32 - 1")
-    config = Config(
-        wire=wire,
-        sum=sum,
-        exempt=(),
-        block=block,
-        predivide=predivide,
-        rotate=rotate,
-        rounding=rounding,
-        seed=seed,
-        error_feedback=feedback,
-        hosts=_groups(hosts, world_size),
-        local_wire=local_wire,
+    config = dataclasses.replace(
+        config, wires={ONE_DIMENSIONAL: config.wire}, checks=Checks(), feedback=_feedback(config, residuals)
     )
-    levels = None if hosts is None else checked(config.hosts, world_size)
-    if levels is not None and levels.flat_reason:
-        levels = None
-    native = config.native(world_size, ranks_per_host=levels.ranks_per_host if levels else 1)
+    levels = _levels(config, world_size)
+    native = chunks.native(config, world_size, ranks_per_host=levels.ranks_per_host if levels else 1)
     plan = _C.plan_bucket(native, world_size, flats[0], num_exempt, numel - num_exempt)
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, world_size=1))
 
@@ -110,13 +105,11 @@ class Residuals:
     """What a run of :func:`simulate` calls, one for each step of the same bucket, has left out so far.
 
     Args:
-        format: "fp32" or "bf16", as ``error_feedback`` of :func:`fusedcomm.attach`.
+        format: as of :class:`fusedcomm.Feedback`.
     """
 
     def __init__(self, format: str = "fp32") -> None:
-        if format not in RESIDUALS:
-            raise ValueError(f"format={format!r} is not known: use one of {', '.join(map(repr, RESIDUALS))}")
-        self.format = format
+        self.format = Feedback(format).format
         self._of_senders: list[torch.Tensor] = []  # ranks, or hosts in a sum on two levels
         self._of_means: torch.Tensor | None = None
         self._layout = ""
@@ -220,7 +213,7 @@ class _Encoders:
 
     def _encoding(self, source: int, sender: int | None) -> tuple:
         """(noise, residual) of an encoder; of the means if there is no sender."""
-        noise = (self._config.seed, 0, self._step, source) if self._config.rounding == "stochastic" else None
+        noise = (self._config.rounding.seed, 0, self._step, source) if self._config.is_stochastic else None
         if self._residuals is None:
             return noise, None
         kept = self._residuals._of_means if sender is None else self._residuals._of_senders[sender]
@@ -271,14 +264,27 @@ def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[t
 # ---- arguments
 
 
-def _groups(hosts: int | Sequence[Sequence[int]] | None, world_size: int) -> Sequence[Sequence[int]] | None:
-    if isinstance(hosts, bool) or not isinstance(hosts, int):
-        if isinstance(hosts, str):
-            raise ValueError(f"hosts={hosts!r} is not possible in one process: say how many ranks each host has")
-        return hosts
-    if hosts < 1 or world_size % hosts:
-        raise ValueError(f"hosts={hosts} ranks on each host are not possible with {world_size} ranks")
-    return [list(range(first, first + hosts)) for first in range(0, world_size, hosts)]
+def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
+    """Without residuals a step is the only one: what it leaves out goes nowhere."""
+    if residuals is None:
+        return None
+    if config.feedback is not None and config.feedback.format != residuals.format:
+        raise ValueError(
+            f"feedback={config.feedback!r} and residuals in {residuals.format!r}: use Residuals("
+            f"{config.feedback.format!r}), or leave feedback out"
+        )
+    return Feedback(residuals.format)
+
+
+def _levels(config: Config, world_size: int) -> Hosts | None:
+    """None for sums on one level."""
+    groups = config.groups
+    if groups is None:
+        return None
+    if groups == hosts.AUTO:
+        raise ValueError(f"hosts={groups!r} is not possible in one process: say how many ranks each host has")
+    found = hosts.given(groups, world_size)
+    return None if found.flat_reason else found
 
 
 def _flats(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:

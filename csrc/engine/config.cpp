@@ -11,42 +11,54 @@ namespace {
 
 bool is_16_bit(Wire wire) { return wire == Wire::kBf16 || wire == Wire::kFp16; }
 
+// As Config(wires=…) would say it.
+std::string of_others(const WireConfig& config) { return "wires={…: '" + wire_name(config.others.front().wire) + "'}"; }
+
 }  // namespace
 
 void check_config(const WireConfig& config) {
   check_block_numel(config.block_numel);
   if (config.rotate && !has_scales(config.wire)) {
-    throw std::invalid_argument("rotate=True is for wires with scales (" + wire_names(/*with_scales_only=*/true) +
-                                "), not wire='" + wire_name(config.wire) + "', which rounds each element by itself");
+    throw std::invalid_argument("Blocks(rotate=True) is for wires with scales (" +
+                                wire_names(/*with_scales_only=*/true) + "), not wire='" + wire_name(config.wire) +
+                                "', which rounds each element by itself");
   }
   if (config.sum == Sum::kDirect && !is_16_bit(config.wire)) {
-    throw std::invalid_argument(
-        "sum='direct' adds in the wire dtype, which must be bf16 or fp16: use sum='two-shot' for wires with scales, "
-        "sum='exact' for fp32");
+    throw std::invalid_argument("sum='direct' adds in the wire dtype, which must be bf16 or fp16, not wire='" +
+                                wire_name(config.wire) +
+                                "': use sum='two-shot' for wires with scales, sum='exact' for fp32");
   }
   if (config.sum == Sum::kExact && (config.wire != Wire::kFp32 || !config.others.empty())) {
-    throw std::invalid_argument("sum='exact' is an fp32 all-reduce: use wire='fp32' with it, and no other wires");
+    const bool is_wire = config.wire != Wire::kFp32;
+    throw std::invalid_argument("sum='exact' is an fp32 all-reduce and cannot carry " +
+                                (is_wire ? "wire='" + wire_name(config.wire) + "'" : of_others(config)) +
+                                ": use wire='fp32' with it, and no other wires");
   }
   if (config.sum == Sum::kDirect && !config.others.empty()) {
-    throw std::invalid_argument(
-        "sum='direct' adds the whole bucket in one dtype: use sum='two-shot' where parameters have wires of their own");
+    throw std::invalid_argument("sum='direct' adds the whole bucket in one dtype, " + wire_name(config.wire) +
+                                ", and cannot carry " + of_others(config) +
+                                ": use sum='two-shot' where parameters have wires of their own");
   }
   for (const WireFormat& stream : config.others) check_stream_wire(stream);
   const bool rounds = config.wire != Wire::kFp32 || !config.others.empty();
   const bool is_auto = config.sum == Sum::kAuto;
   const bool transport_adds = !is_auto && adder_of(config.sum) == Adder::kTransport;
   if ((config.feedback || config.stochastic) && (!rounds || transport_adds)) {
-    throw std::invalid_argument(std::string(config.feedback ? "error_feedback" : "rounding='stochastic'") +
-                                (rounds ? " needs a sum of what our encoders send: use sum='two-shot' or 'one-shot', "
-                                          "where the transport does not round"
+    const std::string option =
+        config.feedback ? "Feedback('" + std::string(kResidualFormatNames[static_cast<int>(*config.feedback)]) + "')"
+                        : "Rounding('stochastic')";
+    throw std::invalid_argument(option +
+                                (rounds ? " needs a sum of what our encoders send, which sum='" + sum_name(config.sum) +
+                                              "' is not: use sum='two-shot' or 'one-shot', where the "
+                                              "transport does not round"
                                         : " has nothing to do with wire='fp32', which rounds nothing"));
   }
   if (config.predivide != 0 && (config.wire != Wire::kFp16 || !(config.predivide > 0) ||
                                 !std::isfinite(static_cast<float>(1 / config.predivide)) ||
                                 !std::isfinite(static_cast<float>(config.predivide)))) {
-    throw std::invalid_argument(
-        "predivide=" + std::to_string(config.predivide) +
-        " is not possible: it must be positive and finite, and only wire='fp16' has use for it");
+    throw std::invalid_argument("predivide=" + std::to_string(config.predivide) + " is not possible with wire='" +
+                                wire_name(config.wire) +
+                                "': it must be positive and finite, and only wire='fp16' has use for it");
   }
   if (config.ranks_per_host < 1 || has_scales(config.local_wire)) {
     throw std::invalid_argument("ranks_per_host=" + std::to_string(config.ranks_per_host) + ", local_wire='" +

@@ -110,7 +110,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
     if (exact_numel != 0) {
       throw std::invalid_argument(
           "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
-          "parameters: use sum='two-shot' or exempt=()");
+          "elements: use sum='two-shot', or let none be exempt");
     }
     const double predivide = config.predivide != 0       ? config.predivide
                              : whole.wire == Wire::kFp16 ? balanced_predivide(world_size)

@@ -215,8 +215,8 @@ void Synchroniser::fall_back(const ErrorMonitor::Failing& failing) {
                                 ? "has elements that are not finite where the exact one's are, or the other way round, "
                                 : c10::str("was off by ", failing.relative_error, " of the exact one, ");
     notices_.push_back(c10::str(
-        "fusedcomm: the mean of ", label->text, " ", off, "more than fallback_error=", options_.monitor.fallback_error,
-        ", in step ", failing.pass, ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
+        "fusedcomm: the mean of ", label->text, " ", off, "more than Fallback(error=", options_.monitor.fallback_error,
+        "), in step ", failing.pass, ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
   }
 }
 

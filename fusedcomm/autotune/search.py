@@ -24,8 +24,6 @@ from pathlib import Path
 
 from fusedcomm.autotune.bucket_cap import BucketCap
 
-WIRE = "auto"
-
 WARM_UP = 4
 """Steps at the beginning of a candidate's first trial that are not timed: DDP cuts its buckets anew after the first or
 second, connections and memory are used for the first time, and the third is measured (``measure_every``)."""
@@ -49,7 +47,7 @@ _FILE_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What the search can choose. None: as for :func:`fusedcomm.attach`."""
+    """What the search can choose. None: as for :class:`fusedcomm.Chunks`."""
 
     wire: str
     sum: str = "auto"
@@ -103,7 +101,7 @@ class Tuning:
     bucket_cap: BucketCap | None = None
     """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on."""
     loaded: bool = False
-    """Whether it was given to :func:`fusedcomm.attach`, which did not search then."""
+    """Whether it was given to :class:`fusedcomm.Auto`, and nothing was searched then."""
 
     @property
     def step_ms(self) -> dict[Candidate, float]:
@@ -140,7 +138,7 @@ class Tuning:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes it as JSON, for ``attach(…, wire="auto", tuned=path)``. Once: it is the same on every rank.
+        """Writes it as JSON, for ``Auto(tuned=path)``. Once: it is the same on every rank.
 
         Raises:
             RuntimeError: the search goes on.

@@ -1,73 +1,47 @@
 """What ``wire="auto"`` may choose from: the candidates that a user's options allow, and the configuration of each."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
+from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import OFF, Candidate
-from fusedcomm.config import WIRES, Config
-from fusedcomm.native import _C
+from fusedcomm.config import Checks, Chunks, Config
 from fusedcomm.ranks import hosts
-
-DEFAULT_WIRES = ("fp32", "bf16")
-"""Of these, what the other options allow."""
 
 MAX_SUMS, MAX_CHUNKS = 3, 2
 """Alternatives that a search tries."""
 
-_OFF_OPTIONS = ("hosts", "chunk_nbytes", "chunks_in_flight")
-"""Options that the session has which stands for DDP's own all-reduce."""
-
 
 class Space:
-    """What the user lets the search choose from.
+    """What the user lets the search choose from."""
 
-    Args:
-        wires: what may travel, beside DDP's own all-reduce. None: DEFAULT_WIRES.
-        options: the other fields of :class:`Config`.
-
-    Raises:
-        ValueError: an option is not possible with one of the wires, or `wires` itself is not.
-    """
-
-    def __init__(self, wires: Sequence[str] | None, options: Mapping[str, object]) -> None:
-        self._options = dict(options)
-        if wires is None:
-            wires = [wire for wire in DEFAULT_WIRES if self.is_possible(self._first(wire))] or DEFAULT_WIRES[-1:]
-        if isinstance(wires, str):
-            raise ValueError(f"wires={wires!r} is one string: pass a tuple, wires=({wires!r},)")
-        if not isinstance(wires, Sequence):
-            raise ValueError(f"wires={wires!r} is not possible: pass a tuple of {', '.join(map(repr, WIRES))}")
-        if not wires:
-            raise ValueError(f"wires={wires!r} leaves nothing to try: name some of {', '.join(map(repr, WIRES))}")
-        for wire in wires:
-            if wire not in WIRES:
-                hint = "; DDP's own all-reduce is always tried" if wire == OFF.wire else ""
-                raise ValueError(
-                    f"wires={tuple(wires)!r}: {wire!r} is not known: use {', '.join(map(repr, WIRES))}{hint}"
-                )
-        self.wires = tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
+    def __init__(self, auto: Auto) -> None:
+        self._auto, self._base = auto, auto.common
+        self.wires = auto.tried
         self.first = tuple(self._first(wire) for wire in self.wires)
-        for candidate in self.first:
-            try:
-                self.config(candidate)
-            except ValueError as error:
-                raise ValueError(
-                    f"wire='auto' cannot try {candidate.wire!r} of wires={self.wires!r}: {error}"
-                ) from error
-        of_off = {name: self._options[name] for name in _OFF_OPTIONS}
-        self.config_of_off = Config(wire="fp32", measure_every=0, **of_off)
-        self.keeps_residuals = self.config(self.first[0]).error_feedback is not None
+        self.keeps_residuals = self._base.feedback is not None
+
+    @property
+    def config_of_off(self) -> Config:
+        """Of the session that stands for DDP's own all-reduce."""
+        levels = self._base.two_levels
+        if levels is not None:
+            levels = dataclasses.replace(levels, local_wire=None)  # which an exact wire may not have
+        return Config("fp32", checks=Checks(measure_every=0), chunks=self._base.chunks, hosts=levels)
 
     def _first(self, wire: str) -> Candidate:
         """How a wire is tried first."""
-        return Candidate(wire, *(self._options[name] for name in ("sum", "chunk_nbytes", "chunks_in_flight")))
+        chunks = self._base.chunks
+        return Candidate(wire, self._base.sum, chunks.nbytes, chunks.in_flight)
 
     def config(self, candidate: Candidate) -> Config:
         """Raises ValueError if it is not possible."""
-        options = {**self._options, **dataclasses.asdict(candidate)}
-        if options.pop("by_host"):
-            options["hosts"] = hosts.AUTO
-        return Config(**options)
+        return dataclasses.replace(
+            self._base,
+            wire=candidate.wire,
+            sum=candidate.sum,
+            chunks=Chunks(candidate.chunk_nbytes, candidate.chunks_in_flight),
+            hosts=hosts.AUTO if candidate.by_host else self._base.hosts,
+        )
 
     def is_possible(self, candidate: Candidate) -> bool:
         try:
@@ -80,13 +54,13 @@ class Space:
         """Whether a search may end with it."""
         if candidate == OFF:
             return True
-        fixed = [
-            name for name in ("sum", "chunk_nbytes", "chunks_in_flight") if self._options[name] not in ("auto", None)
-        ]
+        base = self._base
+        chosen = (candidate.sum, candidate.chunk_nbytes, candidate.chunks_in_flight)
+        fixed = (base.sum, base.chunks.nbytes, base.chunks.in_flight)
         return (
             candidate.wire in self.wires
-            and all(getattr(candidate, name) == self._options[name] for name in fixed)
-            and not (candidate.by_host and self._options["hosts"])
+            and all(user in ("auto", None, found) for found, user in zip(chosen, fixed, strict=True))
+            and not (candidate.by_host and base.hosts is not None)
             and self.is_possible(candidate)
         )
 
@@ -110,7 +84,7 @@ class Space:
         `num_chunks`: most that one of its buckets has now."""
         if best.chunk_nbytes is not None or num_chunks <= 1:
             return []
-        nbytes, in_flight = running.chunk_nbytes, running.chunks_in_flight
+        nbytes, in_flight = running.chunks.nbytes, running.chunks.in_flight
         tried = [(max(4096, nbytes // 2), min(64, 2 * in_flight)), (4 * nbytes, max(1, in_flight // 2))][:MAX_CHUNKS]
         if best.chunks_in_flight is not None:  # of the user
             tried = [(nbytes, best.chunks_in_flight) for nbytes, _ in tried]
@@ -118,5 +92,4 @@ class Space:
 
     def record(self) -> dict:
         """What all ranks must share, JSON-serialisable."""
-        options = {**self._options, "wire_for": list((self._options["wire_for"] or {}).items())}
-        return {"wires": self.wires, "options": options}
+        return {"wires": self.wires, "base": self._base.record()}

@@ -85,7 +85,7 @@ class Tuner:
         self.session = self._off
         """Of the candidate that runs; for off, of what it has been handed over to keep."""
         if misfit is not None and self._off.rank == 0:
-            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=5)
+            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=6)
         self._sessions = {OFF: self._off}
         self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None

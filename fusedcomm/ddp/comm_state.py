@@ -5,13 +5,12 @@ costs one call from the reducer into Python.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from fusedcomm.autotune.search import WIRE as AUTO
-from fusedcomm.config import Config, LocalOptions
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.config import AUTO, Config, LocalOptions, explains_moved, given, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, named_parameters
@@ -24,79 +23,40 @@ class CommState:
     """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
 
     Args:
-        wire, sum, exempt, block, rotate, wire_for, rounding, seed, error_feedback, predivide, chunk_nbytes,
-            chunks_in_flight, codec_threads, isa, sm_limit, verify_every, measure_every, fallback_error, fallback_wire,
-            hosts, local_wire, stall_after: as for :func:`fusedcomm.attach`, but for wire="auto".
+        config, wire, local: as for :func:`fusedcomm.attach`, but for a search.
         process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
             attribute of this name to the new one: a hook cannot see it.
-        module: the model, needed only if `exempt` or `wire_for` has patterns of names: a hook sees parameters without
-            names.
+        module: the model, needed only if `Config.wires` has patterns of names: a hook sees parameters without names.
 
     Raises:
         ValueError: an argument is out of range, or two cannot go together.
+        TypeError: a keyword is of fusedcomm 0.1; names its new place.
     """
 
+    @explains_moved("CommState")
     def __init__(
         self,
-        wire: str = "bf16",
+        config: Config | None = None,
         *,
-        sum: str = "auto",
-        exempt: tuple[str, ...] | None = None,
-        block: int | None = None,
-        rotate: bool = False,
-        wire_for: Mapping[str, str] | None = None,
-        rounding: str = "nearest",
-        seed: int = 0,
-        error_feedback: bool | str | None = None,
-        predivide: float | str = "auto",
-        chunk_nbytes: int | None = None,
-        chunks_in_flight: int | None = None,
-        codec_threads: int | None = None,
-        isa: str | None = None,
-        sm_limit: int | None = None,
-        verify_every: int = 0,
-        measure_every: int = 1000,
-        fallback_error: float | None = None,
-        fallback_wire: str = "bf16",
-        hosts: str | Sequence[Sequence[int]] | None = None,
-        local_wire: str | None = None,
-        stall_after: float | None = None,
+        wire: str | None = None,
+        local: LocalOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
     ) -> None:
-        if wire == AUTO:
+        if wire == AUTO or isinstance(config, Auto):
             raise ValueError(
                 "wire='auto' switches between hooks, which a registered hook cannot: use "
                 "fusedcomm.attach(ddp, wire='auto') instead of register_comm_hook"
             )
-        self.config = Config(
-            wire=wire,
-            sum=sum,
-            exempt=exempt,
-            block=block,
-            rotate=rotate,
-            wire_for=wire_for,
-            rounding=rounding,
-            seed=seed,
-            error_feedback=error_feedback,
-            predivide=predivide,
-            chunk_nbytes=chunk_nbytes,
-            chunks_in_flight=chunks_in_flight,
-            verify_every=verify_every,
-            measure_every=measure_every,
-            fallback_error=fallback_error,
-            fallback_wire=fallback_wire,
-            hosts=hosts,
-            local_wire=local_wire,
-        )
+        self.config = given(config, wire)
         if self.config.name_patterns and module is None:
             raise ValueError(
-                f"{', '.join(map(repr, self.config.name_patterns))}: exempt and wire_for have patterns of names, and a "
-                "communication hook sees no names: pass module=model, or use fusedcomm.attach"
+                f"{', '.join(map(repr, self.config.name_patterns))}: wires has patterns of names, and a communication "
+                "hook sees no names: pass module=model, or use fusedcomm.attach"
             )
         self.process_group = process_group
         self._module = module
-        self._local = LocalOptions(isa, codec_threads, sm_limit, stall_after)
+        self._local = local_options(local)
         self._session: Session | None = None
         self._has_seen_a_pass = False  # so that every parameter has been in a bucket
         self._loaded: dict | None = None  # until there is a session

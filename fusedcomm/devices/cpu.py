@@ -17,7 +17,7 @@ class CpuPath:
     """
 
     s_per_byte: float | None = None
-    """Of the link, once connected; see :meth:`fusedcomm.config.Config.resolved`."""
+    """Of the link, once connected; see :func:`fusedcomm.chunks.resolved`."""
 
     def __init__(self, local: config.LocalOptions, world_size: int) -> None:
         if local.sm_limit is not None:

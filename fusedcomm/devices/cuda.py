@@ -122,10 +122,10 @@ def kernel_variants(
     return variants.engine_variants(
         cfg.formats,
         grad_dtypes,
-        stochastic=cfg.rounding == "stochastic",
-        feedback=cfg.error_feedback,
-        measured=cfg.measure_every > 0,
-        local_wire=None if cfg.hosts is None else cfg.local_wire,
+        stochastic=cfg.is_stochastic,
+        feedback=cfg.residual_format,
+        measured=cfg.checks.measure_every > 0,
+        local_wire=None if cfg.two_levels is None else cfg.local_wire,
         one_shot=world_size > 1 and cfg.is_one_shot(world_size),
     )
 

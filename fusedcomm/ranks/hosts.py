@@ -54,6 +54,18 @@ def checked(groups: tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
     return Hosts(groups)
 
 
+def by_number(ranks_per_host: int, world_size: int) -> Hosts:
+    """Consecutive ranks share a host."""
+    if world_size % ranks_per_host:
+        raise ValueError(f"hosts={ranks_per_host} ranks on each host are not possible with {world_size} ranks")
+    return Hosts(ordered(range(first, first + ranks_per_host) for first in range(0, world_size, ranks_per_host)))
+
+
+def given(groups: int | tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
+    """What a user has said of `world_size` ranks; ValueError if it does not fit them."""
+    return by_number(groups, world_size) if isinstance(groups, int) else checked(groups, world_size)
+
+
 def check_even(sizes: dict[str, int]) -> None:
     """Raises ValueError if hosts, by name, have different numbers of ranks."""
     first, size = next(iter(sizes.items()))

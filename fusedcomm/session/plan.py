@@ -53,6 +53,7 @@ class Plan:
     """The effective plan. ``str(plan)`` is what rank 0 prints."""
 
     config: Config
+    """Its chunks have been chosen."""
     world_size: int
     device_type: str
     codec: str
@@ -90,12 +91,12 @@ class Plan:
         wire = " ".join(
             (
                 config.wire,
-                *(["rotated"] if config.rotate else []),
-                *(["rounded stochastically"] if config.rounding == "stochastic" else []),
-                *([f"with {config.error_feedback} error feedback"] if config.error_feedback else []),
+                *(["rotated"] if config.blocks.rotate else []),
+                *(["rounded stochastically"] if config.is_stochastic else []),
+                *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
             )
         )
-        chunk_kib = config.resolved(self.world_size, self.device_type).chunk_nbytes >> 10
+        chunk_kib = config.chunks.nbytes >> 10
         lines = [
             f"fusedcomm: wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
             f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
@@ -107,7 +108,7 @@ class Plan:
             if self.tuning.bucket_cap is not None:
                 lines.append(f"  {self.tuning.bucket_cap}")
         if self.hosts is not None and self.hosts.flat_reason and not self.off:
-            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.hosts!r})")
+            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.groups!r})")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.buckets or not self.frozen:
@@ -174,7 +175,7 @@ def predicted_rows(
     rows = []
     for bucket in indices:
         members = [backwards[index] for index in bucket]
-        exact, lossy = 0, [0] * len(config.wires)
+        exact, lossy = 0, [0] * len(config.numbered_wires)
         for parameter in members:
             numel = parameter.tensor.numel() * (2 if parameter.tensor.is_complex() else 1)
             if parameter.wire == _C.EXACT_WIRE:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fusedcomm import env, version
+from fusedcomm import chunks, env, version
 from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
@@ -70,7 +70,7 @@ class Session:
         problem: Exception | None = None,
     ) -> None:
         self.config = cfg
-        self.keeps_residuals = cfg.error_feedback is not None
+        self.keeps_residuals = cfg.feedback is not None
         self.is_off = False  # gradients go through DDP's own all-reduce, for good
         self.local = local
         self.device = device
@@ -86,10 +86,10 @@ class Session:
             self.peers = beside.peers
             self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
             self._names_store = beside._names_store
-            self.hosts = beside.hosts if cfg.hosts == beside.config.hosts else self._hosts()
+            self.hosts = beside.hosts if cfg.groups == beside.config.groups else self._hosts()
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
-        hook, problem = None, None
+        hook, problem, fallback = None, None, cfg.checks.fallback
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
@@ -100,17 +100,19 @@ class Session:
                 parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
                 wire_1d=cfg.wire_number_1d,
                 grad_device=device,
-                verify_every=cfg.verify_every,
-                measure_every=cfg.measure_every,
-                fallback_error=cfg.fallback_error or 0.0,
-                fallback_wire=cfg.number_of(cfg.fallback_wire),
+                verify_every=cfg.checks.verify_every,
+                measure_every=cfg.checks.measure_every,
+                fallback_error=fallback.error if fallback else 0.0,
+                fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
             )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
             problem = error
-        chunks = (self.effective_config.chunk_nbytes, self.effective_config.chunks_in_flight) if hook else None
-        found = {"hosts": self.hosts.groups if self.hosts else None, "chunks": chunks}
+        found = {
+            "hosts": self.hosts.groups if self.hosts else None,
+            "chunks": dataclasses.astuple(self.effective_config.chunks) if hook else None,
+        }
         try:
             self.peers.doing("attaching: its engine is ready")
             self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
@@ -221,20 +223,22 @@ class Session:
 
     @property
     def native_config(self) -> "_C.WireConfig":
-        return self.effective_config.native(self.world_size, self.device.type, self.ranks_per_host)
+        config = self.effective_config
+        return config.native(config.chunks, self.ranks_per_host)
 
     @property
     def effective_config(self) -> Config:
         """With the size of chunks that suits the link."""
-        return self.config.resolved(self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
+        return chunks.resolved(self.config, self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
 
     def _hosts(self) -> hosts.Hosts | None:
         """The same on every rank, or the same ValueError."""
-        if self.config.hosts is None:
+        given = self.config.groups
+        if given is None:
             return None
-        if self.config.hosts == hosts.AUTO:
+        if given == hosts.AUTO:
             return hosts.by_name(self._names_store, self.world_size)
-        return hosts.checked(self.config.hosts, self.world_size)
+        return hosts.given(given, self.world_size)
 
     @property
     def can_have_two_levels(self) -> bool:
@@ -305,8 +309,7 @@ class Session:
                 "byte order": sys.byteorder,
             },
             "device": self.device.type,
-            # The first pattern that matches counts, and the wires' order is that of the bytes.
-            "config": {**dataclasses.asdict(self.config), "wire_for": list(self.config.wire_for.items())},
+            "config": self.config.record(),
             "world size": self.world_size,
         }
         if self.parameters is not None:
@@ -410,8 +413,8 @@ class Session:
 
     def _kernels_of(self, config: Config) -> dict:
         """What of a configuration an accelerator's kernels depend on, at most."""
-        fields = dataclasses.asdict(config)
-        for name in ("sum", "chunk_nbytes", "chunks_in_flight"):
+        fields = config.record()
+        for name in ("sum", "chunks"):
             del fields[name]
         return {**fields, "one_shot": config.is_one_shot(self.world_size)}
 

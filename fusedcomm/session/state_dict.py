@@ -20,7 +20,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
         "world_size": None if consolidated else session.world_size,
         "step": session.hook.step,
         "nonfinite": session.hook.nonfinite_by_parameter(),
-        "error_feedback": session.config.error_feedback,
+        "error_feedback": session.config.residual_format,
         "residuals": _mean_over_ranks(session, residuals) if consolidated else residuals,
     }
 
@@ -92,7 +92,7 @@ def _check(session: Session, state: dict) -> None:
             "set state['error_feedback'] = 'fp32' to load them, or empty state['residuals'] to forget them"
         )
     if state["residuals"] and not session.keeps_residuals:
-        why = "error_feedback=None): attach with error_feedback, or"
+        why = "feedback=None): attach with feedback=fusedcomm.Feedback(…), or"
         if session.is_off:
             why = "wire='auto' has chosen DDP's own all-reduce, which leaves nothing out):"
         raise ValueError(

@@ -56,12 +56,12 @@ class Stats:
     """Elements of local gradients that were NaN or Inf when packed."""
     nonfinite_by_parameter: dict[str, int]
     quantisation_error: dict[str, float]
-    """By bucket, when it was last measured (``measure_every`` of :func:`fusedcomm.attach`): ‖g − ĝ‖₂ / ‖g‖₂ of this
+    """By bucket, when it was last measured (``measure_every`` of :class:`fusedcomm.Checks`): ‖g − ĝ‖₂ / ‖g‖₂ of this
     rank's gradients g, and ĝ, what the other ranks got for them; with error feedback they had got some of it earlier.
     With ``hosts`` it is of this rank's share of its host's sum, against its own gradients: as large for independent
     gradients, √(ranks on a host) times for equal ones. Buckets that are summed exactly are not there."""
     verified: tuple[Verified, ...]
-    """The last 256 buckets that were compared, oldest first; see ``verify_every`` of :func:`fusedcomm.attach`."""
+    """The last 256 buckets that were compared, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
     off: bool = False
     """Whether gradients go through DDP's own all-reduce now, because of wire="auto": then nothing is counted."""
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.tools.cluster import COSTS_OF_OPERATIONS, Cluster, Cost, Network, kind_of_all_reduce
@@ -200,9 +201,9 @@ class _Simulation:
         if config is not None:
             per_host = cluster.ranks_per_host if self._two_levels else 1
             device = "cuda" if self._on_streams else "cpu"
-            config = config.resolved(cluster.world_size, device, cluster.timed_s_per_byte, per_host)
-            self._native = config.native(cluster.world_size, device, per_host)
-            self._num_slots = config.chunks_in_flight
+            config = chunks.resolved(config, cluster.world_size, device, cluster.timed_s_per_byte, per_host)
+            self._native = config.native(config.chunks, per_host)
+            self._num_slots = config.chunks.in_flight
         networks = cluster.two_levels if self._two_levels and cluster.two_levels is not None else cluster
         self._network, self._local = networks.network, networks.local
         self._chunks: list[_Chunk] = []

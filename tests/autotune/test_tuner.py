@@ -21,10 +21,13 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm import chunks
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune import tuner
+from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
 from fusedcomm.autotune.space import Space
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding
 from fusedcomm.native import _C
 
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
@@ -34,18 +37,17 @@ NUMEL = 20000
 # --- what may be chosen ---------------------------------------------------------------------------------------------
 
 
-def options(**kwargs):
-    defaults = {"sum": "auto", "chunk_nbytes": None, "chunks_in_flight": None, "hosts": None, "wire_for": None}
-    return {**defaults, **kwargs}
+def space_of(*wires, **base):
+    return Space(Auto(wires or None, Config(**base)))
 
 
 def running(space, candidate):
     """On two ranks with a link of 1 Gbit/s: chunks of 256 KiB, 16 under way."""
-    return space.config(candidate).resolved(2, "cpu", 8e-9)
+    return chunks.resolved(space.config(candidate), 2, "cpu", 8e-9)
 
 
 def by_chance(seed):
-    space = Space(("int4", "int8", "bf16", "fp16", "fp32"), options())
+    space = space_of("int4", "int8", "bf16", "fp16", "fp32")
     chance = random.Random(seed)
     found = Search(
         space.first,
@@ -79,24 +81,26 @@ def test_the_same_times_give_the_same_search_and_it_ends():
 
 
 def test_wires_are_tried_from_the_most_exact_on():
-    assert Space(("int4", "bf16", "int8", "fp32", "int4"), options()).wires == ("fp32", "bf16", "int8", "int4")
-    assert Space(None, options()).wires == ("fp32", "bf16")
-    assert Space(None, options(error_feedback=True)).wires == ("bf16",)
+    assert space_of("int4", "bf16", "int8", "fp32", "int4").wires == ("fp32", "bf16", "int8", "int4")
+    assert Space(Auto()).wires == space_of().wires == ("fp32", "bf16")
+    assert space_of(feedback=Feedback()).wires == ("bf16",)
+    assert space_of(wire="int8").wires == ("fp32", "int8")
+    assert space_of(wire="int8", blocks=Blocks(64)).wires == ("int8",)
 
 
 def test_only_sums_and_chunks_that_are_left_open_are_tried():
-    space = Space(("bf16",), options())
+    space = space_of("bf16")
     assert space.sums(BF16, {"two-shot"}, 4, False) == [Candidate("bf16", "direct")]
-    fp32, exact = Space(("fp32",), options()), Candidate("fp32")
+    fp32, exact = space_of("fp32"), Candidate("fp32")
     assert fp32.sums(exact, {"exact"}, 4, False) == [Candidate("fp32", "two-shot")]
     # Of two ranks a two-shot is never better than a one-shot, whatever the buckets have now.
     assert fp32.sums(exact, {"exact"}, 2, False) == [Candidate("fp32", "one-shot")]
     for used in ({"one-shot"}, {"one-shot", "exact"}):
         assert space.sums(BF16, used, 2, False) == [Candidate("bf16", "direct")]
-        assert Space(("int8",), options()).sums(Candidate("int8"), used, 2, False) == []
+        assert space_of("int8").sums(Candidate("int8"), used, 2, False) == []
     assert space.sums(BF16, {"exact"}, 2, False) == [Candidate("bf16", "direct"), Candidate("bf16", "one-shot")]
-    assert Space(("bf16",), options(error_feedback=True)).sums(BF16, {"two-shot"}, 4, False) == []
-    assert Space(("bf16",), options(sum="two-shot")).sums(Candidate("bf16", "two-shot"), {"two-shot"}, 4, False) == []
+    assert space_of("bf16", feedback=Feedback()).sums(BF16, {"two-shot"}, 4, False) == []
+    assert space_of("bf16", sum="two-shot").sums(Candidate("bf16", "two-shot"), {"two-shot"}, 4, False) == []
     smaller, larger = space.chunks(BF16, running(space, BF16), 10)
     assert (smaller.chunk_nbytes, smaller.chunks_in_flight) == (128 << 10, 32)
     assert (larger.chunk_nbytes, larger.chunks_in_flight) == (1 << 20, 8)
@@ -106,29 +110,29 @@ def test_only_sums_and_chunks_that_are_left_open_are_tried():
 
 
 def test_two_levels_are_tried_where_they_can_be_had_and_are_left_open():
-    space, by_host = Space(("fp32", "bf16"), options()), Candidate("bf16", by_host=True)
+    space, by_host = space_of("fp32", "bf16"), Candidate("bf16", by_host=True)
     assert space.sums(BF16, {"two-shot"}, 4, True) == [Candidate("bf16", "direct"), by_host]
     assert str(by_host) == "bf16 by host" and space.allows(by_host)
     config = space.config(by_host)
-    assert (config.hosts, config.local_wire) == ("auto", "bf16") and space.config(BF16).hosts is None
+    assert (config.groups, config.local_wire) == ("auto", "bf16") and space.config(BF16).hosts is None
     exact = space.config(Candidate("fp32", by_host=True))
-    assert (exact.hosts, exact.local_wire) == ("auto", "fp32")  # not rounded within a host either
+    assert (exact.groups, exact.local_wire) == ("auto", "fp32")  # not rounded within a host either
     two_shot = Candidate("bf16", "two-shot")
-    of_users_sum = Space(("bf16",), options(sum="two-shot")).sums(two_shot, {"two-shot"}, 4, True)
+    of_users_sum = space_of("bf16", sum="two-shot").sums(two_shot, {"two-shot"}, 4, True)
     assert of_users_sum == [dataclasses.replace(two_shot, by_host=True)]
-    for others in ({"hosts": "auto"}, {"error_feedback": True}, {"sum": "direct"}):
-        fixed = Space(("bf16",), options(**others))
+    for others in ({"hosts": "auto"}, {"feedback": Feedback()}, {"sum": "direct"}):
+        fixed = space_of("bf16", **others)
         assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, 4, True))
 
 
 def test_no_sum_is_tried_that_cannot_carry_what_has_to_be_exact():
-    space = Space(("bf16",), options(wire_for={"head.*": "fp32"}))
+    space = space_of("bf16", wires={"head.*": "fp32"})
     assert space.sums(BF16, {"two-shot"}, 3, False) == [] and not space.allows(Candidate("bf16", "direct"))
-    assert Space(("bf16",), options(wire_for={"head.*": "bf16"})).allows(Candidate("bf16", "direct"))
+    assert space_of("bf16", wires={"head.*": "bf16"}).allows(Candidate("bf16", "direct"))
 
 
 def test_chunks_in_flight_of_the_users_stay():
-    space = Space(("bf16",), options(chunks_in_flight=3))
+    space = space_of("bf16", chunks=Chunks(in_flight=3))
     (best,) = space.first
     smaller, larger = space.chunks(best, running(space, best), 10)
     assert (smaller.chunk_nbytes, larger.chunk_nbytes) == (128 << 10, 1 << 20)
@@ -138,31 +142,15 @@ def test_chunks_in_flight_of_the_users_stay():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("auto", "words"),
     [
-        ({"wire": "bf16", "wires": ("bf16",)}, ["wires=('bf16',)", "wire='auto'", "wire='bf16'"]),
-        ({"wire": "bf16", "tuned": "x.json"}, ["tuned='x.json'", "wire='auto'"]),
-        ({"tuned": 5}, ["tuned=5", "path of its save()"]),
-        ({"wires": 5}, ["wires=5", "pass a tuple"]),
-        ({"exempt": {"1d"}}, ["exempt={'1d'}", "tuple"]),
-        ({"wires": ()}, ["wires=()", "leaves nothing to try"]),
-        ({"wires": "bf16"}, ["wires='bf16' is one string", "('bf16',)"]),
-        ({"wires": ("bf16", "fp7")}, ["'fp7' is not known", "'int8'"]),
-        ({"wires": ("off", "int8")}, ["'off' is not known", "always tried"]),
-        (
-            {"wires": ("fp32", "bf16"), "error_feedback": True},
-            ["cannot try 'fp32'", "error_feedback", "rounds nothing"],
-        ),
-        ({"wires": ("bf16", "int8"), "sum": "direct"}, ["cannot try 'int8'", "sum='direct'"]),
-        ({"verify_every": 5, "fallback_error": 0.1}, ["cannot try 'bf16'", "fallback_wire='bf16'"]),
-        ({"chunk_nbytes": 100}, ["cannot try 'bf16'", "chunk_nbytes=100"]),
-        ({"wires": ("int8",), "exempt": ("wieghts*",)}, ["'wieghts*'", "matches none"]),
-        ({"tuned": "/nowhere/tuned.json"}, ["tuned='/nowhere/tuned.json' cannot be read", "No such file"]),
+        (Auto(("int8",), Config(wires={"wieghts*": "fp32"})), ["'wieghts*'", "matches none"]),
+        (Auto(tuned="/nowhere/tuned.json"), ["tuned='/nowhere/tuned.json' cannot be read", "No such file"]),
     ],
     ids=str,
 )
-def test_impossible_arguments_are_refused_with_what_is_possible(ranks, kwargs, words):
-    for error in ranks.run(refused, {"wire": "auto", **kwargs}, world_size=2):
+def test_impossible_arguments_are_refused_with_what_is_possible(ranks, auto, words):
+    for error in ranks.run(refused, {"config": auto}, world_size=2):
         assert all(word in error for word in words), error
 
 
@@ -236,7 +224,7 @@ OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
 def searched(rank, world_size, ms, kwargs, slow_type=Slow):
     """Trains until the search has ended and a few steps on: (the choice, wires by step, relative errors, gradients)"""
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, **kwargs)
+    comm = fusedcomm.attach(ddp, Auto(("int8", "bf16"), Config(**kwargs)), quiet=True)
     slow = slow_type(comm, rank, **ms)
     wires, errors, results, last = [], [], [], None
     while last is None or len(wires) < last + 3:
@@ -289,7 +277,7 @@ def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
         ddp = DistributedDataParallel(model(), **ddp_kwargs)
         comm = None
         if auto:
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+            comm = fusedcomm.attach(ddp, Auto(("bf16", "int8")), quiet=True)
         num_steps, seen = (90 if not uneven else 84 + 6 * rank), []
         with Join([ddp]) if uneven else contextlib.nullcontext():
             for step in range(num_steps):
@@ -338,7 +326,7 @@ def frozen(world_size, candidate, ddp):
 
 def off_beside_default(rank, world_size):
     plain, ddp = module(), module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=frozen(world_size, OFF, ddp)), quiet=True)
     same = []
     for step in range(4):
         values = gradients(rank, step)
@@ -362,7 +350,7 @@ def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size)
 def off_and_back(rank, world_size):
     """What is right, by step, while off leaves DDP's reducer alone, and when int8 has come back."""
     ddp, plain = module(), module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=frozen(world_size, OFF, ddp))
+    comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=frozen(world_size, OFF, ddp)), quiet=True)
     right, hooked = [], []
 
     def step(number):
@@ -378,7 +366,7 @@ def off_and_back(rank, world_size):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         right += [step(4) == 0]
-    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), quiet=True)
+    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}), quiet=True)
     right += [0 < step(5) < 0.02, 0 < step(6) < 0.02, comm.stats().steps == 2]
     comm.detach()
     right += [step(7) == 0, step(8) == 0]
@@ -416,7 +404,7 @@ def threads_by_phase(rank, world_size, ms, wanted):
     gc.collect()  # what earlier tests have left to itself
     before = threads_of_engine()
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    comm = fusedcomm.attach(ddp, Auto(("int8", "bf16")), quiet=True)
     slow = Slow(comm, rank, **ms)
     seen = [threads_settle_at(before + wanted[0])]
     while comm.plan().off:
@@ -447,8 +435,8 @@ def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
 def with_error_feedback(rank, world_size):
     """What all steps have delivered, what is left out, and what should have been delivered."""
     ddp = module()
-    kwargs = {"exempt": (), "sum": "two-shot", "error_feedback": True}
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int4",), quiet=True, **kwargs)
+    base = Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback())
+    comm = fusedcomm.attach(ddp, Auto(("int4",), base), quiet=True)
     slow = Slow(comm, rank, off=3, int4=40)
     delivered, wanted = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
     wires, step = [], 0
@@ -473,8 +461,14 @@ def test_error_feedback_loses_nothing_to_a_switch(ranks):
 
 def guarded(rank, world_size):
     ddp = module()
-    kwargs = {"sum": "two-shot", "verify_every": 2, "fallback_error": 0.5, "measure_every": 3, "rounding": "stochastic"}
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, **kwargs)
+    base = Config(
+        "int8",
+        "two-shot",
+        wires={"1d": "int8"},
+        rounding=Rounding("stochastic"),
+        checks=Checks(verify_every=2, measure_every=3, fallback=Fallback(0.5)),
+    )
+    comm = fusedcomm.attach(ddp, Auto(("int8",), base), quiet=True)
     slow = Slow(comm, rank, off=60, int8=3)
     while not comm.tuning().finished:
         slow()
@@ -529,7 +523,7 @@ def test_other_ranks_do_not(ranks, names):
 
 def saved_and_loaded(rank, world_size, path):
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True)
+    comm = fusedcomm.attach(ddp, Auto(("int8", "bf16")), quiet=True)
     slow = Slow(comm, rank, **TIMES)
     errors = []
     with pytest.raises(RuntimeError, match="the search has not ended"):
@@ -546,7 +540,7 @@ def saved_and_loaded(rank, world_size, path):
     for tuned in (path, tuning, Tuning.load(path)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8", "bf16"), quiet=True, tuned=tuned)
+            comm = fusedcomm.attach(ddp, Auto(("int8", "bf16"), tuned=tuned), quiet=True)
         warned += [str(w.message) for w in caught if "fusedcomm" in str(w.message)]
         at_once = comm.tuning()
         seen = synchronise(ddp, gradients(rank, 0))
@@ -570,7 +564,7 @@ def loaded_on_hosts(rank, world_size, names):
         warnings.simplefilter("always")
         ddp = module()
         tuned = frozen(world_size, dataclasses.replace(INT8, by_host=True), ddp)
-        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
         seen = [value.sum().item() for value in synchronise(ddp, gradients(rank, 0))]
         tuning, plan = comm.tuning(), str(comm.plan())
         comm.detach()
@@ -602,7 +596,7 @@ def misfits(rank, world_size):
     for name, tuned in cases.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+            comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
         assert not comm.tuning().finished and comm.tuning().num_steps == 0
         synchronise(ddp, gradients(rank, 0))
         comm.detach()
@@ -629,7 +623,7 @@ def given_to_one_rank(rank, world_size, path):
     errors = []
     for tuned in (frozen(world_size, INT8, ddp) if rank == 0 else None, path if rank == 1 else None):
         with pytest.raises((RuntimeError, ValueError)) as error:
-            fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+            fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
         errors.append(str(error.value))
     return errors
 
@@ -649,7 +643,7 @@ def moved(rank, world_size, is_finished):
     subgroup = dist.new_group([0, 1])
     ddp = module()
     tuned = frozen(world_size, INT8, ddp) if is_finished else None
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), exempt=(), quiet=True, tuned=tuned)
+    comm = fusedcomm.attach(ddp, Auto(("int8",), Config("int8", wires={"1d": "int8"}), tuned), quiet=True)
     values = [torch.full((NUMEL,), float(rank)), torch.full((30, 40), float(rank))]
     for _ in range(14):
         before = synchronise(ddp, values)[0].unique().tolist()
@@ -707,7 +701,7 @@ def rounded_alike(rank, world_size):
     ddp = module()
     tuned = frozen(world_size, dataclasses.replace(INT8, chunk_nbytes=100_000_100 + rank), ddp)
     with pytest.raises(RuntimeError) as error:
-        fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
     return str(tuned.chosen), str(error.value)
 
 
@@ -730,7 +724,7 @@ def without(rank, world_size, impossible, numel, kwargs):
     path_of = session.Session._connect_beside
 
     def connect(self, *arguments):
-        name = str(Candidate(self.config.wire, self.config.sum, self.config.chunk_nbytes))
+        name = str(Candidate(self.config.wire, self.config.sum, self.config.chunks.nbytes))
         if rank == 1 and any(part in name for part in impossible):
             raise MemoryError(f"no memory for {name}")
         return path_of(self, *arguments)
@@ -738,16 +732,16 @@ def without(rank, world_size, impossible, numel, kwargs):
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(session.Session, "_connect_beside", connect)
-        ddp = DistributedDataParallel(Gradients((numel,)), bucket_cap_mb=25)
+        ddp = DistributedDataParallel(Gradients((1, numel)), bucket_cap_mb=25)
         try:
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), exempt=(), quiet=True, **kwargs)
+            comm = fusedcomm.attach(ddp, Auto(("bf16", "int8"), Config(**kwargs)), quiet=True)
         except (RuntimeError, MemoryError) as error:
             return str(error)
         slow = Slow(comm, rank, **TIMES)
         errors, wires, steps_left = [], [], 3
         while steps_left:
             slow()
-            seen = synchronise(ddp, [torch.full((numel,), float(rank + 1))])[0]
+            seen = synchronise(ddp, [torch.full((1, numel), float(rank + 1))])[0]
             errors.append((seen - (world_size + 1) / 2).abs().max().item())
             plan = comm.plan()
             wires.append("off" if plan.off else plan.config.wire)
@@ -777,7 +771,7 @@ def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
 
 def test_a_candidate_that_comes_up_in_mid_search_and_cannot_be_had_loses_on_all(ranks):
     """Its chunks are the last to be tried, while int8 runs: that goes on, with what it has left out."""
-    kwargs = {"sum": "two-shot", "error_feedback": True}
+    kwargs = {"sum": "two-shot", "feedback": Feedback()}
     for tuning, _, error, wires, residuals in ranks.run(without, ("in chunks of",), 3_000_000, kwargs, world_size=2):
         lost = [candidate for candidate, ms in tuning.step_ms.items() if ms == float("inf")]
         assert len(lost) == 2 and all(candidate.chunk_nbytes for candidate in lost)
@@ -808,7 +802,7 @@ def without_advice(rank, world_size):
             if rank == 0:
                 patch.setattr(tuner.bucket_cap, "predict", fail)
             ddp = module()
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",))
+            comm = fusedcomm.attach(ddp, Auto(("int8",)))
             slow = Slow(comm, rank, **TIMES)
             while not comm.tuning().finished:
                 slow()
@@ -836,7 +830,7 @@ def traced_at(rank, world_size, path):
         return "traced"
 
     for tuned in (None, frozen(world_size, OFF, ddp), frozen(world_size, INT8, ddp)):
-        comm = fusedcomm.attach(ddp, wire="auto", wires=("int8",), quiet=True, tuned=tuned)
+        comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=tuned), quiet=True)
         errors.append(attempt())
         comm.detach()
     return errors
@@ -854,7 +848,7 @@ def detached_while_searching(rank, world_size):
     gc.collect()  # what earlier tests have left to itself
     before = threads_of_engine()
     ddp = module()
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16", "int8"), quiet=True)
+    comm = fusedcomm.attach(ddp, Auto(("bf16", "int8")), quiet=True)
     for _ in range(14):
         synchronise(ddp, gradients(rank, 0))
     comm.detach()
@@ -896,7 +890,7 @@ def printed(rank, world_size):
     try:
         with contextlib.redirect_stdout(out):
             ddp = module()
-            comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), sum="two-shot")
+            comm = fusedcomm.attach(ddp, Auto(("bf16",), base=Config(sum="two-shot")))
             slow = Slow(comm, rank, **TIMES)
             while not comm.tuning().finished:
                 slow()

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config
 
 NUM_STEPS = 100
 
@@ -24,12 +25,12 @@ TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127, "fp8": 
 
 
 def train(
-    rank: int, scenario: Scenario, attach: dict | None, record: list[list[torch.Tensor]], follow: list | None
+    rank: int, scenario: Scenario, config: Config | None, record: list[list[torch.Tensor]], follow: list | None
 ) -> list[torch.Tensor]:
     """Trains for NUM_STEPS; appends each synchronised step's gradients to `record`. With `follow`, takes that run's
     parameters after every step, so that each gradient is compared from the same point."""
-    ddp = DistributedDataParallel(scenario.build(reference=attach is None), **scenario.ddp)
-    comm = fusedcomm.attach(ddp, **attach) if attach else None
+    ddp = DistributedDataParallel(scenario.build(reference=config is None), **scenario.ddp)
+    comm = fusedcomm.attach(ddp, config) if config else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     num_steps = NUM_STEPS - 3 * rank if scenario.uneven else NUM_STEPS
     with Join([ddp]) if scenario.uneven else contextlib.nullcontext():
@@ -79,9 +80,9 @@ def by_default(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]
     return _last_by_default[world_size][1]
 
 
-def exact_parity(rank, world_size, name, attach):
+def exact_parity(rank, world_size, name, config):
     expected, seen = by_default(rank, world_size, name), []
-    train(rank, SCENARIOS[name], attach, seen, None)
+    train(rank, SCENARIOS[name], config, seen, None)
     assert len(expected) == len(seen) > 0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
         for index, (a, b) in enumerate(zip(on_default, on_hook, strict=True)):
@@ -109,7 +110,7 @@ ROUNDED = [(name, 3) for name in EXACT if name.endswith("views")] + [("sparse", 
     ("name", "world_size"), [(name, p) for name in EXACT for p in (2, 3) if (name, p) not in ROUNDED]
 )
 def test_an_exact_wire_changes_no_bit_in_100_iterations(ranks, name, world_size):
-    ranks.run(exact_parity, name, {"wire": "fp32"}, world_size=world_size)
+    ranks.run(exact_parity, name, Config("fp32"), world_size=world_size)
 
 
 @pytest.mark.sampled(by=traits)
@@ -124,7 +125,8 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     num_parameters = len(list(scenario.build().parameters()))
     expected, seen = by_default(rank, world_size, name), []
     follow = [tensors[num_parameters:] for tensors in expected]
-    train(rank, scenario, {"wire": wire, "sum": "auto" if wire == "fp32" else "two-shot", "exempt": ()}, seen, follow)
+    sum = "auto" if wire == "fp32" else "two-shot"
+    train(rank, scenario, Config(wire, sum, wires={"1d": wire}), seen, follow)
     largest = 0.0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
         # A block of a bucket may span parameters, and its largest element then bounds the error of them all.
@@ -194,7 +196,7 @@ def compiled_gradients(rank, world_size, wire, backend):
         layers = [torch.nn.Linear(400, 400) for _ in range(5)]
         model = torch.nn.Sequential(torch.nn.Linear(10, 400), *layers, torch.nn.LayerNorm(400))
         ddp = DistributedDataParallel(model, bucket_cap_mb=1.2)
-        comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot")
+        comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot"))
         step = torch.compile(ddp, backend=backend) if compiled else ddp
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(rank)

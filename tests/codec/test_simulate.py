@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import reference, simulation
+from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
 
 WAYS = [(wire, rotate) for wire in fusedcomm.WIRES for rotate in ((False, True) if _C.has_scales(wire) else (False,))]
@@ -49,7 +50,9 @@ def test_two_shot_gives_the_bits_of_the_reference(wire, rotate, dtype):
             grads = gradients(world_size, (numel,), dtype)
             mask = torch.rand(numel, generator=torch.Generator().manual_seed(9)) < 0.3
             for exempt in (None, mask, torch.ones_like(mask), torch.zeros_like(mask)):
-                mean = fusedcomm.simulate(grads, wire, sum="two-shot", rotate=rotate, exempt_mask=exempt)
+                mean = fusedcomm.simulate(
+                    grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)), exempt_mask=exempt
+                )
                 assert mean.dtype == dtype
                 assert torch.equal(mean, expected(grads, wire, rotate, exempt)), (world_size, numel, exempt is mask)
 
@@ -60,29 +63,31 @@ def test_one_shot_gives_the_bits_of_the_reference(wire, rotate):
         grads = gradients(world_size, (5003,))
         mask = torch.rand(5003, generator=torch.Generator().manual_seed(9)) < 0.3
         for exempt in (None, mask):
-            mean = fusedcomm.simulate(grads, wire, sum="one-shot", rotate=rotate, exempt_mask=exempt)
+            mean = fusedcomm.simulate(
+                grads, Config(wire, sum="one-shot", blocks=Blocks(rotate=rotate)), exempt_mask=exempt
+            )
             assert torch.equal(mean, expected(grads, wire, rotate, exempt, sum="one-shot")), world_size
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 def test_blocks_of_other_sizes(wire):
     grads = gradients(3, (5003,))
-    mean = fusedcomm.simulate(grads, wire, sum="two-shot", block=256)
+    mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(256)))
     assert torch.equal(mean, expected(grads, wire, False, block=256))
 
 
 def test_predivide_is_the_codecs():
     grads = [gradient * 250 for gradient in gradients(3, (5003,))]
-    mean = fusedcomm.simulate(grads, "fp16", sum="two-shot", predivide=8.0)
+    mean = fusedcomm.simulate(grads, Config("fp16", sum="two-shot", predivide=8.0))
     assert torch.equal(mean, reference.all_reduce_mean(grads, "fp16", predivide=8.0))
-    assert mean.isfinite().all() and not fusedcomm.simulate(grads, "fp16", sum="two-shot").isfinite().all()
+    assert mean.isfinite().all() and not fusedcomm.simulate(grads, Config("fp16", sum="two-shot")).isfinite().all()
 
 
 @pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
 def test_what_is_not_finite_ends_as_in_the_reference(wire, rotate):
     grads = gradients(3, (2000,))
     grads[1][100], grads[1][700], grads[2][1500] = torch.inf, -torch.inf, torch.nan
-    mean = fusedcomm.simulate(grads, wire, sum="two-shot", rotate=rotate)
+    mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
     assert not mean.isfinite().all()
     assert torch.equal(mean.view(torch.int32), expected(grads, wire, rotate).view(torch.int32))
 
@@ -91,17 +96,20 @@ def test_the_cut_into_pieces_does_not_show(monkeypatch):
     grads = gradients(3, (20011,))
     mask = torch.arange(20011) % 7 == 0
     ways = [(wire, "two-shot", mask, rotate) for wire, rotate in WAYS] + [("bf16", "direct", None, False)]
-    whole = [fusedcomm.simulate(grads, w, sum=s, exempt_mask=m, rotate=r) for w, s, m, r in ways]
+    whole = [fusedcomm.simulate(grads, Config(w, sum=s, blocks=Blocks(rotate=r)), exempt_mask=m) for w, s, m, r in ways]
     monkeypatch.setattr(simulation, "_PIECES_NBYTES", 4 * 3 * 1024)
     for (w, s, m, r), mean in zip(ways, whole, strict=True):
-        assert torch.equal(fusedcomm.simulate(grads, w, sum=s, exempt_mask=m, rotate=r), mean), (w, s)
+        assert torch.equal(fusedcomm.simulate(grads, Config(w, sum=s, blocks=Blocks(rotate=r)), exempt_mask=m), mean), (
+            w,
+            s,
+        )
 
 
 @pytest.mark.full
 def test_thousands_of_ranks():
     grads = list(torch.randn(3000, 40, generator=torch.Generator().manual_seed(0)))
     for wire, rotate in WAYS:
-        mean = fusedcomm.simulate(grads, wire, sum="two-shot", rotate=rotate)
+        mean = fusedcomm.simulate(grads, Config(wire, sum="two-shot", blocks=Blocks(rotate=rotate)))
         assert torch.equal(mean, expected(grads, wire, rotate)), wire
 
 
@@ -109,12 +117,12 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
     grads = [gradient.t() for gradient in gradients(2, (40, 30))]
     before = [gradient.clone() for gradient in grads]
     mask = torch.arange(1200).view(30, 40) % 3 == 0
-    mean = fusedcomm.simulate(grads, "int8", sum="two-shot", exempt_mask=mask)
+    mean = fusedcomm.simulate(grads, Config("int8", sum="two-shot"), exempt_mask=mask)
     flat = expected([gradient.reshape(-1) for gradient in grads], "int8", False, mask.view(-1))
     assert torch.equal(mean, flat.view(30, 40))
     assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-    assert fusedcomm.simulate([torch.tensor(3.0)] * 2, "bf16").shape == ()
-    assert fusedcomm.simulate([torch.empty(0, 4)] * 2, "int8", sum="two-shot").shape == (0, 4)
+    assert fusedcomm.simulate([torch.tensor(3.0)] * 2, wire="bf16").shape == ()
+    assert fusedcomm.simulate([torch.empty(0, 4)] * 2, Config("int8", sum="two-shot")).shape == (0, 4)
 
 
 # ---- other sums
@@ -123,24 +131,28 @@ def test_shapes_and_strides_are_kept_and_gradients_unchanged():
 def test_exact_and_direct_add_in_rank_order():
     grads = gradients(5, (5003,))
     total = sum(gradient * torch.tensor(1 / 5) for gradient in grads)
-    assert torch.equal(fusedcomm.simulate(grads, "fp32"), total)
-    assert torch.equal(fusedcomm.simulate(grads, "fp32", sum="exact"), total)
+    assert torch.equal(fusedcomm.simulate(grads, wire="fp32"), total)
+    assert torch.equal(fusedcomm.simulate(grads, Config("fp32", sum="exact")), total)
     ring = grads[0].bfloat16()
     for gradient in grads[1:]:
         ring = ring + gradient.bfloat16()
-    mean = fusedcomm.simulate(grads, "bf16", sum="direct")
+    mean = fusedcomm.simulate(grads, Config("bf16", sum="direct"))
     assert torch.equal(mean, ring.float() * torch.tensor(1 / 5))
 
 
 def test_auto_decides_as_the_engine():
     small, large = gradients(3, (1000,)), gradients(3, (5000,))
-    assert torch.equal(fusedcomm.simulate(small, "int8"), fusedcomm.simulate(small, "fp32"))
-    assert torch.equal(fusedcomm.simulate(large, "int8"), fusedcomm.simulate(large, "int8", sum="two-shot"))
-    of_two = fusedcomm.simulate(large[:2], "bf16", sum="one-shot")
-    assert torch.equal(fusedcomm.simulate(large[:2], "bf16"), of_two)
-    assert not torch.equal(fusedcomm.simulate(large[:2], "bf16", sum="two-shot"), of_two)
+    assert torch.equal(fusedcomm.simulate(small, wire="int8"), fusedcomm.simulate(small, wire="fp32"))
+    assert torch.equal(
+        fusedcomm.simulate(large, wire="int8"), fusedcomm.simulate(large, Config("int8", sum="two-shot"))
+    )
+    of_two = fusedcomm.simulate(large[:2], Config("bf16", sum="one-shot"))
+    assert torch.equal(fusedcomm.simulate(large[:2], wire="bf16"), of_two)
+    assert not torch.equal(fusedcomm.simulate(large[:2], Config("bf16", sum="two-shot")), of_two)
     everything = torch.ones(5000, dtype=torch.bool)
-    assert torch.equal(fusedcomm.simulate(large, "int8", exempt_mask=everything), fusedcomm.simulate(large, "fp32"))
+    assert torch.equal(
+        fusedcomm.simulate(large, wire="int8", exempt_mask=everything), fusedcomm.simulate(large, wire="fp32")
+    )
 
 
 # ---- the bits of real ranks
@@ -148,12 +160,12 @@ def test_auto_decides_as_the_engine():
 
 def real_means(rank, world_size, shape, wire, kwargs):
     ddp = DistributedDataParallel(Gradients(shape))
-    fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True, **kwargs)
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs), quiet=True)
     return synchronise(ddp, [gradients(world_size, shape)[rank]])[0]
 
 
 def check_real(ranks, world_size, shape, wire, **kwargs):
-    mean = fusedcomm.simulate(gradients(world_size, shape), wire, **kwargs)
+    mean = fusedcomm.simulate(gradients(world_size, shape), Config(wire, **kwargs))
     for of_rank in ranks.run(real_means, shape, wire, kwargs, world_size=world_size):
         assert torch.equal(of_rank, mean)
 
@@ -161,7 +173,7 @@ def check_real(ranks, world_size, shape, wire, **kwargs):
 @pytest.mark.parametrize(("wire", "rotate"), WAYS, ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_shot_gives_the_bits_of_real_ranks(ranks, world_size, wire, rotate):
-    check_real(ranks, world_size, (71, 83), wire, sum="two-shot", **({"rotate": True} if rotate else {}))
+    check_real(ranks, world_size, (71, 83), wire, sum="two-shot", **({"blocks": Blocks(rotate=True)} if rotate else {}))
 
 
 @pytest.mark.parametrize("shape", [(1000,), (71, 83)], ids=str)
@@ -181,7 +193,7 @@ def test_sums_of_the_transport_give_the_bits_of_two_real_ranks(ranks, wire, kwar
 
 def real_means_with_exempt(rank, world_size, wire, rotate):
     ddp = DistributedDataParallel(Gradients((90, 70), (999,)))
-    fusedcomm.attach(ddp, wire=wire, rotate=rotate, exempt=("1d",), quiet=True)
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": "fp32"}, blocks=Blocks(rotate=rotate)), quiet=True)
     both = gradients(world_size, (90 * 70 + 999,))[rank]
     seen = synchronise(ddp, [both[:6300].view(90, 70), both[6300:]])
     return torch.cat([seen[0].view(-1), seen[1]])
@@ -191,7 +203,9 @@ def real_means_with_exempt(rank, world_size, wire, rotate):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_exempt_elements_travel_as_on_real_ranks(ranks, world_size, wire, rotate):
     mask = torch.arange(90 * 70 + 999) >= 6300
-    mean = fusedcomm.simulate(gradients(world_size, (7299,)), wire, rotate=rotate, exempt_mask=mask)
+    mean = fusedcomm.simulate(
+        gradients(world_size, (7299,)), Config(wire, blocks=Blocks(rotate=rotate)), exempt_mask=mask
+    )
     for of_rank in ranks.run(real_means_with_exempt, wire, rotate, world_size=world_size):
         assert torch.equal(of_rank, mean)
 
@@ -212,15 +226,11 @@ X = torch.ones(5000)
         ([X.double()], {}, ValueError, r"grads\[0\] is torch.float64: use one of torch.float32"),
         ([X.to("meta")], {}, ValueError, r"grads\[0\] is torch.strided on meta: use dense tensors on cpu"),
         ([X, X], {"wire": "int5"}, ValueError, "wire='int5' is not known: use one of 'fp32'"),
-        ([X, X], {"sum": "ring"}, ValueError, "sum='ring' is not known"),
-        ([X, X], {"wire": "int8", "sum": "direct"}, ValueError, "use sum='two-shot' for wires with scales"),
-        ([X, X], {"wire": "int8", "block": 100}, ValueError, "block=100 is not possible: use a power of two"),
-        ([X, X], {"rotate": True}, ValueError, "rotate=True is for wires with scales"),
-        ([X, X], {"predivide": 2.0}, ValueError, "only wire='fp16' has use for it"),
+        ([X, X], {"config": 8}, ValueError, r"config=8 is not possible: use a fusedcomm.Config\(…\)"),
         ([X, X], {"exempt_mask": X}, ValueError, "exempt_mask is torch.float32 of shape"),
         ([X, X], {"exempt_mask": X[:7] > 0}, ValueError, r"the gradients' shape \(5000,\)"),
         ([X, X], {"exempt_mask": [True]}, TypeError, "exempt_mask must be a tensor or None, not list"),
-        ([X, X], {"sum": "direct", "exempt_mask": X > 0}, ValueError, "cannot carry exempt"),
+        ([X, X], {"config": Config(sum="direct"), "exempt_mask": X > 0}, ValueError, "cannot carry exempt"),
     ],
 )
 def test_errors_say_what_is_possible(grads, kwargs, error, text):

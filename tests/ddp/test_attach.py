@@ -16,6 +16,7 @@ from scripts import printed_by_two_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config, LocalOptions
 
 # --- arguments ------------------------------------------------------------------------------------------------------
 
@@ -23,42 +24,22 @@ import fusedcomm
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
+        ({"local": LocalOptions(codec_threads=0)}, ["codec_threads=0", "1 to 256"]),
+        ({"local": LocalOptions(codec_threads=100000)}, ["codec_threads=100000", "1 to 256"]),
+        ({"local": LocalOptions(isa="sse9")}, ["sse9", "portable"]),
+        ({"local": LocalOptions(sm_limit=8)}, ["sm_limit=8 is for gradients on cuda, and these are on cpu"]),
+        ({"local": 8}, ["local=8", "a fusedcomm.LocalOptions(…)"]),
         ({"wire": "fp7"}, ["wire='fp7'", "'fp32', 'bf16', 'fp16', 'int8'"]),
-        ({"wire": None}, ["wire=None"]),
-        ({"sum": "ring"}, ["sum='ring'", "'two-shot'"]),
-        ({"wire": "int8", "block": 100}, ["block=100", "power of two", "32", "4096"]),
-        ({"wire": "int8", "block": 16}, ["block=16"]),
-        ({"wire": "int8", "block": 8192}, ["block=8192"]),
-        ({"wire": "int8", "block": "128"}, ["block='128'", "whole number"]),
-        ({"wire": "int8", "sum": "direct", "exempt": ()}, ["sum='direct'", "two-shot"]),
-        ({"wire": "bf16", "block": 64}, ["block=64 has no effect", "wire='bf16'", "int8, fp8, int4"]),
-        ({"wire": "int8", "seed": 3}, ["seed=3 has no effect", "rounding='stochastic'"]),
-        ({"wire": "fp32", "sum": "direct"}, ["sum='direct'", "exact"]),
-        ({"wire": "bf16", "sum": "exact"}, ["sum='exact'", "wire='fp32'"]),
-        ({"wire": "bf16", "sum": "direct", "exempt": ("1d",)}, ["sum='direct'", "exempt"]),
-        ({"wire": "bf16", "predivide": 2.0}, ["predivide=2", "fp16"]),
-        ({"wire": "fp16", "predivide": -1.0}, ["predivide=-1.0"]),
-        ({"wire": "fp16", "predivide": float("inf")}, ["predivide=inf"]),
-        ({"wire": "fp16", "predivide": "half"}, ["predivide='half'"]),
-        ({"chunk_nbytes": 100}, ["chunk_nbytes=100", "4096"]),
-        ({"chunks_in_flight": 0}, ["chunks_in_flight=0", "1 to 64"]),
-        ({"codec_threads": 0}, ["codec_threads=0", "1 to 256"]),
-        ({"codec_threads": 100000}, ["codec_threads=100000", "1 to 256"]),
-        ({"sum": "direct", "wire_for": {"weights.0": "fp32"}}, ["sum='direct'", "wire_for['weights.0']='fp32'"]),
-        ({"exempt": 5}, ["exempt=5", "tuple"]),
-        ({"exempt": {"1d"}}, ["exempt={'1d'}", "tuple"]),
-        ({"hosts": 5}, ["hosts=5", "'auto'"]),
-        ({"chunk_nbytes": 2**63}, [f"chunk_nbytes={2**63}", "2^63"]),
-        ({"measure_every": 2**70}, [f"measure_every={2**70}", "number of steps"]),
-        ({"isa": "sse9"}, ["sse9", "portable"]),
-        ({"sm_limit": 8}, ["sm_limit=8 is for gradients on cuda, and these are on cpu"]),
-        ({"wire": "int4", "block": 16}, ["block=16"]),
-        ({"wire": "bf16", "rotate": True}, ["rotate=True", "int8, fp8, int4", "wire='bf16'"]),
-        ({"verify_every": -1}, ["verify_every=-1", "number of steps, or 0"]),
-        ({"verify_every": 1.5}, ["verify_every=1.5", "whole number"]),
-        ({"wire": "int4", "rotate": 1}, ["rotate=1", "True or False"]),
-        ({"exempt": "1d"}, ["exempt='1d'", "('1d',)"]),
-        ({"exempt": ("wieghts*",)}, ["'wieghts*'", "matches none of the 2 parameters", "weights.0"]),
+        ({"wire": 8}, ["wire=8", "'fp32', 'bf16', 'fp16', 'int8'"]),
+        ({"config": "int8"}, ["config='int8'", "wire='int8'", "fusedcomm.Config('int8', …)"]),
+        ({"config": {"wire": "int8"}}, ["config={'wire': 'int8'}", "a fusedcomm.Config(…)"]),
+        ({"config": Config("int8"), "wire": "bf16"}, ["config=Config(wire='int8') and wire='bf16'", "leave wire out"]),
+        ({"config": fusedcomm.Auto(), "wire": "auto"}, ["config=Auto() and wire='auto'", "leave wire out"]),
+        ({"config": Config(hosts=5)}, ["hosts=5 ranks on each host", "2 ranks"]),
+        (
+            {"config": Config(wires={"wieghts*": "fp32"})},
+            ["'wieghts*'", "matches none of the 2 parameters", "weights.0"],
+        ),
     ],
 )
 def test_impossible_arguments_are_refused_with_what_is_possible(ranks, kwargs, words):
@@ -74,13 +55,13 @@ def test_only_ddp_can_be_attached():
 
 def test_comm_state_needs_the_module_for_names():
     with pytest.raises(ValueError, match="module=model"):
-        fusedcomm.CommState(wire="bf16", exempt=("embed*",))
+        fusedcomm.CommState(Config("bf16", wires={"embed*": "fp32"}))
     with pytest.raises(TypeError, match="CommState as its state, not dict"):
         fusedcomm.comm_hook({}, None)
 
 
 def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
-    state = fusedcomm.CommState(exempt=("0.weight",), module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    state = fusedcomm.CommState(Config(wires={"0.weight": "fp32"}), module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match="is a copy, and module did not come along"):
         copy.deepcopy(state).session(torch.device("cpu"))
 
@@ -337,7 +318,7 @@ def large_allocations(wire):
     if wire == "noop":
         ddp.register_comm_hook(None, noop)
     elif wire != "default":
-        comm = fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
+        comm = fusedcomm.attach(ddp, fusedcomm.Config(wire, sum="auto" if wire == "fp32" else "two-shot"))
     # In the gradient's own memory: only the hook's allocations are left to count.
     def step():
         ddp.zero_grad(set_to_none=False)

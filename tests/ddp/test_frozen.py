@@ -7,6 +7,7 @@ from models import Gradients, integers, mean_of_integers, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config
 
 SHAPES = ((80, 64), (7,))
 
@@ -21,7 +22,7 @@ MEANS = [mean_of_integers(2, shape) for shape in SHAPES]
 def all_frozen(rank, world_size, kwargs):
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     ddp.requires_grad_(False)
-    comm = fusedcomm.attach(ddp, quiet=True, **kwargs)
+    comm = fusedcomm.attach(ddp, **kwargs, quiet=True)
     without = comm.plan()
     ddp(gradients_of(rank))
     ddp.requires_grad_(True)
@@ -33,7 +34,7 @@ def all_frozen(rank, world_size, kwargs):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"wire": "fp32"}, {"wire": "int8", "wire_for": {"weights.*": "fp32"}}, {"wire": "auto"}],
+    [{"wire": "fp32"}, {"config": Config("int8", wires={"weights.*": "fp32"})}, {"wire": "auto"}],
     ids=str,
 )
 def test_of_a_frozen_module_there_is_a_plan_without_buckets_and_training_begins_when_it_is_thawed(ranks, kwargs):
@@ -56,7 +57,7 @@ def refused_when_frozen(rank, world_size):
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     ddp.requires_grad_(False)
     with pytest.raises(ValueError) as error:
-        fusedcomm.attach(ddp, wire_for={"weigths.*": "fp32"}, quiet=True)
+        fusedcomm.attach(ddp, Config(wires={"weigths.*": "fp32"}), quiet=True)
     return str(error.value)
 
 

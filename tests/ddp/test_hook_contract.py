@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config, Feedback
 from fusedcomm.ddp.module import refuse_sparse
 
 # --- registration ---------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def skipping(rank, world_size, used, registered):
     ddp = DistributedDataParallel(FirstOrLast(used), bucket_cap_mb=0.01, **SKIPS)
     try:
         if registered:
-            ddp.register_comm_hook(fusedcomm.CommState(wire="int8", exempt=()), fusedcomm.comm_hook)
+            ddp.register_comm_hook(fusedcomm.CommState(Config("int8", wires={"1d": "int8"})), fusedcomm.comm_hook)
         else:
             fusedcomm.attach(ddp)
         for _ in range(4):
@@ -144,15 +145,15 @@ def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered
 
 
 def refused_on_one_rank(rank, world_size, registered):
-    names = {"exempt": ("weights.7",)} if rank == 1 else {"exempt": ()}
+    config = Config("int8", wires={"weights.7": "fp32"} if rank == 1 else {})
     model = Gradients((50,))
     ddp = DistributedDataParallel(model)
     try:
         if registered:
-            ddp.register_comm_hook(fusedcomm.CommState(wire="int8", module=model, **names), fusedcomm.comm_hook)
+            ddp.register_comm_hook(fusedcomm.CommState(config, module=model), fusedcomm.comm_hook)
             synchronise(ddp, [torch.ones(50)])
         else:
-            fusedcomm.attach(ddp, wire="int8", **names)
+            fusedcomm.attach(ddp, config)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "nothing was said"
@@ -178,7 +179,7 @@ def test_auto_is_refused_where_ddps_own_all_reduce_has_no_sparse_gradients():
 
 def copies(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5000,)))
-    fusedcomm.attach(ddp, wire="int8", exempt=())
+    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
     buffer = io.BytesIO()
     torch.save(ddp, buffer)
     buffer.seek(0)
@@ -189,7 +190,7 @@ def copies(rank, world_size):
             gradient = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
             (exact,) = synchronise(other, [gradient], steps=2)
         messages = [str(w.message) for w in caught if "copy of one with fusedcomm" in str(w.message)]
-        comm = fusedcomm.attach(other, wire="int8", exempt=())
+        comm = fusedcomm.attach(other, Config("int8", wires={"1d": "int8"}))
         (lossy,) = synchronise(other, [gradient])
         results.append((len(messages), exact, torch.equal(exact, lossy), comm.stats().buckets))
     # The original goes on undisturbed.
@@ -233,7 +234,7 @@ def test_compiled_autograds_python_reducer_is_refused_loudly(ranks):
 def aliasing(rank, world_size, wire, views):
     """With views every gradient stays in its bucket's memory. Sizes are whole blocks, so int8 is exact, too."""
     ddp = DistributedDataParallel(Gradients((5120,), (3072,)), gradient_as_bucket_view=views)
-    fusedcomm.attach(ddp, wire=wire, exempt=())
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     pointers = []
     for _ in range(4):
         ddp([torch.full((5120,), 2.0 * rank), torch.full((3072,), 4.0 * rank)]).backward()
@@ -260,7 +261,7 @@ def rebuilt(rank, world_size, ddp_kwargs):
     """Each parameter's gradient says which parameter it is: buckets that change must not mix them up."""
     shapes = tuple((2000 + i,) for i in range(8))
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02, **ddp_kwargs)
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", exempt=("weights.3",))
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot", wires={"weights.3": "fp32"}))
     buckets = []
     for step in range(4):
         gradients = [torch.full(shape, float((i + 1) * (step + 1) * (2 * rank + 1))) for i, shape in enumerate(shapes)]
@@ -291,7 +292,7 @@ def moved_to_other_group(rank, world_size):
     """_update_process_group from four ranks to two: the mean is over the new group."""
     subgroup = dist.new_group([0, 1])
     ddp = DistributedDataParallel(Gradients((6000,)))
-    comm = fusedcomm.attach(ddp, wire="int8", exempt=())
+    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
     gradient = torch.full((6000,), float(rank))
     before = synchronise(ddp, [gradient])[0].unique().tolist()
     ddp._update_process_group(subgroup)
@@ -312,7 +313,7 @@ def test_an_updated_process_group_is_followed(ranks):
 def on_a_subgroup(rank, world_size):
     subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     ddp = DistributedDataParallel(Gradients((6000,)), process_group=subgroups[rank // 2])
-    fusedcomm.attach(ddp, wire="int8", exempt=())
+    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
     return synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
 
 
@@ -337,7 +338,7 @@ def strided(rank, world_size, wire):
             return (self.conv * a).sum() + (self.complex * b).real.sum()
 
     ddp = DistributedDataParallel(Model())
-    comm = fusedcomm.attach(ddp, wire=wire, sum="auto" if wire == "fp32" else "two-shot")
+    comm = fusedcomm.attach(ddp, Config(wire, sum="auto" if wire == "fp32" else "two-shot"))
     a = torch.arange(360.0).reshape(6, 5, 4, 3) % 64
     b = torch.complex(torch.arange(180.0) % 32, -(torch.arange(180.0) % 16)).reshape(20, 9)
     for _ in range(3):
@@ -383,7 +384,7 @@ def test_sparse_gradients_pass_exactly_with_one_warning():
 
 def unused(rank, world_size):
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
-    fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
     with torch.no_grad():
         for parameter in ddp.parameters():
             parameter.fill_(0.125)
@@ -404,7 +405,7 @@ def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks):
 
 def accumulated(rank, world_size, views, wire):
     ddp = DistributedDataParallel(Gradients((5000,)), gradient_as_bucket_view=views)
-    comm = fusedcomm.attach(ddp, wire=wire, exempt=())
+    comm = fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     gradient = [torch.full((5000,), float(rank + 1))]
     synchronise(ddp, gradient, steps=2)
     ddp.zero_grad(set_to_none=not views)
@@ -428,7 +429,7 @@ def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
 def joined(rank, world_size, wire):
     """Rank 0 has two batches, rank 1 has five: rank 0 then takes part with zero buckets at new addresses."""
     ddp = DistributedDataParallel(Gradients((5120,), (64, 40)), **SMALL_BUCKETS)
-    fusedcomm.attach(ddp, wire=wire, exempt=())
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     seen = []
     with Join([ddp]):
         for _ in range(2 + 3 * rank):
@@ -450,7 +451,7 @@ def frozen_after_wrapping(rank, world_size):
     """The reducer keeps a parameter that was frozen since: its bucket is larger than the module lets one think."""
     ddp = DistributedDataParallel(Gradients((600, 700), (64,)), find_unused_parameters=True)
     ddp.module.weights[0].requires_grad_(False)
-    fusedcomm.attach(ddp, wire="int8", exempt=())
+    fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
     ddp([torch.ones(600, 700), torch.full((64,), float(rank))]).backward()
     return ddp.module.weights[1].grad.unique().tolist()
 
@@ -464,7 +465,7 @@ def frozen_and_back(rank, world_size, frozen):
     """Frozen before attaching, trained again later: gradual unfreezing."""
     ddp = DistributedDataParallel(Gradients((600, 70), (64,)), find_unused_parameters=True)
     ddp.module.weights[frozen].requires_grad_(False)
-    comm = fusedcomm.attach(ddp, wire="int4", wire_for={"weights.0": "bf16"} if frozen else {}, error_feedback=True)
+    comm = fusedcomm.attach(ddp, Config("int4", wires={"weights.0": "bf16"} if frozen else {}, feedback=Feedback()))
     ddp.module.weights[frozen].requires_grad_(True)
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((600, 70), (64,))]
     synchronise(ddp, gradients, steps=2)
@@ -487,7 +488,7 @@ def rebuilt_twice(rank, world_size):
     shapes = ((2000,), (3000,))
     subgroup = dist.new_group([0, 1])
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.008)
-    comm = fusedcomm.attach(ddp, wire="int8", exempt=())
+    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
     gradients = [torch.full(shape, float(rank + index)) for index, shape in enumerate(shapes)]
     synchronise(ddp, gradients, steps=3)
     ddp._update_process_group(subgroup)
@@ -548,7 +549,7 @@ def test_a_detached_module_follows_its_group_as_ddps_default_does(ranks):
 def state_of_another_group(rank, world_size):
     subgroup = dist.new_group([0, 1])
     ddp = DistributedDataParallel(Gradients((6000,)))
-    state = fusedcomm.CommState(wire="int8", exempt=())
+    state = fusedcomm.CommState(Config("int8", wires={"1d": "int8"}))
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
     before = synchronise(ddp, [torch.full((6000,), float(rank))])[0].unique().tolist()
     ddp._update_process_group(subgroup)

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config
 
 STEPS = 50
 NUMEL = 256
@@ -107,7 +108,7 @@ def in_lockstep(rank: int, world_size: int, case: str, wire: str) -> tuple[str, 
     for buffer in model.buffers():
         buffer.add_(rank)  # DDP has them from rank 0
     ddp = DistributedDataParallel(model, **kwargs)
-    fusedcomm.attach(ddp, wire=wire, exempt=())
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     if case == "buffers broadcast after the forward pass":
         ddp._register_buffer_comm_hook(None, broadcast_buffers)
     if case == "collectives of SyncBatchNorm":
@@ -159,7 +160,7 @@ def joined(rank: int, world_size: int, wire: str, unused: bool) -> str:
     """Ranks run out of data at different times: the last makes 50 steps."""
     model, kwargs = (Branches(), {"find_unused_parameters": True}) if unused else (Normalised(nn.BatchNorm1d), {})
     ddp = DistributedDataParallel(model, **kwargs)
-    fusedcomm.attach(ddp, wire=wire, exempt=())
+    fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     with Join([ddp]):
         train(ddp, rank, steps=STEPS - 7 * rank)
     return digest(ddp.module)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env
+from fusedcomm.config import Chunks, Config, LocalOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +33,7 @@ BACKEND = "cpu:gloo,cuda:nccl"
 # --- the same bits as on the CPU ------------------------------------------------------------------------------------
 
 
-def both_devices(rank, world_size, kwargs, dtype, exact_sum):
+def both_devices(rank, world_size, config, dtype, exact_sum):
     """Some steps each, since DDP rebuilds its buckets: gradients by the CPU codec over gloo, on the GPU over NCCL."""
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
@@ -44,8 +45,8 @@ def both_devices(rank, world_size, kwargs, dtype, exact_sum):
     for device in ("cpu", "cuda"):
         model = Gradients(*SHAPES, dtype=dtype).to(device)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.016)
-        comm = fusedcomm.attach(ddp, **kwargs)
-        num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
+        comm = fusedcomm.attach(ddp, config)
+        num_steps = 4 if config.feedback else 2  # what is left out in one step shows in the next
         seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=num_steps)
         stats = comm.stats()
         comm.detach()
@@ -58,14 +59,14 @@ def both_devices(rank, world_size, kwargs, dtype, exact_sum):
 
 # Every configuration compiles kernels for every dtype, so some stand for all. test_kernels.py has each kernel.
 WIDELY = ("fp32", "bf16 two-shot chunked", "int8", "int4 rotated")
-CASES = [(name, 4 if "hosts" in kwargs else 2, torch.float32) for name, kwargs in CONFIGS.items()]
+CASES = [(name, 4 if config.hosts else 2, torch.float32) for name, config in CONFIGS.items()]
 CASES += [(name, world_size, torch.float32) for name in WIDELY for world_size in (1, 4)]
 CASES += [(name, 2, dtype) for name in WIDELY for dtype in (torch.bfloat16, torch.float16)]
 
 
 @pytest.mark.parametrize(("name", "world_size", "dtype"), CASES, ids=str)
 def test_gradients_and_counts_are_those_of_the_cpu(ranks, name, world_size, dtype):
-    in_wire_order = CONFIGS[name].get("sum") in ("two-shot", "one-shot") or (name == "int8" and world_size > 1)
+    in_wire_order = CONFIGS[name].sum in ("two-shot", "one-shot") or (name == "int8" and world_size > 1)
     exact_sum = not in_wire_order and world_size > 2
     for cpu, gpu in ranks.run(both_devices, CONFIGS[name], dtype, exact_sum, world_size=world_size, backend=BACKEND):
         assert torch.equal(cpu[0], gpu[0])
@@ -94,7 +95,9 @@ def big_bucket(rank, world_size, wire):
     gradients = [integers(rank, shape).cuda() for _ in range(2)]
     ddp = DistributedDataParallel(Gradients(shape, shape).cuda())
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", chunk_nbytes=1 << 20, exempt=(), sm_limit=sms)
+    comm = fusedcomm.attach(
+        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(1 << 20)), local=LocalOptions(sm_limit=sms)
+    )
     seen = synchronise(ddp, gradients, steps=3)
     comm.detach()
     mean = mean_of_integers(world_size, shape).cuda()
@@ -111,7 +114,7 @@ def torn_down(rank, world_size, hosts):
     """Detached and let go of while the device is still busy with what came before the bucket."""
     shape = (300, 500)
     ddp = DistributedDataParallel(Gradients(shape).cuda())
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", hosts=hosts)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot", hosts=hosts))
     gradients = [integers(rank, shape).cuda()]
     synchronise(ddp, gradients, steps=2)
     ddp.zero_grad(set_to_none=True)
@@ -139,12 +142,12 @@ DDP_OPTIONS = [
 ]
 
 
-def trained(rank, world_size, options, attach, compiled=False):
+def trained(rank, world_size, options, wire, compiled=False):
     """Parameters after five steps, gradients accumulated over two backward passes in each."""
     torch.manual_seed(0)
     model = Mlp().cuda()
     ddp = DistributedDataParallel(model, **options)
-    comm = fusedcomm.attach(ddp, **attach) if attach else None
+    comm = fusedcomm.attach(ddp, wire=wire) if wire else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     step = torch.compile(ddp) if compiled else ddp
@@ -164,15 +167,15 @@ def trained(rank, world_size, options, attach, compiled=False):
 
 @pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
 def test_an_fp32_wire_trains_as_ddps_default_does(ranks, options):
-    ours = ranks.run(trained, options, {"wire": "fp32"}, world_size=2, backend=BACKEND)
+    ours = ranks.run(trained, options, "fp32", world_size=2, backend=BACKEND)
     default = ranks.run(trained, options, None, world_size=2, backend=BACKEND)
     for a, b in zip(ours[0] + ours[1], default[0] + default[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_a_compiled_module_trains_as_it_does_uncompiled(ranks):
-    eager = ranks.run(trained, {}, {"wire": "fp32"}, world_size=2, backend=BACKEND)
-    compiled = ranks.run(trained, {}, {"wire": "fp32"}, True, world_size=2, backend=BACKEND)
+    eager = ranks.run(trained, {}, "fp32", world_size=2, backend=BACKEND)
+    compiled = ranks.run(trained, {}, "fp32", True, world_size=2, backend=BACKEND)
     for a, b in zip(eager[0], compiled[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -202,7 +205,7 @@ def test_sparse_and_float64_gradients_travel_alike_to_all_ranks(ranks):
 
 def through_comm_state(rank, world_size):
     ddp = DistributedDataParallel(Gradients((301, 77), (5000,)).cuda())
-    ddp.register_comm_hook(fusedcomm.CommState(wire="bf16", sum="two-shot"), fusedcomm.comm_hook)
+    ddp.register_comm_hook(fusedcomm.CommState(Config("bf16", sum="two-shot")), fusedcomm.comm_hook)
     gradients = [integers(rank, shape) for shape in ((301, 77), (5000,))]
     return [seen.cpu() for seen in synchronise(ddp, [gradient.cuda() for gradient in gradients], steps=3)]
 
@@ -217,7 +220,7 @@ def scaled_overflow(rank, world_size):
     """One rank's gradient overflows: the GradScaler has to skip the step on both."""
     model = Gradients((1000,)).cuda()
     ddp = DistributedDataParallel(model)
-    comm = fusedcomm.attach(ddp, wire="fp16", sum="two-shot")
+    comm = fusedcomm.attach(ddp, Config("fp16", sum="two-shot"))
     scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     gradient = torch.ones(1000, device="cuda")
@@ -242,7 +245,7 @@ def searched(rank, world_size):
     """Integers, so that every mean is exact in the wires that are tried: (choice, wires by step, wrong elements)"""
     shapes = ((200_000,), (3_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("fp32", "bf16", "fp16"), quiet=True)
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("fp32", "bf16", "fp16")), quiet=True)
     wires, wrong = [], 0
     for step in range(100):
         gradients = [(integers(rank, shape) + step % 5).cuda() for shape in shapes]
@@ -265,14 +268,14 @@ def test_a_search_ends_alike_on_all_ranks_and_every_step_is_right(ranks):
 # --- races ----------------------------------------------------------------------------------------------------------
 
 
-def delayed(rank, world_size, wire, attach, num_steps):
+def delayed(rank, world_size, config, num_steps):
     """Random delays on the stream of the backward pass and on each of ours; integers, so that every mean is exact.
 
     Gradients are written late, by kernels that queue behind the delays, and read at once.
     """
     shapes = ((200_000,), (3_000,), (400_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
-    comm = fusedcomm.attach(ddp, wire=wire, **attach)
+    comm = fusedcomm.attach(ddp, config)
     streams = comm._session.native_device.streams
     generator = torch.Generator().manual_seed(rank)
     delays = iter(torch.randint(0, 2_000_000, (100_000,), generator=generator).tolist())
@@ -296,17 +299,17 @@ def delayed(rank, world_size, wire, attach, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("wire", "attach"),
+    "config",
     [
-        ("fp32", {}),
-        ("bf16", {"sum": "direct"}),
-        ("bf16", {"sum": "two-shot", "chunk_nbytes": 65536, "chunks_in_flight": 2}),
-        ("bf16", {"sum": "one-shot", "chunk_nbytes": 65536, "chunks_in_flight": 2}),
+        Config("fp32"),
+        Config("bf16", "direct"),
+        Config("bf16", "two-shot", chunks=Chunks(65536, in_flight=2)),
+        Config("bf16", "one-shot", chunks=Chunks(65536, in_flight=2)),
     ],
     ids=str,
 )
-def test_random_delays_change_no_gradient(ranks, wire, attach):
-    assert ranks.run(delayed, wire, attach, 20, world_size=2, backend=BACKEND) == [0, 0]
+def test_random_delays_change_no_gradient(ranks, config):
+    assert ranks.run(delayed, config, 20, world_size=2, backend=BACKEND) == [0, 0]
 
 
 def with_sync(rank, world_size, sync):
@@ -314,7 +317,7 @@ def with_sync(rank, world_size, sync):
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).cuda() for shape in SHAPES]
     ddp = DistributedDataParallel(Gradients(*SHAPES).cuda(), bucket_cap_mb=0.016)
-    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=4096)
+    fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(4096)))
     del os.environ[env.SYNC]
     return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=3)]).cpu()
 
@@ -330,7 +333,7 @@ def test_one_stage_at_a_time_gives_identical_bits(ranks):
 
 def told(rank, world_size, path):
     ddp = DistributedDataParallel(Gradients((300, 500), (4000,)).cuda())
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", sm_limit=3)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(sm_limit=3))
     gradients = [torch.ones(300, 500).cuda(), torch.ones(4000).cuda()]
     synchronise(ddp, gradients, steps=3)
     before = comm._session.native_device.num_launches
@@ -371,7 +374,7 @@ class one_rank_group:
 def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
     with one_rank_group():
         ddp = DistributedDataParallel(Gradients((5000,)).cuda())
-        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", quiet=True)
+        comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), quiet=True)
         synchronise(ddp, [torch.ones(5000).cuda()], steps=3)
         (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
         with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
@@ -384,17 +387,17 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("local", "words"),
     [
-        ({"sm_limit": 100_000}, "sm_limit=100000 is not possible: use a whole number from 1 to"),
-        ({"isa": "portable"}, "isa='portable' is for gradients on cpu"),
-        ({"codec_threads": 2}, "codec_threads=2 is for gradients on cpu"),
+        (LocalOptions(sm_limit=100_000), "sm_limit=100000 is not possible: use a whole number from 1 to"),
+        (LocalOptions(isa="portable"), "isa='portable' is for gradients on cpu"),
+        (LocalOptions(codec_threads=2), "codec_threads=2 is for gradients on cpu"),
     ],
 )
-def test_options_for_the_cpu_are_refused(kwargs, words):
+def test_options_for_the_cpu_are_refused(local, words):
     with one_rank_group():
         with pytest.raises(ValueError, match=words):
-            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), **kwargs)
+            fusedcomm.attach(DistributedDataParallel(Gradients((50,)).cuda()), local=local)
 
 
 def test_gradients_on_cuda_over_gloo_are_refused():
@@ -412,7 +415,7 @@ FAULT = """
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     ddp = DistributedDataParallel(torch.nn.Linear(300, 200).cuda())
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    comm = fusedcomm.attach(ddp, fusedcomm.Config("bf16", "two-shot"))
     x = torch.ones(4, 300, device="cuda")
     for _ in range(2):  # after the first step DDP cuts its buckets anew
         ddp(x).sum().backward()

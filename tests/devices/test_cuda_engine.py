@@ -4,6 +4,7 @@ Streams are not in it (tests/engine/test_streams.py simulates those), nor the co
 (tests/kernels/test_kernel_code.py).
 """
 
+import dataclasses
 import itertools
 import pickle
 import shutil
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.config import Config
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, Rounding
 from fusedcomm.ddp import handle
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
@@ -49,12 +50,12 @@ def fake(library):
 SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
 
 
-def both_paths(rank, world_size, library, kwargs, dtype, in_cuda=None):
+def both_paths(rank, world_size, library, config, dtype, in_cuda=None):
     """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches.
 
     `in_cuda`: the library of the kernels in CUDA C++, to run these instead of Triton's.
     """
-    num_steps = 4 if "error_feedback" in kwargs else 2  # what is left out in one step shows in the next
+    num_steps = 4 if config.feedback else 2  # what is left out in one step shows in the next
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     gradients[0].view(-1)[3] = -torch.inf
@@ -63,11 +64,11 @@ def both_paths(rank, world_size, library, kwargs, dtype, in_cuda=None):
     for path in ("cpu", "cuda"):
         ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.016)
         if path == "cpu":
-            comm = fusedcomm.attach(ddp, **kwargs)
+            comm = fusedcomm.attach(ddp, config)
             seen = synchronise(ddp, gradients, steps=num_steps)
         else:
-            with fake.takes_over(in_cuda, **kwargs):
-                comm = fusedcomm.attach(ddp, **kwargs)
+            with fake.takes_over(config, in_cuda):
+                comm = fusedcomm.attach(ddp, config)
                 seen = synchronise(ddp, gradients, steps=num_steps)
         stats = comm.stats()
         num_buckets = len(comm.plan().buckets)
@@ -79,55 +80,59 @@ def both_paths(rank, world_size, library, kwargs, dtype, in_cuda=None):
     return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
 
 
+CHUNKED = Chunks(4096)
+MEASURED = Checks(verify_every=1, measure_every=1)
+STOCHASTIC = {"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")}
+ROTATED_INT4 = {"wires": {"1d": "int4"}, "blocks": Blocks(rotate=True), "chunks": CHUNKED}
+EXEMPT = {"weights.[24]": "fp32"}
+
 CONFIGS = {
-    "fp32": {"wire": "fp32"},
-    "fp32 two-shot": {"wire": "fp32", "sum": "two-shot"},
-    "bf16": {"wire": "bf16"},
-    "bf16 two-shot chunked": {"wire": "bf16", "sum": "two-shot", "chunk_nbytes": 4096},
-    "bf16 exempt": {"wire": "bf16", "sum": "two-shot", "exempt": ("1d",), "verify_every": 1},
-    "fp16 direct": {"wire": "fp16", "sum": "direct"},
-    "int8": {"wire": "int8", "sum": "two-shot"},
-    "int8 rotated": {"wire": "int8", "sum": "two-shot", "rotate": True},
-    "fp8": {"wire": "fp8", "sum": "two-shot"},
-    "fp8 all lossy": {"wire": "fp8", "sum": "two-shot", "exempt": ()},
-    "int4": {"wire": "int4", "sum": "two-shot"},
-    "int4 rotated": {"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-    "bf16 feedback": {"wire": "bf16", "sum": "two-shot", "error_feedback": True},
-    "fp16 stochastic": {"wire": "fp16", "sum": "two-shot", "rounding": "stochastic", "chunk_nbytes": 4096},
-    "fp8 stochastic feedback": {"wire": "fp8", "sum": "two-shot", "rounding": "stochastic", "error_feedback": "bf16"},
-    "int4 rotated stochastic feedback": {
-        **{"wire": "int4", "sum": "two-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "seed": 2**64 - 3, "error_feedback": "bf16"},
-    },
-    "several wires": {
-        **{"wire": "int8", "wire_for": {"weights.0": "int4", "weights.3": "bf16"}, "sum": "two-shot", "rotate": True},
-        **{"exempt": ("weights.[24]",)},
-        **{"rounding": "stochastic", "error_feedback": "bf16", "chunk_nbytes": 4096},
-    },
-    "two levels": {
-        **{"wire": "int4", "rotate": True, "hosts": [[0, 1], [2, 3]], "sum": "two-shot", "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "bf16"},
-    },
-    "two levels measured": {
-        **{"wire": "int8", "wire_for": {"weights.3": "bf16"}, "hosts": [[0, 3], [1, 2]], "sum": "two-shot"},
-        **{"exempt": ("weights.[24]",)},
-        **{"measure_every": 1, "verify_every": 1},
-    },
-    "int8 one-shot": {"wire": "int8", "sum": "one-shot", "chunk_nbytes": 4096},
-    "int4 one-shot rotated": {
-        **{"wire": "int4", "sum": "one-shot", "rotate": True, "exempt": (), "chunk_nbytes": 4096},
-        **{"rounding": "stochastic", "error_feedback": "bf16"},
-    },
-    "several wires one-shot": {
-        **{"wire": "fp8", "wire_for": {"weights.0": "int4", "weights.3": "fp16"}, "sum": "one-shot"},
-        **{"exempt": ("weights.[24]",)},
-        **{"error_feedback": "bf16", "measure_every": 1, "verify_every": 1},
-    },
-    "fp32 one-shot": {"wire": "fp32", "sum": "one-shot"},
-    "all exempt": {"wire": "int8", "sum": "two-shot", "exempt": ("*",), "error_feedback": True},
-    "all exempt one-shot": {"wire": "int8", "sum": "one-shot", "exempt": ("*",), "error_feedback": True},
-    "measured": {"wire": "int8", "sum": "two-shot", "measure_every": 1},
-    "int8 chunked": {"wire": "int8", "sum": "two-shot", "chunk_nbytes": 4096, "block": 32, "chunks_in_flight": 1},
+    "fp32": Config("fp32"),
+    "fp32 two-shot": Config("fp32", "two-shot"),
+    "bf16": Config("bf16"),
+    "bf16 two-shot chunked": Config("bf16", "two-shot", chunks=CHUNKED),
+    "bf16 exempt": Config("bf16", "two-shot", wires={"1d": "fp32"}, checks=Checks(verify_every=1)),
+    "fp16 direct": Config("fp16", "direct"),
+    "int8": Config("int8", "two-shot"),
+    "int8 rotated": Config("int8", "two-shot", blocks=Blocks(rotate=True)),
+    "fp8": Config("fp8", "two-shot"),
+    "fp8 all lossy": Config("fp8", "two-shot", wires={"1d": "fp8"}),
+    "int4": Config("int4", "two-shot"),
+    "int4 rotated": Config("int4", "two-shot", **ROTATED_INT4),
+    "bf16 feedback": Config("bf16", "two-shot", feedback=Feedback()),
+    "fp16 stochastic": Config("fp16", "two-shot", rounding=Rounding("stochastic"), chunks=CHUNKED),
+    "fp8 stochastic feedback": Config("fp8", "two-shot", **STOCHASTIC),
+    "int4 rotated stochastic feedback": Config(
+        "int4", "two-shot", **ROTATED_INT4, rounding=Rounding("stochastic", 2**64 - 3), feedback=Feedback("bf16")
+    ),
+    "several wires": Config(
+        "int8",
+        "two-shot",
+        wires={**EXEMPT, "weights.0": "int4", "weights.3": "bf16", "1d": "int8"},
+        blocks=Blocks(rotate=True),
+        chunks=CHUNKED,
+        **STOCHASTIC,
+    ),
+    "two levels": Config(
+        "int4", "two-shot", blocks=Blocks(rotate=True), chunks=CHUNKED, hosts=[[0, 1], [2, 3]], **STOCHASTIC
+    ),
+    "two levels measured": Config(
+        "int8", "two-shot", wires={**EXEMPT, "weights.3": "bf16", "1d": "int8"}, checks=MEASURED, hosts=[[0, 3], [1, 2]]
+    ),
+    "int8 one-shot": Config("int8", "one-shot", chunks=CHUNKED),
+    "int4 one-shot rotated": Config("int4", "one-shot", **ROTATED_INT4, **STOCHASTIC),
+    "several wires one-shot": Config(
+        "fp8",
+        "one-shot",
+        wires={**EXEMPT, "weights.0": "int4", "weights.3": "fp16", "1d": "fp8"},
+        feedback=Feedback("bf16"),
+        checks=MEASURED,
+    ),
+    "fp32 one-shot": Config("fp32", "one-shot"),
+    "all exempt": Config("int8", "two-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
+    "all exempt one-shot": Config("int8", "one-shot", wires={"*": "fp32", "1d": "int8"}, feedback=Feedback()),
+    "measured": Config("int8", "two-shot", checks=Checks(measure_every=1)),
+    "int8 chunked": Config("int8", "two-shot", blocks=Blocks(32), chunks=Chunks(4096, in_flight=1)),
 }
 
 
@@ -214,7 +219,7 @@ def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
         assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
 
 
-def grids_by_bucket(rank, world_size, library, kwargs):
+def grids_by_bucket(rank, world_size, library, config):
     """The gradients with the last bucket on no more and on more multiprocessors, and the grids of the last step."""
     fake = fake_cuda.gpu(library)
     shapes = ((9000,), (9000,), (9000,))
@@ -223,8 +228,8 @@ def grids_by_bucket(rank, world_size, library, kwargs):
     for most in (fake_cuda.MAX_PROGRAMS, 2 * fake_cuda.MAX_PROGRAMS):
         fake.max_programs_of_last = most
         ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.016)
-        with fake.takes_over(**kwargs):
-            comm = fusedcomm.attach(ddp, **kwargs)
+        with fake.takes_over(config):
+            comm = fusedcomm.attach(ddp, config)
             seen.append(synchronise(ddp, gradients, steps=2))
             num_before = len(fake.grids)
             seen.append(synchronise(ddp, gradients))
@@ -239,8 +244,8 @@ def grids_by_bucket(rank, world_size, library, kwargs):
 @pytest.mark.sampled(by=lambda name: {"one shot": "one-shot" in name})
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int8 one-shot"])
 def test_the_last_bucket_has_larger_grids_and_the_same_bits(ranks, library, name):
-    kwargs = {**CONFIGS[name], "chunk_nbytes": 1 << 20}
-    for (bounded, grids), num_buckets in ranks.run(grids_by_bucket, library, kwargs, world_size=2):
+    config = dataclasses.replace(CONFIGS[name], chunks=Chunks(1 << 20))
+    for (bounded, grids), num_buckets in ranks.run(grids_by_bucket, library, config, world_size=2):
         assert num_buckets == 3 and len(grids) == len(bounded)
         num_of_last = len(grids) // num_buckets
         assert grids[:-num_of_last] == bounded[:-num_of_last]
@@ -262,7 +267,7 @@ def other_models(rank, world_size, library):
             model.load_state_dict(state)
             model.zero_grad(set_to_none=True)
             ddp = DistributedDataParallel(model)
-            with fake.takes_over(wire="fp32"):
+            with fake.takes_over(Config("fp32")):
                 if path == "cuda":
                     comm = fusedcomm.attach(ddp, wire="fp32")
                 ddp(inputs).square().mean().backward()
@@ -281,9 +286,10 @@ def test_sparse_and_float64_gradients_travel_exactly(ranks, library):
 
 def recorded(rank, world_size, library, sum):
     fake = fake_cuda.gpu(library)
-    with fake.takes_over(wire="int8", sum=sum, block=64):
+    config = Config("int8", sum, blocks=Blocks(64))
+    with fake.takes_over(config):
         ddp = DistributedDataParallel(Gradients((3000,), (20, 30)))
-        comm = fusedcomm.attach(ddp, wire="int8", sum=sum, block=64, exempt=("1d",))
+        comm = fusedcomm.attach(ddp, config)
         synchronise(ddp, [torch.ones(3000), torch.ones(20, 30)])
         comm.detach()
     return [
@@ -348,8 +354,8 @@ def test_a_kernels_key_has_what_matters_to_it():
 def faulting(rank, world_size, library):
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
-    with fake.takes_over(wire="bf16"):
-        fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    with fake.takes_over(Config("bf16")):
+        fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         synchronise(ddp, [torch.ones(3000)])
         fake.fail("cuLaunchKernel", 700)
         try:
@@ -376,9 +382,9 @@ def with_the_gil_under_the_lock(rank, world_size, library):
         time.sleep(0.2)  # without the GIL, and then waits for it: as in a collective that the flight recorder notes
         own_run(*args)
 
-    with fake.takes_over(wire="bf16"):
+    with fake.takes_over(Config("bf16")):
         ddp = DistributedDataParallel(Gradients((3000,)))
-        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+        comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         hook = comm._session.hook
 
         def call():
@@ -411,8 +417,8 @@ def captured(rank, world_size, library, is_watched):
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
     begun = []
-    with fake.takes_over(wire="bf16"):
-        comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    with fake.takes_over(Config("bf16")):
+        comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
         target = handle.targets[ddp]
         if is_watched:  # as while wire="auto" searches
             target.watch(comm._session.native_device, lambda: begun.append(len(fake.launches)))
@@ -455,8 +461,8 @@ def loaded_by_attaching(rank, world_size, library):
     numbers = [fake.library.fake_num_loads()]
     for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # of no other test
         fake.library.fake_set_context(context)
-        with fake.takes_over(wire=wire):
-            comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+        with fake.takes_over(Config(wire)):
+            comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}))
             (seen,) = synchronise(ddp, [torch.full((3000,), 3.0)])
             comm.detach()
         assert (seen - 3).abs().max() < 1e-2 and fake.launches

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import env, reference
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -21,7 +22,7 @@ CODEC_WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
 
 def exact_means(rank, world_size, wire, kwargs, shapes, dtype):
     ddp = DistributedDataParallel(Gradients(*shapes, dtype=dtype), bucket_cap_mb=0.02)
-    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    fusedcomm.attach(ddp, Config(wire, **kwargs))
     seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in shapes], steps=3)
     return [
         bool(torch.equal(s, mean_of_integers(world_size, shape, dtype))) for s, shape in zip(seen, shapes, strict=True)
@@ -43,7 +44,7 @@ SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
         ("bf16", {"sum": "two-shot"}),
         ("bf16", {"sum": "direct"}),
         ("bf16", {"sum": "one-shot"}),
-        ("bf16", {"exempt": ("1d",)}),
+        ("bf16", {"wires": {"1d": "fp32"}}),
         ("fp16", {}),
         ("fp16", {"sum": "direct", "predivide": 4.0}),
         ("fp16", {"sum": "two-shot", "predivide": 0.5}),
@@ -58,7 +59,7 @@ def test_means_are_exact_where_the_wire_can_carry_them(ranks, world_size, dtype,
 def block_result(rank, world_size, wire, rotate, numel, sum="two-shot"):
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     ddp = DistributedDataParallel(Gradients((numel,)))
-    fusedcomm.attach(ddp, wire=wire, exempt=(), sum=sum, rotate=rotate)
+    fusedcomm.attach(ddp, Config(wire, sum=sum, wires={"1d": wire}, blocks=Blocks(rotate=rotate)))
     (seen,) = synchronise(ddp, [gradient])
     return gradient, seen
 
@@ -97,7 +98,7 @@ def test_one_shot_gives_the_bits_of_the_reference(ranks, wire, rotate, world_siz
 def bf16_result(rank, world_size, numel):
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
     ddp = DistributedDataParallel(Gradients((numel,)))
-    fusedcomm.attach(ddp, wire="bf16", sum="two-shot")
+    fusedcomm.attach(ddp, Config("bf16", sum="two-shot"))
     (seen,) = synchronise(ddp, [gradient])
     return gradient, seen
 
@@ -114,7 +115,7 @@ def test_bf16_two_shot_gives_the_bits_of_the_reference_on_three_ranks(ranks):
 def absorbed(rank, world_size, sum):
     """256 on rank 0 and 1 on the others: in bf16, 256 + 1 is 256 again."""
     ddp = DistributedDataParallel(Gradients((20000,)))
-    fusedcomm.attach(ddp, wire="bf16", sum=sum)
+    fusedcomm.attach(ddp, Config("bf16", sum=sum))
     (seen,) = synchronise(ddp, [torch.full((20000,), 256.0 if rank == 0 else 1.0)])
     return seen.unique().tolist()
 
@@ -130,7 +131,7 @@ def scratch(rank, world_size, sums):
     taken = []
     for sum in sums:
         comm = fusedcomm.attach(
-            DistributedDataParallel(Gradients((20000,))), wire="int8", sum=sum, chunk_nbytes=8192, chunks_in_flight=3
+            DistributedDataParallel(Gradients((20000,))), Config("int8", sum=sum, chunks=Chunks(8192, in_flight=3))
         )
         taken.append(comm.plan().scratch_nbytes)
         comm.detach()
@@ -159,12 +160,12 @@ def test_bf16_gradients_are_summed_in_fp32_under_an_fp32_wire(ranks):
 # --- independence of chunks, slots, threads and instruction set; determinism ----------------------------------------
 
 
-def random_result(rank, world_size, wire, kwargs):
+def random_result(rank, world_size, wire, kwargs, local=None):
     shapes = ((301, 77), (1000,), (7,), (50021,))
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    fusedcomm.attach(ddp, Config(wire, **kwargs), local=local)
     return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=2)])
 
 
@@ -172,13 +173,13 @@ def random_result(rank, world_size, wire, kwargs):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire, world_size):
     results = [
-        ranks.run(random_result, wire, {"sum": "two-shot", **kwargs}, world_size=world_size)
-        for kwargs in (
-            {},
-            {"chunk_nbytes": 4096},
-            {"chunk_nbytes": 12345, "chunks_in_flight": 1},
-            {"codec_threads": 3, "chunk_nbytes": 65536},
-            {"isa": "portable", "chunks_in_flight": 7},
+        ranks.run(random_result, wire, {"sum": "two-shot", "chunks": chunks}, local, world_size=world_size)
+        for chunks, local in (
+            (Chunks(), LocalOptions()),
+            (Chunks(4096), LocalOptions()),
+            (Chunks(12345, in_flight=1), LocalOptions()),
+            (Chunks(65536), LocalOptions(codec_threads=3)),
+            (Chunks(in_flight=7), LocalOptions(isa="portable")),
         )
     ]
     for on_ranks in results:
@@ -195,7 +196,7 @@ def forced_sync_result(rank, world_size, wire, kwargs):
 
 
 @pytest.mark.parametrize("wire", CODEC_WIRES)
-@pytest.mark.parametrize("kwargs", [{}, {"sum": "two-shot", "chunk_nbytes": 12345, "chunks_in_flight": 1}])
+@pytest.mark.parametrize("kwargs", [{}, {"sum": "two-shot", "chunks": Chunks(12345, in_flight=1)}])
 def test_one_stage_at_a_time_gives_identical_bits(ranks, wire, kwargs):
     if wire == "fp32" and not kwargs:
         kwargs = {"sum": "exact"}
@@ -213,7 +214,7 @@ def test_all_ranks_end_with_the_same_bits_and_so_do_two_runs(ranks, wire):
 
 
 def direct_result(rank, world_size, chunk_nbytes):
-    return random_result(rank, world_size, "bf16", {"sum": "direct", "chunk_nbytes": chunk_nbytes})
+    return random_result(rank, world_size, "bf16", {"sum": "direct", "chunks": Chunks(chunk_nbytes)})
 
 
 def test_direct_on_two_ranks_does_not_depend_on_the_chunk_size(ranks):
@@ -257,7 +258,7 @@ def nonfinite_result(rank, world_size, wire, sum):
         gradients[1][5000] = float("inf")
         gradients[1][7000] = float("-inf")
     ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
-    comm = fusedcomm.attach(ddp, wire=wire, sum=sum, exempt=())
+    comm = fusedcomm.attach(ddp, Config(wire, sum=sum, wires={"1d": wire}))
     a, b = synchronise(ddp, gradients)
     far = torch.isfinite(a.view(-1)[1024:]).all() and torch.isfinite(b[:4000]).all()
     stats = comm.stats()
@@ -305,7 +306,7 @@ def test_a_grad_scaler_skips_the_step_everywhere(ranks, wire):
 def shapes_result(rank, world_size, wire):
     shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=())
+    fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}))
     gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
     return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
 
@@ -328,7 +329,9 @@ def verified_result(rank, world_size, wire, verify_every, nan):
     if nan and rank == 1:
         gradients[2][5] = torch.nan
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.03)
-    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", verify_every=verify_every, exempt=())
+    comm = fusedcomm.attach(
+        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, checks=Checks(verify_every=verify_every))
+    )
     seen = torch.cat([gradient.flatten() for gradient in synchronise(ddp, gradients, steps=9)])
     stats = comm.stats()
     return seen, [(v.step, v.bucket.split(" (")[0], v.relative_error) for v in stats.verified], stats.buckets
@@ -363,7 +366,7 @@ HEADERS_NBYTES = 4096
 
 def recorded_step(rank, world_size, wire, kwargs, numel):
     ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
-    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    fusedcomm.attach(ddp, Config(wire, **kwargs))
     synchronise(ddp, [integers(rank, (numel,))], steps=3)  # past the rebuilding of buckets, which broadcasts
     dist.barrier()
     before, sent_before = len(flight_record()), tcp_nbytes_sent()
@@ -405,11 +408,11 @@ NUMEL = 1 << 16
         ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)], 2 * NUMEL),
         # Messages are no collectives of torch's. Of two ranks each sends half of them twice, or all of them once.
         ("bf16", {"sum": "two-shot"}, [], 2 * NUMEL),
-        ("int8", {"exempt": (), "sum": "two-shot"}, [], NUMEL + 4 * NUMEL // 128),
-        ("int4", {"exempt": (), "sum": "two-shot"}, [], NUMEL // 2 + 2 * NUMEL // 32),
+        ("int8", {"sum": "two-shot", "wires": {"1d": "int8"}}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"sum": "two-shot", "wires": {"1d": "int4"}}, [], NUMEL // 2 + 2 * NUMEL // 32),
         ("bf16", {}, [], 2 * NUMEL),
-        ("fp8", {"exempt": ()}, [], NUMEL + 4 * NUMEL // 128),
-        ("int4", {"exempt": ()}, [], NUMEL // 2 + 2 * NUMEL // 32),
+        ("fp8", {"wires": {"1d": "fp8"}}, [], NUMEL + 4 * NUMEL // 128),
+        ("int4", {"wires": {"1d": "int4"}}, [], NUMEL // 2 + 2 * NUMEL // 32),
     ],
 )
 def test_the_wire_that_was_asked_for_travels(recording_ranks, wire, kwargs, expected, nbytes):
@@ -432,7 +435,7 @@ def nbytes_at_the_socket(rank, world_size, wire, kwargs, steps):
     from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
     ddp = DistributedDataParallel(Gradients((1 << 20,)))
-    comm = fusedcomm.attach(ddp, wire=wire, exempt=(), **kwargs)
+    comm = fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}, **kwargs))
     gradient = torch.randn(1 << 20, generator=torch.Generator().manual_seed(rank))
     synchronise(ddp, [gradient])
     dist.barrier()
@@ -452,9 +455,9 @@ def nbytes_at_the_socket(rank, world_size, wire, kwargs, steps):
         ("bf16", {"sum": "two-shot"}, 0.505),
         ("int8", {}, 0.265),
         ("fp8", {}, 0.265),
-        ("fp8", {"error_feedback": True, "rounding": "stochastic"}, 0.265),
+        ("fp8", {"rounding": Rounding("stochastic"), "feedback": Feedback()}, 0.265),
         ("int4", {}, 0.145),
-        ("int4", {"rotate": True, "error_feedback": True}, 0.145),
+        ("int4", {"blocks": Blocks(rotate=True), "feedback": Feedback()}, 0.145),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """When a rank dies, leaves, stops or differs: a clear error on every surviving rank within the group's timeout."""
 
+import dataclasses
 import datetime
 import gc
 import os
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import version
+from fusedcomm.config import Blocks, Config, LocalOptions
 from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
@@ -35,7 +37,7 @@ def train_until_error(rank, world_size, wire, fate, through_state):
         state = fusedcomm.CommState(wire=wire, process_group=group)
         ddp.register_comm_hook(state, fusedcomm.comm_hook)
     else:
-        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
+        comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
     synchronise(ddp, gradients, steps=3)
 
@@ -89,15 +91,15 @@ def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, wire, fate
 
 def disagree(rank, world_size, field):
     """Rank 1 differs in one field; returns the error's text."""
-    arguments = {"wire": "int8", "block": 128}
+    config = Config("int8", blocks=Blocks(128))
     shapes = [(5000,), (10, 10)]
     if rank == 1:
         if field == "block":
-            arguments["block"] = 64
+            config = dataclasses.replace(config, blocks=Blocks(64))
         elif field == "wire":
-            arguments = {"wire": "bf16"}
-        elif field == "exempt":
-            arguments["exempt"] = ("weights.1",)
+            config = Config("bf16")
+        elif field == "wires":
+            config = dataclasses.replace(config, wires={"weights.1": "fp32"})
         elif field == "version":
             version.__version__ = "9.9.9"
     try:
@@ -106,7 +108,7 @@ def disagree(rank, world_size, field):
             name = "weights" if rank == 0 else "other"
             ddp.module._modules[name] = ddp.module._modules.pop("weights")
         try:
-            fusedcomm.attach(ddp, **arguments)
+            fusedcomm.attach(ddp, config)
         except RuntimeError as error:
             return str(error)
     finally:
@@ -116,9 +118,9 @@ def disagree(rank, world_size, field):
 @pytest.mark.parametrize(
     ("field", "named"),
     [
-        ("block", ["config.block", "128", "64"]),
+        ("block", ["config.blocks.numel", "128", "64"]),
         ("wire", ["config.", "'int8'", "'bf16'"]),
-        ("exempt", ["config.exempt", "weights.1"]),
+        ("wires", ["config.wires", "weights.1"]),
         ("version", ["versions.fusedcomm", "9.9.9"]),
         ("parameters", ["parameters.list[0]", "weights.0", "other.0"]),
     ],
@@ -128,7 +130,7 @@ def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, 
     assert len(set(errors)) == 1
     assert "rank 0" in errors[0] and "rank 1" in errors[0]
     if field == "wire":
-        named = ["rank 1"]  # they differ in block and exempt, too, and the first difference is the one reported
+        named = ["rank 1"]  # they differ in blocks, too, and the first difference is the one reported
     for word in named:
         assert word in errors[0]
 
@@ -136,7 +138,7 @@ def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, 
 def wrong_on_one_rank(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5,)))
     try:
-        fusedcomm.attach(ddp, isa="sse9" if rank == 1 else None)
+        fusedcomm.attach(ddp, local=LocalOptions(isa="sse9" if rank == 1 else None))
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -287,7 +289,7 @@ def let_go(rank, world_size, wire, how):
     took, and what they said."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=patient(25)))
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
-    comm = fusedcomm.attach(ddp, wire=wire, sum=how)
+    comm = fusedcomm.attach(ddp, Config(wire, sum=how))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
     synchronise(ddp, gradients, steps=2)
 

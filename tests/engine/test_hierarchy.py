@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from traces import read
 
 import fusedcomm
-from fusedcomm import reference
-from fusedcomm.config import Config
+from fusedcomm import chunks, reference
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools import tcp_counter as transport
 from fusedcomm.trace import document as trace
@@ -41,7 +41,7 @@ SHAPES = ((1,), (7,), (17, 13), (4099,), (64, 64), (3, 5, 7), (20011,))
 
 def exact_means(rank, world_size, wire, kwargs, dtype):
     ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.02)
-    comm = fusedcomm.attach(ddp, wire=wire, **kwargs)
+    comm = fusedcomm.attach(ddp, Config(wire, **kwargs))
     seen = synchronise(ddp, [integers(rank, shape, dtype) for shape in SHAPES], steps=3)
     exact = [torch.equal(s, mean_of_integers(world_size, shape, dtype)) for s, shape in zip(seen, SHAPES, strict=True)]
     return all(exact), [row.sum for row in comm.plan().buckets]
@@ -51,44 +51,43 @@ def exact_means(rank, world_size, wire, kwargs, dtype):
 @pytest.mark.parametrize("hosts", [TWO_BY_TWO, INTERLEAVED], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("wire", "kwargs"),
+    ("wire", "kwargs", "local_wire"),
     [
-        ("fp32", {"local_wire": "fp32"}),
-        ("bf16", {}),
-        ("bf16", {"local_wire": "fp32", "sum": "two-shot"}),
-        ("bf16", {"exempt": ("1d",)}),
-        ("fp16", {"local_wire": "fp16", "predivide": 2.0}),
+        ("fp32", {}, "fp32"),
+        ("bf16", {}, None),
+        ("bf16", {"sum": "two-shot"}, "fp32"),
+        ("bf16", {"wires": {"1d": "fp32"}}, None),
+        ("fp16", {"predivide": 2.0}, "fp16"),
     ],
     ids=str,
 )
-def test_means_are_exact_where_the_wires_can_carry_them(ranks, hosts, dtype, wire, kwargs):
-    for exact, sums in ranks.run(exact_means, wire, {"hosts": hosts, **kwargs}, dtype):
+def test_means_are_exact_where_the_wires_can_carry_them(ranks, hosts, dtype, wire, kwargs, local_wire):
+    for exact, sums in ranks.run(exact_means, wire, {**kwargs, "hosts": TwoLevels(hosts, local_wire)}, dtype):
         assert exact and "two-shot" in sums
 
 
-def result(rank, world_size, wire, kwargs, shapes):
+def result(rank, world_size, wire, kwargs, shapes, local=None):
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator) * (rank + 1) for shape in shapes]
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, wire=wire, **kwargs)
+    fusedcomm.attach(ddp, Config(wire, **kwargs), local=local)
     seen = synchronise(ddp, gradients, steps=2)
     return torch.cat([g.flatten() for g in gradients]), torch.cat([s.flatten() for s in seen])
 
 
 def check_against_reference(outcome, hosts, wire, rotated=False, local_wire="bf16", exempt_mask=None):
     gradients = in_order_of_hosts([gradient for gradient, _ in outcome], hosts)
-    kwargs = {"exempt_mask": exempt_mask, "local_wire": local_wire}
     expected = reference.all_reduce_mean(
         gradients,
         wire,
         block=_C.default_block_numel(wire),
         rotated=rotated,
         ranks_per_host=len(hosts[0]),
-        **kwargs,
+        local_wire=local_wire,
+        exempt_mask=exempt_mask,
     )
-    simulated = fusedcomm.simulate(
-        [gradient for gradient, _ in outcome], wire, sum="two-shot", rotate=rotated, hosts=hosts, **kwargs
-    )
+    config = Config(wire, "two-shot", blocks=Blocks(rotate=rotated), hosts=TwoLevels(hosts, local_wire))
+    simulated = fusedcomm.simulate([gradient for gradient, _ in outcome], config, exempt_mask=exempt_mask)
     assert torch.equal(simulated, expected)
     for _, seen in outcome:
         assert torch.equal(seen, expected)
@@ -110,7 +109,12 @@ WIRES = [
 @pytest.mark.parametrize("numel", [1, 129, 40009, 300007])
 @pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES)
 def test_every_rank_ends_with_the_bits_of_the_reference(ranks, wire, rotate, local_wire, hosts, numel):
-    kwargs = {"exempt": (), "sum": "two-shot", "rotate": rotate, "hosts": hosts, "local_wire": local_wire}
+    kwargs = {
+        "sum": "two-shot",
+        "wires": {"1d": wire},
+        "blocks": Blocks(rotate=rotate),
+        "hosts": TwoLevels(hosts, local_wire),
+    }
     check_against_reference(ranks.run(result, wire, kwargs, ((numel,),)), hosts, wire, rotate, local_wire)
 
 
@@ -118,14 +122,19 @@ def test_every_rank_ends_with_the_bits_of_the_reference(ranks, wire, rotate, loc
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3], [4, 5]], [[0, 1, 2], [3, 4, 5]]], ids=["3x2", "2x3"])
 @pytest.mark.parametrize(("wire", "rotate", "local_wire"), WIRES[::3])
 def test_six_ranks(six_ranks, hosts, wire, rotate, local_wire):
-    kwargs = {"exempt": (), "rotate": rotate, "hosts": hosts, "local_wire": local_wire, "chunk_nbytes": 50000}
+    kwargs = {
+        "wires": {"1d": wire},
+        "blocks": Blocks(rotate=rotate),
+        "chunks": Chunks(50000),
+        "hosts": TwoLevels(hosts, local_wire),
+    }
     check_against_reference(six_ranks.run(result, wire, kwargs, ((100003,),)), hosts, wire, rotate, local_wire)
 
 
 def test_exempt_parameters_are_summed_host_by_host_in_fp32(ranks):
     shapes = ((5000,), (200, 300), (333,))
     mask = torch.cat([torch.full((torch.Size(shape).numel(),), len(shape) == 1) for shape in shapes])
-    for kwargs in ({}, {"chunk_nbytes": 8192}):
+    for kwargs in ({}, {"chunks": Chunks(8192)}):
         outcome = ranks.run(result, "int8", {"hosts": TWO_BY_TWO, **kwargs}, shapes)
         check_against_reference(outcome, TWO_BY_TWO, "int8", exempt_mask=mask)
 
@@ -133,10 +142,9 @@ def test_exempt_parameters_are_summed_host_by_host_in_fp32(ranks):
 def test_parameters_with_wires_of_their_own(ranks):
     shapes = ((301, 77), (50, 41), (1000, 20), (999,))
     wires = ("int8", "bf16", "int4", "fp32")
-    wire_for = {f"weights.{index}": wire for index, wire in enumerate(wires)}
+    own = {"hosts": TWO_BY_TWO, "wires": {f"weights.{index}": wire for index, wire in enumerate(wires)}}
     results = [
-        ranks.run(result, "fp8", {"hosts": TWO_BY_TWO, "wire_for": wire_for, **kwargs}, shapes)
-        for kwargs in ({}, {"chunk_nbytes": 6000, "chunks_in_flight": 2})
+        ranks.run(result, "fp8", {**own, **kwargs}, shapes) for kwargs in ({}, {"chunks": Chunks(6000, in_flight=2)})
     ]
     for outcome in results:
         begin = 0
@@ -150,17 +158,17 @@ def test_parameters_with_wires_of_their_own(ranks):
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
 def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire):
     shapes = ((301, 77), (1000,), (7,), (50021,))
-    hosts = {"hosts": TWO_BY_TWO, "rounding": "stochastic", "seed": 3}
+    kwargs = {"hosts": TWO_BY_TWO, "rounding": Rounding("stochastic", 3)}
     results = [
-        ranks.run(result, wire, {**hosts, **kwargs}, shapes)
-        for kwargs in (
-            {},
-            {"chunk_nbytes": 4096},
-            {"chunk_nbytes": 12345, "chunks_in_flight": 1},
-            {"chunk_nbytes": 12345, "chunks_in_flight": 2},
-            {"chunk_nbytes": 12345, "chunks_in_flight": 3},
-            {"codec_threads": 3, "chunk_nbytes": 65536},
-            {"isa": "portable", "chunks_in_flight": 7},
+        ranks.run(result, wire, {**kwargs, "chunks": chunks}, shapes, local)
+        for chunks, local in (
+            (Chunks(), LocalOptions()),
+            (Chunks(4096), LocalOptions()),
+            (Chunks(12345, in_flight=1), LocalOptions()),
+            (Chunks(12345, in_flight=2), LocalOptions()),
+            (Chunks(12345, in_flight=3), LocalOptions()),
+            (Chunks(65536), LocalOptions(codec_threads=3)),
+            (Chunks(in_flight=7), LocalOptions(isa="portable")),
         )
     ]
     for on_ranks in results:
@@ -178,7 +186,7 @@ def forced_sync_result(rank, world_size, *args):
 
 @pytest.mark.parametrize("chunks_in_flight", [1, 2, 4])
 def test_one_stage_at_a_time_gives_identical_bits(ranks, chunks_in_flight):
-    kwargs = {"hosts": TWO_BY_TWO, "chunk_nbytes": 12345, "chunks_in_flight": chunks_in_flight}
+    kwargs = {"chunks": Chunks(12345, in_flight=chunks_in_flight), "hosts": TWO_BY_TWO}
     overlapped = ranks.run(result, "int8", kwargs, ((301, 77), (50021,)))
     for _, seen in ranks.run(forced_sync_result, "int8", kwargs, ((301, 77), (50021,))):
         assert torch.equal(seen, overlapped[0][1])
@@ -202,8 +210,8 @@ def over_the_other_transport(rank, world_size, *args):
 
 
 def test_the_transport_for_streams_has_the_same_channels(ranks):
-    kwargs = {"hosts": INTERLEAVED, "chunk_nbytes": 12345}
-    outcome = ranks.run(over_the_other_transport, "int8", {"exempt": (), **kwargs}, ((50021,),))
+    kwargs = {"wires": {"1d": "int8"}, "chunks": Chunks(12345), "hosts": INTERLEAVED}
+    outcome = ranks.run(over_the_other_transport, "int8", kwargs, ((50021,),))
     check_against_reference(outcome, INTERLEAVED, "int8")
 
 
@@ -214,7 +222,7 @@ def on_both_devices(rank, world_size, kwargs):
     results = []
     for device in ("cpu", "cuda"):
         ddp = DistributedDataParallel(Gradients(*shapes).to(device), bucket_cap_mb=0.05)
-        comm = fusedcomm.attach(ddp, hosts=TWO_BY_TWO, sum="two-shot", **kwargs)
+        comm = fusedcomm.attach(ddp, Config(sum="two-shot", hosts=TWO_BY_TWO, **kwargs))
         seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=2)
         results.append(torch.cat([gradient.flatten() for gradient in seen]).cpu())
         comm.detach()
@@ -223,7 +231,9 @@ def on_both_devices(rank, world_size, kwargs):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU that this torch can use")
-@pytest.mark.parametrize("kwargs", [{"wire": "bf16"}, {"wire": "int8"}, {"wire": "int4", "rotate": True}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{"wire": "bf16"}, {"wire": "int8"}, {"wire": "int4", "blocks": Blocks(rotate=True)}], ids=str
+)
 def test_on_cuda_the_bits_are_those_of_the_cpu(ranks, kwargs):
     for cpu, gpu in ranks.run(on_both_devices, kwargs, backend="cpu:gloo,cuda:nccl"):
         assert torch.equal(cpu, gpu)
@@ -232,7 +242,7 @@ def test_on_cuda_the_bits_are_those_of_the_cpu(ranks, kwargs):
 def shapes_result(rank, world_size, wire):
     shapes = ((0,), (1,), (3,), (0, 5), (127,), (2, 0), (65537,))
     ddp = DistributedDataParallel(Gradients(*shapes))
-    fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=(), hosts=TWO_BY_TWO)
+    fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=TWO_BY_TWO))
     gradients = [torch.full(shape, float(2 * rank - 1)) for shape in shapes]
     return [seen.unique().tolist() for seen in synchronise(ddp, gradients, steps=3)]
 
@@ -250,7 +260,9 @@ def nonfinite_result(rank, world_size, wire):
         gradients[0].view(-1)[17] = float("nan")
         gradients[1][5000] = float("inf")
     ddp = DistributedDataParallel(Gradients((70, 100), (9000,)))
-    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", exempt=(), hosts=TWO_BY_TWO, chunk_nbytes=8192)
+    comm = fusedcomm.attach(
+        ddp, Config(wire, sum="two-shot", wires={"1d": wire}, chunks=Chunks(8192), hosts=TWO_BY_TWO)
+    )
     a, b = synchronise(ddp, gradients)
     return a.view(-1)[17].item(), b[5000].item(), comm.stats().nonfinite_by_parameter
 
@@ -267,7 +279,12 @@ def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire
 
 def test_stochastic_rounding_has_the_noise_of_the_reference(ranks):
     numel, seed = 30011, 11
-    kwargs = {"exempt": (), "sum": "two-shot", "rounding": "stochastic", "seed": seed, "hosts": TWO_BY_TWO}
+    kwargs = {
+        "sum": "two-shot",
+        "wires": {"1d": "int8"},
+        "rounding": Rounding("stochastic", seed=seed),
+        "hosts": TWO_BY_TWO,
+    }
     outcome = ranks.run(result, "int8", kwargs, ((numel,),))
     layout = _C.bucket_layout("int8", 128, 1, 0, numel, 1 << 40)
     (packed,) = _C.host_layouts([layout], "bf16", 1)
@@ -290,7 +307,10 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
     """Sums, in float64, of what every step should have given, and gave; and the residuals at the end."""
     shapes = ((40, 100), (900,), (30, 101))
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02)
-    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot", hosts=TWO_BY_TWO, error_feedback=True, **kwargs)
+    hosts = TwoLevels(TWO_BY_TWO, "fp32")
+    comm = fusedcomm.attach(
+        ddp, Config(wire, "two-shot", wires={"1d": wire}, feedback=Feedback(), hosts=hosts, **kwargs)
+    )
     given = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     seen = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     generator = torch.Generator().manual_seed(rank)
@@ -311,9 +331,9 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
     [
-        ("int8", {"exempt": (), "local_wire": "fp32"}),
-        ("int4", {"exempt": (), "local_wire": "fp32", "rotate": True, "chunk_nbytes": 4096}),
-        ("int4", {"exempt": (), "local_wire": "fp32", "rounding": "stochastic"}),
+        ("int8", {}),
+        ("int4", {"blocks": Blocks(rotate=True), "chunks": Chunks(4096)}),
+        ("int4", {"rounding": Rounding("stochastic")}),
     ],
     ids=str,
 )
@@ -331,18 +351,17 @@ def test_what_was_delivered_and_what_is_left_out_are_all_there_was(ranks, wire, 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
 def test_residuals_of_every_format_keep_a_constant_gradient_from_getting_lost(ranks, format):
-    kwargs = {"exempt": (), "error_feedback": format, "hosts": TWO_BY_TWO, "sum": "two-shot"}
-    outcome = ranks.run(mean_of_many_steps, kwargs)
-    plain = ranks.run(mean_of_many_steps, {**kwargs, "error_feedback": None})
+    outcome = ranks.run(mean_of_many_steps, Feedback(format))
+    plain = ranks.run(mean_of_many_steps, None)
     expected = sum(gradient for gradient, _ in outcome) / len(outcome)
     fed_back, lost = ((seen[0][1] - expected).norm().item() for seen in (outcome, plain))
     assert fed_back < 0.2 * lost
 
 
-def mean_of_many_steps(rank, world_size, kwargs, num_steps=20):
+def mean_of_many_steps(rank, world_size, feedback, num_steps=20):
     gradient = torch.randn(20000, generator=torch.Generator().manual_seed(rank))
     ddp = DistributedDataParallel(Gradients((20000,)))
-    fusedcomm.attach(ddp, wire="int4", **kwargs)
+    fusedcomm.attach(ddp, Config("int4", "two-shot", wires={"1d": "int4"}, feedback=feedback, hosts=TWO_BY_TWO))
     return gradient, sum(synchronise(ddp, [gradient])[0] for _ in range(num_steps)) / num_steps
 
 
@@ -372,7 +391,10 @@ def mixed_buckets(rank, world_size, verify_every):
     model = Mixed()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
     comm = fusedcomm.attach(
-        ddp, wire="int8", hosts=INTERLEAVED, chunk_nbytes=4096, verify_every=verify_every, measure_every=2
+        ddp,
+        Config(
+            "int8", chunks=Chunks(4096), checks=Checks(verify_every=verify_every, measure_every=2), hosts=INTERLEAVED
+        ),
     )
     for step in range(6):
         ddp.zero_grad(set_to_none=True)
@@ -397,7 +419,7 @@ def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks, verify_ever
 def train_until_error(rank, world_size, lost):
     """In the fourth step one rank is killed in the middle of its backward pass."""
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", hosts=TWO_BY_TWO, chunk_nbytes=16384)
+    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), hosts=TWO_BY_TWO))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
     synchronise(ddp, gradients, steps=3)
     if rank == lost:
@@ -431,7 +453,7 @@ def attached(rank, world_size, kwargs):
     """(error's type, its text) or (None, the plan's text, its hosts)."""
     ddp = DistributedDataParallel(Gradients((5000,)))
     try:
-        comm = fusedcomm.attach(ddp, **{"wire": "int8", "exempt": (), **kwargs})
+        comm = fusedcomm.attach(ddp, Config(**{"wire": "int8", "wires": {"1d": "int8"}, **kwargs}))
     except (RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
     (seen,) = synchronise(ddp, [torch.full((5000,), float(rank))])
@@ -443,19 +465,10 @@ def attached(rank, world_size, kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "world_size", "text"),
     [
-        ({"hosts": [[0, 1], [2]]}, 3, r"hosts[0] has 2 ranks, hosts[1] 1"),
         ({"hosts": [[0, 1]]}, 4, "rank(s) [2, 3] are missing"),
         ({"hosts": [[0, 1], [2, 5]]}, 4, "rank(s) [3] are missing"),
         ({"hosts": [[0, 1], [2, 3]]}, 3, "rank(s) [3] do not exist"),
-        ({"hosts": [[0, 1], [1, 2]]}, 3, "rank(s) [1] are on two hosts"),
-        ({"hosts": "by rack"}, 2, "hosts='by rack' is not possible"),
-        ({"hosts": [[0, "1"]]}, 2, "is not possible: use 'auto', or a list"),
-        ({"hosts": []}, 2, "there is none"),
-        ({"hosts": "auto", "sum": "exact"}, 2, "sum='exact' has one level"),
-        ({"hosts": "auto", "sum": "direct"}, 2, "sum='direct' has one level"),
-        ({"hosts": "auto", "sum": "one-shot"}, 2, "sum='one-shot' has one level"),
-        ({"hosts": "auto", "local_wire": "int8"}, 2, "local_wire='int8' is not known"),
-        ({"local_wire": "fp16"}, 2, "it needs hosts"),
+        ({"hosts": 3}, 4, "hosts=3 ranks on each host are not possible with 4 ranks"),
     ],
     ids=str,
 )
@@ -466,8 +479,8 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks, kwargs, world_size, text
 
 def test_an_fp32_wire_is_not_rounded_on_its_way():
     with pytest.raises(ValueError, match="local_wire='bf16' would round what wire='fp32' does not"):
-        Config(wire="fp32", hosts="auto", local_wire="bf16")
-    assert Config(wire="fp32", hosts="auto", local_wire="fp32").hosts == "auto"
+        Config(wire="fp32", hosts=TwoLevels("auto", "bf16"))
+    assert Config(wire="fp32", hosts=TwoLevels("auto", "fp32")).groups == "auto"
     assert Config(wire="fp32", hosts="auto").local_wire == "fp32"
     assert Config(wire="int8", hosts="auto").local_wire == "bf16"
 
@@ -478,7 +491,7 @@ def in_a_subgroup(rank, world_size):
     if rank not in members:
         return None
     ddp = DistributedDataParallel(Gradients((30000,)), process_group=group)
-    comm = fusedcomm.attach(ddp, wire="int8", exempt=(), hosts=INTERLEAVED)  # ranks of the group
+    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, hosts=INTERLEAVED))  # ranks of the group
     gradient = torch.randn(30000, generator=torch.Generator().manual_seed(rank))
     (seen,) = synchronise(ddp, [gradient], steps=2)
     return gradient, seen, comm.plan().hosts.groups
@@ -544,18 +557,20 @@ def test_ranks_that_share_hosts_are_told_of_sums_on_two_levels(ranks, ranks_on_h
 def other_hosts(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5,)))
     try:
-        fusedcomm.attach(ddp, hosts=TWO_BY_TWO if rank else INTERLEAVED)
+        fusedcomm.attach(ddp, Config(hosts=TWO_BY_TWO if rank else INTERLEAVED))
     except RuntimeError as error:
         return str(error)
 
 
 def test_ranks_that_do_not_agree_about_hosts_are_named(ranks):
     errors = ranks.run(other_hosts)
-    assert len(set(errors)) == 1 and "config.hosts[0][1] is 2 on rank 0 and 1 on rank 1" in errors[0]
+    assert len(set(errors)) == 1 and "config.hosts.groups[0][1] is 2 on rank 0 and 1 on rank 1" in errors[0]
 
 
 def through_state(rank, world_size):
-    state = fusedcomm.CommState(wire="int8", exempt=(), sum="two-shot", hosts=TWO_BY_TWO, local_wire="fp32")
+    state = fusedcomm.CommState(
+        Config("int8", sum="two-shot", wires={"1d": "int8"}, hosts=TwoLevels(TWO_BY_TWO, "fp32"))
+    )
     ddp = DistributedDataParallel(Gradients((5000,)))
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
     return synchronise(ddp, [torch.full((5000,), float(rank))], steps=3)[0].unique().tolist()
@@ -571,7 +586,7 @@ def test_a_comm_state_has_hosts_too(ranks):
 def sent(rank, world_size, wire, hosts, numel, num_steps):
     """Bytes over TCP in one step, as the kernel counts them, and as planned; all ranks are on this machine."""
     ddp = DistributedDataParallel(Gradients((numel,)))
-    comm = fusedcomm.attach(ddp, wire=wire, exempt=(), sum="two-shot", hosts=hosts)
+    comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=hosts))
     gradients = [torch.ones(numel)]
     synchronise(ddp, gradients, steps=3)
     dist.barrier()
@@ -607,7 +622,7 @@ def test_the_plan_tells_what_crosses_and_what_stays(ranks):
 
 def traced(rank, world_size, path):
     ddp = DistributedDataParallel(Gradients((300, 50), (4000,)))
-    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=8192, hosts=TWO_BY_TWO)
+    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(8192), hosts=TWO_BY_TWO))
     with comm.trace(path):
         synchronise(ddp, [torch.ones(300, 50), torch.ones(4000)])
 
@@ -646,16 +661,13 @@ def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_pe
     world_size = ranks_per_host * num_hosts
     others = {"head": "bf16", "tail": "int8"}
     for chunk_nbytes in (4096, 12345, 1 << 20):
-        config = (
-            Config(wire=wire, chunk_nbytes=chunk_nbytes, hosts="auto", wire_for=others, local_wire="fp32")
-            if wire == "fp32"
-            else Config(wire=wire, chunk_nbytes=chunk_nbytes, hosts="auto", wire_for=others, local_wire=local_wire)
-        )
-        native = config.native(world_size, ranks_per_host=ranks_per_host)
+        hosts = TwoLevels("auto", "fp32" if wire == "fp32" else local_wire)
+        config = Config(wire=wire, wires=others, chunks=Chunks(chunk_nbytes), hosts=hosts)
+        native = chunks.native(config, world_size, ranks_per_host=ranks_per_host)
         workspace = _C.workspace_nbytes(native, world_size)
         for exact in (0, 3, 5001):
             for lossy in ([0, 0, 0], [5000, 0, 7], [123457, 1, 0], [0, 70001, 5], [999999, 100, 31]):
-                plan = _C.plan_bucket(native, world_size, torch.empty(0), exact, lossy[: len(config.wires)])
+                plan = _C.plan_bucket(native, world_size, torch.empty(0), exact, lossy[: len(config.numbered_wires)])
                 if plan.sum != "two-shot":
                     continue
                 assert plan.layout.chunk_nbytes <= workspace
@@ -669,11 +681,13 @@ def test_a_workspace_holds_both_messages_of_any_chunk(wire, local_wire, ranks_pe
 
 def test_a_simulation_takes_a_number_of_ranks_on_each_host():
     grads = [torch.randn(5003, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
-    by_number = fusedcomm.simulate(grads, "int4", hosts=2)
-    assert torch.equal(by_number, fusedcomm.simulate(grads, "int4", hosts=TWO_BY_TWO))
-    assert not torch.equal(by_number, fusedcomm.simulate(grads, "int4", hosts=INTERLEAVED))
+    by_number = fusedcomm.simulate(grads, Config("int4", hosts=2))
+    assert torch.equal(by_number, fusedcomm.simulate(grads, Config("int4", hosts=TWO_BY_TWO)))
+    assert not torch.equal(by_number, fusedcomm.simulate(grads, Config("int4", hosts=INTERLEAVED)))
     for one_level in (1, 4, [[0], [1], [2], [3]]):
-        assert torch.equal(fusedcomm.simulate(grads, "int4", hosts=one_level), fusedcomm.simulate(grads, "int4"))
+        assert torch.equal(
+            fusedcomm.simulate(grads, Config("int4", hosts=one_level)), fusedcomm.simulate(grads, wire="int4")
+        )
     for hosts, text in ((3, "hosts=3 ranks on each host"), ("auto", "in one process"), ([[0, 1], [2]], r"has 2 ranks")):
         with pytest.raises(ValueError, match=text):
-            fusedcomm.simulate(grads, "int4", hosts=hosts)
+            fusedcomm.simulate(grads, Config("int4", hosts=hosts))

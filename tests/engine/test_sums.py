@@ -14,7 +14,8 @@ from models import Gradients, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Config
+from fusedcomm import chunks
+from fusedcomm.config import SUMS, WIRES, WITH_SCALES, Chunks, Config, TwoLevels
 from fusedcomm.native import _C
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -31,10 +32,10 @@ def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
                 continue
             for sum, wire, exact, like in choices(per_host):
                 others = {"head": "bf16", "tail": "int4"} if sum not in ("exact", "direct") else {}
-                config = Config(wire=wire, sum=sum, chunk_nbytes=5000, wire_for=others)
-                native = config.native(world_size, ranks_per_host=per_host)
+                config = Config(wire=wire, sum=sum, wires=others, chunks=Chunks(5000))
+                native = chunks.native(config, world_size, ranks_per_host=per_host)
                 for lossy in (1, 5003, 70001):
-                    numels = [lossy, 0, 700][: len(config.wires)]
+                    numels = [lossy, 0, 700][: len(config.numbered_wires)]
                     plan = _C.plan_bucket(native, world_size, like, exact, numels)
                     yield plan, world_size, per_host, f"{sum} {wire} {world_size} ranks {per_host} {exact} {numels}"
 
@@ -203,8 +204,8 @@ def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
     for sum, wire in SUMS_OF_WIRES:
-        config = Config(wire=wire, sum=sum, exempt=(), chunk_nbytes=message_nbytes(wire) // num_chunks)
-        plan = _C.plan_bucket(config.native(world_size), world_size, FP32, 0, [NUMEL])
+        config = Config(wire=wire, sum=sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // num_chunks))
+        plan = _C.plan_bucket(chunks.native(config, world_size), world_size, FP32, 0, [NUMEL])
         sent, _ = formula(sum, wire, world_size)
         assert plan.sum == sum and plan.num_chunks == (1 if plan.in_place else num_chunks)
         assert plan.sent_nbytes == sent, (sum, wire)
@@ -216,11 +217,12 @@ def test_bytes_of_one_level_are_those_of_the_formula(world_size, num_chunks):
 @pytest.mark.parametrize("local_wire", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (6, 2), (6, 3), (12, 2), (12, 3), (12, 4), (12, 6)])
 def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, local_wire, num_chunks):
-    hosts = {"hosts": "auto", "local_wire": local_wire}
     for wire in wires_beside(local_wire):
         chunk_nbytes = max(map(message_nbytes, (wire, local_wire))) // num_chunks
-        config = Config(wire=wire, sum="two-shot", exempt=(), chunk_nbytes=chunk_nbytes, **hosts)
-        plan = _C.plan_bucket(config.native(world_size, ranks_per_host=per_host), world_size, FP32, 0, [NUMEL])
+        hosts = TwoLevels("auto", local_wire)
+        config = Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(chunk_nbytes), hosts=hosts)
+        native = chunks.native(config, world_size, ranks_per_host=per_host)
+        plan = _C.plan_bucket(native, world_size, FP32, 0, [NUMEL])
         sent, between = formula("two-shot", wire, world_size, per_host, local_wire)
         assert plan.host_layouts and plan.num_chunks == num_chunks
         assert plan.sent_nbytes == sent, wire
@@ -245,7 +247,7 @@ def test_bytes_of_padded_messages_are_those_of_the_formula():
 
 def test_a_bucket_without_elements_sends_nothing():
     for sum, wire in SUMS_OF_WIRES:
-        plan = _C.plan_bucket(Config(wire=wire, sum=sum, exempt=()).native(4), 4, FP32, 0, [0])
+        plan = _C.plan_bucket(chunks.native(Config(wire, sum, wires={"1d": wire}), 4), 4, FP32, 0, [0])
         assert (plan.num_chunks, plan.sent_nbytes, plan.sent_between_hosts_nbytes(1)) == (0, 0, 0), (sum, wire)
 
 
@@ -318,16 +320,16 @@ def test_stages_are_what_traces_call_them():
 # --- the engine -----------------------------------------------------------------------------------------------------
 
 
-def counted_by_engines(rank, world_size, num_steps, list_of_kwargs):
-    """For each of `list_of_kwargs`, of a bucket of NUMEL elements: how it was summed, the most that an element of the
+def counted_by_engines(rank, world_size, num_steps, configs):
+    """For each of `configs`, of a bucket of NUMEL elements: how it was summed, the most that an element of the
     result is off, and what the engine's statistics count in `num_steps` steps."""
     # Multiples of the number of ranks, by which an exact sum is divided beforehand.
     values = world_size * (torch.arange(NUMEL, dtype=torch.float32) % 15 - 7)
     gradient, mean = values * (rank + 1), values * (world_size + 1) / 2
     found = []
-    for kwargs in list_of_kwargs:
+    for config in configs:
         ddp = DistributedDataParallel(Gradients((NUMEL,)), bucket_cap_mb=10)
-        comm = fusedcomm.attach(ddp, exempt=(), quiet=True, **kwargs)
+        comm = fusedcomm.attach(ddp, config, quiet=True)
         synchronise(ddp, [gradient], steps=2)
         before = comm.stats()
         (seen,) = synchronise(ddp, [gradient], steps=num_steps)
@@ -349,10 +351,10 @@ def counted_by_engines(rank, world_size, num_steps, list_of_kwargs):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
     num_steps = 3
-    list_of_kwargs = [
-        {"sum": sum, "wire": wire, "chunk_nbytes": message_nbytes(wire) // 4} for sum, wire in SUMS_OF_WIRES
+    configs = [
+        Config(wire, sum, wires={"1d": wire}, chunks=Chunks(message_nbytes(wire) // 4)) for sum, wire in SUMS_OF_WIRES
     ]
-    for of_rank in ranks.run(counted_by_engines, num_steps, list_of_kwargs, world_size=world_size):
+    for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=world_size):
         for (sum, wire), seen in zip(SUMS_OF_WIRES, of_rank, strict=True):
             sent = num_steps * formula(sum, wire, world_size)[0]
             assert seen["sum"] == sum and seen["chunks"] == (1 if sum == "exact" else 4), (sum, wire)
@@ -362,11 +364,14 @@ def test_engines_send_the_bytes_of_the_formula(ranks, world_size):
 
 @pytest.mark.parametrize("local_wire", ["fp32", "bf16"])
 def test_engines_on_two_levels_send_the_bytes_of_the_formula(ranks, local_wire):
-    num_steps, common = 3, {"sum": "two-shot", "hosts": [[0, 1], [2, 3]], "local_wire": local_wire}
-    chunks = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
-    list_of_kwargs = [{"wire": wire, "chunk_nbytes": nbytes, **common} for wire, nbytes in chunks.items()]
-    for of_rank in ranks.run(counted_by_engines, num_steps, list_of_kwargs, world_size=4):
-        for wire, seen in zip(chunks, of_rank, strict=True):
+    num_steps, hosts = 3, TwoLevels([[0, 1], [2, 3]], local_wire)
+    nbytes_of = {wire: max(map(message_nbytes, (wire, local_wire))) // 4 for wire in wires_beside(local_wire)}
+    configs = [
+        Config(wire, "two-shot", wires={"1d": wire}, chunks=Chunks(nbytes), hosts=hosts)
+        for wire, nbytes in nbytes_of.items()
+    ]
+    for of_rank in ranks.run(counted_by_engines, num_steps, configs, world_size=4):
+        for wire, seen in zip(nbytes_of, of_rank, strict=True):
             sent, between = formula("two-shot", wire, 4, 2, local_wire)
             assert (seen["sum"], seen["chunks"]) == ("two-shot", 4), wire
             assert (seen["sent"], seen["between hosts"]) == (num_steps * sent, num_steps * between), wire
@@ -381,7 +386,7 @@ SHAPES = ((512, 512), (1 << 15,))
 def counted(rank, world_size, kwargs, num_steps):
     """Bytes over TCP in one step, as the kernel counts them, and as the plan and the statistics add them up."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
-    comm = fusedcomm.attach(ddp, **kwargs)
+    comm = fusedcomm.attach(ddp, Config(**kwargs))
     gradients = [torch.ones(shape) for shape in SHAPES]
     synchronise(ddp, gradients, steps=3)
     dist.barrier()
@@ -399,7 +404,7 @@ def counted(rank, world_size, kwargs, num_steps):
     [
         {"wire": "fp32", "sum": "exact"},
         {"wire": "bf16", "sum": "direct"},
-        {"wire": "bf16", "sum": "one-shot", "exempt": ("1d",)},
+        {"wire": "bf16", "sum": "one-shot", "wires": {"1d": "fp32"}},
         {"wire": "int8", "sum": "one-shot"},
         {"wire": "fp16", "sum": "two-shot"},
         {"wire": "int4", "sum": "two-shot"},

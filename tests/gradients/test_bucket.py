@@ -9,17 +9,18 @@ from models import Gradients, normal, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config, Feedback
 from fusedcomm.native import _C
 
 SHAPES = [(1 + 7 * i % 61,) if i % 3 else (3, 1 + i % 17) for i in range(300)]
 CONFIGS = {
-    "fp32": {"wire": "fp32"},  # in one run the all-reduce works in place; what lies apart is packed
-    "bf16": {"wire": "bf16", "sum": "two-shot", "chunk_nbytes": 4096},
-    "fp16 direct": {"wire": "fp16", "sum": "direct"},
-    "int8": {"wire": "int8", "sum": "two-shot"},
-    "int8 fed back": {"wire": "int8", "sum": "two-shot", "error_feedback": True},
-    "small": {"wire": "int8"},  # and so summed exactly
-    "int4 one-shot": {"wire": "int4", "sum": "one-shot", "wire_for": {"weights.1*": "bf16"}},
+    "fp32": Config("fp32"),  # in one run the all-reduce works in place; what lies apart is packed
+    "bf16": Config("bf16", "two-shot", chunks=Chunks(4096)),
+    "fp16 direct": Config("fp16", "direct"),
+    "int8": Config("int8", "two-shot"),
+    "int8 fed back": Config("int8", "two-shot", feedback=Feedback()),
+    "small": Config("int8"),  # and so summed exactly
+    "int4 one-shot": Config("int4", "one-shot", wires={"weights.1*": "bf16"}),
 }
 
 
@@ -28,14 +29,14 @@ def gradients_of(rank, step):
     return [normal(rank, 1000 * step + i, shape).mul(8).round() for i, shape in enumerate(SHAPES)]
 
 
-def means(rank, world_size, library, kwargs, apart):
+def means(rank, world_size, library, config, apart):
     """(bits after three steps, bytes sent, non-finite counts by parameter)"""
     model = Gradients(*SHAPES)
     ddp = DistributedDataParallel(model)
-    device = fake_cuda.gpu(library).takes_over(**kwargs) if library else contextlib.nullcontext()
+    device = fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext()
     seen = []
     with device:
-        comm = fusedcomm.attach(ddp, quiet=True, **kwargs)
+        comm = fusedcomm.attach(ddp, config, quiet=True)
         for _ in range(2):  # DDP's second pass has the only bucket in its final order
             synchronise(ddp, gradients_of(rank, 0))
         hook = comm._session.hook

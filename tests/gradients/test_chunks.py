@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedcomm import chunks
-from fusedcomm.config import Config
+from fusedcomm.config import Blocks, Chunks, Config, TwoLevels
 from fusedcomm.native import _C
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -31,8 +31,8 @@ MBIT, GBIT = 8e-6, 8e-9
     ],
 )
 def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
-    resolved = Config(wire="int8", sum="two-shot").resolved(world_size, "cpu", s_per_byte)
-    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
+    resolved = chunks.resolved(Config(wire="int8", sum="two-shot"), world_size, "cpu", s_per_byte)
+    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
 )
 def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte, nbytes, in_flight):
     """Twice as much at a time as of a two-shot on the same link, whose chunks leave a part behind."""
-    resolved = Config(wire="int8", sum="one-shot").resolved(world_size, "cpu", s_per_byte)
-    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
+    resolved = chunks.resolved(Config(wire="int8", sum="one-shot"), world_size, "cpu", s_per_byte)
+    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
     if world_size <= 2:
-        by_itself = Config(wire="int8").resolved(world_size, "cpu", s_per_byte)
-        assert (by_itself.chunk_nbytes, by_itself.chunks_in_flight) == (nbytes, in_flight)
+        by_itself = chunks.resolved(Config(wire="int8"), world_size, "cpu", s_per_byte)
+        assert (by_itself.chunks.nbytes, by_itself.chunks.in_flight) == (nbytes, in_flight)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte
     ids=str,
 )
 def test_chunks_are_larger_where_two_ranks_need_one_all_reduce(options, s_per_byte, nbytes, in_flight):
-    resolved = Config(**options).resolved(2, "cpu", s_per_byte)
-    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
+    resolved = chunks.resolved(Config(**options), 2, "cpu", s_per_byte)
+    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
     of_many = 256 * KIB if options.get("sum") == "direct" else 512 * KIB  # a two-shot's are half as long again
-    assert Config(**options).resolved(3, "cpu", GBIT).chunk_nbytes == of_many
+    assert chunks.resolved(Config(**options), 3, "cpu", GBIT).chunks.nbytes == of_many
 
 
 @pytest.mark.parametrize(
@@ -80,45 +80,47 @@ def test_chunks_are_larger_where_two_ranks_need_one_all_reduce(options, s_per_by
         ({"wire": "bf16"}, GBIT, 512 * KIB, 16),  # two ranks' of two hosts', as 256 KiB among two ranks
         ({"wire": "int8"}, GBIT, MIB, 8),
         ({"wire": "int4"}, GBIT, 2 * MIB, 4),  # in bf16 four times as long
-        ({"wire": "int4", "local_wire": "fp32"}, GBIT, 4 * MIB, 4),
-        ({"wire": "fp32", "local_wire": "fp32"}, GBIT, 512 * KIB, 16),
+        ({"wire": "int4", "hosts": TwoLevels("auto", "fp32")}, GBIT, 4 * MIB, 4),
+        ({"wire": "fp32", "hosts": TwoLevels("auto", "fp32")}, GBIT, 512 * KIB, 16),
         ({"wire": "int4"}, MBIT / 100, 512 * KIB, 16),
         ({"wire": "int4"}, GBIT / 100, 8 * MIB, 4),
-        ({"wire": "int4", "chunk_nbytes": 4096}, GBIT, 4096, 16),
+        ({"wire": "int4", "chunks": Chunks(4096)}, GBIT, 4096, 16),
     ],
     ids=str,
 )
 def test_chunks_on_two_levels_are_as_long_between_hosts_as_among_as_many_ranks(options, s_per_byte, nbytes, in_flight):
-    resolved = Config(hosts="auto", **options).resolved(4, "cpu", s_per_byte, ranks_per_host=2)
-    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (nbytes, in_flight)
-    native = resolved.native(4, "cpu", ranks_per_host=2)
+    config = Config(**{"hosts": "auto", **options})
+    resolved = chunks.resolved(config, 4, "cpu", s_per_byte, ranks_per_host=2)
+    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
+    native = chunks.native(resolved, 4, "cpu", ranks_per_host=2)
     plan = _C.plan_bucket(native, 4, torch.empty(0), 0, [16 * MIB])
-    wider = Config(hosts="auto", **options).local_wire != options["wire"]
+    wider = config.local_wire != config.wire
     assert plan.host_layouts[0].chunk_nbytes <= nbytes and (plan.layout.chunk_nbytes < nbytes) == wider
 
 
 @pytest.mark.parametrize("options", [{"sum": "direct"}, {"wire": "fp32", "sum": "exact"}, {"wire": "fp32"}])
 def test_where_the_transport_adds_every_run_cuts_alike(options):
     """The last bits of three ranks' sum depend on the cuts then; of two ranks' they do not."""
-    by_link = [Config(**options).resolved(3, "cpu", s_per_byte) for s_per_byte in (None, GBIT / 10, MBIT / 100)]
+    by_link = [chunks.resolved(Config(**options), 3, "cpu", s_per_byte) for s_per_byte in (None, GBIT / 10, MBIT / 100)]
     assert by_link[0] == by_link[1] == by_link[2]
-    assert Config(**options).resolved(2, "cpu", GBIT / 10) != Config(**options).resolved(2, "cpu", MBIT / 100)
-    assert Config(wire="bf16").resolved(3, "cpu", GBIT / 10) != Config(wire="bf16").resolved(3, "cpu", MBIT / 100)
+    for config, world_size in ((Config(**options), 2), (Config(wire="bf16"), 3)):
+        fast, slow = (chunks.resolved(config, world_size, "cpu", s_per_byte) for s_per_byte in (GBIT / 10, MBIT / 100))
+        assert fast != slow
 
 
 def test_chunks_on_an_accelerator_are_ddps_buckets():
-    resolved = Config().resolved(8, "cuda", None)
-    assert (resolved.chunk_nbytes, resolved.chunks_in_flight) == (16 * MIB, 4)
+    resolved = chunks.resolved(Config(), 8, "cuda", None)
+    assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (16 * MIB, 4)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_chunks_that_were_asked_for_stay(device_type):
-    asked = Config(wire="int4", rotate=True, chunk_nbytes=12345, chunks_in_flight=3)
-    assert asked.resolved(4, device_type, 1e-9) == asked
-    of_size = Config(chunk_nbytes=MIB).resolved(4, device_type, 1e-9)
-    assert (of_size.chunk_nbytes, of_size.chunks_in_flight) == (MIB, 4)
-    so_many = Config(chunks_in_flight=7).resolved(4, device_type, 1e-9)
-    assert so_many.chunks_in_flight == 7 and so_many.chunk_nbytes is not None
+    asked = Config(wire="int4", blocks=Blocks(rotate=True), chunks=Chunks(12345, in_flight=3))
+    assert chunks.resolved(asked, 4, device_type, 1e-9) == asked
+    of_size = chunks.resolved(Config(chunks=Chunks(MIB)), 4, device_type, 1e-9)
+    assert (of_size.chunks.nbytes, of_size.chunks.in_flight) == (MIB, 4)
+    so_many = chunks.resolved(Config(chunks=Chunks(in_flight=7)), 4, device_type, 1e-9)
+    assert so_many.chunks.in_flight == 7 and so_many.chunks.nbytes is not None
 
 
 @pytest.mark.parametrize(

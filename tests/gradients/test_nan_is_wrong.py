@@ -14,6 +14,7 @@ from models import Gradients, synchronise, worst
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Checks, Config, Fallback
 from fusedcomm.tools.demo.results import Spread
 
 NUMEL = 3000
@@ -27,11 +28,11 @@ def signed(rank: int, step: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def verified(gradients, **kwargs) -> tuple[list[float], list[str], list[str], list[torch.Tensor]]:
+def verified(gradients, config) -> tuple[list[float], list[str], list[str], list[torch.Tensor]]:
     """(relative errors, wires after each step, what this rank was told, results), `gradients` being each step's."""
     ddp = DistributedDataParallel(Gradients((NUMEL,)))
     wires, told, results = [], [], []
-    comm = fusedcomm.attach(ddp, exempt=(), quiet=True, verify_every=1, **kwargs)
+    comm = fusedcomm.attach(ddp, config, quiet=True)
     for gradient in gradients:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -43,29 +44,29 @@ def verified(gradients, **kwargs) -> tuple[list[float], list[str], list[str], li
     return errors, wires, told, results
 
 
-def too_large_for_the_wire(rank, world_size, kwargs):
+def too_large_for_the_wire(rank, world_size, fallback=None):
     """From step 2 on one element's mean is beyond fp16."""
     gradients = [signed(rank, step) for step in range(7)]
     for gradient in gradients[2:]:
         gradient[7] = -1e5
-    return verified(gradients, wire="fp16", sum="two-shot", **kwargs)
+    return verified(gradients, Config("fp16", "two-shot", checks=Checks(verify_every=1, fallback=fallback)))
 
 
 def test_a_result_that_is_not_finite_where_it_should_be_is_infinitely_off(ranks):
-    for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, {}, world_size=3)):
+    for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, world_size=3)):
         assert all(error < 0.01 for error in errors[:2]) and errors[2:] == [math.inf] * 5
         assert results[-1][7] == -torch.inf
         assert len(told) == (rank == 0)  # once, on one rank
     # The last rank 0's.
-    said = ranks.run(too_large_for_the_wire, {}, world_size=2)[0][2][0]
+    said = ranks.run(too_large_for_the_wire, world_size=2)[0][2][0]
     assert "1 elements" in said and "bucket 0" in said and "in step 2" in said and "wire='bf16'" in said, said
 
 
 def test_and_falls_back(ranks):
-    kwargs = {"fallback_error": 0.5, "fallback_wire": "fp32"}
-    for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, kwargs, world_size=3)):
+    fallback = Fallback(0.5, wire="fp32")
+    for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, fallback, world_size=3)):
         assert errors[2] == math.inf and errors[-1] < 1e-6 and results[-1][7] == -1e5
-        assert [("fallback_error" in text) for text in told] == ([False, True] if rank == 0 else [])
+        assert [("Fallback(error=0.5)" in text) for text in told] == ([False, True] if rank == 0 else [])
 
 
 def overflowing(rank, world_size, wire):
@@ -74,7 +75,8 @@ def overflowing(rank, world_size, wire):
     for gradient in gradients[1::2]:
         if rank == 1:
             gradient[5], gradient[2000] = torch.inf, torch.nan
-    return verified(gradients, wire=wire, sum="two-shot", fallback_error=0.9, fallback_wire="fp32")
+    checks = Checks(verify_every=1, fallback=Fallback(0.9, wire="fp32"))
+    return verified(gradients, Config(wire, "two-shot", wires={"1d": wire}, checks=checks))
 
 
 @pytest.mark.parametrize("wire", ["fp16", "int8", "int4"])
@@ -85,7 +87,7 @@ def test_gradients_that_are_not_finite_are_no_fault_of_the_wire(ranks, wire):
         assert not results[1][5].isfinite() and not results[1][2000].isfinite()
 
 
-def by_faulty_kernels(rank, world_size, library, fault, kwargs):
+def by_faulty_kernels(rank, world_size, library, fault, fallback=None):
     """`made`: unpack writes a NaN where it should not; `lost`: it writes a zero where the gradient is NaN."""
     fake = fake_cuda.gpu(library)
     own = fake._run
@@ -99,11 +101,12 @@ def by_faulty_kernels(rank, world_size, library, fault, kwargs):
     gradients = [signed(rank, step) for step in range(6)]
     for gradient in gradients:
         gradient[0] = torch.nan if fault == "lost" and rank == 0 else gradient[0]
-    options = {"wire": "int8", "sum": "two-shot", **kwargs}
+    checks = Checks(verify_every=1, fallback=fallback)
+    config = Config("int8", "two-shot", wires={"1d": "int8"}, checks=checks)
     fake._run = faulty
     try:
-        with fake.takes_over(exempt=(), verify_every=1, **options):
-            return verified(gradients, **options)
+        with fake.takes_over(config):
+            return verified(gradients, config)
     finally:
         fake._run = own
 
@@ -113,10 +116,10 @@ def by_faulty_kernels(rank, world_size, library, fault, kwargs):
 def test_a_kernel_that_makes_or_loses_a_nan_is_found_out(ranks, tmp_path, fault):
     pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
     library = fake_cuda.build(tmp_path)
-    for rank, (errors, _, told, _) in enumerate(ranks.run(by_faulty_kernels, library, fault, {}, world_size=2)):
+    for rank, (errors, _, told, _) in enumerate(ranks.run(by_faulty_kernels, library, fault, world_size=2)):
         assert errors == [math.inf] * 6
         assert len(told) == (rank == 0) and all("1 elements" in text for text in told), told
-    fallback = {"fallback_error": 0.5}
+    fallback = Fallback(0.5)
     for _, wires, _, _ in ranks.run(by_faulty_kernels, library, fault, fallback, world_size=2):
         assert wires[0] == "int8" and wires[-1] == "bf16"
 

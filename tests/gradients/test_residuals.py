@@ -10,9 +10,10 @@ from torch.distributed.algorithms.join import Join
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedcomm
-from fusedcomm.config import residual_name
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
 
 SHAPE = (20011,)
+STOCHASTIC_BF16 = {"rounding": Rounding("stochastic"), "feedback": Feedback("bf16")}
 
 
 # ---- the bits
@@ -24,23 +25,21 @@ def bits(rank, world_size, num_steps, wire, kwargs):
 
 
 @pytest.mark.parametrize(
-    ("wire", "kwargs", "hosts"),
+    ("wire", "kwargs"),
     [
-        ("int8", {"error_feedback": True, "local_wire": "fp32"}, [[0, 1], [2, 3]]),
-        ("int4", {"error_feedback": "bf16", "rotate": True, "rounding": "stochastic"}, [[0, 2], [1, 3]]),
-        ("bf16", {"error_feedback": "bf16", "rounding": "stochastic", "local_wire": "fp16"}, [[3, 1], [0, 2]]),
+        ("int8", {"feedback": Feedback(), "hosts": TwoLevels([[0, 1], [2, 3]], "fp32")}),
+        ("int4", {"blocks": Blocks(rotate=True), **STOCHASTIC_BF16, "hosts": [[0, 2], [1, 3]]}),
+        ("bf16", {**STOCHASTIC_BF16, "hosts": TwoLevels([[3, 1], [0, 2]], "fp16")}),
     ],
     ids=str,
 )
-def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts):
-    outcome = ranks.run(bits, 3, wire, {**kwargs, "hosts": hosts, "chunk_nbytes": 8192})
-    residuals = fusedcomm.Residuals(residual_name(kwargs["error_feedback"]))
-    settings = {key: value for key, value in kwargs.items() if key in ("rotate", "rounding", "local_wire")}
+def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs):
+    outcome = ranks.run(bits, 3, wire, {**kwargs, "chunks": Chunks(8192)})
+    residuals = fusedcomm.Residuals(kwargs["feedback"].format)
+    config = Config(wire, sum="two-shot", **kwargs)
     for step in range(3):
         gradients = [normal(rank, step, SHAPE) for rank in range(4)]
-        expected = fusedcomm.simulate(
-            gradients, wire, sum="two-shot", hosts=hosts, step=step, residuals=residuals, **settings
-        )
+        expected = fusedcomm.simulate(gradients, config, step=step, residuals=residuals)
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
 
@@ -49,24 +48,23 @@ def test_sums_on_two_levels_give_the_bits_of_simulate(ranks, wire, kwargs, hosts
 @pytest.mark.parametrize(
     ("wire", "kwargs"),
     [
-        ("bf16", {"error_feedback": True}),
-        ("fp16", {"error_feedback": "bf16", "rounding": "stochastic"}),
-        ("int8", {"error_feedback": "bf16"}),
-        ("fp8", {"rounding": "stochastic", "seed": 2**63 + 5}),
-        ("fp8", {"error_feedback": True, "rounding": "stochastic"}),
-        ("int4", {"error_feedback": True, "rotate": True}),
-        ("int4", {"error_feedback": "bf16", "rotate": True, "rounding": "stochastic"}),
+        ("bf16", {"feedback": Feedback()}),
+        ("fp16", STOCHASTIC_BF16),
+        ("int8", {"feedback": Feedback("bf16")}),
+        ("fp8", {"rounding": Rounding("stochastic", 2**63 + 5)}),
+        ("fp8", {"rounding": Rounding("stochastic"), "feedback": Feedback()}),
+        ("int4", {"blocks": Blocks(rotate=True), "feedback": Feedback()}),
+        ("int4", {"blocks": Blocks(rotate=True), **STOCHASTIC_BF16}),
     ],
     ids=str,
 )
 def test_every_step_gives_the_bits_of_simulate(ranks, world_size, sum, wire, kwargs):
-    outcome = ranks.run(bits, 4, wire, {**kwargs, "sum": sum, "chunk_nbytes": 4096}, world_size=world_size)
-    feedback = residual_name(kwargs.get("error_feedback"))
-    residuals = None if feedback is None else fusedcomm.Residuals(feedback)
-    settings = {key: value for key, value in kwargs.items() if key in ("rotate", "rounding", "seed")}
+    outcome = ranks.run(bits, 4, wire, {**kwargs, "sum": sum, "chunks": Chunks(4096)}, world_size=world_size)
+    config = Config(wire, sum, **kwargs)
+    residuals = None if config.feedback is None else fusedcomm.Residuals(config.feedback.format)
     for step in range(4):
         gradients = [normal(rank, step, SHAPE) for rank in range(world_size)]
-        expected = fusedcomm.simulate(gradients, wire, sum=sum, step=step, residuals=residuals, **settings)
+        expected = fusedcomm.simulate(gradients, config, step=step, residuals=residuals)
         for on_rank in outcome:
             assert torch.equal(on_rank[step], expected), step
 
@@ -74,10 +72,10 @@ def test_every_step_gives_the_bits_of_simulate(ranks, world_size, sum, wire, kwa
 def bits_by_chunks(rank, world_size, chunk_nbytes, codec_threads):
     ddp, _ = attach_to(
         Gradients(SHAPE),
-        error_feedback=True,
-        rounding="stochastic",
-        chunk_nbytes=chunk_nbytes,
-        codec_threads=codec_threads,
+        local=LocalOptions(codec_threads=codec_threads),
+        feedback=Feedback(),
+        rounding=Rounding("stochastic"),
+        chunks=Chunks(chunk_nbytes),
     )
     return [synchronise(ddp, [normal(rank, step, SHAPE)])[0] for step in range(3)]
 
@@ -129,10 +127,10 @@ def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
 @pytest.mark.parametrize(
     ("wire", "kwargs", "world_size"),
     [
-        ("int8", {"error_feedback": "bf16", "sum": "two-shot"}, 3),
-        ("int4", {"error_feedback": "bf16", "rotate": True, "sum": "two-shot"}, 3),
-        ("fp16", {"error_feedback": True, "predivide": 3, "sum": "two-shot"}, 3),
-        ("fp16", {"error_feedback": True, "predivide": 0.7, "sum": "one-shot"}, 2),
+        ("int8", {"sum": "two-shot", "feedback": Feedback("bf16")}, 3),
+        ("int4", {"sum": "two-shot", "blocks": Blocks(rotate=True), "feedback": Feedback("bf16")}, 3),
+        ("fp16", {"sum": "two-shot", "predivide": 3, "feedback": Feedback()}, 3),
+        ("fp16", {"sum": "one-shot", "predivide": 0.7, "feedback": Feedback()}, 2),
     ],
     ids=str,
 )
@@ -194,9 +192,9 @@ def what_was_delivered(rank, world_size, scenario, kwargs):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"error_feedback": True},
-        {"error_feedback": True, "rotate": True, "rounding": "stochastic"},
-        {"error_feedback": True, "wire_for": {"weights.2": "int8", "weights.3": "bf16"}},
+        {"feedback": Feedback()},
+        {"blocks": Blocks(rotate=True), "rounding": Rounding("stochastic"), "feedback": Feedback()},
+        {"wires": {"weights.2": "int8", "weights.3": "bf16"}, "feedback": Feedback()},
     ],
     ids=str,
 )
@@ -214,8 +212,8 @@ def test_what_was_not_delivered_is_in_the_residuals(ranks, scenario, kwargs):
 # ---- what is not finite
 
 
-def after_an_overflow(rank, world_size, error_feedback):
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=error_feedback)
+def after_an_overflow(rank, world_size, format):
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback(format))
     broken = normal(rank, 0, SHAPE)
     if rank == 1:
         broken[777] = torch.inf
@@ -225,9 +223,9 @@ def after_an_overflow(rank, world_size, error_feedback):
     return bool(first.isfinite().all()), bool(second.isfinite().all()), comm.state_dict()["residuals"]["weights.0"]
 
 
-@pytest.mark.parametrize("error_feedback", ["fp32", "bf16"])
-def test_an_overflow_does_not_live_on(ranks, error_feedback):
-    for first_finite, second_finite, residual in ranks.run(after_an_overflow, error_feedback, world_size=2):
+@pytest.mark.parametrize("format", ["fp32", "bf16"])
+def test_an_overflow_does_not_live_on(ranks, format):
+    for first_finite, second_finite, residual in ranks.run(after_an_overflow, format, world_size=2):
         assert not first_finite and second_finite and residual.isfinite().all()
 
 
@@ -236,7 +234,7 @@ def test_an_overflow_does_not_live_on(ranks, error_feedback):
 
 def under_autocast(rank, world_size):
     """Gradients as a GradScaler leaves them: what owners leave out of their means exceeds fp16's greatest."""
-    ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, error_feedback=True, rotate=True)
+    ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, feedback=Feedback(), blocks=Blocks(rotate=True))
     gradients = [65536 * normal(rank, index, shape) for index, shape in enumerate(SHAPES)]
     delivered = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for _ in range(3):
@@ -260,7 +258,9 @@ def test_autocast_does_not_touch_residuals(ranks):
 def under_another_default_dtype(rank, world_size):
     torch.set_default_dtype(torch.bfloat16)
     try:
-        ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, error_feedback=True, rotate=True)
+        ddp, comm = attach_to(
+            Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, feedback=Feedback(), blocks=Blocks(rotate=True)
+        )
         synchronise(ddp, [normal(rank, 0, shape).float() for shape in SHAPES], steps=3)
         state = comm.state_dict()
         if rank == 1:  # one that has none takes part with zeros

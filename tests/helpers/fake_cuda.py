@@ -14,7 +14,7 @@ import cuda_cpp
 import interpreter
 import torch
 
-from fusedcomm.config import Config, residual_name
+from fusedcomm.config import Config
 from fusedcomm.devices import cuda
 from fusedcomm.native import _C
 from fusedcomm.session import session
@@ -120,16 +120,14 @@ class FakeCuda:
         )
 
     @contextlib.contextmanager
-    def takes_over(self, in_cuda: str | None = None, **kwargs):
-        """Within it, fusedcomm.attach with these arguments gives gradients on cpu the CUDA path; its launches are
+    def takes_over(self, config: Config, in_cuda: str | None = None):
+        """Within it, fusedcomm.attach with this configuration gives gradients on cpu the CUDA path; its launches are
         recorded anew.
 
         `in_cuda`: what cuda_cpp.build has made, to run the kernels in CUDA C++ instead of Triton's.
         """
         fake = self
         self._in_cuda = in_cuda and ctypes.CDLL(in_cuda)
-        feedback = residual_name(kwargs.pop("error_feedback", None))
-        cfg = Config(error_feedback=feedback, **kwargs)
 
         class Path:
             codec = "fake"
@@ -141,7 +139,7 @@ class FakeCuda:
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, cfg, _C.GRAD_DTYPES)
+                native = fake.device(backend, config, _C.GRAD_DTYPES)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config, LocalOptions
 
 
 class Gradients(nn.Module):
@@ -35,14 +36,23 @@ def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], ste
     return [weight.grad.clone() for weight in ddp.module.weights]
 
 
-def attach_to(model: nn.Module, wire: str = "int4", ddp_kwargs: dict | None = None, **kwargs) -> tuple:
-    """The DDP module and its handle; every parameter travels in `wire`."""
+def attach_to(
+    model: nn.Module,
+    wire: str = "int4",
+    ddp_kwargs: dict | None = None,
+    local: LocalOptions | None = None,
+    wires: dict[str, str] | None = None,
+    **kwargs,
+) -> tuple:
+    """The DDP module and its handle; every parameter travels in `wire`, unless it is in `wires`. `kwargs`: further
+    options of the configuration."""
     ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
-    return ddp, fusedcomm.attach(ddp, wire=wire, exempt=(), quiet=True, **kwargs)
+    config = Config(wire, wires={**(wires or {}), "1d": wire}, **kwargs)
+    return ddp, fusedcomm.attach(ddp, config, local=local, quiet=True)
 
 
 def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
-    """What attach says to arguments that are not possible."""
+    """What attach says to `kwargs` that are not possible here."""
     ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
         fusedcomm.attach(ddp, **kwargs)
@@ -75,11 +85,11 @@ def on_host(name: str) -> Iterator[None]:
 def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple[bool, set[float]]:
     """Whether our means are right, and what the user's own all-reduces gave, on the user's group and mixed with ours.
 
-    Ranks are skewed in time. `kwargs` are further ones of ``attach``.
+    Ranks are skewed in time. `kwargs` are further ones of the configuration.
     """
     shapes = ((300, 301),) * 6
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
-    fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=16384, **kwargs)
+    fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), **kwargs))
     seen_sums = []
 
     def user_hook(gradient: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from patience import slowness
 from scripts import printed_by_two_ranks
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config
 from fusedcomm.ranks import groups, hosts
 
 pytestmark = pytest.mark.alone
@@ -34,9 +35,9 @@ def plan_of(rank, world_size):
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
     comm = fusedcomm.attach(ddp, wire="int8", quiet=True)
     given = fusedcomm.attach(
-        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), chunk_nbytes=8192, quiet=True
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 6)), Config(chunks=Chunks(8192)), quiet=True
     )
-    return comm.plan().config.chunk_nbytes, given.plan().config.chunk_nbytes
+    return comm.plan().config.chunks.nbytes, given.plan().config.chunks.nbytes
 
 
 def test_ranks_have_chunks_of_one_size(ranks):

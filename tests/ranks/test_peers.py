@@ -16,6 +16,7 @@ from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config, Feedback, LocalOptions
 from fusedcomm.devices import cpu
 from fusedcomm.ranks import peers
 from fusedcomm.session import session
@@ -25,14 +26,15 @@ TIMEOUT_S = patient(60)
 WITHIN_S = 3 * STALL_AFTER_S + patient(10)
 VICTIM = 1
 SHAPES = ((400, 300), (500, 600))
+INT8 = Config("int8")
 
 
 def die() -> None:
     os._exit(1)
 
 
-def attach(ddp: DistributedDataParallel, wire: str = "int8", **kwargs) -> "fusedcomm.ddp.handle.Handle":
-    return fusedcomm.attach(ddp, wire=wire, stall_after=STALL_AFTER_S, **kwargs)
+def attach(ddp: DistributedDataParallel, config: Config | fusedcomm.Auto = INT8) -> "fusedcomm.ddp.handle.Handle":
+    return fusedcomm.attach(ddp, config, local=LocalOptions(stall_after=STALL_AFTER_S))
 
 
 def step(ddp: DistributedDataParallel) -> None:
@@ -67,7 +69,9 @@ def dies_while_connecting_half(ddp: DistributedDataParallel, is_victim: bool) ->
 
 def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
     """As trainers register hooks: the engine starts in the first backward pass."""
-    state = fusedcomm.CommState(wire="int8", stall_after=STALL_AFTER_S, process_group=ddp.process_group)
+    state = fusedcomm.CommState(
+        wire="int8", local=LocalOptions(stall_after=STALL_AFTER_S), process_group=ddp.process_group
+    )
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
     if is_victim:
         die()
@@ -76,7 +80,7 @@ def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> Non
 
 def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
     """When it is to make the first candidate that was not made at attach."""
-    comm = attach(ddp, "auto", wires=("bf16",))
+    comm = attach(ddp, fusedcomm.Auto(("bf16",)))
     tuner = comm._runs
     record = tuner._search.record
     tuner._search.record = lambda step_ms: record(1e6 if tuner.is_off else step_ms)  # so that there is one
@@ -89,7 +93,7 @@ def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
 
 
 def dies_before_saving(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    comm = attach(ddp, error_feedback=True)
+    comm = attach(ddp, Config("int8", feedback=Feedback()))
     step(ddp)
     if is_victim:
         die()
@@ -202,7 +206,7 @@ def comes_late(rank, world_size):
             store.set("has come", "")
         if rank == 0:
             store.wait(["has come"], datetime.timedelta(seconds=HANG_S))
-        fusedcomm.attach(ddp, wire="int8", stall_after=patient(1) if rank == 0 else HANG_S)
+        fusedcomm.attach(ddp, wire="int8", local=LocalOptions(stall_after=patient(1) if rank == 0 else HANG_S))
     gradients = synchronise(ddp, [torch.full(shape, float(rank + 1)) for shape in SHAPES])
     return said, [gradient.unique().tolist() for gradient in gradients]
 
@@ -218,7 +222,9 @@ def test_a_rank_that_comes_late_to_attach_is_reported_and_waited_for(ranks):
 def saves_late(rank, world_size, log):
     """Rank 1 calls state_dict when rank 0 has warned that it has not."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
-    comm = fusedcomm.attach(ddp, wire="int8", error_feedback=True, stall_after=patient(1) if rank == 0 else HANG_S)
+    comm = fusedcomm.attach(
+        ddp, Config("int8", feedback=Feedback()), local=LocalOptions(stall_after=patient(1) if rank == 0 else HANG_S)
+    )
     step(ddp)
     if rank == 1:
         until = time.monotonic() + HANG_S

@@ -1,4 +1,4 @@
-"""Which parameters a pattern of ``exempt`` and ``wire_for`` is for: a tied one by all its names."""
+"""Which parameters a pattern of ``Config.wires`` is for: a tied one by all its names."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
-from fusedcomm.config import Config
+from fusedcomm.config import Config, Feedback
 from fusedcomm.ddp.module import named_tensors
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import named_parameters, numbered
@@ -46,9 +46,9 @@ def trained(rank, world_size, kwargs, through, ignored):
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     ddp = DistributedDataParallel(model)
     if through == "attach":
-        comm = fusedcomm.attach(ddp, wire="int8", error_feedback=True, quiet=True, **kwargs)
+        comm = fusedcomm.attach(ddp, Config("int8", feedback=Feedback(), **kwargs), quiet=True)
     else:
-        comm = fusedcomm.CommState(wire="int8", error_feedback=True, module=model, **kwargs)
+        comm = fusedcomm.CommState(Config("int8", feedback=Feedback(), **kwargs), module=model)
         ddp.register_comm_hook(comm, fusedcomm.comm_hook)
     ddp(gradients_of(rank)).backward()
     return model.lm_head.weight.grad, model.body.weight.grad, sorted(comm.state_dict()["residuals"])
@@ -57,7 +57,11 @@ def trained(rank, world_size, kwargs, through, ignored):
 @pytest.mark.parametrize("through", ["attach", "CommState"])
 @pytest.mark.parametrize(
     "kwargs",
-    [{"exempt": ("1d", "lm_head.*")}, {"wire_for": {"lm_head.*": "fp32"}}, {"exempt": ("1d", "embed*")}],
+    [
+        {"wires": {"1d": "fp32", "lm_head.*": "fp32"}},
+        {"wires": {"lm_head.*": "fp32"}},
+        {"wires": {"1d": "fp32", "embed*": "fp32"}},
+    ],
     ids=str,
 )
 def test_a_tied_weight_travels_as_a_pattern_of_either_name_says(ranks, kwargs, through):
@@ -72,7 +76,7 @@ def test_a_tied_weight_travels_as_a_pattern_of_either_name_says(ranks, kwargs, t
 
 @pytest.mark.parametrize("through", ["attach", "CommState"])
 def test_state_of_a_tied_weight_goes_by_its_first_name(ranks, through):
-    for *_, residuals in ranks.run(trained, {"wire_for": {"lm_head.*": "bf16"}}, through, [], world_size=2):
+    for *_, residuals in ranks.run(trained, {"wires": {"lm_head.*": "bf16"}}, through, [], world_size=2):
         assert residuals == ["body.weight", "embed_tokens.weight"]
 
 
@@ -102,14 +106,14 @@ def test_ddp_knows_a_parameter_of_the_module_itself_by_a_name_that_begins_with_a
 @pytest.mark.parametrize(
     ("options", "wire"),
     [
-        ({"wire_for": {"lm_head.*": "bf16"}}, "bf16"),
-        ({"wire_for": {"embed*": "bf16", "lm_head.*": "bf16"}}, "bf16"),
-        ({"wire_for": {"lm_head.*": "bf16", "*": "fp16"}}, "bf16"),
-        ({"wire_for": {"embed*": "bf16", "*.weight": "fp16"}}, "bf16"),
-        ({"wire_for": {"1d": "fp16", "lm_head.*": "bf16"}}, "bf16"),
-        ({"wire_for": {"body*": "bf16"}}, "int8"),
-        ({"exempt": ("lm_head.*",), "wire_for": {"*": "bf16"}}, None),
-        ({"exempt": ("lm_head.*",), "wire_for": {"embed*": "fp32"}}, None),
+        ({"wires": {"lm_head.*": "bf16"}}, "bf16"),
+        ({"wires": {"embed*": "bf16", "lm_head.*": "bf16"}}, "bf16"),
+        ({"wires": {"lm_head.*": "bf16", "*": "fp16"}}, "bf16"),
+        ({"wires": {"embed*": "bf16", "*.weight": "fp16"}}, "bf16"),
+        ({"wires": {"1d": "fp16", "lm_head.*": "bf16"}}, "bf16"),
+        ({"wires": {"body*": "bf16"}}, "int8"),
+        ({"wires": {"lm_head.*": "fp32", "*": "bf16", "1d": "int8"}}, None),
+        ({"wires": {"lm_head.*": "fp32", "embed*": "fp32", "1d": "int8"}}, None),
     ],
     ids=str,
 )
@@ -122,16 +126,16 @@ def test_of_patterns_that_match_a_name_of_a_tied_weight_the_first_counts(options
 
 
 def refused_by_tied(rank, world_size, options):
-    return refused(rank, world_size, {"wire": "int8", **options}, LanguageModel())
+    return refused(rank, world_size, {"config": Config("int8", **options)}, LanguageModel())
 
 
 @pytest.mark.parametrize(
     ("options", "of_head", "of_embed"),
     [
-        ({"wire_for": {"lm_head.*": "bf16", "embed*": "int8"}}, "bf16", "int8"),
-        ({"wire_for": {"embed*": "int8", "lm_head.*": "bf16", "*": "fp16"}}, "bf16", "int8"),
-        ({"exempt": ("embed*",), "wire_for": {"lm_head.*": "bf16"}}, "bf16", "fp32"),
-        ({"exempt": ("lm_head.*",), "wire_for": {"embed*": "int8"}}, "fp32", "int8"),
+        ({"wires": {"lm_head.*": "bf16", "embed*": "int8"}}, "bf16", "int8"),
+        ({"wires": {"embed*": "int8", "lm_head.*": "bf16", "*": "fp16"}}, "bf16", "int8"),
+        ({"wires": {"embed*": "fp32", "lm_head.*": "bf16", "1d": "int8"}}, "bf16", "fp32"),
+        ({"wires": {"lm_head.*": "fp32", "embed*": "int8", "1d": "int8"}}, "fp32", "int8"),
     ],
     ids=str,
 )
@@ -146,14 +150,14 @@ def test_of_three_names_the_two_that_disagree_are_named():
     shared = nn.Linear(2, 2, bias=False)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(2, 2, bias=False)})
     model["c"].weight = shared.weight
-    config = Config(wire="int8", wire_for={"b*": "bf16", "c*": "fp16"})
+    config = Config(wire="int8", wires={"b*": "bf16", "c*": "fp16"})
     with pytest.raises(ValueError, match=r"'b.0.weight' and 'c.weight' are one tied parameter"):
         named_parameters(names_of(model), [config])
 
 
 def test_a_pattern_behind_another_of_the_same_name_has_no_effect_on_a_tied_weight():
-    config = Config(wire="int8", wire_for={"*.weight": "fp16", "lm_head.*": "bf16"})
-    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' to the wire_for"):
+    config = Config(wire="int8", wires={"*.weight": "fp16", "lm_head.*": "bf16"})
+    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' to the wires"):
         config.check_patterns(names_of(LanguageModel()))
 
 
@@ -165,12 +169,12 @@ def test_a_pattern_behind_another_of_the_same_name_has_no_effect_on_a_tied_weigh
         ("blocks.*.nrom.wieght", "the closest names are 'blocks.0.norm.weight', 'blocks.0.norm.bias', "),
     ],
 )
-@pytest.mark.parametrize("field", ["exempt", "wire_for"])
-def test_a_pattern_that_matches_nothing_is_refused_with_the_closest_names(field, pattern, words):
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_a_pattern_that_matches_nothing_is_refused_with_the_closest_names(wire, pattern, words):
     model = LanguageModel()
     model.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4)}) for _ in range(12))
-    config = Config(wire="int8", **{field: (pattern,) if field == "exempt" else {pattern: "bf16"}})
+    config = Config(wire="int8", wires={pattern: wire})
     with pytest.raises(ValueError) as error:
         named_parameters(names_of(model), [config])
-    assert f"{field} pattern {pattern!r} matches none of the 27 parameters" in str(error.value)
+    assert f"wires pattern {pattern!r} matches none of the 27 parameters" in str(error.value)
     assert words in str(error.value)

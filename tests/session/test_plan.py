@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.config import WIRES, Config
+from fusedcomm import chunks
+from fusedcomm.config import WIRES, Blocks, Chunks, Config
 from fusedcomm.native import _C
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
@@ -13,7 +14,7 @@ LARGE = 1 << 20
 
 
 def plan(world_size: int, like: torch.Tensor, exact_numel: int, lossy_numel: int, **config) -> "_C.BucketPlan":
-    return _C.plan_bucket(Config(**config).native(world_size), world_size, like, exact_numel, lossy_numel)
+    return _C.plan_bucket(chunks.native(Config(**config), world_size), world_size, like, exact_numel, lossy_numel)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_fp16_direct_divides_by_about_the_root_of_the_world_size(world_size, pre
 )
 def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, chunk_nbytes, exact, lossy):
     block = block if _C.has_scales(wire) else None
-    config = Config(wire=wire, block=block, chunk_nbytes=chunk_nbytes).native(world_size)
+    config = chunks.native(Config(wire=wire, blocks=Blocks(block), chunks=Chunks(chunk_nbytes)), world_size)
     chosen = _C.plan_bucket(config, world_size, like, exact, lossy)
     if not chosen.in_place:
         assert chosen.layout.chunk_nbytes <= _C.workspace_nbytes(config, world_size)
@@ -85,7 +86,7 @@ def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, 
 def test_on_an_accelerator_ddps_default_bucket_is_one_chunk(wire, world_size):
     """So that it takes three launches."""
     numel = 25 * (1 << 20) // 4
-    native = Config(wire=wire).native(world_size, "cuda")
+    native = chunks.native(Config(wire=wire), world_size, "cuda")
     for exact_numel in (0, 4096):
         plan = _C.plan_bucket(native, world_size, torch.empty(0), exact_numel, numel - exact_numel)
         assert plan.layout.num_chunks == 1

@@ -9,6 +9,7 @@ from models import Gradients, attach_to, normal, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Config, Feedback, Rounding
 
 SHAPE = (20011,)
 
@@ -31,7 +32,7 @@ def resumed(rank, world_size, states, num_steps, kwargs):
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_loaded_state_is_neither_lost_nor_counts_twice(ranks, rounding):
-    kwargs = {"error_feedback": True, "rounding": rounding}
+    kwargs = {"rounding": Rounding(rounding), "feedback": Feedback()}
     states = [state for state, _ in ranks.run(saved_after, 3, False, kwargs, world_size=2)]
     assert [(s["rank"], s["world_size"], s["step"]) for s in states] == [(0, 2, 3), (1, 2, 3)]
     left_out = [state["residuals"]["weights.0"] for state in states]
@@ -44,7 +45,7 @@ def test_a_loaded_state_is_neither_lost_nor_counts_twice(ranks, rounding):
 
 
 def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
-    kwargs = {"error_feedback": True}
+    kwargs = {"feedback": Feedback()}
     outcome = ranks.run(saved_after, 3, True, kwargs, world_size=3)
     own = ranks.run(saved_after, 3, False, kwargs, world_size=3)
     consolidated = [state for state, _ in outcome]
@@ -59,7 +60,7 @@ def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
 
 
 def delivered_and_remaining(rank, world_size, state):
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     comm.load_state_dict(state)
     (delivered,) = synchronise(ddp, [normal(rank, 9, SHAPE)])
     return delivered, comm.state_dict(consolidated=True)["residuals"]["weights.0"]
@@ -67,13 +68,13 @@ def delivered_and_remaining(rank, world_size, state):
 
 def loads(rank, world_size, change, kwargs):
     """The error or warning that loading a changed state gives, and what is left out afterwards."""
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     state = {**comm.state_dict(), **change}
     for key in [key for key, value in change.items() if value == "missing"]:
         del state[key]
     comm.detach()
-    comm = fusedcomm.attach(ddp, wire="int4", exempt=(), quiet=True, **kwargs)
+    comm = fusedcomm.attach(ddp, Config("int4", wires={"1d": "int4"}, **kwargs), quiet=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -87,27 +88,27 @@ def loads(rank, world_size, change, kwargs):
 @pytest.mark.parametrize(
     ("change", "kwargs", "words"),
     [
-        ({"version": 1}, {"error_feedback": True}, ["state version 1", "reads 2"]),
-        ({"residuals": "missing"}, {"error_feedback": True}, ["['residuals'] missing"]),
-        ({}, {}, ["error_feedback='fp32'", "error_feedback=None", "attach with error_feedback"]),
+        ({"version": 1}, {"feedback": Feedback()}, ["state version 1", "reads 2"]),
+        ({"residuals": "missing"}, {"feedback": Feedback()}, ["['residuals'] missing"]),
+        ({}, {}, ["error_feedback='fp32'", "feedback=None", "attach with feedback=fusedcomm.Feedback(…)"]),
         (
             {"residuals": {"weights.0": torch.zeros(5)}},
-            {"error_feedback": True},
+            {"feedback": Feedback()},
             ["'weights.0'", "5 elements", f"{SHAPE[0]}"],
         ),
-        ({"residuals": {"bias": torch.zeros(5)}}, {"error_feedback": True}, ["'bias'", "does not have"]),
-        ({"residuals": {"weights.0": torch.full(SHAPE, torch.nan)}}, {"error_feedback": True}, ["finite"]),
-        ({"step": "x"}, {"error_feedback": True}, ["state['step']", "'x'", "whole number"]),
-        ({"step": -5}, {"error_feedback": True}, ["state['step']", "-5"]),
-        ({"step": 2**70}, {"error_feedback": True}, ["state['step']", str(2**70)]),
-        ({"nonfinite": {"weights.9": 3}}, {"error_feedback": True}, ["'weights.9'", "of this model"]),
-        ({"nonfinite": {"weights.0": -3}}, {"error_feedback": True}, ["'weights.0'", "-3"]),
+        ({"residuals": {"bias": torch.zeros(5)}}, {"feedback": Feedback()}, ["'bias'", "does not have"]),
+        ({"residuals": {"weights.0": torch.full(SHAPE, torch.nan)}}, {"feedback": Feedback()}, ["finite"]),
+        ({"step": "x"}, {"feedback": Feedback()}, ["state['step']", "'x'", "whole number"]),
+        ({"step": -5}, {"feedback": Feedback()}, ["state['step']", "-5"]),
+        ({"step": 2**70}, {"feedback": Feedback()}, ["state['step']", str(2**70)]),
+        ({"nonfinite": {"weights.9": 3}}, {"feedback": Feedback()}, ["'weights.9'", "of this model"]),
+        ({"nonfinite": {"weights.0": -3}}, {"feedback": Feedback()}, ["'weights.0'", "-3"]),
         (
             {"error_feedback": "int8"},
-            {"error_feedback": True},
+            {"feedback": Feedback()},
             ["error_feedback='int8'", "'fp32', 'bf16'", "state['error_feedback'] = 'fp32'", "state['residuals']"],
         ),
-        ({"residuals": None}, {"error_feedback": True}, ["state['residuals'] is a NoneType", "dict"]),
+        ({"residuals": None}, {"feedback": Feedback()}, ["state['residuals'] is a NoneType", "dict"]),
     ],
     ids=str,
 )
@@ -118,7 +119,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(ranks, change, kw
 
 
 def test_another_ranks_residuals_are_forgotten_with_a_warning(ranks):
-    outcome = ranks.run(loads, {"rank": 1}, {"error_feedback": True}, world_size=2)
+    outcome = ranks.run(loads, {"rank": 1}, {"feedback": Feedback()}, world_size=2)
     error, messages, left_out = outcome[0]
     assert error == "" and left_out == [] and len(messages) == 1
     assert all(words in messages[0] for words in ("rank 1 of 2", "this is rank 0 of 2", "consolidated=True"))
@@ -126,7 +127,7 @@ def test_another_ranks_residuals_are_forgotten_with_a_warning(ranks):
 
 
 def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
-    for error, messages, left_out in ranks.run(loads, {}, {"error_feedback": "bf16"}, world_size=2):
+    for error, messages, left_out in ranks.run(loads, {}, {"feedback": Feedback("bf16")}, world_size=2):
         assert (error, messages, left_out) == ("", [], ["weights.0"])
 
 
@@ -135,7 +136,7 @@ def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
 
 def moved_to_a_smaller_group(rank, world_size):
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     before = comm.state_dict()["residuals"]["weights.0"]
     if rank == 2:
@@ -154,7 +155,7 @@ def test_residuals_follow_into_another_group_with_the_weight_they_had(ranks):
 
 def through_a_comm_state(rank, world_size, loaded):
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    state = fusedcomm.CommState(Config("int4", wires={"1d": "int4"}, feedback=Feedback()))
     if loaded is not None:
         state.load_state_dict(loaded)
     ddp = DistributedDataParallel(Gradients(SHAPE))
@@ -187,7 +188,7 @@ def test_a_comm_state_saves_loads_and_moves(ranks):
 def moves_with_several_parameters(rank, world_size):
     """In the first pass one bucket has all parameters in the order of the model; later ones in that of gradients."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    state = fusedcomm.CommState(Config("int4", wires={"1d": "int4"}, feedback=Feedback()))
     ddp = DistributedDataParallel(Gradients(*[(6000,)] * 4), bucket_cap_mb=0.02)
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
     delivered = [torch.zeros(6000, dtype=torch.float64) for _ in range(4)]
@@ -218,10 +219,10 @@ def test_a_comm_states_residuals_stay_with_their_parameters_in_another_group(ran
 
 
 def attached_and_loaded_by_a_comm_state(rank, world_size):
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     saved = comm.state_dict()
-    state = fusedcomm.CommState(wire="int4", exempt=(), error_feedback=True)
+    state = fusedcomm.CommState(Config("int4", wires={"1d": "int4"}, feedback=Feedback()))
     state.load_state_dict(saved)
     ddp = DistributedDataParallel(Gradients(SHAPE))
     ddp.register_comm_hook(state, fusedcomm.comm_hook)
@@ -242,7 +243,7 @@ def test_residuals_that_no_parameter_takes_are_said_to_be_lost_once(ranks):
 
 def saved_often(rank, world_size):
     """What the store keeps of three consolidated states."""
-    ddp, comm = attach_to(Gradients(SHAPE), error_feedback=True)
+    ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     for _ in range(3):
         comm.state_dict(consolidated=True)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedcomm.config import Config
+from fusedcomm import chunks
+from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
 from fusedcomm.tools.cluster import Cluster, Codec, Cost, Network, TwoLevels
 from fusedcomm.tools.cost_model import (
@@ -64,7 +65,9 @@ def step_s(config: Config | None, ranks: Cluster, workload: Workload) -> float:
 
 
 def chunks_of(config: Config, world_size: int, numel: int, device_type: str = "cpu") -> tuple[int, int]:
-    layout = _C.plan_bucket(config.native(world_size, device_type), world_size, torch.empty(0), 0, [numel]).layout
+    layout = _C.plan_bucket(
+        chunks.native(config, world_size, device_type), world_size, torch.empty(0), 0, [numel]
+    ).layout
     return layout.num_chunks, layout.chunk_nbytes
 
 
@@ -86,7 +89,7 @@ def test_one_rank_sends_nothing():
 
 
 def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
-    config = Config(wire="bf16", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
     assert chunks_of(config, 4, NUMEL) == (1, 2 * NUMEL)
     exchange = ALPHA + 3 / 4 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
@@ -96,7 +99,7 @@ def test_two_shot_of_one_chunk_is_the_sum_of_its_stages():
 def test_two_shot_on_two_ranks_where_it_is_asked_for():
     exchange = ALPHA + 1 / 2 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
-    config = Config(wire="bf16", sum="two-shot", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", sum="two-shot", chunks=Chunks(2 * NUMEL))
     assert step_s(config, cluster(2), one_bucket()) == pytest.approx(by_hand)
 
 
@@ -104,8 +107,8 @@ def test_two_shot_on_two_ranks_where_it_is_asked_for():
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
     """What is sent is what the engine's plan says: the whole chunk, to every other rank."""
-    config = Config(wire=wire, sum=sum, chunk_nbytes=2 * NUMEL)
-    plan = _C.plan_bucket(config.native(world_size), world_size, torch.empty(0), 0, [NUMEL])
+    config = Config(wire=wire, sum=sum, chunks=Chunks(2 * NUMEL))
+    plan = _C.plan_bucket(chunks.native(config, world_size), world_size, torch.empty(0), 0, [NUMEL])
     sent = (world_size - 1) * plan.layout.chunk_nbytes
     assert (plan.sum, plan.layout.num_chunks) == ("one-shot", 1)
     assert step_s(config, cluster(world_size), one_bucket()) == pytest.approx(
@@ -121,7 +124,7 @@ def test_exact_scales_and_reduces_in_place():
 
 
 def test_direct_chunks_follow_one_another_on_the_network():
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     num_chunks, nbytes = chunks_of(config, 4, NUMEL)
     assert (num_chunks, nbytes) == (8, NUMEL // 4)
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * nbytes * BETA
@@ -132,7 +135,7 @@ def test_direct_chunks_follow_one_another_on_the_network():
 
 
 def test_a_single_workspace_takes_one_chunk_at_a_time():
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=1)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=1))
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * (NUMEL // 4) * BETA
     by_hand = 8 * (PACK(numel) + transfer + ALPHA + UNPACK(numel))
     assert step_s(config, cluster(), one_bucket()) == pytest.approx(by_hand)
@@ -140,7 +143,9 @@ def test_a_single_workspace_takes_one_chunk_at_a_time():
 
 def test_exact_buckets_take_no_workspace():
     gradients = [Gradient(NUMEL, 0.2)] * 3
-    found = predict(Workload(0.1, 0.2, 0.0, gradients), Choice(Config(wire="fp32", chunks_in_flight=1), 1), cluster())
+    found = predict(
+        Workload(0.1, 0.2, 0.0, gradients), Choice(Config(wire="fp32", chunks=Chunks(in_flight=1)), 1), cluster()
+    )
     sent, copied = 2 * 3 / 4 * 4 * NUMEL * BETA, 4 * NUMEL * COPY
     by_hand = 0.3 + copied + PACK(NUMEL) + 3 * sent + ALPHA + copied
     assert found.num_buckets == 3
@@ -148,7 +153,7 @@ def test_exact_buckets_take_no_workspace():
 
 
 def test_on_an_accelerator_latency_keeps_the_wire_stream():
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * (NUMEL // 4) * BETA
     by_hand = PACK(numel) + 8 * (transfer + ALPHA) + UNPACK(numel)
     assert step_s(config, cluster(cores=None), one_bucket()) == pytest.approx(by_hand)
@@ -156,7 +161,7 @@ def test_on_an_accelerator_latency_keeps_the_wire_stream():
 
 def test_on_few_cores_codec_lanes_take_turns():
     slow = {wire: Codec(*[Cost(0, 1e-6)] * 4) for wire in CODECS}
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     free = Network(Cost(0, 0), Cost(0, 0))
     numel = NUMEL / 8
     apart = step_s(config, cluster(codecs=slow, network=free), one_bucket())
@@ -168,7 +173,7 @@ def test_on_few_cores_codec_lanes_take_turns():
 def test_lanes_that_run_side_by_side_are_not_added_up():
     # Pack and unpack take 0.2 s each, beside one another, in a step of 0.6 s.
     slow = {wire: Codec(*[Cost(0, 0.2 / NUMEL)] * 4) for wire in CODECS}
-    config = Config(wire="bf16", sum="direct", chunk_nbytes=NUMEL // 4, chunks_in_flight=8)
+    config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     ranks = cluster(codecs=slow, network=Network(Cost(0, 0), Cost(0, 0)), copy_s_per_byte=0.0)
     found = predict(one_bucket(), Choice(config), ranks)
     assert found.step_s == pytest.approx(0.35 + 9 / 8 * 0.2)
@@ -176,9 +181,9 @@ def test_lanes_that_run_side_by_side_are_not_added_up():
 
 
 def test_exempt_elements_travel_in_fp32_and_are_packed():
-    config = Config(wire="int8", chunk_nbytes=1 << 24)
+    config = Config(wire="int8", chunks=Chunks(1 << 24))
     exempt = NUMEL // 2
-    native = config.native(4, "cpu")
+    native = chunks.native(config, 4, "cpu")
     layout = _C.plan_bucket(native, 4, torch.empty(0), exempt, [NUMEL - exempt]).layout
     assert layout.chunk_nbytes == 4 * exempt + (NUMEL - exempt) * (1 + 4 / 128)
     exchange = ALPHA + 3 / 4 * layout.chunk_nbytes * BETA
@@ -199,15 +204,15 @@ def test_an_all_reduce_leaves_each_host_once_and_is_as_slow_as_the_slower_link()
 
 
 def test_one_level_sends_from_every_rank():
-    config = Config(wire="bf16", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
     exchange = ALPHA + 2e-4 + 4 * 4 / 8 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
     assert step_s(config, cluster(8, ranks_per_host=4, local=LOCAL), one_bucket()) == pytest.approx(by_hand)
 
 
 def test_two_levels_sum_within_hosts_first():
-    config = Config(wire="int8", hosts="auto", chunk_nbytes=2 * NUMEL, exempt=())
-    plan = _C.plan_bucket(config.native(8, "cpu", 4), 8, torch.empty(0), 0, [NUMEL])
+    config = Config(wire="int8", wires={"1d": "int8"}, chunks=Chunks(2 * NUMEL), hosts="auto")
+    plan = _C.plan_bucket(chunks.native(config, 8, "cpu", 4), 8, torch.empty(0), 0, [NUMEL])
     nbytes = plan.layout.chunk_nbytes
     assert (plan.layout.num_chunks, plan.host_layouts[0].chunk_nbytes) == (1, 2 * NUMEL)
     assert nbytes == NUMEL * (1 + 4 / 128)
@@ -226,7 +231,7 @@ def test_each_message_takes_of_a_core():
         busy = Network(*[Cost(0.0, 0.0, cpu_s_per_unit=1e-9, cpu_fixed_s=cpu_fixed_s)] * 2)
         free = Codec(*[Cost(0.0, 0.0)] * 4)
         ranks = Cluster(4, busy, {"bf16": free}, 0.0, cores=0.5)
-        return step_s(Config(wire="bf16", chunk_nbytes=2 * NUMEL), ranks, one_bucket())
+        return step_s(Config(wire="bf16", chunks=Chunks(2 * NUMEL)), ranks, one_bucket())
 
     assert on_half_a_core(1e-3) - on_half_a_core(0.0) == pytest.approx(2 * 1e-3 / 0.5)  # an exchange and a gather
 
@@ -236,7 +241,7 @@ def test_sums_on_two_levels_have_networks_of_their_own():
     twice = Network(*[Cost(2 * ALPHA, 2 * BETA)] * 2), Network(*[Cost(4e-4, 4e-9)] * 2)
     own = dataclasses.replace(hosts, two_levels=TwoLevels(*twice))
     slower = dataclasses.replace(hosts, network=twice[0], local=twice[1])
-    levels, flat = (Config(wire="int8", hosts=hosts, chunk_nbytes=2 * NUMEL) for hosts in ("auto", None))
+    levels, flat = (Config(wire="int8", chunks=Chunks(2 * NUMEL), hosts=hosts) for hosts in ("auto", None))
     assert (
         step_s(levels, own, one_bucket()) == step_s(levels, slower, one_bucket()) > step_s(levels, hosts, one_bucket())
     )
@@ -246,21 +251,21 @@ def test_sums_on_two_levels_have_networks_of_their_own():
 
 def test_two_levels_on_one_host_are_one():
     single = cluster(4, ranks_per_host=4, local=LOCAL)
-    levels, flat = (Config(wire="int8", hosts=hosts, chunk_nbytes=1 << 24) for hosts in ("auto", None))
+    levels, flat = (Config(wire="int8", chunks=Chunks(1 << 24), hosts=hosts) for hosts in ("auto", None))
     assert step_s(levels, single, one_bucket()) == step_s(flat, single, one_bucket())
 
 
 def test_a_ring_gathers_across_each_link_once():
     ring = dataclasses.replace(NETWORK, gather=Cost(ALPHA, BETA))
     local_ring = dataclasses.replace(LOCAL, gather=Cost(0.0, 2e-9))
-    config = Config(wire="bf16", chunk_nbytes=2 * NUMEL)
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
     hosts = cluster(8, ranks_per_host=4, network=ring, local=local_ring)
     exchange = ALPHA + 2e-4 + 4 * 4 / 8 * 2 * NUMEL * BETA
     gather = ALPHA + 7 / 8 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + gather + UNPACK(NUMEL)
     assert step_s(config, hosts, one_bucket()) == pytest.approx(by_hand)
     # Between hosts, each of the four ranks has a ring of its own: as much leaves the host as by exchange.
-    levels = Config(wire="int8", hosts="auto", chunk_nbytes=2 * NUMEL)
+    levels = Config(wire="int8", chunks=Chunks(2 * NUMEL), hosts="auto")
     exchanging = cluster(8, ranks_per_host=4, local=LOCAL)
     sent = [predict(one_bucket(), Choice(levels), ranks).sent_nbytes for ranks in (hosts, exchanging)]
     assert sent[0] == sent[1]
@@ -349,8 +354,7 @@ CHOICES = st.one_of(
     st.builds(
         Config,
         wire=st.sampled_from(["fp32", "bf16", "int8", "int4"]),
-        chunks_in_flight=st.integers(1, 8),
-        chunk_nbytes=st.sampled_from([None, 1 << 16, 1 << 20]),
+        chunks=st.builds(Chunks, st.sampled_from([None, 1 << 16, 1 << 20]), st.integers(1, 8)),
         hosts=st.none(),
     ),
     st.just(Config(wire="bf16", sum="direct")),
@@ -386,7 +390,7 @@ def test_bounds(workload, config, ranks, cap):
         for bucket in cut_buckets(workload.gradients, cap):
             numel = sum(gradient.numel for gradient in bucket)
             device_type = "cuda" if ranks.cores is None else "cpu"
-            native = config.native(ranks.world_size, device_type)
+            native = chunks.native(config, ranks.world_size, device_type)
             sent += _C.plan_bucket(native, ranks.world_size, torch.empty(0), 0, [numel]).sent_nbytes
         if ranks.ranks_per_host == 1:
             assert found.sent_nbytes == pytest.approx(sent, rel=1e-6, abs=2 * found.num_buckets)

@@ -254,7 +254,7 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
     assert written["hardware"]["ranks_per_host"] == 4
     # Below the line of code, what a wire would gain that was not accepted.
     assert written["recommendation"] == lines[-2] and written["accepted"] == ["bf16", "int8"]
-    assert lines[-2].startswith('fusedcomm.attach(ddp, wire="int8"')
+    assert lines[-2].startswith('fusedcomm.attach(ddp, fusedcomm.Config(wire="int8", hosts="auto"))')
     faster = written["faster_but_not_accepted"]
     assert faster["wire"] == "int4" and faster["way"] in lines[-1] and lines[-1].endswith("then --accept int4")
     assert [row["way"] for row in written["rows"]][:3] == ["DDP default", "DDP, best cap", "wire=bf16"]

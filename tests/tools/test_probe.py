@@ -16,6 +16,7 @@ from models import on_host
 from patience import HANG_S, patient, slowness
 from test_probe_workload import SCRIPT, script
 
+from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.ranks import groups
 from fusedcomm.tools import output
@@ -104,7 +105,7 @@ def test_messages_are_of_the_sizes_that_suit_the_link(ranks, s_per_byte):
     for kind in ("exchange", "direct"):
         # An all-gather of two ranks is an exchange of both ranks' chunks.
         num_chunks, sum = (2, "one-shot") if kind == "exchange" else (1, "direct")
-        message = num_chunks * Config(sum=sum).resolved(2, "cpu", s_per_byte).chunk_nbytes
+        message = num_chunks * chunks.resolved(Config(sum=sum), 2, "cpu", s_per_byte).chunks.nbytes
         assert of_all[kind] == sorted({4 << 10, message // 16, message // 4, message}) and others[0] == of_all
 
 

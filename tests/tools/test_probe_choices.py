@@ -159,7 +159,7 @@ def test_sums_on_two_levels_are_recommended_where_hosts_share_a_slow_link():
         assert {name: sent[name] for name in expected} == pytest.approx(expected, rel=0.01)
         recommendation = recommend(found, ("bf16", "int8"))
         assert (recommendation.option.name == "int8 by host") == wins
-        assert recommendation.option.code.endswith('wire="int8", hosts="auto")') == wins
+        assert recommendation.option.code.endswith('(ddp, fusedcomm.Config(wire="int8", hosts="auto"))') == wins
 
 
 def test_another_link_is_another_one_for_sums_on_two_levels_too():

@@ -13,6 +13,7 @@ from models import Gradients, synchronise
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config
 from fusedcomm.tools.cli import main
 from fusedcomm.trace import document as trace
 from fusedcomm.trace import merge as timeline
@@ -22,7 +23,7 @@ SHAPES = ((300, 50), (20, 30), (4000,))
 
 def traced(rank, world_size, path, kwargs, attach_kwargs):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
-    comm = fusedcomm.attach(ddp, wire="int8", sum="two-shot", chunk_nbytes=8192, **attach_kwargs)
+    comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(8192), **attach_kwargs))
     gradients = [torch.ones(shape) for shape in SHAPES]
     synchronise(ddp, gradients, steps=2)
     with comm.trace(path, **kwargs):

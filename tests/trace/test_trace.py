@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from traces import read
 
 import fusedcomm
+from fusedcomm.config import Chunks, Config
 from fusedcomm.trace import document as trace
 
 SHAPES = ((300, 50), (20, 30), (4000,))
@@ -13,7 +14,7 @@ SHAPES = ((300, 50), (20, 30), (4000,))
 
 def traced(rank, world_size, wire, path, num_steps):
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.01)
-    comm = fusedcomm.attach(ddp, wire=wire, sum="two-shot" if wire == "int8" else "exact", chunk_nbytes=8192)
+    comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot" if wire == "int8" else "exact", chunks=Chunks(8192)))
     gradients = [torch.ones(shape) for shape in SHAPES]
     synchronise(ddp, gradients, steps=2)
     with comm.trace(path):

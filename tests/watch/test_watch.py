@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm import config
+from fusedcomm.config import Config, LocalOptions
 
 SHAPES = ((400, 300), (500, 600))
 TIMEOUT_S = patient(6)
@@ -32,7 +33,7 @@ def train(rank, world_size, victim, fate, store_kind, wire):
     stderr meanwhile, how long that took, and how long detaching took."""
     with group_over(store_kind, rank, world_size, victim, datetime.timedelta(seconds=TIMEOUT_S)) as group:
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
-        comm = fusedcomm.attach(ddp, wire=wire, sum="exact" if wire == "fp32" else "two-shot")
+        comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
         gradients = [torch.ones(shape) for shape in SHAPES]
         synchronise(ddp, gradients, steps=3)
 
@@ -60,7 +61,7 @@ def train(rank, world_size, victim, fate, store_kind, wire):
 def late_for_the_end_of_a_trial(rank, world_size, folder):
     """What a rank writes to stderr while rank 1 does not come to compare times until rank 0 has said so."""
     ddp = DistributedDataParallel(Gradients((4000,)))
-    comm = fusedcomm.attach(ddp, wire="auto", wires=("bf16",), stall_after=patient(1))
+    comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
     trial_steps = comm._runs._search.trial_steps
     synchronise(ddp, gradients, steps=trial_steps)
@@ -135,7 +136,7 @@ def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
 def paused(rank, world_size, victim):
     """In step 3 the `victim` is stopped for six times as long as it takes to notice; then five more steps."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=patient(1))
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronise(ddp, gradients, steps=3)
 
@@ -170,7 +171,7 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
     """In step 3 the `victim` begins its backward pass late, when the others have said so, or 3 s late where stalls are
     not reported so soon; then five more steps. `forged`: what rank 0 puts into the store as roll call 1."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=stall_after)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
     if forged is not None and rank == 0:
         comm._session._store.set("watch/call/1", forged)
         comm._session._store.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
@@ -299,7 +300,7 @@ def cut_off(rank, world_size, port, control):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=patient(2))
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(2)))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     means, logs = synchronise(ddp, gradients, steps=3), []
     for order, wait_s in ((b"1", patient(2)), (b"0", patient(10))):
@@ -337,7 +338,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
-    comm = fusedcomm.attach(ddp, wire="bf16", sum="two-shot", stall_after=2)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=2))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     means = synchronise(ddp, gradients, steps=3)
     with tempfile.NamedTemporaryFile() as log:
@@ -388,7 +389,7 @@ def test_by_default_a_stall_is_reported_before_the_timeout():
 def refused(rank, world_size):
     ddp = DistributedDataParallel(Gradients((5,)))
     try:
-        fusedcomm.attach(ddp, stall_after=0 if rank == 1 else 1)
+        fusedcomm.attach(ddp, local=LocalOptions(stall_after=0 if rank == 1 else 1))
     except (ValueError, RuntimeError) as error:
         return str(error)
 
@@ -440,8 +441,8 @@ class Model(torch.nn.Module):
     def forward(self, x):
         return torch.nn.functional.linear(x, getattr(self, NAME))
 ddp = DistributedDataParallel(Model())
-options = dict(wire="bf16", sum="two-shot", chunk_nbytes={chunk_nbytes}, stall_after={stall_after_s})
-comm = fusedcomm.attach(ddp, quiet=True, **options)
+config = fusedcomm.Config("bf16", "two-shot", chunks=fusedcomm.Chunks({chunk_nbytes}))
+comm = fusedcomm.attach(ddp, config, local=fusedcomm.LocalOptions(stall_after={stall_after_s}), quiet=True)
 for step in range(5):
     if step == 2 and rank == 2:
         line = ["dev", os.environ["FUSEDCOMM_BENCH_INTERFACE"], "root", "tbf"]

@@ -17,10 +17,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from fusedcomm import chunks
 from fusedcomm.chunks import nbytes_per_element
-from fusedcomm.config import ONE_DIMENSIONAL, WIRES, Config
+from fusedcomm.config import WIRES, Config
 from fusedcomm.tools import cost_model
 from fusedcomm.tools.cluster import Cluster, Codec, Cost, Network, TwoLevels
+from fusedcomm.tools.code import attach_arguments
 from fusedcomm.tools.cost_model import WORTHWHILE, Choice, Gradient, Prediction, Workload, predict
 from fusedcomm.tools.plan.architectures import Parameter
 
@@ -120,15 +122,15 @@ class Hardware:
 
     def assumptions_of_ways(self) -> dict[str, str]:
         """The same of what gradients are cut into and sent as, and of what is recommended, beside the hardware."""
-        chunks = Config().resolved(self.ranks, "cuda")
+        whole = chunks.resolved(Config(), self.ranks, "cuda")
         said = {
             "buckets": f"a first one of {cost_model.FIRST_BUCKET_NBYTES >> 20} MiB where the cap is DDP's own, "
             f"{cost_model.DEFAULT_CAP_NBYTES >> 20}",
-            "chunks": f"fusedcomm's, of {chunks.chunk_nbytes >> 20} MiB, {chunks.chunks_in_flight} under way",
+            "chunks": f"fusedcomm's, of {whole.chunks.nbytes >> 20} MiB, {whole.chunks.in_flight} under way",
             "exact": "parameters of one dimension in a wire that has scales, where the model's are known (exempt)",
         }
         if 1 < self.ranks_per_host < self.ranks:
-            said["within a host, with hosts"] = f"{chunks.local_wire} (local_wire)"
+            said["within a host, with hosts"] = f"{whole.local_wire} (local_wire)"
         said["recommended"] = (
             f"of what is within {WORTHWHILE:.0%} of the fastest the first of --wires, if the fastest makes a step "
             f"shorter by more than {WORTHWHILE:.0%}; int4 only if nothing else does, or it is faster by more than "
@@ -208,7 +210,7 @@ class Training:
 
     def workload(self, config: Config | None = None) -> Workload:
         """Backward takes time in proportion to multiply-adds, by layer, or to numel where no layer has any."""
-        exempt_1d = config is not None and ONE_DIMENSIONAL in config.exempt
+        exempt_1d = config is not None and config.exempts_1d
         backward_s, total = self.step_s * self.backward_share, sum(p.multiply_adds for p in self.parameters)
         weights = [p.multiply_adds if total else p.numel for p in self.parameters]
         done, gradients = 0, []
@@ -252,15 +254,15 @@ DDP_DEFAULT, DDP_TUNED = "DDP default", "DDP, best cap"
 
 
 def ways(wires: Sequence[str], several_levels: bool) -> dict[str, Config]:
-    """From the most to the least exact of equally fast ones, for :func:`recommend`."""
+    """By name, from the most to the least exact of equally fast ones, for :func:`recommend`."""
     found: dict[str, Config] = {}
     for wire in wires:
-        arguments = f'wire="{wire}"'
-        found[arguments] = Config(wire=wire)
+        name = f"wire={wire}"
+        found[name] = Config(wire)
         if several_levels and wire != "fp32":
-            found[f'{arguments}, hosts="auto"'] = Config(wire=wire, hosts="auto")
+            found[f"{name}, hosts=auto"] = Config(wire, hosts="auto")
         if wire in ("bf16", "fp16"):
-            found[f'{arguments}, sum="direct"'] = Config(wire=wire, sum="direct")
+            found[f"{name}, sum=direct"] = Config(wire, sum="direct")
     return found
 
 
@@ -271,8 +273,8 @@ def plan(hardware: Hardware, training: Training, wires: Sequence[str], caps_mib:
     cluster = hardware.cluster()
     default = predict(training.workload(), Choice(None), cluster)
 
-    def best(way: str, attach: str | None, config: Config | None) -> Row:
-        wire = None if config is None else config.wire
+    def best(way: str, config: Config | None) -> Row:
+        wire, attach = (None, None) if config is None else (config.wire, attach_arguments(config))
         workload = training.workload(config)
         found = [(predict(workload, Choice(config, round(cap * 2**20)), cluster), cap) for cap in caps_mib]
         prediction, cap = min(found, key=lambda pair: pair[0].step_s)
@@ -280,10 +282,10 @@ def plan(hardware: Hardware, training: Training, wires: Sequence[str], caps_mib:
 
     rows = [
         _row(DDP_DEFAULT, None, None, cost_model.DEFAULT_CAP_NBYTES / 2**20, default, default),
-        best(DDP_TUNED, None, None),
+        best(DDP_TUNED, None),
     ]
-    for arguments, config in ways(wires, several_levels).items():
-        rows.append(best(arguments.replace('"', ""), arguments, config))
+    for name, config in ways(wires, several_levels).items():
+        rows.append(best(name, config))
     return rows
 
 

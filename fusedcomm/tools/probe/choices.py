@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import ONE_DIMENSIONAL, Config
+from fusedcomm.config import Config
 from fusedcomm.ddp.attach import attach
 from fusedcomm.ddp.handle import Handle
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import AUTO
 from fusedcomm.tools.cluster import Cluster, Cost, Network
+from fusedcomm.tools.code import attach_arguments
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE, Choice, Prediction, Workload, predict
 
 OFF = "off"
@@ -24,7 +25,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to synchronise gradients: `wire` is OFF, or with the others as for fusedcomm.attach."""
+    """A way to synchronise gradients: `wire` is OFF, or with the others as of fusedcomm.Config."""
 
     wire: str
     sum: str = "auto"
@@ -40,7 +41,7 @@ class Way:
         return None if self.wire == OFF else Config(wire=self.wire, sum=self.sum, hosts=self.hosts)
 
     def attach(self, ddp: DistributedDataParallel) -> Handle | None:
-        return None if self.wire == OFF else attach(ddp, wire=self.wire, sum=self.sum, hosts=self.hosts, quiet=True)
+        return None if self.wire == OFF else attach(ddp, self.config, quiet=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +69,8 @@ class Option:
         """What to write; "model" is the user's module."""
         cap = "" if self.own_cap_mb is None else f", bucket_cap_mb={self.cap_mb:g}"
         wrap = f"ddp = DistributedDataParallel(model{cap})"
-        if self.wire == OFF:
-            return wrap
-        arguments = f'wire="{self.wire}"' + ("" if self.way.sum == "auto" else f', sum="{self.way.sum}"')
-        if self.way.hosts is not None:
-            arguments += f', hosts="{self.way.hosts}"'
-        return f"{wrap}; comm = fusedcomm.attach(ddp, {arguments})"
+        config = self.way.config
+        return wrap if config is None else f"{wrap}; comm = fusedcomm.attach(ddp, {attach_arguments(config)})"
 
 
 def own_cap_mb(cap_mb: float) -> float | None:
@@ -86,7 +83,7 @@ StepTime = Callable[[Option], float]
 
 def predict_option(workload: Workload, cluster: Cluster, way: Way, cap_mb: float) -> Option:
     config, gradients = way.config, workload.gradients
-    if config is not None and ONE_DIMENSIONAL not in config.exempt:
+    if config is not None and not config.exempts_1d:
         gradients = [dataclasses.replace(gradient, exempt=False) for gradient in gradients]
     workload = dataclasses.replace(workload, gradients=gradients)
     prediction = predict(workload, Choice(config, round(cap_mb * MIB)), cluster)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fusedcomm.config import Config, choose_codec_threads, choose_isa
+from fusedcomm import chunks
+from fusedcomm.config import ONE_DIMENSIONAL, Chunks, Config, choose_codec_threads, choose_isa
 from fusedcomm.native import _C
 from fusedcomm.tools.cluster import Codec, codec_costs
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
@@ -79,12 +80,13 @@ def _stages(
     if wire == "fp32":
         return _exact(team, codec, buckets[0], budget_s)
     points: dict[str, list[Point]] = {"pack": [], "unpack": []}
-    default = Config(wire=wire).resolved(team.world_size, team.device.type, s_per_byte).chunk_nbytes
+    default = chunks.resolved(Config(wire), team.world_size, team.device.type, s_per_byte).chunks.nbytes
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
     for parts in CHUNK_PARTS:
-        config = Config(wire=wire, exempt=(), chunk_nbytes=max(default // parts, 4096))
-        plan = _C.plan_bucket(config.native(team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
+        config = Config(wire, wires={ONE_DIMENSIONAL: wire}, chunks=Chunks(max(default // parts, 4096)))
+        native = chunks.native(config, team.world_size)
+        plan = _C.plan_bucket(native, team.world_size, gradient[:0], 0, gradient.numel())
         layout, num_messages = plan.layout, plan.steps[-1].num_ranks  # the last step unpacks
         slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
         sums = torch.zeros(layout.part_stride, dtype=torch.uint8)

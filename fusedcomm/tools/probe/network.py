@@ -183,11 +183,11 @@ class _Bench:
         if kind in (BETWEEN, WITHIN):
             # Within a host the messages of the narrowest wire are the longest.
             config, per_host = Config(wire="bf16" if kind == BETWEEN else "int4", hosts=AUTO), self.hosts.ranks_per_host
-        config = config.resolved(self.team.world_size, self.team.device.type, self.s_per_byte, per_host)
+        config = chunks.resolved(config, self.team.world_size, self.team.device.type, self.s_per_byte, per_host)
         num_parts = per_host if kind == BETWEEN else 1
         # Where every rank's whole chunk is gathered, the message of a collective is that of all of them.
         num_messages = self._plan.steps[-1].num_ranks if kind == "exchange" else 1
-        return num_messages * config.chunk_nbytes // num_parts, config.chunks_in_flight
+        return num_messages * config.chunks.nbytes // num_parts, config.chunks.in_flight
 
     def _sample(self, kind: str, nbytes: int, num_messages: int, in_flight: int, rounds: int) -> Sample:
         channels, device = self._channels[kind], self.team.device

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.ranks.hosts import Hosts, of_names
 from fusedcomm.tools.arguments import ACCEPT
@@ -207,7 +208,7 @@ def hosts_of(team: Team) -> tuple[Hosts | None, str]:
 
 def describe(team: Team, local: MeasuredLocal, network: MeasuredNetwork, uneven: str) -> dict:
     """What the figures depend on."""
-    config = Config().resolved(team.world_size, team.device.type, network.s_per_byte)
+    config = chunks.resolved(Config(), team.world_size, team.device.type, network.s_per_byte)
     return {
         "fusedcomm": fusedcomm.__version__,
         "torch": torch.__version__,
@@ -221,6 +222,6 @@ def describe(team: Team, local: MeasuredLocal, network: MeasuredNetwork, uneven:
         "torch_threads": torch.get_num_threads(),
         "codec": local.codec,
         "cores_of_a_rank": local.cores,
-        "chunk_nbytes": config.chunk_nbytes,
-        "chunks_in_flight": config.chunks_in_flight,
+        "chunk_nbytes": config.chunks.nbytes,
+        "chunks_in_flight": config.chunks.in_flight,
     }

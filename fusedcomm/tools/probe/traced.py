@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import Config
+from fusedcomm.config import ONE_DIMENSIONAL, Config
 from fusedcomm.ddp.attach import attach
 from fusedcomm.tools.cluster import codec_costs
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
@@ -25,7 +25,7 @@ ONE_BUCKET_MB = 1 << 20
 def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
     """(elements of a chunk, seconds) by the codec's stages that sums of so many ranks have. A collective call."""
     points = _points(team, wire, "auto")
-    if "sum" in codec_costs(Config(wire=wire).plan_of_large_buckets(team.world_size)):
+    if "sum" in codec_costs(Config(wire).plan_of_large_buckets(team.world_size)):
         points["sum"] = points.pop("unpack")
         if wire in ("bf16", "fp16"):
             points["unpack"] = _points(team, wire, "direct")["unpack"]
@@ -37,7 +37,7 @@ def _points(team: Team, wire: str, sum: str) -> dict[str, list[Point]]:
     for numel in BUCKET_NUMELS:
         model, step, _ = synthetic(numel, 0.0, team.device)
         ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB)
-        handle = attach(ddp, wire=wire, sum=sum, exempt=(), quiet=True)
+        handle = attach(ddp, Config(wire, sum, wires={ONE_DIMENSIONAL: wire}), quiet=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace-{rank}.json"
             for _ in range(WARMUP_STEPS):

@@ -1,0 +1,62 @@
+"""What a user can choose: one configuration for every front end, checked when it is made.
+
+``Config`` has what all ranks must share, in groups of options that belong together; ``LocalOptions`` what may differ
+from rank to rank. Each option is documented in its class's docstring and nowhere else.
+"""
+
+from fusedcomm.config.config import AUTO, Config, given, refuse_both
+from fusedcomm.config.local import (
+    STALL_AFTER_S,
+    LocalOptions,
+    choose_codec_threads,
+    choose_isa,
+    choose_stall_after,
+    local_options,
+)
+from fusedcomm.config.moved import explains_moved
+from fusedcomm.config.options import (
+    RESIDUALS,
+    ROUNDINGS,
+    SUMS,
+    WIRES,
+    WITH_SCALES,
+    WITHOUT_SCALES,
+    Blocks,
+    Checks,
+    Chunks,
+    Fallback,
+    Feedback,
+    Options,
+    Rounding,
+    TwoLevels,
+)
+from fusedcomm.patterns import ONE_DIMENSIONAL
+
+__all__ = [
+    "AUTO",
+    "ONE_DIMENSIONAL",
+    "RESIDUALS",
+    "ROUNDINGS",
+    "STALL_AFTER_S",
+    "SUMS",
+    "WIRES",
+    "WITHOUT_SCALES",
+    "WITH_SCALES",
+    "Blocks",
+    "Checks",
+    "Chunks",
+    "Config",
+    "Fallback",
+    "Feedback",
+    "LocalOptions",
+    "Options",
+    "Rounding",
+    "TwoLevels",
+    "choose_codec_threads",
+    "choose_isa",
+    "choose_stall_after",
+    "explains_moved",
+    "given",
+    "local_options",
+    "refuse_both",
+]

@@ -1,0 +1,30 @@
+"""Refusals that many options share. ValueError with the option, its value and what is possible."""
+
+from collections.abc import Sequence
+
+
+def choice(option: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{option}={value!r} is not known: use one of {', '.join(map(repr, choices))}")
+
+
+def whole(option: str, value: object, least: int, most: int, possible: str) -> None:
+    """A whole number from `least` to `most`, as `possible` says in words."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{option}={value!r} is not possible: use {possible}")
+
+
+def flag(option: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{option}={value!r} is not possible: use True or False")
+
+
+def positive(option: str, value: object, possible: str) -> None:
+    """A finite number greater than 0, as `possible` says in words."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"{option}={value!r} is not possible: use {possible}")
+
+
+def kind(option: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ValueError(f"{option}={value!r} is not possible: use a fusedcomm.{wanted.__name__}(…)")

@@ -1,0 +1,146 @@
+"""What a configuration refuses, when it is made: values out of range, and pairs that exclude each other, with both."""
+
+import pytest
+
+import fusedcomm
+from fusedcomm.config import (
+    Blocks,
+    Checks,
+    Chunks,
+    Config,
+    Fallback,
+    Feedback,
+    LocalOptions,
+    Rounding,
+    TwoLevels,
+)
+
+
+def words_of(value):
+    """For ids, which must be the same in every process."""
+    return str(value) if isinstance(value, list) else "make"
+
+
+OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Config("fp7"), ["wire='fp7'", "'fp32', 'bf16', 'fp16', 'int8'"]),
+        (lambda: Config(None), ["wire=None"]),
+        (lambda: Config("fp8_e5m2"), ["wire='fp8_e5m2'", "'int8', 'fp8', 'int4'"]),
+        (lambda: Config("auto"), ["wire='auto'", "fusedcomm.Auto(…)"]),
+        (lambda: Config(sum="ring"), ["sum='ring'", "'two-shot'"]),
+        (lambda: Config("fp16", predivide=-1.0), ["predivide=-1.0", "positive"]),
+        (lambda: Config("fp16", predivide=float("inf")), ["predivide=inf"]),
+        (lambda: Config("fp16", predivide="half"), ["predivide='half'", "'auto'"]),
+        (lambda: Config(wires="bf16"), ["wires='bf16'", "dict"]),
+        (lambda: Config(wires={"a": "fp7"}), ["wires['a']='fp7'", "'fp8'"]),
+        (lambda: Config(wires={"": "fp8"}), ["wires['']", "pattern"]),
+        (lambda: Config(wires={5: "fp8"}), ["wires[5]", "pattern"]),
+        (lambda: Config(blocks=64), ["blocks=64", "a fusedcomm.Blocks(…)"]),
+        (lambda: Config(rounding="stochastic"), ["rounding='stochastic'", "a fusedcomm.Rounding(…)"]),
+        (lambda: Config(feedback=True), ["feedback=True", "a fusedcomm.Feedback(…)"]),
+        (lambda: Config(chunks=4096), ["chunks=4096", "a fusedcomm.Chunks(…)"]),
+        (lambda: Config(checks=100), ["checks=100", "a fusedcomm.Checks(…)"]),
+        (lambda: Config(hosts="by rack"), ["hosts='by rack'", "'auto'"]),
+        (lambda: Config(hosts=[[0, "1"]]), ["hosts=[[0, '1']] is not possible", "use 'auto'"]),
+        (lambda: Config(hosts=[]), ["hosts=[]", "there is none"]),
+        (lambda: Config(hosts=0), ["hosts=0"]),
+        (lambda: Config(hosts=[[0, 1], [1, 2]]), ["rank(s) [1] are on two hosts"]),
+        (lambda: Config(hosts=[[0, 1], [2]]), ["hosts[0] has 2 ranks, hosts[1] 1"]),
+        (lambda: TwoLevels("auto", "int8"), ["TwoLevels(local_wire)='int8' is not known", "'bf16'"]),
+        (lambda: Blocks(100), ["Blocks(numel)=100", "power of two", "32", "4096"]),
+        (lambda: Blocks(16), ["Blocks(numel)=16"]),
+        (lambda: Blocks(8192), ["Blocks(numel)=8192"]),
+        (lambda: Blocks("128"), ["Blocks(numel)='128'", "power of two"]),
+        (lambda: Blocks(rotate=1), ["Blocks(rotate)=1", "True or False"]),
+        (lambda: Rounding("up"), ["Rounding(kind)='up'", "'stochastic'"]),
+        (lambda: Rounding("stochastic", -1), ["Rounding(seed)=-1", "2^64 - 1"]),
+        (lambda: Rounding("stochastic", 0.5), ["Rounding(seed)=0.5", "whole number"]),
+        (lambda: Feedback("fp8"), ["Feedback(format)='fp8'", "'fp32', 'bf16'"]),
+        (lambda: Feedback("int8"), ["Feedback(format)='int8'", "'fp32', 'bf16'"]),
+        (lambda: Chunks(100), ["Chunks(nbytes)=100", "4096"]),
+        (lambda: Chunks(2**63), [f"Chunks(nbytes)={2**63}", "whole number of bytes"]),
+        (lambda: Chunks(in_flight=0), ["Chunks(in_flight)=0", "1 to 64"]),
+        (lambda: Chunks(in_flight=65), ["Chunks(in_flight)=65", "1 to 64"]),
+        (lambda: Checks(verify_every=-1), ["Checks(verify_every)=-1", "number of steps, or 0"]),
+        (lambda: Checks(verify_every=1.5), ["Checks(verify_every)=1.5", "whole number"]),
+        (lambda: Checks(measure_every=-3), ["Checks(measure_every)=-3", "0 for never"]),
+        (lambda: Checks(measure_every=2**70), [f"Checks(measure_every)={2**70}", "number of steps"]),
+        (lambda: Checks(1, fallback=0.5), ["Checks(fallback)=0.5", "a fusedcomm.Fallback(…)"]),
+        (lambda: Fallback(0), ["Fallback(error)=0", "greater than 0"]),
+        (lambda: Fallback(float("nan")), ["Fallback(error)=nan", "greater than 0"]),
+        (lambda: Fallback(0.5, "int8"), ["Fallback(wire)='int8'", "'bf16'"]),
+        (lambda: fusedcomm.Residuals("int8"), ["Feedback(format)='int8'", "'bf16'"]),
+        (lambda: fusedcomm.Auto("bf16"), ["wires='bf16' is one string", "('bf16',)"]),
+        (lambda: fusedcomm.Auto(5), ["wires=5", "pass a tuple"]),
+        (lambda: fusedcomm.Auto(()), ["wires=()", "leaves nothing to try"]),
+        (lambda: fusedcomm.Auto(("fp7",)), ["wires=('fp7',)", "'fp8'"]),
+        (lambda: fusedcomm.Auto(("off",)), ["wires=('off',)", "DDP's own all-reduce is always tried"]),
+        (lambda: fusedcomm.Auto(tuned=5), ["tuned=5", "path of its save()"]),
+        (lambda: fusedcomm.Auto(base="int8"), ["base='int8'", "a fusedcomm.Config(…)"]),
+    ],
+    ids=words_of,
+)
+def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert [word for word in words if word not in str(error.value)] == [], error.value
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: Config("bf16", blocks=Blocks(64)),
+            ["Blocks(numel=64) has no effect", "wire='bf16'", "int8, fp8, int4"],
+        ),
+        (lambda: Config("bf16", blocks=Blocks(rotate=True)), ["rotate=True", "wire='bf16'", "int8, fp8, int4"]),
+        (lambda: Config("int8", sum="direct"), ["sum='direct'", "wire='int8'", "sum='two-shot'"]),
+        (lambda: Config("fp32", sum="direct"), ["sum='direct'", "wire='fp32'", "sum='exact'"]),
+        (lambda: Config("bf16", sum="exact"), ["sum='exact'", "wire='bf16'", "wire='fp32'"]),
+        (lambda: Config(sum="direct", wires={"1d": "fp32"}), ["sum='direct'", "wires['1d']='fp32'", "two-shot"]),
+        (lambda: Config(sum="direct", wires={"w.0": "fp32"}), ["sum='direct'", "wires['w.0']='fp32'", "two-shot"]),
+        (lambda: Config(sum="direct", wires={"a": "int8"}), ["sum='direct'", "wires={…: 'int8'}", "sum='two-shot'"]),
+        (lambda: Config("fp32", "exact", wires={"a": "int8"}), ["sum='exact'", "wires={…: 'int8'}", "no other wires"]),
+        (lambda: Config("bf16", predivide=2.0), ["predivide=2", "wire='bf16'", "fp16"]),
+        (lambda: Rounding(seed=3), ["kind='nearest'", "seed=3", "kind='stochastic'"]),
+        (lambda: Config("fp32", rounding=Rounding("stochastic")), ["Rounding('stochastic')", "wire='fp32'"]),
+        (lambda: Config(sum="direct", rounding=Rounding("stochastic")), ["Rounding('stochastic')", "sum='direct'"]),
+        (lambda: Config("fp32", feedback=Feedback()), ["Feedback('fp32')", "wire='fp32'", "rounds nothing"]),
+        (lambda: Config(sum="direct", feedback=Feedback("bf16")), ["Feedback('bf16')", "sum='direct'", "two-shot"]),
+        (lambda: Checks(fallback=Fallback(0.5)), ["verify_every=0", "Fallback(error=0.5, wire='bf16')"]),
+        (
+            lambda: Config(sum="direct", checks=OFF_BY),
+            ["Fallback(error=0.5, wire='bf16')", "sum='direct'", "'two-shot'"],
+        ),
+        (lambda: Config("bf16", checks=OFF_BY), ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='bf16'"]),
+        (lambda: Config("fp32", checks=OFF_BY), ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='fp32'"]),
+        (lambda: Config("fp32", "exact", hosts="auto"), ["hosts='auto'", "sum='exact' has one", "'two-shot'"]),
+        (lambda: Config(sum="direct", hosts="auto"), ["hosts='auto'", "sum='direct' has one"]),
+        (lambda: Config(sum="one-shot", hosts=2), ["hosts=2", "sum='one-shot' has one"]),
+        (lambda: Config("fp32", hosts=TwoLevels("auto", "bf16")), ["local_wire='bf16'", "wire='fp32'"]),
+        (lambda: LocalOptions(isa="portable", sm_limit=8), ["isa='portable'", "sm_limit=8", "leave one of them out"]),
+        (lambda: LocalOptions(codec_threads=2, sm_limit=8), ["codec_threads=2", "sm_limit=8"]),
+        (lambda: fusedcomm.Auto(("bf16",), base=Config("int8")), ["Config(wire='int8')", "wires=('bf16',)"]),
+        (
+            lambda: fusedcomm.Auto(("fp32", "bf16"), base=Config(feedback=Feedback())),
+            ["cannot try 'fp32' of wires=('fp32', 'bf16')", "Feedback('fp32')", "rounds nothing"],
+        ),
+        (
+            lambda: fusedcomm.Auto(("bf16", "int8"), base=Config(sum="direct")),
+            ["cannot try 'int8'", "sum='direct'", "wire='int8'"],
+        ),
+        (
+            lambda: fusedcomm.Auto(("bf16", "int8"), base=Config("int8", checks=OFF_BY)),
+            ["cannot try 'bf16'", "Fallback(error=0.5, wire='bf16')", "wire='bf16'"],
+        ),
+    ],
+    ids=words_of,
+)
+def test_two_options_that_exclude_each_other_are_refused_when_they_are_put_together_with_both_values(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert [word for word in words if word not in str(error.value)] == [], error.value
