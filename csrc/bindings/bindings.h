@@ -1,6 +1,7 @@
 // One function for each room below: it binds what Python needs of it.
 #pragma once
 
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace fusedcomm {
