@@ -22,8 +22,8 @@ class Auto(Options):
         wires: what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32", unless `base` is
             not for it, and the wire of `base`.
         base: a :class:`fusedcomm.Config` that holds for all that is tried, but for its `wire`, which each of `wires`
-            replaces; unless it is the default, it has to be one of them. Where it has no `hosts` and no `feedback`, sums on two levels are tried where they can be had.
-            None: ``Config()``.
+            replaces; unless it is the default, it has to be one of them. Where `base` has no `hosts` and no `feedback`,
+            sums on two levels are tried where they can be had. None: ``Config()``.
         tuned: what ``tuning()`` has returned before, or the path where its ``save()`` has put it. Nothing is tried
             then; unless it is of another number of ranks, model or device, or of wires that are not allowed, which a
             warning says.
