@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fusedcomm.autotune.search import OFF, Tuning
 from fusedcomm.config import WIRES, Config, Options, check
@@ -22,8 +22,8 @@ class Auto(Options):
         wires: what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32", unless `base` is
             not for it, and the wire of `base`.
         base: a :class:`fusedcomm.Config` that holds for all that is tried, but for its `wire`, which each of `wires`
-            replaces. Where it has no `hosts` and no `feedback`, sums on two levels are tried where they can be had.
-            None: ``Config()``.
+            replaces; unless it is the default, it has to be one of them. Where `base` has no `hosts` and no `feedback`,
+            sums on two levels are tried where they can be had. None: ``Config()``.
         tuned: what ``tuning()`` has returned before, or the path where its ``save()`` has put it. Nothing is tried
             then; unless it is of another number of ranks, model or device, or of wires that are not allowed, which a
             warning says.
@@ -80,16 +80,19 @@ class Auto(Options):
         """The wires, the most exact first."""
         wires = self.wires
         if wires is None:
-            wires = (EXACT_WIRE, self.common.wire) if self._is_possible(EXACT_WIRE) else (self.common.wire,)
+            wires = [self.common.wire]
+            if is_possible(lambda: self.config(EXACT_WIRE)):
+                wires.append(EXACT_WIRE)
         return tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
 
     def config(self, wire: str) -> Config:
         """How it is tried first. ValueError if it is not possible."""
         return dataclasses.replace(self.common, wire=wire)
 
-    def _is_possible(self, wire: str) -> bool:
-        try:
-            self.config(wire)
-        except ValueError:
-            return False
-        return True
+
+def is_possible(make: Callable[[], Config]) -> bool:
+    try:
+        make()
+    except ValueError:
+        return False
+    return True

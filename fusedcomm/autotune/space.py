@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fusedcomm.autotune.auto import Auto
+from fusedcomm.autotune.auto import Auto, is_possible
 from fusedcomm.autotune.search import OFF, Candidate
 from fusedcomm.config import Checks, Chunks, Config
 from fusedcomm.ranks import hosts
@@ -44,11 +44,7 @@ class Space:
         )
 
     def is_possible(self, candidate: Candidate) -> bool:
-        try:
-            self.config(candidate)
-        except ValueError:
-            return False
-        return True
+        return is_possible(lambda: self.config(candidate))
 
     def allows(self, candidate: Candidate) -> bool:
         """Whether a search may end with it."""

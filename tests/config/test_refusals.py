@@ -3,17 +3,7 @@
 import pytest
 
 import fusedcomm
-from fusedcomm.config import (
-    Blocks,
-    Checks,
-    Chunks,
-    Config,
-    Fallback,
-    Feedback,
-    LocalOptions,
-    Rounding,
-    TwoLevels,
-)
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, LocalOptions, Rounding, TwoLevels
 
 
 def words_of(value):
