@@ -137,10 +137,10 @@ CONFIGS = {
 
 
 def features(name, world_size, dtype):
-    """What a configuration is made of: its options, but parameters and hosts only by whether some are named."""
+    """What a case of `make test` stands for. test_kernels_in_cuda_give_the_same runs every configuration there."""
     config = CONFIGS[name]
-    named = {option: bool(config[option]) for option in ("wire_for", "hosts", "exempt") if option in config}
-    return {"world_size": world_size, "dtype": dtype, "sum": None, **config, **named}
+    named = {option: bool(config.get(option)) for option in ("wire_for", "hosts", "error_feedback")}
+    return {"dtype": dtype, "sum": config.get("sum"), **named}
 
 
 @pytest.mark.sampled(by=features)

@@ -169,6 +169,7 @@ def random_result(rank, world_size, wire, kwargs, local=None):
     return torch.cat([seen.flatten() for seen in synchronise(ddp, gradients, steps=2)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", CODEC_WIRES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_bits_do_not_depend_on_how_the_work_is_cut(ranks, wire, world_size):

@@ -164,6 +164,7 @@ def test_hosts_with_several_ranks(ranks):
     assert "fewer cores than ranks" in text
 
 
+@pytest.mark.full
 def test_hosts_with_different_numbers_of_ranks_have_no_sums_on_two_levels(ranks):
     settings = dataclasses.replace(TINY, wires=("bf16",), cores=1.0)
     (document, text, names), *_ = ranks.run(run_probe_on_hosts, settings, ["a", "a", "b"], world_size=3)
@@ -247,6 +248,7 @@ def traced(rank, world_size):
     return [stage_points(team, wire) for wire in ("int8", "fp32", "bf16")]
 
 
+@pytest.mark.full
 def test_stages_from_traces(ranks):
     """As on an accelerator, where they cannot be called by themselves."""
     of_three, of_two = (ranks.run(traced, world_size=p)[0] for p in (3, 2))

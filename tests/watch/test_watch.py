@@ -417,7 +417,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.sampled(by=lambda victim: {})  # one of them
+@pytest.mark.full
 @needs_hosts
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_on_another_host_is_named_although_torchruns_store_goes_with_it(tmp_path, capsys, victim):
