@@ -139,8 +139,8 @@ CONFIGS = {
 def features(name, world_size, dtype):
     """What a case of `make test` stands for. test_kernels_in_cuda_give_the_same runs every configuration there."""
     config = CONFIGS[name]
-    named = {option: bool(config.get(option)) for option in ("wire_for", "hosts", "error_feedback")}
-    return {"dtype": dtype, "sum": config.get("sum"), **named}
+    named = {option: bool(getattr(config, option)) for option in ("wires", "hosts", "feedback")}
+    return {"dtype": dtype, "sum": config.sum, **named}
 
 
 @pytest.mark.sampled(by=features)
