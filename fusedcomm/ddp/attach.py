@@ -95,6 +95,18 @@ def attach(
         )
     else:
         runs = _tuner(ddp, space, parameters, local, device, chosen.tuned, announce=not quiet, problem=problem)
+    target = _hook_of(ddp, runs)
+    handle = Handle(ddp, runs, target)
+    handles[ddp] = handle
+    if ddp.process_group.rank() == 0 and not quiet:
+        # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
+        with contextlib.suppress(Exception):
+            print(handle.plan(), flush=True)
+    return handle
+
+
+def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwitch":
+    """What the module's reducer calls: registered if there is none yet. RuntimeError if it has another hook."""
     target = targets.get(ddp)
     if target is None:
         target = _C.HookSwitch(ddp.process_group)
@@ -108,13 +120,7 @@ def attach(
             ) from error
         ddp.logger._set_comm_hook_name("fusedcomm")
         targets[ddp] = target
-    handle = Handle(ddp, runs, target)
-    handles[ddp] = handle
-    if ddp.process_group.rank() == 0 and not quiet:
-        # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
-        with contextlib.suppress(Exception):
-            print(handle.plan(), flush=True)
-    return handle
+    return target
 
 
 def _given(config: Config | Auto | None, wire: str | None) -> Config | Auto:

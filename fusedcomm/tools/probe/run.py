@@ -96,18 +96,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     wires = settings.wires if hosts is None else tuple(dict.fromkeys((*settings.wires, Config().local_wire)))
     local = timed("local", measure_local, team, wires, budget_s["local"], settings.cores, network.s_per_byte)
     workloads.append(steps_alone())
-    cluster = Cluster(
-        team.world_size,
-        network.network,
-        local.codecs,
-        local.copy_s_per_byte,
-        local.cores,
-        network.s_per_byte,
-        network.ranks_per_host,
-        network.local,
-        network.two_levels,
-        link_bytes_s=max(map(network.carried_bytes_s, ON_ONE_LEVEL)),
-    )
+    cluster = _cluster(team.world_size, network, local)
     if local.cores is not None:
         cluster = _of_rank_0(team, cluster)
         cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
@@ -129,12 +118,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         measured_s = {(check.option.way, check.option.cap_mb): check.measured_s for check in checks}
         by_key = {(option.way, option.cap_mb): option for option in found}
         recommendation = recommend(found, settings.accept, {by_key[key]: taken for key, taken in measured_s.items()})
-    cap = recommendation.option.cap_mb
-    crossovers = {
-        option.name: crossover_bytes_s(*in_steps, option.way, cap)
-        for option in found
-        if option.cap_mb == cap and option.wire != OFF and option.way.sum == "auto"
-    }
+    crossovers = _crossovers(found, recommendation.option.cap_mb, in_steps)
     took_s["all"] = time.perf_counter() - began
     environment = describe(team, local, network, uneven)
     return Findings(
@@ -151,6 +135,30 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         speed,
         took_s,
     )
+
+
+def _cluster(world_size: int, network: MeasuredNetwork, local: MeasuredLocal) -> Cluster:
+    return Cluster(
+        world_size,
+        network.network,
+        local.codecs,
+        local.copy_s_per_byte,
+        local.cores,
+        network.s_per_byte,
+        network.ranks_per_host,
+        network.local,
+        network.two_levels,
+        link_bytes_s=max(map(network.carried_bytes_s, ON_ONE_LEVEL)),
+    )
+
+
+def _crossovers(found: list[Option], cap_mb: float, in_steps: tuple[Workload, Cluster]) -> dict[str, float | None]:
+    """By name of the options with this bucket cap: see crossover_bytes_s."""
+    return {
+        option.name: crossover_bytes_s(*in_steps, option.way, cap_mb)
+        for option in found
+        if option.cap_mb == cap_mb and option.wire != OFF and option.way.sum == "auto"
+    }
 
 
 def _agree_on_settings(team: Team, settings: Settings) -> None:
