@@ -344,15 +344,20 @@ std::optional<Finding> Watch::take_part(const Call& call) {
 std::optional<Finding> Watch::wait_for_report(const Call& call) {
   const auto deadline = Clock::now() + roll_call_timeout_;
   auto report = std::make_shared<std::optional<std::string>>();
+  auto is_next_open = std::make_shared<bool>(false);
   while (Clock::now() < deadline) {
-    const auto problem =
-        send([=, key = report_key(call.number)](c10d::Store& store) { *report = read_key(store, key); });
+    const auto problem = send([=, number = call.number](c10d::Store& store) {
+      *is_next_open = store.check({call_key(number + 1)});
+      *report = read_key(store, report_key(number));
+    });
     if (problem && problem->kind == StoreProblem::Kind::kFailed) break;
     if (!problem && *report) {
       std::optional<Finding> finding = decode_if_readable<Finding>(**report);
       if (!finding) break;
       return finding;
     }
+    // The store was silent when the opener had its report, and the opener now waits for this rank's next answer.
+    if (!problem && *is_next_open) return std::nullopt;
     if (!sleep(roll_call_poll_)) return std::nullopt;
   }
   return collect(call);

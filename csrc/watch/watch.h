@@ -75,7 +75,7 @@ class Watch {
   RankState answer();
   OwnWait own_wait(const Board::View& view) const;
 
-  // Functions that return a finding return nothing when the watch is stopping.
+  // Functions that return a finding return nothing when the watch is stopping, or when the next roll call is open.
 
   // Opens a roll call for `why`, or takes part in one that another rank has just opened. Waits so long for a silent
   // store.

@@ -389,7 +389,7 @@ def refused(expected, call):
 
 variant = variants.Variant("scale", None, 128, torch.float32, True)
 engine = variants.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
-assert len(engine) == len(set(engine)) == 11, engine
+assert len(engine) == len(set(engine)) == 13, engine  # two for an exact sum of gradients that lie apart
 rotated = variants.engine_variants([("int4", 32, True)], (torch.float32,))
 assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
 measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)
@@ -404,6 +404,7 @@ assert {(v.kernel, v.wire, v.in_wire, v.rotated, v.stochastic, v.feedback) for v
     ("pack", "bf16", None, False, False, None), ("pack", "int4", None, True, True, "bf16"),
     ("reduce", "int4", "bf16", True, True, "bf16"),
     ("reduce", "int4", None, False, True, "bf16"), ("unpack", "int4", None, True, False, None),
+    ("pack", "fp32", None, False, False, None), ("unpack", "fp32", None, False, False, None),
 }, hosts
 measured = variants.engine_variants([("fp8", 128, False)], (torch.float32,), measured=True, local_wire="fp32")
 assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel in ("pack", "reduce")} == {
@@ -411,8 +412,11 @@ assert {(v.kernel, v.wire, v.in_wire, v.feedback) for v in measured if v.kernel 
     ("reduce", "fp8", None, None), ("reduce", "fp8", "fp32", None), ("reduce", "fp8", "fp32", "fp32"),
 }, measured
 one_shot = variants.engine_variants([("int4", 32, True)], (torch.float32,), one_shot=True)
-assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire} == {
+assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire == "int4"} == {
     (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
+}, one_shot
+assert {(v.kernel, v.flat, v.sums) for v in one_shot if v.wire == "fp32"} == {
+    ("pack", False, False), ("unpack", False, False), ("scale", True, False)
 }, one_shot
 assert c.check_triton() == triton.__version__
 

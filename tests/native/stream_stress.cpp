@@ -16,6 +16,7 @@
 #include <mutex>
 #include <thread>
 
+#include "codec/codec.h"
 #include "devices/stream_device.h"
 #include "sim_accelerator.h"
 #include "training.h"
