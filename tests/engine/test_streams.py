@@ -17,7 +17,7 @@ SOURCES = [
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/engine").glob("*.cpp")),
     *(f"csrc/devices/{name}.cpp" for name in ("stream_lane", "stream_device", "cpu_device")),
     *(f"csrc/lanes/{name}.cpp" for name in ("inline_lane", "cpu_lane")),
-    "csrc/codec/codec.cpp",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/codec").glob("*.cpp")),
     *(f"csrc/codec/isa/{name}.cpp" for name in ("portable", "avx2", "avx512", "neon")),
 ]
 SCENES = ["steady", "host_never_waits", "traced", "failing", "faulted", "stopped", "calls_fail", "two_levels"]

@@ -416,7 +416,7 @@ assert {(v.kernel, v.flat, v.rotated, v.sums) for v in one_shot if v.wire == "in
     (kernel, flat, True, kernel == "unpack") for kernel in ("pack", "unpack") for flat in (True, False)
 }, one_shot
 assert {(v.kernel, v.flat, v.sums) for v in one_shot if v.wire == "fp32"} == {
-    ("pack", False, False), ("unpack", False, False), ("scale", True, False)
+    ("pack", False, False), ("unpack", False, False)
 }, one_shot
 assert c.check_triton() == triton.__version__
 
