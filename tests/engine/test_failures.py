@@ -24,7 +24,8 @@ from fusedcomm.config import Blocks, Config, LocalOptions
 from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
-TIMEOUT_S = patient(6)
+# The ranks also start, attach and take three steps under it, perhaps beside other programs.
+TIMEOUT_S = patient(12)
 
 
 def train_until_error(rank, world_size, wire, fate, through_state):

@@ -89,26 +89,34 @@ def test_tasks_that_cannot_be_used(task, text):
 # ---- what is measured
 
 
-def share_of_a_core() -> float:
-    """What computing gets of one while other programs use it, too."""
-    began, began_cpu = time.monotonic(), time.process_time()
-    while time.monotonic() - began < 0.3:
-        pass
-    return (time.process_time() - began_cpu) / (time.monotonic() - began)
+UNTIMED_STEPS = 3
+"""Steps that measure_workload takes before those that it times."""
 
 
 def busy_cores(rank, world_size, compute):
-    """What was measured, and this rank's least share of a core before and after."""
+    """What was measured, and what this rank's computing had of the cores in the timed steps, by its own clocks: on a
+    busy machine that is less than what it would keep busy alone."""
     task = synthetic(3 * PARAMETER_NUMEL, 0.0, torch.device("cpu"))
-    task[0]._compute = {"sleeps": lambda: time.sleep(0.02), "works": lambda: work(4000, torch.device("cpu"))}[compute]
-    before = share_of_a_core()
+    computing = {"sleeps": lambda: time.sleep(0.02), "works": lambda: work(4000, torch.device("cpu"))}[compute]
+    wall_s, cpu_s = [], []
+
+    def timed():
+        began, began_cpu = time.perf_counter(), time.process_time()
+        computing()
+        cpu_s.append(time.process_time() - began_cpu)
+        wall_s.append(time.perf_counter() - began)
+
+    task[0]._compute = timed
     workload = measure_workload(Team(dist.group.WORLD, torch.device("cpu")), task, 0.5)
-    return workload, min(before, share_of_a_core())
+    return workload, sum(cpu_s[UNTIMED_STEPS:]) / sum(wall_s[UNTIMED_STEPS:])
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("compute, least, most", [("sleeps", 0.0, 0.4), ("works", 0.6, 1.1)])
-def test_cores_are_as_busy_as_computing_keeps_them(ranks, compute, least, most):
-    (of_all, share), (other, other_share) = ranks.run(busy_cores, compute, world_size=2)
-    assert least * min(share, other_share) < of_all.busy_cores < most and of_all.busy_cores == other.busy_cores
+@pytest.mark.parametrize("compute", ["sleeps", "works"])
+def test_cores_are_as_busy_as_computing_keeps_them(ranks, compute):
+    (of_all, busy), (other, other_busy) = ranks.run(busy_cores, compute, world_size=2)
+    # The rest of a step is computing, too: little beside what the ranks do here.
+    assert of_all.busy_cores == pytest.approx((busy + other_busy) / 2, abs=0.2)
+    assert of_all.busy_cores == other.busy_cores
+    assert of_all.busy_cores < (0.4 if compute == "sleeps" else 1.2)
     assert of_all.backward_s > 0.02 and of_all.numel == 3 * PARAMETER_NUMEL
