@@ -6,8 +6,8 @@ python bench/_codec_report.py
 import json
 from pathlib import Path
 
-from _common import REPOSITORY
 from _steps_report import between_marks, processor
+from lib.common import REPOSITORY
 
 DOCUMENT, RESULTS = REPOSITORY / "docs" / "overhead.md", REPOSITORY / "bench" / "results" / "cpu-codec.json"
 NAME = "codec"

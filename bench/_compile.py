@@ -13,7 +13,7 @@ import sys
 import time
 
 import torch
-from _common import REPOSITORY
+from lib.common import REPOSITORY
 
 from fusedcomm.devices import compilers, cuda
 from fusedcomm.native import _C

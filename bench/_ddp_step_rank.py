@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _common import Report, Row, keep_memory, percentiles, worst
-from _models import make_model, numel_of
-from _ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
+from lib.common import Report, Row, keep_memory, percentiles, worst
+from lib.models import make_model, numel_of
+from lib.ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -26,8 +26,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from _common import REPOSITORY, write_document
-from _gpu_plan import (
+from lib.common import REPOSITORY, write_document
+from lib.gpu_plan import (
     BENCH,
     BUILD,
     CALL_S,
@@ -56,7 +56,7 @@ SOURCE_SUFFIXES = (".cpp", ".h", ".cu", ".cuh", ".py")
 
 
 def take_env() -> dict[str, object]:
-    code = "import json, _common; print(json.dumps(_common.env()))"
+    code = "import json; from lib import common; print(json.dumps(common.env()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, timeout=100)
     if done.returncode:
         raise SystemExit(f"torch cannot be asked what there is:\n{done.stderr}")

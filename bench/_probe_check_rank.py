@@ -8,9 +8,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from _common import Row, percentiles
 from _ddp_step_rank import OPTIMIZERS, Bench, Runner, Task
-from _ways import COMPUTE, TOLERANCES, Way
+from lib.common import Row, percentiles
+from lib.ways import COMPUTE, TOLERANCES, Way
 
 from fusedcomm.ranks import groups
 from fusedcomm.tools.probe import choices, report

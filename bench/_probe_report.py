@@ -5,8 +5,8 @@ python bench/_probe_report.py
 
 import json
 
-from _common import REPOSITORY
 from _steps_report import between_marks, blocks_of, processor, shell_block
+from lib.common import REPOSITORY
 
 DOCUMENT, RESULTS = REPOSITORY / "docs" / "probe.md", REPOSITORY / "bench" / "results"
 _LINES = (

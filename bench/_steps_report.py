@@ -16,10 +16,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from _common import REPOSITORY
-from _namespaces import line_s
-from _ways import COMPUTE, DEFAULT, TUNED
 from hosts import parse_link
+from lib.common import REPOSITORY
+from lib.namespaces import line_s
+from lib.ways import COMPUTE, DEFAULT, TUNED
 
 RESULTS = REPOSITORY / "bench" / "results"
 DOCUMENT, README = REPOSITORY / "docs" / "benchmarks.md", REPOSITORY / "README.md"

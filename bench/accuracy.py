@@ -22,7 +22,7 @@ from pathlib import Path
 import matplotlib
 import torch
 import torch.nn.functional as F
-from _common import env, worst, write_document
+from lib.common import env, worst, write_document
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from _common import Row, interleave, keep_memory, make_row, print_table, with_ratios, write_json
+from lib.common import Row, interleave, keep_memory, make_row, print_table, with_ratios, write_json
 from tqdm import tqdm
 
 from fusedcomm import reference

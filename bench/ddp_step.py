@@ -40,10 +40,10 @@ from pathlib import Path
 
 import hosts
 import torch.distributed as dist
-from _common import Report, Row, print_table, with_ratios
-from _models import MODELS
-from _namespaces import CONGESTION, NetworkError, line_s, problem
-from _ways import COMPUTE, DEFAULT, TUNED, ways_by_name
+from lib.common import Report, Row, print_table, with_ratios
+from lib.models import MODELS
+from lib.namespaces import CONGESTION, NetworkError, line_s, problem
+from lib.ways import COMPUTE, DEFAULT, TUNED, ways_by_name
 
 THIS_BENCH = "this torch has it, but this bench starts gloo"
 NOT_MEASURED = {

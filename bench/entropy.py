@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 
 import torch
-from _common import Report, Row, interleave, make_row, with_ratios
 from accuracy import (
     GRAIN,
     NUM_TRAINING_RANKS,
@@ -50,6 +49,7 @@ from accuracy import (
     set_gradient,
 )
 from codec import layout_of
+from lib.common import Report, Row, interleave, make_row, with_ratios
 from torch import Tensor
 from tqdm import tqdm
 

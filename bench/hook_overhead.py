@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _common import Report, Row, print_table
+from lib.common import Report, Row, print_table
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 

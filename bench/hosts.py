@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from _namespaces import CONGESTION, INTERFACE, Network, NetworkError, make_network, problem
+from lib.namespaces import CONGESTION, INTERFACE, Network, NetworkError, make_network, problem
 
 UNLIMITED = "unlimited"
 MIN_BITS_S, MAX_BITS_S = 10**6, 10**11
@@ -194,7 +194,7 @@ def measure_flow(cluster: Cluster, seconds: float, both_ways: bool = False) -> l
 
 
 def measure_links(links: Sequence[str], seconds: float, subnet: str | None, congestion: str, path: str | None) -> None:
-    from _common import Report, Row, print_table
+    from lib.common import Report, Row, print_table
 
     report = Report(path, seconds=seconds, congestion=congestion)
     for link in links:

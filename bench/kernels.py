@@ -29,9 +29,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _common import REPOSITORY, Report, make_row, print_table, with_ratios
-from _device import Device, have_gpu
 from codec import BLOCK, NUM_RANKS, WHOLE, Case, close, decoded, sections, torch_copy, torch_encode, torch_reduce
+from lib.common import REPOSITORY, Report, make_row, print_table, with_ratios
+from lib.device import Device, have_gpu
 
 from fusedcomm.native import _C
 

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from _common import Report, Row
-from _device import Device, have_gpu
 from codec import BLOCK, WHOLE
+from lib.common import Report, Row
+from lib.device import Device, have_gpu
 
 from fusedcomm import reference
 from fusedcomm.native import _C

@@ -25,9 +25,9 @@ import tempfile
 from pathlib import Path
 
 import hosts
-from _common import Report, Row, print_table, with_ratios
-from _models import MODELS
-from _namespaces import NetworkError, problem
+from lib.common import Report, Row, print_table, with_ratios
+from lib.models import MODELS
+from lib.namespaces import NetworkError, problem
 
 WIRES = ("bf16", "int8", "fp8", "int4")
 OFF = "off"

@@ -82,13 +82,13 @@ def test_overlap_counts_what_ran_while_both_streams_were_busy(bench_modules):
 
 
 def test_a_wrong_result_fails_the_run(bench_modules, tmp_path):
-    import _common
+    from lib import common
 
-    report = _common.Report(tmp_path / "x.json")
-    report.add([_common.make_row("pack", "ours", 1, 6, [1.0], True)])
+    report = common.Report(tmp_path / "x.json")
+    report.add([common.make_row("pack", "ours", 1, 6, [1.0], True)])
     report.missing("pack", "absent", "nothing to measure", failed=False)
     report.finish()
-    report.add([_common.make_row("pack", "wrong one", 1, 6, [1.0], False)])
+    report.add([common.make_row("pack", "wrong one", 1, 6, [1.0], False)])
     report.missing("pack", "broken", RuntimeError("first line\nsecond"))
     with pytest.raises(SystemExit, match="wrong results: pack wrong one; not measured: pack broken"):
         report.finish()
@@ -96,16 +96,16 @@ def test_a_wrong_result_fails_the_run(bench_modules, tmp_path):
 
 
 def test_a_processor_is_named_with_its_generation(bench_modules):
-    import _common
     import _steps_report
+    from lib import common
 
     x86 = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: Intel(R) Xeon(R) Processor\n\n"
-    name = _common.cpu_name(2 * x86)
+    name = common.cpu_name(2 * x86)
     assert name == "Intel(R) Xeon(R) Processor (family 6, model 207)"
     assert _steps_report.processor({"cpu": name}) == "Intel Xeon (family 6, model 207)"
-    assert _common.cpu_name("processor\t: 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
-    assert _common.cpu_name("processor\t: 0\nCPU implementer\t: 0x41\n") == _common.cpu_name("") == ""
-    assert _common.env()["cpu"]
+    assert common.cpu_name("processor\t: 0\nmodel name\t: AMD EPYC\n") == "AMD EPYC"
+    assert common.cpu_name("processor\t: 0\nCPU implementer\t: 0x41\n") == common.cpu_name("") == ""
+    assert common.env()["cpu"]
 
 
 # ---- bench/entropy.py
@@ -207,7 +207,7 @@ def test_break_even_by_hand(entropy_bench):
 
 def test_errors_and_regret_of_the_probe(bench_modules):
     import probe_check
-    from _common import Row
+    from lib.common import Row
 
     def row(impl: str, measured_s: float, predicted_s: float) -> Row:
         ratio = predicted_s / measured_s

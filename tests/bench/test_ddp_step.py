@@ -10,9 +10,9 @@ import torch
 from patience import HANG_S
 from test_hosts import BENCH, makes_hosts  # first: it says where the next are
 
-import _common  # isort: skip
+from lib import common  # isort: skip
 import _ddp_step_rank  # isort: skip
-import _models  # isort: skip
+from lib import models  # isort: skip
 import ddp_step  # isort: skip
 
 pytestmark = pytest.mark.alone
@@ -26,7 +26,7 @@ def test_quick_changes_only_what_is_not_given(monkeypatch):
 
 def test_of_several_runs_medians_are_kept_and_each():
     def row(impl, median_s, **figures):
-        return _common.Row(
+        return common.Row(
             "a/b", impl, 10, 40, median_s, median_s / 2, True, percentiles_s={"p50": median_s}, figures=figures
         )
 
@@ -101,11 +101,11 @@ def test_training_steps_on_two_hosts(tmp_path):
 
 
 def test_percentiles_and_models():
-    assert _common.percentiles([3.0, 1.0, 2.0]) == pytest.approx({"p50": 2, "p75": 2.5, "p90": 2.8, "p95": 2.9})
-    for name in _models.MODELS:
+    assert common.percentiles([3.0, 1.0, 2.0]) == pytest.approx({"p50": 2, "p75": 2.5, "p90": 2.8, "p95": 2.9})
+    for name in models.MODELS:
         for numel in (300_000, 5_000_000):
-            model = _models.make_model(name, numel, 4)
-            assert _models.numel_of(model) == pytest.approx(numel, rel=0.4)
+            model = models.make_model(name, numel, 4)
+            assert models.numel_of(model) == pytest.approx(numel, rel=0.4)
             outputs = model(model.batch(2, torch.Generator())[0])
             assert outputs.isfinite().all()
 
@@ -120,9 +120,9 @@ def one_thread():
 
 
 def test_a_model_that_waits_takes_its_time_and_no_core(one_thread):
-    model = _models.make_model("waiting", 300_000, 4)
+    model = models.make_model("waiting", 300_000, 4)
     samples, _ = model.batch(500, torch.Generator())
-    forward_s = _models.WAIT_S * 500 * 4 * _models.numel_of(model)
+    forward_s = models.WAIT_S * 500 * 4 * models.numel_of(model)
     began, cpu_s = time.perf_counter(), time.process_time()
     loss = model(samples).sum()
     middle = time.perf_counter()

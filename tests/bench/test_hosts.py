@@ -16,25 +16,25 @@ from patience import HANG_S
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.append(str(BENCH))  # for good: ranks that are started import this file too
 
-import _namespaces  # noqa: E402
 import ddp_step  # noqa: E402
 import hosts  # noqa: E402
-from _namespaces import NetworkError  # noqa: E402
+from lib import namespaces  # noqa: E402
+from lib.namespaces import NetworkError  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-PROBLEM = _namespaces.problem()
+PROBLEM = namespaces.problem()
 makes_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 
-def namespaces(token: str) -> list[str]:
+def namespaces_of(token: str) -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"fusedcomm-hosts-{token}-")]
 
 
 def traces(token: str) -> list[str]:
     """Whatever a run with this token has left."""
-    return namespaces(token) + [path.name for path in Path("/run/fusedcomm-hosts").glob(f"*{token}*")]
+    return namespaces_of(token) + [path.name for path in Path("/run/fusedcomm-hosts").glob(f"*{token}*")]
 
 
 def interfaces() -> list[str]:
@@ -50,7 +50,9 @@ def test_hosts_are_there_and_then_gone():
     before = interfaces()
     with hosts.make(2, "unlimited") as cluster:
         token = cluster.network.token
-        assert sorted(namespaces(token)) == [f"fusedcomm-hosts-{token}-{name}" for name in ("host0", "host1", "switch")]
+        assert sorted(namespaces_of(token)) == [
+            f"fusedcomm-hosts-{token}-{name}" for name in ("host0", "host1", "switch")
+        ]
         assert interfaces() == before
         look = "import os, socket; print(socket.gethostname(), sorted(os.listdir('/sys/class/net')))"
         look += "; print(socket.gethostbyname('host0'), socket.gethostbyname('host1'))"
@@ -93,7 +95,7 @@ def test_hosts_are_gone_after_an_exception():
 def test_a_process_that_has_not_come_to_its_host_yet_is_ended_too(monkeypatch):
     its_way = ["sh", "-c", "sleep 100 & wait"]
     with pytest.raises(ZeroDivisionError), hosts.make(2, "100mbit") as cluster:
-        monkeypatch.setattr(_namespaces.Network, "command", lambda self, host, command: its_way)
+        monkeypatch.setattr(namespaces.Network, "command", lambda self, host, command: its_way)
         on_its_way = cluster.start(0, ["never"])
         raise ZeroDivisionError
     assert on_its_way.wait(HANG_S) == -signal.SIGKILL
@@ -112,7 +114,7 @@ def test_hosts_are_gone_if_making_them_fails(monkeypatch):
         tokens.append(namespace.split("-")[2])
         raise NetworkError("no queue")
 
-    monkeypatch.setattr(_namespaces, "_limit", fail)
+    monkeypatch.setattr(namespaces, "_limit", fail)
     with pytest.raises(NetworkError, match="no queue"), hosts.make(2, "100mbit"):
         pass
     assert traces(tokens[0]) == []
@@ -130,9 +132,9 @@ def test_what_cannot_be_removed_is_said_and_removed_by_the_next_run(monkeypatch,
         patch.setattr(subprocess, "run", busy)
         with hosts.make(2, "unlimited") as cluster:
             token = cluster.network.token
-    assert f"hosts: cannot remove {_namespaces.PREFIX}{token}-host1 (it is busy): the next" in capsys.readouterr().err
-    assert [name.rpartition("-")[2] for name in namespaces(token)] == ["host1"]
-    assert token in _namespaces.remove_stale() and traces(token) == []
+    assert f"hosts: cannot remove {namespaces.PREFIX}{token}-host1 (it is busy): the next" in capsys.readouterr().err
+    assert [name.rpartition("-")[2] for name in namespaces_of(token)] == ["host1"]
+    assert token in namespaces.remove_stale() and traces(token) == []
 
 
 @pytest.fixture
@@ -153,7 +155,7 @@ def sleeping_run(tmp_path):
     process.kill()
     process.wait()
     process.stdout.close()
-    _namespaces.remove_stale()
+    namespaces.remove_stale()
 
 
 @makes_hosts
@@ -171,7 +173,7 @@ def test_the_next_run_removes_what_a_killed_one_left(sleeping_run):
     process, token, pids = sleeping_run
     process.kill()
     process.wait()
-    assert len(namespaces(token)) == 3 and all(is_running(pid) for pid in pids)
+    assert len(namespaces_of(token)) == 3 and all(is_running(pid) for pid in pids)
     with hosts.make(1, "unlimited"):
         assert traces(token) == []
         assert not any(is_running(pid) for pid in pids)
@@ -182,7 +184,7 @@ def test_runs_side_by_side_leave_each_other_alone(sleeping_run):
     process, token, pids = sleeping_run
     with hosts.make(2, "unlimited") as cluster:
         assert cluster.network.token != token
-    assert len(namespaces(token)) == 3 and all(is_running(pid) for pid in pids)
+    assert len(namespaces_of(token)) == 3 and all(is_running(pid) for pid in pids)
 
 
 @makes_hosts
@@ -193,16 +195,16 @@ def test_namespaces_of_others_are_not_touched():
     try:
         with hosts.make(1, "unlimited"):
             pass
-        assert namespaces(name.split("-")[2]) == [name]
+        assert namespaces_of(name.split("-")[2]) == [name]
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
 @makes_hosts
 def test_this_process_network_is_never_killed(monkeypatch):
-    monkeypatch.setattr(_namespaces.os.path, "samefile", lambda *paths: True)
+    monkeypatch.setattr(namespaces.os.path, "samefile", lambda *paths: True)
     with pytest.raises(NetworkError, match="is the network of this process: not touched"):
-        _namespaces._kill_inside("fusedcomm-hosts-00000000-host0")
+        namespaces._kill_inside("fusedcomm-hosts-00000000-host0")
 
 
 def is_running(pid: int) -> bool:
@@ -280,9 +282,9 @@ def test_links_that_are_refused():
 
 def test_subnets_that_are_refused(monkeypatch):
     used = {"10.1.0.0/16 on eth9": ipaddress.ip_network("10.1.0.0/16")}
-    monkeypatch.setattr(_namespaces, "_used_networks", lambda: used)
-    assert str(_namespaces.choose_subnet("10.2.0.0/29", 6)) == "10.2.0.0/29"
-    assert str(_namespaces.choose_subnet(None, 2)) == _namespaces.SUBNETS[0]
+    monkeypatch.setattr(namespaces, "_used_networks", lambda: used)
+    assert str(namespaces.choose_subnet("10.2.0.0/29", 6)) == "10.2.0.0/29"
+    assert str(namespaces.choose_subnet(None, 2)) == namespaces.SUBNETS[0]
     for subnet, text in {
         "8.8.8.0/24": "8.8.8.0/24 is not private: use one inside 10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16",
         "127.0.0.0/24": "is not private",
@@ -294,22 +296,22 @@ def test_subnets_that_are_refused(monkeypatch):
         "somewhere": "is not possible",
     }.items():
         with pytest.raises(NetworkError, match=text):
-            _namespaces.choose_subnet(subnet, 6)
-    used.update({subnet: ipaddress.ip_network(subnet) for subnet in _namespaces.SUBNETS[:1]})
-    assert str(_namespaces.choose_subnet(None, 2)) == _namespaces.SUBNETS[1]
-    used.update({subnet: ipaddress.ip_network(subnet) for subnet in _namespaces.SUBNETS})
+            namespaces.choose_subnet(subnet, 6)
+    used.update({subnet: ipaddress.ip_network(subnet) for subnet in namespaces.SUBNETS[:1]})
+    assert str(namespaces.choose_subnet(None, 2)) == namespaces.SUBNETS[1]
+    used.update({subnet: ipaddress.ip_network(subnet) for subnet in namespaces.SUBNETS})
     with pytest.raises(NetworkError, match="name a private one with --subnet"):
-        _namespaces.choose_subnet(None, 2)
+        namespaces.choose_subnet(None, 2)
 
 
 def test_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(_namespaces.sys, "platform", "linux")
-    monkeypatch.setattr(_namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    assert _namespaces.problem() == "hosts on one machine need tc: install iproute2 (dnf: iproute-tc)"
-    monkeypatch.setattr(_namespaces.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(_namespaces.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    assert namespaces.problem() == "hosts on one machine need tc: install iproute2 (dnf: iproute-tc)"
+    monkeypatch.setattr(namespaces.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     needs_root = "hosts on one machine need root, to make network namespaces: run this with sudo"
-    assert _namespaces.problem() == needs_root
+    assert namespaces.problem() == needs_root
     with pytest.raises(NetworkError, match=needs_root), hosts.make(2, "1gbit"):
         pass
     monkeypatch.setattr(ddp_step, "problem", lambda: needs_root)

@@ -86,17 +86,17 @@ def chosen(monkeypatch, *options):
 
 def test_what_a_call_runs_fits_into_nine_minutes(bench_modules, monkeypatch):
     import _gpu
-    import _gpu_plan
+    from lib import gpu_plan
 
     everything = []
-    for call in _gpu_plan.CALLS:
+    for call in gpu_plan.CALLS:
         arguments = parsed(monkeypatch, "--call", str(call))
         parts = _gpu.parts(arguments, Path("nowhere"))
         assert parts[0].name == "build"
-        assert sum(part.limit_s for part in parts) + _gpu_plan.FINISH_S <= arguments.seconds <= 9 * 60 - 15
+        assert sum(part.limit_s for part in parts) + gpu_plan.FINISH_S <= arguments.seconds <= 9 * 60 - 15
         everything += [part.name for part in parts[1:]]
     assert everything[:2] == ["compile", "tests-hooks"] and "overlap" in chosen(monkeypatch, "--call", "1")
-    assert everything[-1] == "tests-kernels" and len(_gpu_plan.CALLS) == 3
+    assert everything[-1] == "tests-kernels" and len(gpu_plan.CALLS) == 3
     assert chosen(monkeypatch) == ["build", *everything]
     assert parsed(monkeypatch).seconds == parsed(monkeypatch, "--parts", "hooks").seconds == math.inf
 
@@ -119,15 +119,15 @@ def test_parts_are_chosen_by_name(bench_modules, monkeypatch, capsys):
 
 
 def test_every_file_with_gpu_tests_is_run_once(bench_modules):
-    import _gpu_plan
+    from lib import gpu_plan
 
-    hooks, kernels = ([path.name for path in _gpu_plan.test_files(name)] for name in ("tests-hooks", "tests-kernels"))
+    hooks, kernels = ([path.name for path in gpu_plan.test_files(name)] for name in ("tests-hooks", "tests-kernels"))
     assert "test_cuda.py" in hooks and not set(hooks) & set(kernels)
-    assert sorted(kernels) == sorted(_gpu_plan.KERNEL_TESTS)
+    assert sorted(kernels) == sorted(gpu_plan.KERNEL_TESTS)
 
 
 def test_says_how_to_run_what_is_left(bench_modules):
-    from _gpu_plan import PLAN, advice
+    from lib.gpu_plan import PLAN, advice
 
     of_call_1 = [planned.name for planned in PLAN if planned.call == 1]
     names = [planned.name for planned in PLAN]

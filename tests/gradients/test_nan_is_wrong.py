@@ -126,9 +126,9 @@ def test_a_kernel_that_makes_or_loses_a_nan_is_found_out(ranks, tmp_path, fault)
 
 def test_the_worst_of_some_errors_is_a_nan_if_one_is(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "bench"), *sys.path])
-    import _common
+    from lib import common
 
-    for function in (worst, _common.worst):
+    for function in (worst, common.worst):
         assert math.isnan(function([0.1, math.nan, 0.2])) and math.isnan(function([math.nan, 0.1]))
         assert function([0.25, 0.5, 0.125]) == 0.5
 

@@ -7,10 +7,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))  # for good: ranks import what uses this, too
 
-import _namespaces  # noqa: E402
 import hosts  # noqa: E402
+from lib import namespaces  # noqa: E402
 
-PROBLEM = _namespaces.problem()
+PROBLEM = namespaces.problem()
 needs_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
 """Of glibc's malloc.h."""
 

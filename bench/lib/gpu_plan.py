@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from _common import REPOSITORY
+from lib.common import REPOSITORY
 
 Word = str | Callable[[float], str]
 """Of a command. A function makes one of the seconds that the part is given."""
-BENCH = Path(__file__).resolve().parent
+BENCH = Path(__file__).resolve().parents[1]
 TESTS = REPOSITORY / "tests"
 
 # What a call may take in all. Of its nine minutes, 15 s are for make and for the start of Python.

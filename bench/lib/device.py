@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from _common import REPOSITORY
+
+from lib.common import REPOSITORY
 
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks at when a kernel's module is imported
