@@ -28,8 +28,8 @@ class Codec {
   Codec(const Codec&) = delete;
   Codec& operator=(const Codec&) = delete;
 
-  // These three throw std::invalid_argument if chunk, streams, residual or num_messages do not fit the layout.
-  // pack returns how many elements of the chunk are not finite after scaling.
+  // The three stages throw std::invalid_argument if their arguments do not fit the layout. pack returns how many
+  // elements of the chunk are not finite after scaling.
   int64_t pack(const PackArgs& args) const;
   void reduce(const ReduceArgs& args) const;
   void unpack(const UnpackArgs& args) const;

@@ -68,7 +68,7 @@ class Blocks {
 };
 
 // Fills the tile with the next `numel` elements times `scale`, as fp32, and with zeros after the cursor's last element.
-// The caller encodes the tile with scale 1, which changes no value. Returns how many products are not finite.
+// Encoding the tile with scale 1 afterwards changes no value. Returns how many products are not finite.
 int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float scale, float* tile, Format grad) {
   const ConvertFn convert = kernels.convert[index_of(grad)][index_of(Format::kFp32)];
   int64_t filled = 0, nonfinite = 0;

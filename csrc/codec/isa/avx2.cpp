@@ -171,8 +171,8 @@ struct Avx2 {
   }
 
   // fp8 to nearest even; the second half of the work is on 16-bit words. A magnitude's code is the code of the first
-  // value of its binade plus the number of steps from that value. Smaller magnitudes than the least normal one count to
-  // its binade. Adding 1.5·2^23 steps to a value rounds it to whole steps.
+  // value of its binade plus the number of steps from that value. A magnitude below the least normal one is treated as
+  // in the least normal one's binade. Adding 1.5·2^23 steps to a value rounds it to whole steps.
   template <class Code>
   static __m256i binade(Code, F value) {
     const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(kInfBits));
