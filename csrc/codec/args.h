@@ -1,4 +1,4 @@
-// What each stage is given: a bucket's slices, its layout, how it is rounded. Codecs and devices read these.
+// The arguments of each codec stage: the bucket's slices, its layout, and how it is rounded.
 #pragma once
 
 #include <cstddef>
@@ -12,34 +12,40 @@
 
 namespace fusedcomm {
 
-// What a device keeps of a bucket between steps, so that a step need not tell it anew; see Device::prepare.
+// Tables of a bucket that a device keeps between steps, so that a step need not copy them to the device again; see
+// Device::prepare.
 class BucketTables {
  public:
   virtual ~BucketTables() = default;
-  // Elements met so far that were not finite: one count for each slice of the lossy stream, then of the exact one.
-  // Waits for the device.
+  // Counts of the non-finite elements so far: one for each slice of the lossy stream, then one for each slice of the
+  // exact stream. Waits for the device.
   virtual std::vector<int64_t> nonfinite() const = 0;
 };
 
-// A bucket as the codec sees it. Both streams have the same dtype.
+// The gradients of a bucket as the codec sees them. Both streams have the same dtype.
 struct BucketSlices {
   SliceList lossy;
   SliceList exact;
-  void* origin = nullptr;                      // where the bucket starts: what the tables' offsets count from
-  std::shared_ptr<const BucketTables> tables;  // null where the device keeps none
+  // Start of the bucket. The offsets in the tables count from here.
+  void* origin = nullptr;
+  // Null if the device keeps no tables.
+  std::shared_ptr<const BucketTables> tables;
 };
 
-// What rounding has left out so far, for each element that one encoder encodes. See fusedcomm/reference.
+// The residual of one encoder: the rounding error of each element that it encodes. See fusedcomm/reference.
 struct Residual {
   ResidualFormat format = ResidualFormat::kFp32;
-  std::byte* data = nullptr;  // residual_nbytes(), on the codec's device; null: nothing is kept
+  // residual_nbytes(format, numel) bytes on the codec's device. Null if there is no error feedback.
+  std::byte* data = nullptr;
   int64_t numel = 0;
 };
 
 // How the lossy stream is rounded.
 struct Encoding {
+  // Stochastic rounding if true, else rounding to nearest even.
   bool stochastic = false;
-  NoiseKey noise;  // if stochastic
+  // Used only if `stochastic` is true.
+  NoiseKey noise;
   Residual residual;
 };
 
@@ -47,36 +53,53 @@ struct PackArgs {
   const BucketLayout& layout;
   int64_t chunk;
   const BucketSlices& streams;
+  // Factor for every gradient element.
   float scale;
-  std::byte* out;  // a message of layout.chunk_nbytes(): this layout's piece of every part is written, padding zeroed
-  Encoding encoding = {};  // a residual of layout.padded_numel() elements
-  bool is_last = false;    // of a backward pass's buckets: what is left of the pass waits for it
+  // A message of layout.chunk_nbytes(). pack writes this layout's piece of every part and zeroes the piece's padding.
+  std::byte* out;
+  // A residual must have layout.padded_numel() elements.
+  Encoding encoding = {};
+  // Whether this is the last bucket of a backward pass. No computation is left to overlap with it, so a GPU may give it
+  // more programs. The CPU codec ignores it.
+  bool is_last = false;
 };
 
-// Sums a part of `from` and encodes it as parts of `to`. These are one layout in a two-shot on one level; else `to` has
-// the same elements in `num_parts` times as many parts.
+// Sums from.num_parts encodings of one part of `from`, and encodes the sum as `num_parts` parts of `to`. A part of
+// `from` must have as many elements as `num_parts` parts of `to`. In a two-shot sum on one level both layouts are the
+// same.
 struct ReduceArgs {
   const BucketLayout& from;
-  const std::byte*
-      parts;    // a message: encodings of the same part, one from each of from.num_parts ranks, in rank order
-  float scale;  // 1/world_size times what pack divided by, if these are all the ranks
+  // A message: encodings of the same part, one from each of from.num_parts ranks, in rank order.
+  const std::byte* parts;
+  // Factor for the sum. It is 1/world_size times what pack divided by, if the sum covers all ranks.
+  float scale;
   const BucketLayout& to;
-  std::byte* out;  // `num_parts` consecutive parts, to.part_stride apart
+  // `num_parts` consecutive parts, to.part_stride bytes apart.
+  std::byte* out;
   int64_t num_parts = 1;
-  int64_t chunk = 0;       // the rest is used by `encoding` only. A residual of to.num_chunks · num_parts parts
-  int64_t first_part = 0;  // of the `to` parts in a chunk, that which is written first
+  // Used by `encoding` only: the index of the chunk in the bucket.
+  int64_t chunk = 0;
+  // Used by `encoding` only: the index, among the chunk's parts of `to`, of the first part written.
+  int64_t first_part = 0;
+  // A residual must have the elements of to.num_chunks · num_parts parts.
   Encoding encoding = {};
-  bool is_last = false;  // see PackArgs
+  // See PackArgs.
+  bool is_last = false;
 };
 
 struct UnpackArgs {
   const BucketLayout& layout;
   int64_t chunk;
-  const std::byte* parts;  // a message of layout.chunk_nbytes(); or so many, one after the other, which are summed
+  // `num_messages` messages of layout.chunk_nbytes() each, one after the other. Their values are summed.
+  const std::byte* parts;
+  // Factor for every decoded element, or for the sum.
   float scale;
-  const BucketSlices& streams;  // written
-  int64_t num_messages = 1;     // more than one of layouts with one part only
-  bool is_last = false;         // see PackArgs
+  // unpack writes to these slices.
+  const BucketSlices& streams;
+  // May exceed 1 only if the layout has one part.
+  int64_t num_messages = 1;
+  // See PackArgs.
+  bool is_last = false;
 };
 
 }  // namespace fusedcomm

@@ -1,8 +1,8 @@
-// The CPU codec: gradients ⇄ wire bytes, one pass over memory each way. No torch in here.
+// The CPU codec: gradients ⇄ wire bytes, one pass over memory each way. It does not depend on torch.
 //
 //   pack    gradient slices → wire bytes      y = x·scale, rounded to the wire dtype
 //   reduce  one part from every rank → the encoded mean of that part: fp32 sum in rank order, ·scale, one rounding
-//   unpack  wire bytes → gradient slices      x = decoded·scale; of several messages, of their fp32 sum in rank order
+//   unpack  wire bytes → gradient slices      x = decoded·scale; several messages are first summed, fp32, in rank order
 //
 // Every function gives the same bytes as fusedcomm/reference, whatever the instruction set and thread count.
 #pragma once
@@ -16,23 +16,24 @@
 
 namespace fusedcomm {
 
-// Instruction sets this build can dispatch to and this machine can run, slowest first; always has "portable".
+// Instruction sets that this build supports and this machine can run, slowest first. Always contains "portable".
 std::vector<std::string> available_isas();
 
 class Codec {
  public:
-  // isa: one of available_isas(), or "auto" for the last of them. num_threads ≥ 1 counts the calling thread.
-  // Throws std::invalid_argument naming what was given and what is possible.
+  // isa: one of available_isas(), or "auto" for the last of them. num_threads: at least 1, counts the calling thread.
+  // Throws std::invalid_argument, naming what was given and what is possible.
   Codec(const std::string& isa, int num_threads);
   ~Codec();
   Codec(const Codec&) = delete;
   Codec& operator=(const Codec&) = delete;
 
-  // Returns how many elements of this chunk are not finite (after scaling).
+  // The three stages throw std::invalid_argument if their arguments do not fit the layout. pack returns how many
+  // elements of the chunk are not finite after scaling.
   int64_t pack(const PackArgs& args) const;
   void reduce(const ReduceArgs& args) const;
   void unpack(const UnpackArgs& args) const;
-  // The exact wire of an fp32 bucket travels in place: x *= scale. Returns the non-finite count.
+  // x *= scale, for gradients that are summed in place. Returns how many elements are not finite after scaling.
   int64_t scale_in_place(const SliceList& stream, float scale) const;
 
   const std::string& isa() const;

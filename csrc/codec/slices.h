@@ -1,4 +1,4 @@
-// Where gradients lie in memory: runs of elements, laid end to end.
+// Where the gradients of a stream are in memory: contiguous runs of elements.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,22 @@ enum class GradDtype : uint8_t { kFloat32, kBFloat16, kFloat16 };
 
 inline constexpr int64_t grad_nbytes(GradDtype dtype) { return dtype == GradDtype::kFloat32 ? 4 : 2; }
 
-// A contiguous run of gradient elements; `data` need only be aligned to its element.
+// A contiguous run of gradient elements. `data` need only be aligned to the element.
 struct Slice {
   void* data = nullptr;
   int64_t numel = 0;
 };
 
-// Slices laid end to end: element i of the stream lives in the slice whose [starts[k], starts[k+1]) holds i.
+// A stream as a list of slices. Element i of the stream is in slice k if starts[k] ≤ i < starts[k + 1].
 class SliceList {
  public:
-  // Empty slices are dropped; a slice that continues the one before it in memory is merged with it.
+  // Drops an empty slice. Merges a slice with the one before it if it follows that one in memory. Throws
+  // std::invalid_argument if numel is negative or dtype is not the stream's.
   void append(void* data, int64_t numel, GradDtype dtype);
   int64_t numel() const { return starts_.back(); }
   GradDtype dtype() const { return dtype_; }
   const std::vector<Slice>& slices() const { return slices_; }
-  const std::vector<int64_t>& starts() const { return starts_; }  // one more entry than slices
+  const std::vector<int64_t>& starts() const { return starts_; }  // one entry more than slices()
 
  private:
   std::vector<Slice> slices_;

@@ -23,7 +23,7 @@ int64_t pack_elements(const KernelTable& kernels, Format wire, Cursor cursor, in
   return nonfinite;
 }
 
-// Goes through the blocks of a part's lossy section, one run of them after another.
+// Walks the blocks of a part's lossy section. Every call processes the next num_blocks.
 template <class Byte>
 class Blocks {
  public:
@@ -32,21 +32,21 @@ class Blocks {
 
   int64_t block_numel() const { return layout_.block_numel; }
 
-  // Encodes num_blocks of src·scale. Returns how many products are not finite.
+  // Encodes src·scale. Returns how many products are not finite.
   int64_t encode(const void* src, Format grad, int64_t num_blocks, float scale, bool streamed) {
     const auto& quantize = layout_.rotated ? kernels_.quantize_rotated : kernels_.quantize;
     const Section<Byte> out = take(num_blocks);
     return quantize[index_of(grad)](src, out.scales, out.codes, num_blocks, block_numel(), scale, streamed);
   }
 
-  // dst = decoded·factor, of num_blocks.
+  // dst = decoded·factor
   void decode(void* dst, Format grad, int64_t num_blocks, float factor, bool streamed) {
     const auto& dequantize = layout_.rotated ? kernels_.dequantize_rotated : kernels_.dequantize;
     const Section<Byte> in = take(num_blocks);
     dequantize[index_of(grad)](in.scales, in.codes, dst, num_blocks, block_numel(), factor, streamed);
   }
 
-  // What blocks of zeros are encoded to, rotated or not.
+  // Writes blocks of zeros, whose scales and codes are zero bytes, rotated or not.
   void zero(int64_t num_blocks) {
     const Section<Byte> out = take(num_blocks);
     std::memset(out.scales, 0, static_cast<size_t>(section_.scales - out.scales));
@@ -54,7 +54,7 @@ class Blocks {
   }
 
  private:
-  // Where the next num_blocks are.
+  // Returns the section of the next num_blocks and steps over them.
   Section<Byte> take(int64_t num_blocks) {
     const Section<Byte> taken = section_;
     section_.scales += scales_nbytes(layout_.wire, num_blocks);
@@ -67,8 +67,8 @@ class Blocks {
   Section<Byte> section_;
 };
 
-// The next `numel` products as fp32, zeros after the last element; multiplying these by one again changes nothing.
-// Returns how many are not finite.
+// Fills the tile with the next `numel` elements times `scale`, as fp32, and with zeros after the cursor's last element.
+// Encoding the tile with scale 1 afterwards changes no value. Returns how many products are not finite.
 int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float scale, float* tile, Format grad) {
   const ConvertFn convert = kernels.convert[index_of(grad)][index_of(Format::kFp32)];
   int64_t filled = 0, nonfinite = 0;
@@ -82,7 +82,7 @@ int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float 
   return nonfinite;
 }
 
-// Rounds the tile's products into the slices that it straddles, as far as the stream goes.
+// Writes tile·scale, rounded to the gradient's format, to the slices that the tile straddles, up to the cursor's end.
 void scatter(const KernelTable& kernels, Cursor& cursor, int64_t tile_numel, const float* tile, float scale,
              Format grad, bool streamed) {
   const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(grad)];
@@ -133,7 +133,7 @@ void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, C
   }
 }
 
-// The same for encoders that need the whole tile at hand: what a slice ends in is gathered first.
+// Packs the lossy section with a TileEncoder. It needs whole tiles, so a tile that straddles slices is gathered first.
 int64_t pack_tiles(const KernelTable& kernels, const PackArgs& args, const Unit& unit, Cursor cursor, Format grad) {
   const BucketLayout& layout = args.layout;
   std::byte* const part = args.out + part_place(layout, unit.part);
@@ -151,7 +151,7 @@ int64_t pack_tiles(const KernelTable& kernels, const PackArgs& args, const Unit&
   return nonfinite;
 }
 
-// acc = the sum, in rank order, of what `unit` has in each of from.num_parts parts.
+// acc = the sum, in rank order, of the elements of `unit` in the from.num_parts parts. Ignores unit.part.
 void sum_unit(const KernelTable& kernels, const BucketLayout& from, const std::byte* parts, const Unit& unit,
               float* acc) {
   const Section<const std::byte> first(from, unit, parts + part_place(from, 0));
@@ -164,7 +164,7 @@ void sum_unit(const KernelTable& kernels, const BucketLayout& from, const std::b
   }
 }
 
-// The same of values that have been rotated, back as they were.
+// Like sum_unit for the lossy section of a rotated layout: undoes the rotation of each part before it is added.
 void sum_unrotated(const KernelTable& kernels, const BucketLayout& from, const std::byte* parts, const Unit& unit,
                    float* acc) {
   const int fp32 = index_of(Format::kFp32);
@@ -176,7 +176,7 @@ void sum_unrotated(const KernelTable& kernels, const BucketLayout& from, const s
   }
 }
 
-// unpack_unit, of several messages.
+// unpack_unit for several messages.
 void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Format grad,
                 bool streamed) {
   BucketLayout from = args.layout;

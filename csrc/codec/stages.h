@@ -1,4 +1,4 @@
-// One unit of each stage: a piece of one section of one part, which one thread does from end to end.
+// Each stage for one unit: a piece of one section of one part. One thread processes a unit from start to end.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace fusedcomm {
 
-// `streamed`: what is written bypasses the caches. Returns how many elements are not finite after scaling.
+// streamed: the output bypasses the caches. Returns how many elements are not finite after scaling.
 int64_t pack_unit(const KernelTable& kernels, const PackArgs& args, const Unit& unit, bool streamed);
-// Every rank's elements of `unit`, a piece of one of the parts to write, summed and encoded.
+// Sums every rank's elements of `unit`, a piece of one of the parts to write, and encodes the sum.
 void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit& unit);
 void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed);
 

@@ -1,4 +1,5 @@
-// The threads that share one codec stage. They block, never spin: spinning threads collapse when ranks share cores.
+// The threads that share one codec stage. Idle threads block and never spin: where ranks share cores, spinning threads
+// take time from threads that have work.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +13,10 @@
 
 namespace fusedcomm {
 
-// Runs jobs of numbered items. The caller works on its own job too, so a job never waits for another one to end.
+// Runs jobs of numbered items. The caller works on its own job too, so a job never waits for another job to end.
 class ThreadPool {
  public:
-  // Throws std::system_error where the system has no thread left.
+  // Throws std::system_error if the system cannot start another thread.
   explicit ThreadPool(int num_workers) {
     try {
       for (int i = 0; i < num_workers; ++i) workers_.emplace_back([this] { loop(); });
@@ -27,7 +28,7 @@ class ThreadPool {
 
   ~ThreadPool() { join(); }
 
-  // Returns when item(i) has returned for every i.
+  // Calls item(i) for every i below num_items and returns when all calls have returned. Any thread may call this.
   void run(int64_t num_items, const std::function<void(int64_t)>& item) {
     if (workers_.empty() || num_items < 2) {
       for (int64_t i = 0; i < num_items; ++i) item(i);
@@ -64,7 +65,7 @@ class ThreadPool {
     const int64_t num_items;
     const std::function<void(int64_t)>& item;
     std::atomic<int64_t> next{0};
-    int num_helpers = 0;  // workers inside drain(); the pool's mutex guards it
+    int num_helpers = 0;  // workers inside drain(); guarded by the pool's mutex
     std::condition_variable idle;
   };
 
@@ -78,7 +79,7 @@ class ThreadPool {
       lock.unlock();
       job->drain();
       lock.lock();
-      retire(job);  // every item is taken: others need not look at it
+      retire(job);  // every item is taken, so no other worker needs this job
       if (--job->num_helpers == 0) job->idle.notify_one();
     }
   }

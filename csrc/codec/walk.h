@@ -1,5 +1,5 @@
-// How the codec walks a message: in units of work, which are pieces of a part's sections, and along the slices that
-// hold a stream's elements.
+// How the codec walks a message: by units of work, which are pieces of a part's sections, and by the slices that hold a
+// stream's elements.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace fusedcomm {
 
-// A multiple of every block; large enough to hide the hand-over of a unit, small enough to share out a 1 MiB chunk.
+// Elements in a unit. A multiple of every block, large enough that handing a unit to a thread costs little, and small
+// enough that several threads can share a 1 MiB chunk.
 inline constexpr int64_t kUnitNumel = 32 << 10;
 static_assert(kUnitNumel % kMaxBlockNumel == 0, "units must fall on the block grid");
 
@@ -26,7 +27,7 @@ inline Format format_of(GradDtype dtype) {
 
 inline int index_of(Format format) { return static_cast<int>(format); }
 
-// Of a wire that has scales.
+// Index of the wire's Code. The wire must have scales.
 inline int code_index(Wire wire) {
   const Code code = wire == Wire::kInt8 ? Code::kInt8 : wire == Wire::kFp8 ? Code::kFp8 : Code::kInt4;
   return static_cast<int>(code);
@@ -42,6 +43,7 @@ struct Unit {
   int64_t numel;
 };
 
+// The units of a chunk: for each part those of its exact section, then those of its lossy section.
 class Units {
  public:
   Units(const PartLayout& part, int64_t num_parts)
@@ -60,7 +62,7 @@ class Units {
     return {index / num_per_part_, exact, first, std::min(kUnitNumel, section_numel - first)};
   }
 
-  // One unit of each part sees to the bytes between the part's sections.
+  // The first unit of a part also zeroes the padding of the part's sections.
   bool is_first_of_part(int64_t index) const { return index % num_per_part_ == 0; }
 
  private:
@@ -70,12 +72,12 @@ class Units {
   int64_t count_;
 };
 
-// Where a layout's piece of a message's part begins.
+// Bytes from the start of a message to this layout's piece of a part.
 inline int64_t part_place(const BucketLayout& layout, int64_t part) {
   return part * layout.part_stride + layout.part_offset;
 }
 
-// Where a unit's bytes are within its part.
+// Where the bytes of a unit are. `part` is the start of the layout's piece of the unit's part.
 template <class Byte>
 struct Section {
   Section(const BucketLayout& layout, const Unit& unit, Byte* part) {
@@ -86,8 +88,10 @@ struct Section {
     codes = part + layout.part.code_offset + codes_nbytes(layout.wire, unit.first);
     scales = part + layout.part.scale_offset + scales_nbytes(layout.wire, unit.first / layout.block_numel);
   }
+  // The codes; in the exact section the fp32 values.
   Byte* codes;
-  Byte* scales = nullptr;  // of the lossy section of a wire that has them
+  // Meaningful only in the lossy section of a wire with scales.
+  Byte* scales = nullptr;
 };
 
 inline void zero(std::byte* begin, std::byte* end) { std::memset(begin, 0, static_cast<size_t>(end - begin)); }
@@ -100,7 +104,8 @@ inline void zero_padding(const BucketLayout& layout, std::byte* part) {
   zero(part + p.code_offset + codes_nbytes(layout.wire, p.lossy_numel), part + p.nbytes);
 }
 
-// The elements of `range` that the unit covers; fewer than unit.numel where the stream ends.
+// The stream elements that the unit covers, where `range` is what its part's section covers. Fewer than unit.numel, or
+// none, where the stream ends.
 inline Range covered(const Range& range, const Unit& unit) {
   const int64_t begin = std::min(range.begin + unit.first, range.end);
   return {begin, std::min(begin + unit.numel, range.end)};
@@ -108,7 +113,7 @@ inline Range covered(const Range& range, const Unit& unit) {
 
 // ---- slices
 
-// Goes through the elements [begin, end) of a stream, one contiguous run after another.
+// Walks the elements of `range` in a stream, one contiguous run after another.
 class Cursor {
  public:
   Cursor(const SliceList& stream, const Range& range)
@@ -122,7 +127,7 @@ class Cursor {
   std::byte* data() const {
     return static_cast<std::byte*>(stream_.slices()[slice_].data) + (position_ - stream_.starts()[slice_]) * nbytes_;
   }
-  // By at most run_numel().
+  // `numel` is at most run_numel().
   void advance(int64_t numel) {
     position_ += numel;
     if (position_ == stream_.starts()[slice_ + 1]) ++slice_;

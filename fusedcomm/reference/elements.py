@@ -1,4 +1,4 @@
-"""Elements and blocks: fp32 → codes and scales → fp32, and the rotation before and after."""
+"""Elements and blocks: fp32 → codes and scales → fp32, and the rotation of blocks."""
 
 import torch
 
@@ -12,12 +12,13 @@ WIRE_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
 }
-"""Of the codes; int4 has two in a byte, the even element's in the low half."""
+"""Dtype of each wire's codes. int4 has two codes in a byte, the even element's in the low half."""
 
+# L, the greatest code, of each wire that has scales.
 GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 
 _LEAST_ABSMAX = 2.0**-100
-"""Blocks below it become zeros, so that neither scale nor inverse comes near overflow or a denormal."""
+"""Blocks with a smaller absmax become zeros, so that scale and inverse are never near overflow or denormal."""
 
 
 def canonical(x: torch.Tensor) -> torch.Tensor:
@@ -31,15 +32,15 @@ def canonical(x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """float(x)·float(scale): fp32, rounded once."""
+    """float(x)·float(scale) in fp32, rounded once. `x` has any float dtype and shape."""
     return x.float() * torch.tensor(scale, dtype=torch.float32, device=x.device)
 
 
 def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`y` (fp32) to nearest even in `dtype` (fp32, bf16 or fp16), NaNs canonical."""
+    """`y` (fp32) rounded to nearest even in `dtype` (fp32, bf16 or fp16), with canonical NaNs."""
     if dtype == torch.bfloat16:
-        # By integers, because not every conversion instruction keeps denormals: half an ulp less one, plus the lowest
-        # kept bit, carries exactly where nearest-even rounds up.
+        # In integers, because not every conversion instruction keeps denormals. Adding half an ulp less one, plus the
+        # lowest kept bit, carries exactly when rounding to nearest even rounds up.
         bits = canonical(y).view(torch.int32)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
     return canonical(y.to(dtype))
@@ -48,10 +49,11 @@ def round_to(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def encode(
     y: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL, u: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wire codes of `y` (fp32, [numel]) and the scales of its blocks; rounded stochastically by `u` (fp32, [numel]).
+    """Wire codes of `y` (fp32 [numel]) and the scales of its blocks of `block` elements.
 
-    Returns (codes [numel] in the wire's dtype, int4 [ceil(numel / 2)]; scales [ceil(numel / block)] in fp32, int4 in
-    bf16; no scales unless the wire has blocks). Elements missing from the last block count as zeros.
+    Rounds stochastically if `u` (fp32 [numel], in [0, 1)) is given, else to nearest even. Returns (codes, scales):
+    codes [numel] in the wire's dtype, for int4 [ceil(numel / 2)]; scales [ceil(numel / block)] in fp32, for int4 in
+    bf16, and empty if the wire has no scales. Elements missing from the last block count as zeros.
     """
     if wire not in GREATEST_CODE:
         if u is not None and wire != "fp32":
@@ -64,7 +66,7 @@ def encode(
     absmax = blocks.abs().amax(dim=1)
     finite = blocks.isfinite().all(dim=1)
     normal = finite & (absmax >= _LEAST_ABSMAX)
-    # Tensors of L: dividing by a Python number may be done as multiplying by its reciprocal.
+    # L is a tensor because torch may divide by a Python number by multiplying by its reciprocal.
     greatest = torch.full_like(absmax, GREATEST_CODE[wire])
     absmax = torch.where(normal, absmax, greatest)
     scales = absmax / greatest
@@ -93,14 +95,14 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
-    """As `_nearest_code`, but rounded up with a probability that is the distance from the value below."""
+    """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
     greatest = GREATEST_CODE[wire]
     rounded = (v + u).floor() if wire in ("int8", "int4") else _stochastic_float(v, u, WIRE_DTYPES[wire])
     return rounded.clamp(-greatest, greatest)
 
 
 def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32: finite `v` (fp32) as a value of a float `dtype`, which may be beyond its greatest."""
+    """fp32: finite `v` (fp32) rounded stochastically to the precision of `dtype`; may exceed its greatest value."""
     mantissa_nbits, least_exponent = {
         torch.bfloat16: (7, -126),
         torch.float16: (10, -14),
@@ -110,14 +112,14 @@ def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> t
     dropped = 23 - mantissa_nbits
     bits = magnitude.view(torch.int32) + (u * 2.0**dropped).to(torch.int32)
     value = (bits >> dropped << dropped).view(torch.float32)
-    if dtype != torch.bfloat16:  # whose subnormals have the step of fp32's
+    if dtype != torch.bfloat16:  # bf16 has fp32's exponents, so truncation serves its subnormals as well
         step = 2.0 ** (least_exponent - mantissa_nbits)
         value = torch.where(magnitude < 2.0**least_exponent, (magnitude / step + u).floor() * step, value)
     return value.copysign(v)
 
 
 def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
-    """Codes as they lie in memory, of exact values in fp32."""
+    """The codes in the wire's dtype, of `codes` (fp32 [numel]), each of which has an exact code."""
     if wire != "int4":
         return codes.to(WIRE_DTYPES[wire])
     nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).to(torch.int8).view(torch.uint8) & 0xF
@@ -125,7 +127,7 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
-    """fp32: what stored codes stand for."""
+    """fp32: the values of stored codes, without scales. For int4 there are two values in each byte of `codes`."""
     if wire != "int4":
         return codes.float()
     nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).to(torch.int16)
@@ -133,7 +135,7 @@ def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
-    """fp32 of what `encode` returned: [numel], of int4 an even number."""
+    """fp32 [numel]: the values of codes and scales from `encode`. For int4, numel is rounded up to an even number."""
     values = values_of_codes(codes, wire)
     if wire in GREATEST_CODE:
         values = values * scales.float().repeat_interleave(block)[: values.numel()]
@@ -141,26 +143,28 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C
 
 
 def rotate(y: torch.Tensor) -> torch.Tensor:
-    """Each run of 32 elements of `y` (fp32, [32·n]), signs changed, multiplied by the Hadamard matrix of order 32.
+    """Multiplies each run of 32 elements of `y` (fp32 [32·n]) by fixed signs, then by the Hadamard matrix of order 32.
 
-    It spreads an outlier over its run, so that it costs the other elements of its block less. Order and pairs of the
-    additions as in the fast Walsh-Hadamard transform, for h = 1, 2, 4, 8, 16: (a, b) ← (a + b, a − b).
+    This spreads an outlier over its run, so that it costs the other elements of its block less precision. The order and
+    pairs of the additions are those of the fast Walsh-Hadamard transform, for h = 1, 2, 4, 8, 16:
+    (a, b) ← (a + b, a − b) for elements that are h apart.
     """
     return _butterfly(y.view(-1, _C.ROTATION_NUMEL) * _signs(y)).view(-1)
 
 
 def unrotate(y: torch.Tensor) -> torch.Tensor:
-    """The inverse of `rotate`, but for rounding: signs · 2^-5 · (H·y)."""
+    """The inverse of `rotate`, except for rounding: signs · 2^-5 · (H·y)."""
     return (_butterfly(y.view(-1, _C.ROTATION_NUMEL)) * (_signs(y) / _C.ROTATION_NUMEL)).view(-1)
 
 
 def _signs(like: torch.Tensor) -> torch.Tensor:
-    """Signs change before a rotation, since a constant run, which is common, would end up in one element else."""
+    """fp32 [32] of ±1. Without these signs, a rotation would put a constant run, which is common, into one element."""
     bits = [_C.ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
     return torch.tensor([-1.0 if bit else 1.0 for bit in bits], device=like.device)
 
 
 def _butterfly(runs: torch.Tensor) -> torch.Tensor:
+    """H·run for each of `runs` (fp32 [n, 32])."""
     h = 1
     while h < _C.ROTATION_NUMEL:
         pairs = runs.view(-1, _C.ROTATION_NUMEL // (2 * h), 2, h)

@@ -7,16 +7,16 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class NoiseKey:
-    """Whose noise it is: the draws of two keys are independent."""
+    """Selects the noise of one encoder in one step. The noise of different keys is independent."""
 
     seed: int
     """64 bits, the same on every rank."""
     parameter: int
-    """Number of the first parameter of the stream; elements are counted from its beginning."""
+    """Number of the first parameter of the stream. Elements are counted from the start of the stream."""
     step: int
-    """Backward passes before this one."""
+    """Number of backward passes before this one."""
     source: int
-    """The rank that packs, FIRST_HOST plus the host whose sum is encoded, or REDUCER for who encodes the mean."""
+    """The rank, for its pack; FIRST_HOST + host, for the encoder of a host's sum; REDUCER, for encoders of the mean."""
 
 
 FIRST_HOST, REDUCER = 0x40000000, 0xFFFFFFFF
@@ -25,9 +25,9 @@ FIRST_HOST, REDUCER = 0x40000000, 0xFFFFFFFF
 def noise(key: NoiseKey, first: int, numel: int, device: torch.device | None = None) -> torch.Tensor:
     """u in [0, 1) for the stream's elements from `first` on: fp32 [numel], multiples of 2^-16.
 
-    Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), key (seed's low word, its high
-    word), counter (element // 8, parameter, step, source): 128 bits, of which an element has 16, from bit
-    16·(element % 8) on.
+    The bits come from Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011). Its key is
+    (low word of the seed, high word of the seed), its counter (element // 8, parameter, step, source). One counter
+    gives 128 bits. An element takes 16 of them, from bit 16·(element % 8) on.
     """
     group = torch.arange(first // 8, -(-(first + numel) // 8), device=device)
     words = [group & _WORD, *(torch.full_like(group, word) for word in (key.parameter, key.step, key.source))]
@@ -44,7 +44,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(high, low) words of a·b, of 32-bit words in int64."""
+    """(high, low) 32-bit words of a·b, where `a` holds 32-bit words. All tensors are int64."""
     low = a * (b & 0xFFFF)
     high = a * (b >> 16) + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

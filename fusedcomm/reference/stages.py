@@ -1,4 +1,4 @@
-"""pack, reduce and unpack: gradients → a chunk's message → the mean's → gradients."""
+"""pack, reduce and unpack: gradients → a chunk's message → the message of the mean → gradients."""
 
 import dataclasses
 
@@ -22,12 +22,12 @@ RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_residual(residual: torch.Tensor, format: str) -> torch.Tensor:
-    """fp32 [numel] of a residual, uint8 [_C.residual_nbytes(format, numel)]."""
+    """fp32 [numel]: the values of `residual`, which is uint8 [_C.residual_nbytes(format, numel)]."""
     return residual.view(RESIDUAL_DTYPES[format]).float()
 
 
 def store_residual(residual: torch.Tensor, values: torch.Tensor, begin: int, format: str) -> None:
-    """Writes `values` (fp32), zeros for what is not finite, to a residual, from element `begin` on."""
+    """Writes `values` (fp32) to `residual` (uint8) from element `begin` on. Values that are not finite become zeros."""
     values = torch.where(values.isfinite(), values, 0.0)
     stored = round_to(values, RESIDUAL_DTYPES[format])
     residual.view(RESIDUAL_DTYPES[format])[begin : begin + values.numel()] = stored
@@ -39,8 +39,8 @@ class Feedback:
 
     format: str
     residual: torch.Tensor
-    """uint8, for the elements that the whole stream has on this rank: for pack [layout.padded_numel] elements, for
-    reduce those of the parts that it encodes, chunk by chunk."""
+    """uint8 [_C.residual_nbytes(format, numel)]. It has all elements of the stream that this encoder encodes: for pack
+    numel is layout.padded_numel; for reduce it covers the parts that the rank encodes, chunk after chunk."""
 
 
 def pack(
@@ -52,10 +52,11 @@ def pack(
     key: NoiseKey | None = None,
     feedback: Feedback | None = None,
 ) -> torch.Tensor:
-    """One chunk's bytes in this layout: uint8 [num_parts · part.nbytes].
+    """The bytes of one chunk in this layout: uint8 [layout.num_parts · layout.part.nbytes].
 
     `lossy_flat` [layout.lossy_numel] and `exact_flat` [layout.exact_numel] are the bucket's streams, in fp32, bf16 or
-    fp16. With `key`, rounded stochastically. Raises ValueError if the streams have other lengths.
+    fp16. `scale` is the factor for every element. `key` turns on stochastic rounding, `feedback` error feedback. Raises
+    ValueError if the streams have other lengths.
     """
     _check_streams(layout, lossy_flat, exact_flat)
     lossy_numel = layout.part.lossy_numel
@@ -83,12 +84,12 @@ def reduce(
     to: "_C.BucketLayout | None" = None,
     num_parts: int = 1,
 ) -> torch.Tensor:
-    """`num_parts` parts' bytes in the layout `to`, uint8 [num_parts · to.part.nbytes]: the scaled sum of `parts`.
+    """The scaled sum of `parts`, encoded as `num_parts` parts of the layout `to`: uint8 [num_parts · to.part.nbytes].
 
     `parts`, uint8 [layout.num_parts · layout.part.nbytes], holds every rank's encoding of the same part, in rank order,
-    which is the order of summation. `to` is None for the same layout, else one that has the same elements in
-    `num_parts` times as many parts. `chunk` and `first_part`, the number of the first part written, matter with `key`
-    and `feedback` only.
+    which is the order of summation. `to` None means `layout`. A part of `layout` must have as many elements as
+    `num_parts` parts of `to`. `key` turns on stochastic rounding, `feedback` error feedback. Only these use `chunk` and
+    `first_part`, the number within the chunk of the first part written.
     """
     to = layout if to is None else to
     lossy_sum, exact_sum = None, None
@@ -105,7 +106,7 @@ def reduce(
         first,
         key,
         feedback,
-        rotated=to.rotated and not layout.rotated,  # what has been rotated stays so, and what it leaves out, too
+        rotated=to.rotated and not layout.rotated,  # rotated values stay rotated, and so does their residual
     )
     exacts = scaled(exact_sum, scale).view(num_parts, -1)
     pieces = zip(_pieces(codes, num_parts), _pieces(scales, num_parts), exacts, strict=True)
@@ -121,7 +122,7 @@ def _encode_stream(
     feedback: Feedback | None,
     rotated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `y`: elements of the stream from `first` on, of the residual from `begin` on."""
+    """Codes and scales of `y`, whose noise starts at element `first` and whose residual starts at element `begin`."""
     end = begin + y.numel()
     if feedback is not None:
         residual = load_residual(feedback.residual, feedback.format)
@@ -143,11 +144,11 @@ def unpack(
     dtype: torch.dtype,
     num_messages: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values that a chunk's `parts`, uint8 [num_messages · layout.chunk_nbytes], hold for its two streams: of
-    several messages their fp32 sum, in their order.
+    """The values of one chunk, times `scale`, rounded to `dtype`.
 
-    Returns (lossy, exact) in `dtype`: the elements from lossy_range(chunk, 0)'s begin to the end of the last part's
-    range, likewise for the exact stream.
+    `parts`, uint8 [num_messages · layout.chunk_nbytes], holds one message after the other. Several messages are summed
+    in fp32, in their order. Returns (lossy, exact) in `dtype`. `lossy` has the elements from the start of
+    lossy_range(chunk, 0) to the end of the last part's range; `exact` has those of exact_range.
     """
     messages = []
     for message in parts.view(num_messages, layout.num_parts, layout.part.nbytes):
@@ -179,14 +180,14 @@ def _padded(flat: torch.Tensor, bounds: tuple[int, int], numel: int, scale: floa
 
 
 def _pieces(section: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """[num_parts, …]: what each part has of a section of all of them."""
+    """[num_parts, …]: the section of all parts, split by part."""
     return section.view(num_parts, -1) if section.numel() else section.view(1, 0).expand(num_parts, 0)
 
 
 def part_bytes(
     layout: "_C.BucketLayout", codes: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor
 ) -> torch.Tensor:
-    """uint8 [layout.part.nbytes] of one part's sections; padding is zeros."""
+    """uint8 [layout.part.nbytes]: the bytes of a part with these sections. Padding is zeros."""
     part = layout.part
     out = torch.zeros(part.nbytes, dtype=torch.uint8, device=exact.device)
     for offset, section in ((0, canonical(exact)), (part.scale_offset, scales), (part.code_offset, codes)):
@@ -196,7 +197,7 @@ def part_bytes(
 
 
 def _part_values(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lossy, exact) of one part as fp32, padding elements included."""
+    """(lossy, exact): the values of one part in fp32, padding elements included."""
     part, dtype = layout.part, WIRE_DTYPES[layout.wire]
     exact = part_bytes[: part.exact_numel * 4].view(torch.float32)
     num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire in GREATEST_CODE else 0
@@ -210,7 +211,7 @@ def _part_values(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[t
 
 
 def in_order(values: list[torch.Tensor]) -> torch.Tensor:
-    """((value 0 + value 1) + value 2) …"""
+    """((value 0 + value 1) + value 2) …, of at least one value."""
     total = values[0]
     for value in values[1:]:
         total = total + value

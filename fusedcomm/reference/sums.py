@@ -1,4 +1,4 @@
-"""What all ranks end with."""
+"""The mean that every rank ends with."""
 
 import torch
 
@@ -18,13 +18,15 @@ def all_reduce_mean(
     ranks_per_host: int = 1,
     local_wire: str = "bf16",
 ) -> torch.Tensor:
-    """What every rank ends with after a two-shot or a one-shot sum, bit for bit: [numel] in the gradients' dtype.
+    """The mean on every rank after a two-shot or one-shot sum, bit for bit: [numel] in the gradients' dtype.
 
-    `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Elements where `exempt_mask`
-    (bool [numel]) is True travel in fp32. Neither the cut into chunks nor into parts appears here: the result does not
-    depend on them. With several `ranks_per_host`, each host's consecutive ranks are summed first, in `local_wire`,
-    and then the hosts' sums, in `wire`. Raises ValueError for other sums, whose order of addition is the transport's,
-    and for a one-shot sum on two levels.
+    `grads` has one flat tensor [numel] (fp32, bf16 or fp16) for each rank, in rank order. Every rank divides its
+    gradients by `predivide` before the sum. Elements where `exempt_mask` (bool [numel]) is True are sent in fp32. The
+    result depends neither on chunks nor on parts, so they do not appear here. If `ranks_per_host` exceeds 1, the
+    consecutive ranks of each host are summed first, in `local_wire`, and then the sums of the hosts, in `wire`.
+
+    Raises ValueError for an unknown `wire`, for other sums, where the transport chooses the order of addition, and for
+    a one-shot sum on two levels.
     """
     if sum not in ("two-shot", "one-shot"):
         raise ValueError(
@@ -61,4 +63,5 @@ def all_reduce_mean(
 
 
 def _through_wire(y: torch.Tensor, wire: str, block: int) -> torch.Tensor:
+    """`y` (fp32 [numel]) encoded and decoded again."""
     return decode(*encode(y, wire, block), wire, block)

@@ -574,10 +574,10 @@ LAYOUT = bucket_layout("bf16", 128, 1, 16, 1000, 1 << 20)
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"chunk": 1}, ValueError, "chunk 1 is not one of 1"),
-        ({"chunk": -1}, ValueError, "chunk -1 is not one of 1"),
-        ({"lossy": [torch.zeros(999)]}, ValueError, "lossy stream has 999 elements, its layout 1000"),
-        ({"exact": []}, ValueError, "exact stream has 0 elements, its layout 16"),
+        ({"chunk": 1}, ValueError, "chunk 1 does not exist; the number of chunks is 1"),
+        ({"chunk": -1}, ValueError, "chunk -1 does not exist; the number of chunks is 1"),
+        ({"lossy": [torch.zeros(999)]}, ValueError, "lossy stream has 999 elements, but its layout has 1000"),
+        ({"exact": []}, ValueError, "exact stream has 0 elements, but its layout has 16"),
         ({"lossy": [torch.zeros(1000).double()]}, TypeError, "float32, bfloat16 or float16, not Double"),
         ({"lossy": [torch.zeros(500), torch.zeros(500).half()]}, ValueError, "must have one dtype"),
         ({"lossy": [torch.zeros(2000)[::2]]}, ValueError, "a slice must be a contiguous CPU tensor"),

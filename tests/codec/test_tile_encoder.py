@@ -172,13 +172,13 @@ def test_residuals_that_do_not_fit_are_refused(codec):
     layout = layout_of("int8", 1000)
     numel = layout.padded_numel
     out, values, exact = torch.zeros(layout.chunk_nbytes, dtype=torch.uint8), [torch.zeros(1000)], [torch.zeros(37)]
-    with pytest.raises(ValueError, match=f"a residual of {numel - 64} elements does not fit a layout of {numel}"):
+    with pytest.raises(ValueError, match=f"residual has {numel - 64} elements, but this encoder encodes {numel}"):
         codec.pack(layout, 0, values, exact, 1.0, out, None, ("fp32", residual("fp32", numel - 64), numel - 64))
     with pytest.raises(ValueError, match="residual must have"):
         codec.pack(layout, 0, values, exact, 1.0, out, None, ("bf16", residual("fp32", numel), numel))
     with pytest.raises(ValueError, match="a residual cannot be 'fp8': use 'fp32' or 'bf16'"):
         codec.pack(layout, 0, values, exact, 1.0, out, None, ("fp8", residual("fp32", numel), numel))
-    with pytest.raises(ValueError, match="cannot become 2 of"):
+    with pytest.raises(ValueError, match="cannot become 2 parts of"):
         codec.reduce(layout, out, 1.0, torch.zeros(2 * layout.part_stride, dtype=torch.uint8), num_parts=2)
 
 

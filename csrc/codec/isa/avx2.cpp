@@ -3,7 +3,8 @@
 
 #if defined(__x86_64__)
 
-// Everything that others may share is included before the instruction set is selected.
+// Headers that other files also use are included before the instruction set is selected, so that nothing they define is
+// compiled for it.
 #include <cpuid.h>
 #include <immintrin.h>
 
@@ -59,7 +60,7 @@ struct Avx2 {
   static void greatest(const M* m, uint32_t* bits) {
     const M ab = _mm256_max_epi32(_mm256_unpacklo_epi32(m[0], m[1]), _mm256_unpackhi_epi32(m[0], m[1]));
     const M cd = _mm256_max_epi32(_mm256_unpacklo_epi32(m[2], m[3]), _mm256_unpackhi_epi32(m[2], m[3]));
-    // In each half, what each of the four has there.
+    // Each half has one maximum of each of the four M.
     const M abcd = _mm256_max_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
     const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), all);
@@ -90,12 +91,12 @@ struct Avx2 {
   static void stream(Fp16* p, F value) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_fp16(value)); }
 
   static __m256i load_noise(const uint16_t* p) { return _mm256_cvtepu16_epi32(load_128(p)); }
-  // The product is exact, so it does not matter whether it is rounded.
+  // The product is exact, so fusing it with the addition changes nothing.
   static F add_noise(F value, __m256i noise) {
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(noise), _mm256_set1_ps(kNoiseUnit), value);
   }
 
-  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
   static F rounded(Bf16, F value, const uint16_t* noise) {
     const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(value), load_noise(noise));
     const __m256i truncated = _mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
@@ -117,14 +118,14 @@ struct Avx2 {
                             _mm256_castsi256_ps(is_finite(value)));
   }
 
-  // In the low byte of each element.
+  // Codes rounded to nearest even, in the low byte of each element.
   static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
   static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(value); }
   static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
     return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
 
-  // The same, rounded stochastically.
+  // Codes rounded stochastically, in the low byte of each element.
   template <class Code>
   static __m256i floor_code(F value) {
     const __m256i greatest = _mm256_set1_epi32(static_cast<int>(Code::kGreatest));
@@ -147,9 +148,10 @@ struct Avx2 {
     return with_sign(_mm256_blendv_epi8(_mm256_cvttps_epi32(steps), normal, is_normal), _mm256_castps_si256(value));
   }
 
-  // 16 bits each; runs of four take turns, as the instruction works within halves of a register.
+  // Packs elements to 16 bits. The instruction works within each half of a register, so runs of four elements of
+  // `first` and of `second` alternate.
   static __m256i words(__m256i first, __m256i second) { return _mm256_packs_epi32(first, second); }
-  // The bytes of such words, in order; kSigned where a byte is -128 to 127, else 0 to 255.
+  // Packs such words to bytes and puts them in order. Words are -128 to 127 if kSigned, else 0 to 255.
   template <bool kSigned>
   static __m128i bytes(__m256i words) {
     const __m256i packed = kSigned ? _mm256_packs_epi16(words, words) : _mm256_packus_epi16(words, words);
@@ -160,15 +162,17 @@ struct Avx2 {
   static __m128i pack_codes(Code, __m256i first, __m256i second) {
     return bytes<false>(words(first, second));
   }
-  static __m128i pack_codes(Int4, __m256i first, __m256i second) {  // in the low half
+  // The result is in the low 8 bytes.
+  static __m128i pack_codes(Int4, __m256i first, __m256i second) {
     const __m256i even_cut = _mm256_and_si256(words(first, second), _mm256_set1_epi32(static_cast<int>(0xFFFF000F)));
     const __m256i pairs = _mm256_madd_epi16(even_cut, _mm256_set1_epi32(0x00100001));  // even + 16·odd
     const __m256i fours = _mm256_shuffle_epi8(pairs, _mm256_set1_epi32(0x0C080400));
     return _mm_unpacklo_epi16(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
   }
 
-  // fp8 to nearest even, half of it on 16 bits. A code is that of the first value in its binade, which is the least
-  // normal one's for what is smaller, and the steps from there. Adding 1.5·2^23 steps rounds to whole ones.
+  // fp8 to nearest even; the second half of the work is on 16-bit words. A magnitude's code is the code of the first
+  // value of its binade plus the number of steps from that value. A magnitude below the least normal one is treated as
+  // in the least normal one's binade. Adding 1.5·2^23 steps to a value rounds it to whole steps.
   template <class Code>
   static __m256i binade(Code, F value) {
     const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(value), _mm256_set1_epi32(kInfBits));
@@ -185,11 +189,12 @@ struct Avx2 {
     const __m256i a = binade(Code(), first);
     const __m256i b = binade(Code(), second);
     const __m256i binades = words(_mm256_srli_epi32(a, kDropped), _mm256_srli_epi32(b, kDropped));
-    // A binade's steps count from zero, not from its first value: as many as up to the least normal one.
+    // steps() counts from zero instead of from the binade's first value, so the count is too great by the steps from
+    // zero to the least normal value. kLeastNormalBits has these, besides the difference of the exponent biases.
     const __m256i too_many = _mm256_set1_epi16(static_cast<int16_t>(Fp8Rounding<Code>::kLeastNormalBits >> kDropped));
     const __m256i all_steps = _mm256_abs_epi16(words(steps(Code(), first, a), steps(Code(), second, b)));
     const __m256i magnitude = _mm256_add_epi16(_mm256_sub_epi16(binades, too_many), all_steps);
-    // Saturation keeps the sign.
+    // words() saturates, which keeps the sign bit.
     const __m256i signs = _mm256_srli_epi16(words(_mm256_castps_si256(first), _mm256_castps_si256(second)), 8);
     return bytes<false>(_mm256_or_si256(magnitude, _mm256_and_si256(signs, _mm256_set1_epi16(0x80))));
   }
@@ -232,14 +237,15 @@ struct Avx2 {
     first = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
     second = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
   }
-  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
+  // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
     const __m256i fields = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_128(p)), 7);
     load_halves(_mm256_and_si256(fields, _mm256_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
     first = _mm256_mul_ps(first, _mm256_set1_ps(256.0f));
     second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
   }
-  // Each byte goes to two elements; the nibble that an element wants is moved to its top, then down with its sign.
+  // The byte with an element's nibble is the element's top byte. A left shift moves the nibble to the top. A right
+  // shift moves it down and extends its sign.
   static F top_nibble(__m256i top_bytes) {
     const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
@@ -255,7 +261,7 @@ struct Avx2 {
   static constexpr float sign(int index) {
     return index & kDistance ? -1.0f : 1.0f;
   }
-  // x·(±1) + y rounds once, as an addition does.
+  // x·(±1) + y rounds once, like an addition.
   template <int kDistance>
   static F mix(F value) {
     constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
@@ -267,7 +273,8 @@ struct Avx2 {
     return _mm256_fmadd_ps(value, signs, swapped);
   }
 
-  // In the low halves of 64 bits each; what is above does not matter. The order of the counters is that of store_noise.
+  // A word is the low half of a 64-bit lane; the upper half is ignored. The counters are in the order that store_noise
+  // expects.
   using W = __m256i;
   static constexpr int kCounters = 4;
   static W word(uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
@@ -303,7 +310,7 @@ namespace fusedcomm {
 
 const KernelTable* avx2_kernels() {
   unsigned eax, ebx, ecx = 0, edx;
-  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);  // not every clang knows the name
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);  // not every clang accepts "f16c"
   return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kTable : nullptr;
 }
 

@@ -4,12 +4,13 @@
 #if defined(__x86_64__)
 
 #if !defined(__clang__)
-// GCC's own header, until GCC 13: its bug 105593
+// Until GCC 13, its own header causes these warnings: GCC bug 105593.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
-// Everything that others may share is included before the instruction set is selected.
+// Headers that other files also use are included before the instruction set is selected, so that nothing they define is
+// compiled for it.
 #include <immintrin.h>
 
 #include <cstdint>
@@ -44,7 +45,8 @@ struct Avx512 {
                               _mm512_castsi512_ps(_mm512_set1_epi32(kNanBits)));
   }
 
-  static constexpr int kNanOrInf = 0x01 | 0x08 | 0x10 | 0x80;  // quiet NaN, +Inf, -Inf, signalling NaN
+  // The classes of _mm512_fpclass_ps_mask for quiet NaN, +Inf, -Inf and signaling NaN.
+  static constexpr int kNanOrInf = 0x01 | 0x08 | 0x10 | 0x80;
   static F finite_or_zero(F value) {
     return _mm512_maskz_mov_ps(_knot_mask16(_mm512_fpclass_ps_mask(value, kNanOrInf)), value);
   }
@@ -65,7 +67,7 @@ struct Avx512 {
   static void greatest(const M* m, uint32_t* bits) {
     const M ab = _mm512_max_epi32(_mm512_unpacklo_epi32(m[0], m[1]), _mm512_unpackhi_epi32(m[0], m[1]));
     const M cd = _mm512_max_epi32(_mm512_unpacklo_epi32(m[2], m[3]), _mm512_unpackhi_epi32(m[2], m[3]));
-    // In each quarter, what each of the four has there.
+    // Each quarter has one maximum of each of the four M.
     const M abcd = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
     const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
     const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -79,7 +81,7 @@ struct Avx512 {
   }
   static F load(const Fp16* p) { return _mm512_cvtph_ps(load_256(p)); }
 
-  // The machine's own bf16 conversion flushes denormals, so not that.
+  // Does not use the hardware's bf16 conversion, which flushes denormals.
   static __m256i to_bf16(F value) {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -97,12 +99,12 @@ struct Avx512 {
   static void stream(Fp16* p, F value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_fp16(value)); }
 
   static __m512i load_noise(const uint16_t* p) { return _mm512_cvtepu16_epi32(load_256(p)); }
-  // The product is exact, so it does not matter whether it is rounded.
+  // The product is exact, so fusing it with the addition changes nothing.
   static F add_noise(F value, __m512i noise) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(noise), _mm512_set1_ps(kNoiseUnit), value);
   }
 
-  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
   static F rounded(Bf16, F value, const uint16_t* noise) {
     const __m512i bits = _mm512_castps_si512(value);
     const __m512i sum = _mm512_add_epi32(bits, load_noise(noise));
@@ -128,7 +130,7 @@ struct Avx512 {
     return _mm512_mask_mov_ps(_mm512_castsi512_ps(with_sign), _mm512_fpclass_ps_mask(value, kNanOrInf), value);
   }
 
-  // In the low byte of each element.
+  // Codes rounded to nearest even, in the low byte of each element.
   static __m512i code(Int8, F value) { return _mm512_cvtps_epi32(value); }
   static __m512i code(Int4, F value) { return _mm512_cvtps_epi32(value); }
   template <class Code>
@@ -151,7 +153,7 @@ struct Avx512 {
     return _mm512_ternarylogic_epi32(unsigned_code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80), kAOrBAndC);
   }
 
-  // The same, rounded stochastically.
+  // Codes rounded stochastically, in the low byte of each element.
   template <class Code>
   static __m512i floor_code(F value) {
     const __m512i greatest = _mm512_set1_epi32(static_cast<int>(Code::kGreatest));
@@ -176,7 +178,8 @@ struct Avx512 {
     return with_sign(_mm512_mask_cvttps_epi32(normal, is_subnormal, steps), bits);
   }
 
-  // 16 bits each, in order. The pack works within quarters, which leaves runs of four codes to be put in order.
+  // Packs elements to 16 bits, in order. The pack instruction works within each quarter of a register, so runs of four
+  // elements must be put in order afterwards.
   static __m512i words(__m512i first, __m512i second) {
     return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packs_epi32(first, second));
   }
@@ -217,21 +220,22 @@ struct Avx512 {
     first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
-  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
+  // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static void load_codes(E4m3, const uint8_t* p, F& first, F& second) {
     const __m512i fields = _mm512_slli_epi16(_mm512_cvtepi8_epi16(load_256(p)), 7);
     load_halves(_mm512_and_si512(fields, _mm512_set1_epi16(static_cast<int16_t>(0xBFFF))), first, second);
     first = _mm512_mul_ps(first, _mm512_set1_ps(256.0f));
     second = _mm512_mul_ps(second, _mm512_set1_ps(256.0f));
   }
-  // Each byte goes to two elements, whose lowest four bits look their value up.
+  // An element's low byte has its nibble: the low nibble for even elements, the high one for odd elements. After the
+  // shift, the nibble is in the lowest four bits and selects the value from a table.
   static F look_up(__m512i bytes) {
     const __m512i odd_shifted = _mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32));
     return _mm512_permutexvar_ps(odd_shifted, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
   }
   static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
     const __m512i bytes = _mm512_broadcast_i32x4(load_128(p));
-    // Byte k to the two elements 2k and 2k + 1: two bytes to each quarter.
+    // Byte k goes to the elements 2k and 2k + 1, so each quarter gets two bytes.
     const __m512i spread = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     first = look_up(_mm512_shuffle_epi8(bytes, spread));
     second = look_up(_mm512_shuffle_epi8(bytes, _mm512_add_epi32(spread, _mm512_set1_epi32(8))));
@@ -241,7 +245,7 @@ struct Avx512 {
   static constexpr float sign(int index) {
     return index & kDistance ? -1.0f : 1.0f;
   }
-  // x·(±1) + y rounds once, as an addition does.
+  // x·(±1) + y rounds once, like an addition.
   template <int kDistance>
   static F mix(F value) {
     constexpr int kSwapOnes = _MM_SHUFFLE(2, 3, 0, 1), kSwapTwos = _MM_SHUFFLE(1, 0, 3, 2);
@@ -256,7 +260,8 @@ struct Avx512 {
     return _mm512_fmadd_ps(value, signs, swapped);
   }
 
-  // In the low halves of 64 bits each; what is above does not matter. The order of the counters is that of store_noise.
+  // A word is the low half of a 64-bit lane; the upper half is ignored. The counters are in the order that store_noise
+  // expects.
   using W = __m512i;
   static constexpr int kCounters = 8;
   static W word(uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }

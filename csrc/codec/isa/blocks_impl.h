@@ -6,18 +6,20 @@
 namespace fusedcomm {
 namespace {
 
-// Blocks of smaller values become zeros: keeps scale and inverse clear of overflow and of denormals.
-constexpr uint32_t kLeastAbsmaxBits = (127u - 100u) << 23;  // 2^-100
+// fp32 bits of 2^-100. A block whose absmax is smaller becomes zeros, so that scale and inverse are never near overflow
+// or denormal.
+constexpr uint32_t kLeastAbsmaxBits = (127u - 100u) << 23;
 
 template <class Code>
 constexpr int64_t code_nbytes(int64_t numel) {
   return numel * Code::kNbits / 8;
 }
 
-// How codes come to be, and where they go: to nearest even through or past the caches, or stochastically through them.
+// How codes are rounded and stored: to nearest even through the caches (kStore), to nearest even past the caches
+// (kStream), or stochastically through the caches (kStochastic).
 enum class Put { kStore, kStream, kStochastic };
 
-// Of the elements from `i` on; `noise` is for kStochastic.
+// Stores the codes of the elements from `i` on. Only kStochastic reads `noise`.
 template <Put kPut, class V, class Code>
 inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename V::F first, typename V::F second) {
   uint8_t* const p = codes + code_nbytes<Code>(i);
@@ -34,7 +36,7 @@ inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename
 
 constexpr int kRun = static_cast<int>(kRotationNumel);
 
-// The signs of a run's elements, times `magnitude`.
+// Fills `values` with the rotation's signs for a run, times `magnitude`.
 inline void fill_signs(float* values, float magnitude) {
   for (int i = 0; i < kRun; ++i) values[i] = kRotationSigns >> i & 1u ? -magnitude : magnitude;
 }
@@ -66,7 +68,7 @@ template <class V>
   mix_run<V, 16>(run);
 }
 
-// ---- quantise
+// ---- quantize
 
 template <class Code>
 inline void set_scale(float absmax, float* scale, float* inverse) {
@@ -80,7 +82,7 @@ inline void set_scale(float absmax, Bf16* scale, float* inverse) {
   *inverse = 1.0f / Scalar::load(scale);
 }
 
-// Out of the way of the loops.
+// Not inlined: the case is rare and should not enlarge the loops.
 template <class Src>
 __attribute__((noinline)) int64_t count_nonfinite(const Src* src, int64_t numel, float scale) {
   Scalar::N nonfinite = 0;
@@ -88,7 +90,8 @@ __attribute__((noinline)) int64_t count_nonfinite(const Src* src, int64_t numel,
   return nonfinite;
 }
 
-// The codes say ±Inf or not, and 0·Inf makes the rest NaN again.
+// Encodes a block that has an Inf or a NaN. The scale is Inf, the codes are ±kGreatest for ±Inf and 0 for all other
+// elements, which decode to 0·Inf = NaN.
 template <class Code, class Src>
 __attribute__((noinline)) void quantize_nonfinite_block(const Src* src, typename Code::Scale* block_scale,
                                                         uint8_t* codes, int64_t block_numel, float scale) {
@@ -102,12 +105,12 @@ __attribute__((noinline)) void quantize_nonfinite_block(const Src* src, typename
   }
 }
 
-// Blocks are taken a few at a time, so that one's maximum and divisions do not hold up the next one's. They should not
-// leave the first-level cache between their two readings.
+// Elements in a batch of blocks. Blocks are processed in batches so that the maximum and divisions of one block do not
+// delay the next block. A batch is read twice, so it should fit in the first-level cache.
 constexpr int64_t kBatchNumel = 1024;
 constexpr int64_t kMaxBatch = kBatchNumel / kMinBlockNumel;
 
-// src·factor, or src as it is.
+// src·factor if kScaled, else src.
 template <class V, bool kScaled, class Src>
 inline typename V::F load_scaled(const Src* src, typename V::F factor) {
   return kScaled ? V::mul(V::load(src), factor) : V::load(src);
@@ -121,7 +124,8 @@ inline typename V::M block_magnitude(const Src* __restrict src, int64_t numel, t
   return magnitude;
 }
 
-// The same of a block after it is rotated, which goes to `rotated`; `factors` are those of a run.
+// Writes the rotated block to `rotated` and returns its greatest magnitude. `factors` are the signs of a run times the
+// scale.
 template <class V, class Src>
 inline typename V::M rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
                                   const float* factors) {
@@ -140,8 +144,9 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
   return magnitude;
 }
 
-// |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤ L(1 + 2^-24)², of int4, whose scale may have been
-// rounded down by 2^-9 of it, < 7.03: less than half a step beyond L.
+// No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
+// L(1 + 2^-24)². For int4, rounding to bf16 may have lowered the scale by 2^-9 of it, so |y·inverse| < 7.03. Both are
+// less than half a step beyond L.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {
@@ -152,12 +157,12 @@ inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict
   }
 }
 
-// Blocks of this size or more, of a destination so large that it is streamed, are fetched a batch ahead: a batch is a
-// page of memory or half of one, and on each the machine's own prefetcher starts anew. Not where they are rotated,
-// which takes as long as the memory does.
+// Blocks of at least this many elements are prefetched a batch ahead if the destination is so large that it is
+// streamed. A batch is a page of memory or half a page, and the hardware prefetcher starts again at every page. Rotated
+// blocks are not prefetched: the rotation takes as long as reading the memory.
 constexpr int64_t kFetchedBlockNumel = 128;
 
-// Inlined, or GCC takes it for a function without effect.
+// Must be inlined: GCC would otherwise treat it as a function without effect.
 template <class Src>
 [[gnu::always_inline]] inline void fetch_block(const Src* src, int64_t numel) {
   constexpr int64_t kLineNumel = 64 / sizeof(Src);
@@ -165,7 +170,7 @@ template <class Src>
   for (int64_t i = 0; i < numel; i += kLineNumel) __builtin_prefetch(src + i);
 }
 
-// Scales and codes of `count` blocks of src, of which the bits of absmax are given.
+// Writes scales and codes of `count` blocks of src. `absmax_bits` are the bits of the blocks' absmax.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
                            const uint32_t* absmax_bits, int64_t count, int64_t block_numel, float scale) {
@@ -213,7 +218,7 @@ int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Sc
     uint32_t absmax[kMaxBatch];
     for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(magnitudes + block, absmax + block);
     for (int64_t block = 0; block < count; ++block) {
-      // What is not finite makes its whole run so when it is rotated.
+      // Counts in src: a rotation makes a whole run non-finite if one element is.
       if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
     }
     if (kRotated) {
@@ -251,17 +256,18 @@ int64_t quantize_stochastic(const float* src, const uint16_t* noise, void* scale
       1.0f);
 }
 
-// ---- dequantise
+// ---- dequantize
 
-// Whether a block's scale, or the factor, is so moderate that with both a rotated block's results are the same if 1/32
-// and the factor are multiplied first, and never NaN. What is added are multiples of 2^-60 · 2^-16 · 2^-23, the least
-// scale's least code's ulp, so the sums are as well and a 32th of them is exact.
+// Whether a block's scale, or the factor, is moderate: a magnitude from 2^-60 to below 2^60. If both are moderate, a
+// rotated block can be multiplied by factor/32 at once, instead of first by 1/32 and then by the factor. The results
+// are the same and never NaN. The summands are multiples of 2^-60 · 2^-9 · 2^-23, an ulp of the least scale times the
+// least code. Their sums are multiples of it, too, so dividing them by 32 is exact.
 inline bool is_moderate(float scale_or_factor) {
   constexpr uint32_t kLeastBits = (127u - 60u) << 23, kGreatestBits = (127u + 60u) << 23;
   return (bits_of(scale_or_factor) & kMagnitudeMask) - kLeastBits < kGreatestBits - kLeastBits;
 }
 
-// `signs` are what undoes a rotation: of 1/32, kModerate of factor/32.
+// `signs` undo a rotation: ±1/32, or with kModerate ±factor/32.
 template <class V, class Code, class Dst, bool kRotated, bool kStreamed, bool kModerate>
 inline void dequantize_block(typename V::F scale, const uint8_t* __restrict codes, Dst* __restrict dst,
                              int64_t block_numel, typename V::F factor, const float* __restrict signs) {

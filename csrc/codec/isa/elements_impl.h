@@ -1,25 +1,30 @@
-// The codec's inner loops, written once over a vector type V: here single elements, in noise_impl.h noise, in
-// blocks_impl.h blocks. Each <isa>.cpp includes the last after it has selected its instruction set, defines
-// its V and makes a table: everything here has internal linkage, so no other file can end up with code its machine
-// cannot run. For the same reason no function template of std is used.
+// The codec's inner loops, written once over a vector type V: single elements here, noise in noise_impl.h, blocks in
+// blocks_impl.h. Each <isa>.cpp selects its instruction set, then includes blocks_impl.h, defines its V and makes a
+// table. Everything here has internal linkage, so that no other file can be linked to code its machine cannot run. For
+// the same reason no function template of std is used.
 //
-// V provides: F (a vector of kLanes floats), broadcast, mul, add, sub,
+// V provides F (a vector of kLanes floats), broadcast, mul, add, sub, and
 //   load(const T*), store(T*, F), stream(T*, F)   T: float, Bf16, Fp16; store rounds to nearest even
 //   canonical(F)           NaN → 0x7FC00000, so that instruction sets cannot differ in a NaN's sign and payload
 //   finite_or_zero(F)      NaN, ±Inf → 0
-//   rounded(T, F, const uint16_t* noise)          T: Bf16, Fp16; to a value that T has, stochastically
-//   N, count(N&, F)        N counts elements that are not finite; total(N)
-//   M, track(M&, F)        M holds the greatest magnitude as bits, where Inf and NaN exceed any finite
-//   greatest(const M*, uint32_t*)                 those of kMaxima M, which takes little longer than that of one
-//   kStreamNbytes, fence() the alignment that stream() needs (0: it has none), what must follow the last stream()
-// and for 2·kLanes elements at once, Code being Int8, E4m3 or Int4:
-//   load_codes(Code, const uint8_t*, F&, F&)         values of codes; not those of NaN and Inf, which are never sent
-//   store_codes, stream_codes(Code, uint8_t*, F, F)  to nearest even, of values less than half a step beyond kGreatest
-//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  the same stochastically; fp8 at most 8 ulps beyond
-// and mix<distance>(F), distance < kLanes: (a, b) ← (a + b, a - b) for all pairs of elements that far apart
-// and for noise, W (a 32-bit word for each of kCounters counters): word(uint32_t) the same for all, counters(first),
-//   multiply(W, uint32_t, W& high, W& low)        the words of the product
-//   xor3(W, W, W), store_noise(uint16_t*, W, W, W, W)  counter by counter, a counter's words in their order
+//   rounded(T, F, const uint16_t* noise)          T: Bf16, Fp16; rounds stochastically to a value of T
+//   N, count(N&, F), total(N)                     N counts elements that are not finite
+//   M, track(M&, F)        M holds the greatest magnitude as bits; the bits of Inf and NaN exceed all finite ones
+//   greatest(const M*, uint32_t*)                 the bits of kMaxima M at once, hardly slower than of one M
+//   kStreamNbytes          the alignment in bytes that stream() needs; 0: V has no stores that bypass the caches
+//   fence()                must follow the last stream()
+// For 2·kLanes elements at once, where Code is Int8, E4m3 or Int4:
+//   load_codes(Code, const uint8_t*, F&, F&)         the values of codes, except NaN and Inf, which are never sent
+//   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step
+//   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; fp8 magnitudes exceed kGreatest by ≤ 8 ulps
+// For rotations:
+//   mix<distance>(F)       (a, b) ← (a + b, a - b) for all pairs of elements that far apart; distance < kLanes
+// For noise, where W holds a 32-bit word for each of kCounters counters:
+//   word(uint32_t)         the same word for all counters
+//   counters(first)        the numbers of the counters, from `first` on
+//   multiply(W, uint32_t, W& high, W& low)        the high and low words of the products
+//   xor3(W, W, W)          the exclusive or of all three
+//   store_noise(uint16_t*, W, W, W, W)            stores one counter after the other, each with its words in order
 #pragma once
 
 #include <cstdint>
@@ -43,18 +48,20 @@ struct Int8 {
   using Scale = float;
   static constexpr int kNbits = 8;
   static constexpr float kGreatest = 127.0f;
-  static constexpr uint32_t kGreatestCode = 0x7F, kLeastCode = 0x81;  // also those of ±Inf
+  static constexpr uint32_t kGreatestCode = 0x7F, kLeastCode = 0x81;  // ±Inf have these codes, too
 };
 
-// For 1 sign bit, 7 - kMantissaBits exponent bits. Their least normal number is 2^(kExponentShift - 126).
+// fp8: 1 sign bit, 7 - kMantissaBits exponent bits. The least normal number is 2^(kExponentShift - 126).
 struct E4m3 {
   using Scale = float;
   static constexpr int kNbits = 8;
   static constexpr float kGreatest = 448.0f;
   static constexpr uint32_t kGreatestCode = 0x7E, kLeastCode = 0xFE;
   static constexpr int kMantissaBits = 3;
-  static constexpr uint32_t kExponentShift = 120;         // from its exponent to that of fp32
-  static constexpr uint32_t kSubnormalBits = 0x46C00000;  // of 24576, where an ulp is the step of subnormals
+  // The exponent bias of fp32, 127, less the bias of e4m3, 7.
+  static constexpr uint32_t kExponentShift = 120;
+  // The bits of 24576 as fp32. An ulp of this number is 2^-9, the step of e4m3's subnormals.
+  static constexpr uint32_t kSubnormalBits = 0x46C00000;
 };
 
 struct Int4 {
@@ -64,31 +71,38 @@ struct Int4 {
   static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x9;
 };
 
-// What a V needs to turn the bits of a magnitude into an fp8 code, to nearest even:
-//   normal     (bits + kRound + the lowest bit kept) >> kDropped, where bits ≥ kLeastNormalBits
-//   subnormal  the bits of (magnitude + kSubnormal) - kSubnormalBits
+// Constants that turn the bits of an fp32 magnitude into an fp8 code. To nearest even:
+//   normal     (bits + kRound + the lowest bit kept) >> kDropped, if bits ≥ kLeastNormalBits
+//   subnormal  the bits of (magnitude + the number with kSubnormalBits), less kSubnormalBits
+// Stochastically, with 16 bits of noise:
+//   normal     (bits + kExponents + (noise << kNoiseShift)) >> kDropped
+//   subnormal  floor(magnitude·kStepsInOne + noise·2^-16); the product is exact
 template <class Code>
 struct Fp8Rounding {
+  // Mantissa bits that fp32 has and the code does not.
   static constexpr int kDropped = 23 - Code::kMantissaBits;
-  // Half an ulp less one, and the difference of the exponents.
+  // Half an ulp of the code less one, and the change of the exponent's bias.
   static constexpr uint32_t kRound = (1u << (kDropped - 1)) - 1u - (Code::kExponentShift << 23);
   static constexpr uint32_t kLeastNormalBits = (Code::kExponentShift + 1u) << 23;
-
-  // And stochastically, with 16 bits of noise:
-  //   normal     (bits + kExponents + (noise << kNoiseShift)) >> kDropped
-  //   subnormal  floor(magnitude·kStepsInOne + noise·2^-16); the product is exact
+  // Moves 16 bits of noise to the top of the dropped bits.
   static constexpr int kNoiseShift = kDropped - 16;
+  // The change of the exponent's bias.
   static constexpr uint32_t kExponents = 0u - (Code::kExponentShift << 23);
+  // Steps of subnormals in 1.0.
   static constexpr float kStepsInOne = static_cast<float>(1u << (126 - Code::kExponentShift + Code::kMantissaBits));
 };
 
-// fp16, of which fp32 has these bits more, and in whose step of subnormals these are the numbers.
+// Mantissa bits that fp32 has and fp16 does not.
 constexpr int kFp16Dropped = 13;
+// Steps of fp16's subnormals in 1.0: 2^24.
 constexpr float kFp16StepsInOne = 16777216.0f;
 constexpr float kFp16Step = 1.0f / kFp16StepsInOne;
+// fp32 bits of 2^-14, the least normal fp16 number.
 constexpr uint32_t kFp16LeastNormalBits = 113u << 23;
+// fp32 bits of 2^16, the least power of two beyond the range of fp16.
 constexpr uint32_t kFp16OverflowBits = 143u << 23;
 
+// 16 bits of noise times this are in [0, 1).
 constexpr float kNoiseUnit = 1.0f / 65536.0f;
 
 // ---- bits
@@ -109,7 +123,7 @@ inline float float_of(uint32_t bits) {
   return value;
 }
 
-// One element at a time: the portable kernels (compilers vectorise them) and every other V's tails.
+// A V of one element: for the portable kernels, which compilers vectorize, and for the tails of every other V's runs.
 struct Scalar {
   using F = float;
   using N = uint32_t;
@@ -142,7 +156,7 @@ struct Scalar {
 
   static F load(const Fp16* p) { return float_of_half(p->bits); }
 
-  // Shift the fields into place and correct the exponent; a subnormal is normalised by an exact subtraction.
+  // Shifts the fields into place and corrects the exponent. An exact subtraction normalizes a subnormal.
   static F float_of_half(uint32_t half) {
     const uint32_t shifted = (half & 0x7FFFu) << 13;
     const uint32_t exponent = shifted & 0x0F800000u;
@@ -155,13 +169,13 @@ struct Scalar {
 
   static void store(float* p, F value) { *p = value; }
 
-  // Adding half an ulp less one, plus the lowest kept bit, carries exactly where nearest-even rounds up.
+  // Adding half an ulp less one, plus the lowest kept bit, carries exactly when rounding to nearest even rounds up.
   static void store(Bf16* p, F value) {
     const uint32_t bits = bits_of(value);
     p->bits = static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
   }
 
-  // As for bf16; below 2^-14 the addition of 0.5 leaves the rounded subnormal in the low bits.
+  // Rounds as for bf16. Below 2^-14, adding 0.5 leaves the rounded subnormal in the low bits.
   static void store(Fp16* p, F value) {
     const uint32_t bits = bits_of(value);
     const uint32_t magnitude = bits & kMagnitudeMask;
@@ -177,7 +191,7 @@ struct Scalar {
     store(p, value);
   }
 
-  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
   static F rounded(Bf16, F value, const uint16_t* noise) {
     const uint32_t bits = bits_of(value);
     return float_of((bits & kMagnitudeMask) < kInfBits ? (bits + *noise) & 0xFFFF0000u : bits);
@@ -194,7 +208,7 @@ struct Scalar {
     return float_of((magnitude < kInfBits ? finite : magnitude) | (bits & ~kMagnitudeMask));
   }
 
-  // 1.5·2^23 has an ulp of one, so the addition rounds to a whole number, nearest even, in the low bits.
+  // 1.5·2^23 has an ulp of 1, so the addition rounds to a whole number, nearest even, and leaves it in the low bits.
   static uint32_t whole(F value) { return bits_of(value + 12582912.0f) - 0x4B400000u; }
   static uint32_t code(Int8, F value) { return whole(value); }
   template <class Code>
@@ -253,7 +267,7 @@ struct Scalar {
   }
 
   static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
-  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
+  // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
@@ -377,8 +391,8 @@ void subtract(const float* value, const float* decoded, void* out_data, int64_t 
   subtract_span<Scalar>(value + body, decoded + body, out + body, numel - body);
 }
 
-// Sources are added a few at a time, the partial sum in registers: each pass over the accumulator serves kGroup
-// sources, and no more streams run at once than prefetchers follow.
+// Sources that one pass over the accumulator adds, with the partial sum in registers. More sources would mean fewer
+// passes, but prefetchers follow only so many memory streams at once.
 constexpr int kGroup = 4;
 
 // acc = (kFirst ? source 0 : acc + source 0) + source 1 + … + source kCount-1

@@ -1,4 +1,4 @@
-// Kernels for 64-bit Arm, where NEON is always there.
+// Kernels for 64-bit Arm, which always has NEON.
 #include "codec/kernel_table.h"
 
 #if defined(__aarch64__)
@@ -10,7 +10,7 @@
 namespace fusedcomm {
 namespace {
 
-// Two registers, so that eight 16-bit elements fill one.
+// F is two registers of four floats, so that the same eight elements as 16 bits fill one register.
 struct Neon {
   using F = float32x4x2_t;
   using N = uint32x4x2_t;
@@ -43,7 +43,8 @@ struct Neon {
   static void track(M& m, F value) {
     for (int i = 0; i < 2; ++i) m.val[i] = vmaxq_u32(m.val[i], magnitude(value.val[i]));
   }
-  static uint32x4_t greatest_2(const M* m) {  // two lanes of each
+  // Two lanes of maxima for each of two M.
+  static uint32x4_t greatest_2(const M* m) {
     return vpmaxq_u32(vmaxq_u32(m[0].val[0], m[0].val[1]), vmaxq_u32(m[1].val[0], m[1].val[1]));
   }
   static constexpr int kMaxima = 4;
@@ -82,12 +83,12 @@ struct Neon {
     const uint16x8_t noise = load_8(p);
     return {{vmovl_u16(vget_low_u16(noise)), vmovl_u16(vget_high_u16(noise))}};
   }
-  // The product is exact, so it does not matter whether it is rounded.
+  // The product is exact, so fusing it with the addition changes nothing.
   static float32x4_t add_noise(float32x4_t value, uint32x4_t noise) {
     return vfmaq_f32(value, vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit));
   }
 
-  // The bits of a magnitude plus noise, truncated; what is finite cannot carry beyond Inf.
+  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
   static float32x4_t rounded_4(Bf16, float32x4_t value, uint32x4_t noise) {
     const uint32x4_t sum = vaddq_u32(vreinterpretq_u32_f32(value), noise);
     const uint32x4_t truncated = vandq_u32(sum, vdupq_n_u32(0xFFFF0000u));
@@ -133,7 +134,7 @@ struct Neon {
     return vorrq_u32(unsigned_code, vandq_u32(vshrq_n_u32(bits, 24), vdupq_n_u32(0x80)));
   }
 
-  // The same, rounded stochastically.
+  // Codes rounded stochastically, in the low byte of each element.
   template <class Code>
   static uint32x4_t floor_code(float32x4_t value) {
     constexpr auto kGreatest = static_cast<int32_t>(Code::kGreatest);
@@ -159,7 +160,7 @@ struct Neon {
     return with_sign(vbslq_u32(is_normal, normal, vcvtq_u32_f32(steps)), vreinterpretq_u32_f32(value));
   }
 
-  // The low bytes.
+  // The low bytes of the elements of `first`, then of `second`.
   static uint8x8_t low_bytes(uint32x4_t first, uint32x4_t second) {
     return vmovn_u16(vcombine_u16(vmovn_u32(first), vmovn_u32(second)));
   }
@@ -213,7 +214,7 @@ struct Neon {
     const float16x8_t halves = vreinterpretq_f16_u16(halves_bits);
     return {{vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))}};
   }
-  // The fields of e4m3 are the leading ones of an fp16, but for 2^8 between their exponents.
+  // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static F load_8(E4m3, const uint8_t* p) {
     const uint16x8_t fields = vshlq_n_u16(vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(p)))), 7);
     return mul(values_8(vandq_u16(fields, vdupq_n_u16(0xBFFF))), broadcast(256.0f));
@@ -224,7 +225,7 @@ struct Neon {
     second = load_8(Code(), p + kLanes);
   }
 
-  // x·(±1) + y rounds once, as an addition does.
+  // x·(±1) + y rounds once, like an addition.
   static float32x4_t mix_4(float32x4_t value, float32x4_t swapped, float32x4_t signs) {
     return vfmaq_f32(swapped, value, signs);
   }
@@ -255,7 +256,8 @@ struct Neon {
     low = vuzp1q_u32(first, second);
   }
   static W xor3(W a, W b, W c) { return veorq_u32(a, veorq_u32(b, c)); }
-  static void store_2(uint16_t* p, uint32x4_t even, uint32x4_t odd) {  // two words each of two counters
+  // Stores two counters. `even` has the first two words of each, `odd` the last two.
+  static void store_2(uint16_t* p, uint32x4_t even, uint32x4_t odd) {
     store_8(p, vreinterpretq_u16_u64(vzip1q_u64(vreinterpretq_u64_u32(even), vreinterpretq_u64_u32(odd))));
     store_8(p + 8, vreinterpretq_u16_u64(vzip2q_u64(vreinterpretq_u64_u32(even), vreinterpretq_u64_u32(odd))));
   }

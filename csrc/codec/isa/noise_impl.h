@@ -1,4 +1,4 @@
-// Noise, and single elements rounded by it; see elements_impl.h.
+// Noise, and stochastic rounding of single elements; see elements_impl.h.
 #pragma once
 
 #include "codec/isa/elements_impl.h"
@@ -8,15 +8,17 @@ namespace {
 
 // ---- Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011
 //
-// A round makes of four words w and the round's key k:
+// A round turns four words w, with the round's key k, into:
 //   w0, w1 ← high(w2·B) ^ w1 ^ k0, low(w2·B)
 //   w2, w3 ← high(w0·A) ^ w3 ^ k1, low(w0·A)
 
 constexpr int kNumRounds = 10;
 constexpr uint32_t kMultiplierA = 0xD2511F53u, kMultiplierB = 0xCD9E8D57u;
+// A counter gives 128 bits and an element takes 16.
 constexpr int64_t kNoisePerCounter = 8;
 
-// Counters differ in w0 only, so half of the first two rounds is the same for all of them.
+// The part of the rounds that is the same for all counters. Counters differ in w0 only, so this is half of the first
+// two rounds.
 struct NoiseRounds {
   explicit NoiseRounds(const NoiseKey& key) : source(key.source) {
     for (uint32_t i = 0; i < kNumRounds; ++i) {
@@ -32,15 +34,15 @@ struct NoiseRounds {
   uint32_t keys[kNumRounds][2];
   uint32_t source;
   uint32_t first_w1;     // w1 after the first round
-  uint32_t second_high;  // high(w0·A) in the second
-  uint32_t second_w3;    // w3 after it
+  uint32_t second_high;  // high(w0·A) in the second round
+  uint32_t second_w3;    // w3 after the second round
 };
 
-// Chains of multiplications that run side by side, as each has to wait for its own results. Measured: three and five
-// are slower by a tenth or more.
+// Independent chains of multiplications that run side by side, since within a chain each multiplication waits for the
+// one before. Measured: three and five chains are slower than four by a tenth or more.
 constexpr int kNumChains = 4;
 
-// What makes one pass of the loop below.
+// Elements for which one pass of the loop below makes noise.
 template <class V>
 constexpr int64_t kNoisePass = kNumChains * V::kCounters * kNoisePerCounter;
 
@@ -87,7 +89,7 @@ void make_noise(const NoiseKey& key, int64_t first, uint16_t* out, int64_t numel
   std::memcpy(out + body, last, static_cast<size_t>(numel - body) * sizeof(*out));
 }
 
-// ---- single elements
+// ---- stochastic rounding of single elements
 
 template <class V, class T>
 void round_stochastic_span(float* data, const uint16_t* noise, int64_t numel) {
