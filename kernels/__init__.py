@@ -1,4 +1,4 @@
-"""Device code, imported as ``fusedcomm.kernels``: one file for each operation, its launcher under its kernel.
+"""Device code, imported as ``fusedcomm.kernels``: one file per operation, with the launcher below its kernel.
 
-Nothing here imports Triton until a file is asked for, and only bucket.py needs the compiled extension.
+Importing the package imports none of its files. variants.py, nvrtc.py and bucket.py work without Triton.
 """

@@ -1,7 +1,7 @@
-"""The kernels' parameters that belong together, as tuples.
+"""Tuples of kernel parameters that belong together.
 
-The engine passes their fields one after the other: each has a struct of the same fields, in the same order, in
-csrc/devices/kernel_launch.h.
+The engine passes the fields of a tuple one after the other. The structs in csrc/devices/kernel_launch.h have the same
+fields in the same order.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 class Slices(NamedTuple):
     """A stream's slices in tables on the device; see csrc/devices/slice_table.h."""
 
-    starts: torch.Tensor  # int64 [num_slices + 1], stream elements; the last is numel
-    offsets: torch.Tensor  # int64 [num_slices], elements from the bucket's origin
+    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first stream element, then numel
+    offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
     first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
     num_slices: int
     numel: int  # int64
 
 
 class CountedSlices(NamedTuple):
-    """The same for pack, which counts."""
+    """Slices for pack, which also counts elements that are not finite."""
 
     starts: torch.Tensor
     offsets: torch.Tensor
     first: torch.Tensor
-    counts: torch.Tensor  # int64 [num_slices]: each slice's elements that are not finite are added
+    counts: torch.Tensor  # int64 [num_slices]: pack adds the number of each slice's elements that are not finite
     num_slices: int
     numel: int
 
@@ -38,13 +38,13 @@ class CountedSlices(NamedTuple):
 class Runs(NamedTuple):
     """Slices that follow each other in memory without a gap."""
 
-    starts: torch.Tensor
-    counts: torch.Tensor
+    starts: torch.Tensor  # as in CountedSlices
+    counts: torch.Tensor  # as in CountedSlices
     num_slices: int
 
 
 class Sections(NamedTuple):
-    """Where the sections of a message's first part begin; see sections.py for their types."""
+    """The sections of a message's first part; sections.py gives their types."""
 
     exact: torch.Tensor
     scales: torch.Tensor
@@ -52,20 +52,21 @@ class Sections(NamedTuple):
 
 
 class PartShape(NamedTuple):
-    """int64, all of them."""
+    """The shape of a message's parts. Every field is int64."""
 
     stride: int  # bytes from one part of the message to the next
-    numel: int  # lossy elements
-    exact_numel: int
+    numel: int  # lossy elements of a part
+    exact_numel: int  # exact elements of a part
 
 
 class Noise(NamedTuple):
-    """Unsigned words, as signed ones of the same bits; see fusedcomm/reference."""
+    """A noise key; fusedcomm/reference/noise.py gives its fields. Each is unsigned there and is passed as the signed
+    integer with the same bits."""
 
     seed: int  # int64
-    parameter: int
-    step: int
-    source: int
+    parameter: int  # int32
+    step: int  # int32
+    source: int  # int32
 
 
 def slices_of(stream: "Stream") -> Slices:

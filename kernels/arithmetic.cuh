@@ -1,5 +1,5 @@
-// What fusedcomm/reference defines of one element and of the 32 that a warp has: formats, rounding, codes, rotation.
-// Part of fused.cu, which says what its macros are.
+// The arithmetic that fusedcomm/reference defines: formats, rounding and codes of one element, and the rotation of the
+// 32 elements of a warp. fused.cu includes this file and documents its macros.
 #pragma once
 
 using u8 = unsigned char;
@@ -10,18 +10,22 @@ using i64 = long long;
 
 enum { none, fp32, bf16, fp16, int8, fp8, int4 };
 
-constexpr int kRun = 32;  // elements: a warp's
+// Elements that a rotation mixes: one for each lane of a warp.
+constexpr int kRun = 32;
 constexpr u32 kAllLanes = 0xFFFFFFFFu;
 constexpr u32 kInfBits = 0x7F800000u;
-constexpr u32 kLeastAbsmaxBits = (127u - 100u) << 23;  // 2^-100: a block below it becomes zeros
-constexpr u32 kRotationSigns = 0x9E3779B9u;            // bit i: element i of a run changes its sign
+// 2^-100 as fp32 bits. A block whose absmax is below it becomes zeros.
+constexpr u32 kLeastAbsmaxBits = (127u - 100u) << 23;
+// Bit i is set if element i of a run changes its sign before it is rotated.
+constexpr u32 kRotationSigns = 0x9E3779B9u;
 
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 __device__ __forceinline__ i64 lesser(i64 a, i64 b) { return b < a ? b : a; }
 
 __device__ __forceinline__ u32 magnitude_bits(float y) { return __float_as_uint(y) & 0x7FFFFFFFu; }
 
-// Of |x| < 2^22, +0 for a zero: 1.5·2^23 has an ulp of one. floorf may take a denormal for a zero.
+// The floor of x for |x| < 2^22; a zero gives +0. 1.5·2^23 has an ulp of one, so adding it rounds to a whole number.
+// floorf is not used, because it may flush a denormal to zero.
 __device__ __forceinline__ float floor_of(float x) {
   const float nearest = (x + 12582912.0f) - 12582912.0f;
   return nearest > x ? nearest - 1.0f : nearest;
@@ -48,6 +52,7 @@ __device__ __forceinline__ float greatest_value(int format) {
   return format == int8 ? 127.0f : format == fp8 ? 448.0f : 7.0f;
 }
 
+// The bits of element `index` of a section.
 __device__ __forceinline__ u32 load_bits(const void* section, i64 index, int format) {
   if (format == fp32) return static_cast<const u32*>(section)[index];
   if (format == bf16 || format == fp16) return static_cast<const u16*>(section)[index];
@@ -55,7 +60,8 @@ __device__ __forceinline__ u32 load_bits(const void* section, i64 index, int for
   return static_cast<const u8*>(section)[index];
 }
 
-// int4: also the next element's, whose four bits are the upper half of `bits`.
+// Writes the bits of element `index` of a section. For int4 it writes two elements: `bits` holds the element at the
+// even `index` in its lower four bits and the next element in its upper four.
 __device__ __forceinline__ void store_bits(void* section, i64 index, u32 bits, int format) {
   if (format == fp32) {
     static_cast<u32*>(section)[index] = bits;
@@ -72,12 +78,13 @@ __device__ __forceinline__ float value_of(u32 bits, int format) {
   if (format == fp16) return float_of_half(static_cast<u16>(bits));
   if (format == int8) return static_cast<float>(static_cast<signed char>(bits));
   if (format == int4) return static_cast<float>(static_cast<int>(bits << 28) >> 28);
-  // e4m3 is fp32 but for the width of its mantissa and for its bias, subnormals and all; its greatest code is NaN.
+  // e4m3 differs from fp32 in mantissa width and exponent bias only, for subnormals too: place the bits as fp32's and
+  // multiply by 2^(127 - 7). The code with the greatest magnitude is NaN.
   const float value = __uint_as_float((bits & 0x80u) << 24 | (bits & 0x7Fu) << 20) * 0x1p120f;
   return (bits & 0x7Fu) == 0x7Fu ? __uint_as_float(0x7FC00000u) : value;
 }
 
-// To nearest even in fp32, bf16 or fp16, NaNs canonical.
+// The bits of y rounded to nearest even in fp32, bf16 or fp16. A NaN becomes the canonical one.
 __device__ __forceinline__ u32 rounded(float y, int format) {
   const bool nan = y != y;
   const u32 bits = nan ? 0x7FC00000u : __float_as_uint(y);
@@ -87,28 +94,30 @@ __device__ __forceinline__ u32 rounded(float y, int format) {
   return bits;
 }
 
-// The same in bf16 or fp16, rounded up where `noise`, of 16 bits, carries into what is kept.
+// The bits of y rounded stochastically in bf16 or fp16: adds `noise` (16 bits) below the kept bits, then truncates.
 __device__ __forceinline__ u32 stochastically_rounded(float y, u32 noise, int format) {
   const u32 bits = rounded(y, fp32);
   if (format == bf16) return (bits + noise) >> 16;
   if (magnitude_bits(y) >= (127u - 14u) << 23) return rounded(__uint_as_float((bits + (noise >> 3)) & ~0x1FFFu), fp16);
-  const float steps = floor_of(__uint_as_float(bits & 0x7FFFFFFFu) * 0x1p24f + noise * 0x1p-16f);  // of 2^-24
+  // Below 2^-14 fp16 is subnormal: its step is 2^-24.
+  const float steps = floor_of(__uint_as_float(bits & 0x7FFFFFFFu) * 0x1p24f + noise * 0x1p-16f);
   return rounded(__uint_as_float(__float_as_uint(steps * 0x1p-24f) | (bits & 0x80000000u)), fp16);
 }
 
-// e4m3's code of a finite value: what lies beyond the greatest becomes the greatest.
+// The e4m3 code of a finite v. A magnitude above 448 becomes 448. `noise` (16 bits) is used if STOCHASTIC.
 __device__ __forceinline__ u32 fp8_code(float v, u32 noise) {
   const u32 bits = magnitude_bits(v), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (bits < (127u - 6u) << 23) {  // subnormal: steps of 2^-9
+  if (bits < (127u - 6u) << 23) {  // subnormal: the step is 2^-9
     const float magnitude = __uint_as_float(bits);
     if (STOCHASTIC) return static_cast<u32>(floor_of(magnitude * 0x1p9f + noise * 0x1p-16f)) | sign;
-    return (__float_as_uint(magnitude + 1.5f * 0x1p14f) & 0xFu) | sign;  // 2^14 has an ulp of 2^-9
+    return (__float_as_uint(magnitude + 1.5f * 0x1p14f) & 0xFu) | sign;  // 1.5·2^14 has an ulp of 2^-9
   }
   const u32 carry = STOCHASTIC ? noise << 4 : 0x7FFFFu + (bits >> 20 & 1u);
   return static_cast<u32>(lesser((bits + carry - (120u << 23)) >> 20, 0x7E)) | sign;
 }
 
-// The code of an element in a wire with scales; `inverse` of its block's scale is 0 in a block that is not normal.
+// The code of y in a wire with scales. `inverse` is the factor of its block: 0 in a block whose absmax is below 2^-100
+// or that holds an Inf or a NaN. In such a block an Inf becomes the greatest code and everything else 0.
 __device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int format) {
   const bool inf = magnitude_bits(y) == kInfBits;
   if (inverse == 0.0f && !inf) return 0;
@@ -119,7 +128,7 @@ __device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int 
   return __float_as_uint(whole + 12582912.0f) & (format == int4 ? 0xFu : 0xFFu);
 }
 
-// ---- rotation, of the 32 elements that a warp has
+// ---- rotation of the 32 elements of a warp
 
 __device__ __forceinline__ float with_sign(float y) {
   return __uint_as_float(__float_as_uint(y) ^ kRotationSigns >> lane() << 31);

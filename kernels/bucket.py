@@ -1,4 +1,4 @@
-"""A bucket as the kernels see it: the layout, one origin in memory, and tables on the device of what lies where."""
+"""A bucket as the kernels take it: its layout, its gradients, and device tables that say where each slice lies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,22 +14,24 @@ from .variants import TILE
 class Stream:
     """Slices laid end to end, in tables on the gradients' device (csrc/devices/slice_table.h)."""
 
-    starts: torch.Tensor  # int64 [num_slices + 1], stream elements; the last is numel
-    offsets: torch.Tensor  # int64 [num_slices], elements from the bucket's origin
+    starts: torch.Tensor  # int64 [num_slices + 1]: each slice's first stream element, then numel
+    offsets: torch.Tensor  # int64 [num_slices]: elements from the bucket's origin to each slice
     first: torch.Tensor  # int32 [tiles of the bucket]: the slice that holds the tile's first element
-    counts: torch.Tensor  # int64 [num_slices]: pack and scale add their non-finite elements to it
+    counts: torch.Tensor  # int64 [num_slices]: pack and scale add the number of each slice's non-finite elements
     numel: int
     num_slices: int
 
 
 @dataclass(frozen=True)
 class Bucket:
+    """Made by make_bucket()."""
+
     layout: "_C.BucketLayout"
-    grads: torch.Tensor  # [any], fp32, bf16 or fp16, 16-byte aligned; its first element is the origin
+    grads: torch.Tensor  # [any], fp32, bf16 or fp16, 16-byte aligned; its first element is the bucket's origin
     lossy: Stream
     exact: Stream
-    flat: bool  # the lossy stream is grads[:numel] in order and there is no exact stream
-    tile: int  # elements; what `first` was made for
+    flat: bool  # the lossy stream is grads[:numel] in order, and there is no exact stream
+    tile: int  # elements of a tile, for which the tables `first` are made
 
 
 def make_bucket(
@@ -39,10 +41,17 @@ def make_bucket(
     exact_slices: Sequence[tuple[int, int]],
     tile: int = TILE,
 ) -> Bucket:
-    """Tables for `grads`, 1-D, whose slices are (offset from grads[0], numel), both in elements.
+    """Makes a bucket, with its tables on the device of `grads`.
 
-    `tile`: a power of two ≥ the block, and ≥ 64. ValueError if the slices do not hold the layout's elements or do not
-    lie within `grads`, or if `grads` has another dtype, is strided, or does not start at a multiple of 16 bytes.
+    Args:
+        grads: 1-D, contiguous, fp32, bf16 or fp16; starts at a multiple of 16 bytes.
+        lossy_slices: (offset from grads[0], numel) of each slice of the lossy stream, in elements.
+        exact_slices: the same for the exact stream.
+        tile: elements of a tile: a power of two, at least 64 and at least the layout's block.
+
+    Raises:
+        ValueError: an argument is not as described, the slices do not hold the layout's elements, or a slice does not
+            lie within `grads`.
     """
     if grads.dim() != 1 or grads.dtype not in _C.GRAD_DTYPES or not grads.is_contiguous():
         raise ValueError(f"grads must be 1-D, contiguous, fp32, bf16 or fp16, not {grads.dtype} {list(grads.shape)}")
@@ -52,7 +61,10 @@ def make_bucket(
         raise ValueError(f"tile={tile} is not possible: use a power of two from {max(64, layout.block_numel)}")
     for offset, numel in (*lossy_slices, *exact_slices):
         if offset < 0 or numel < 0 or offset + numel > grads.numel():
-            raise ValueError(f"the slice ({offset}, {numel}) does not lie within {grads.numel()} elements")
+            raise ValueError(
+                f"the slice ({offset}, {numel}), an offset and a numel, does not lie within the {grads.numel()} "
+                "elements of grads"
+            )
     return Bucket(
         layout=layout,
         grads=grads,

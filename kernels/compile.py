@@ -1,7 +1,7 @@
-"""Compiles the kernels ahead of time for the C++ engine, which launches them by their handles.
+"""Compiles the Triton kernels ahead of time for the C++ engine, which launches them by their handles.
 
-How Triton passes a kernel's arguments is no public interface and differs between its versions, so it is verified, not
-believed: the parameter list of the PTX has to be the one that the engine packs. Needs no GPU.
+Triton's launch convention is not a public interface and differs between versions. compile() therefore checks that the
+parameter list in the PTX is the one that the engine passes. Compiling needs no GPU.
 """
 
 import re
@@ -22,12 +22,12 @@ from .unpack import unpack_kernel
 from .variants import NUM_WARPS, TILE, Compiled
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))
-"""The first and the last minor version that tests/kernels/test_kernel_code.py has seen to keep the launch convention,
-and tests/kernels/test_kernel_constants.py to extend no constant wrongly. With 3.6 one of the former's tests fails:
-int4's rotated, stochastic pack with bf16 residuals has 88 bytes of stack on sm_120."""
+"""The oldest and the newest supported minor version. With these, tests/kernels/test_kernel_code.py confirms the launch
+convention, and tests/kernels/test_kernel_constants.py that Triton extends no constant wrongly. With 3.6 one test of
+test_kernel_code.py fails: int4's rotated, stochastic pack with bf16 residuals uses 88 bytes of stack on sm_120."""
 
 MAX_SHARED_NBYTES = 48 * 1024
-"""What a launch may use without asking the driver for more."""
+"""Shared memory, in bytes, that a launch may use without asking the driver for more."""
 
 KERNELS = {"pack": pack_kernel, "reduce": reduce_kernel, "unpack": unpack_kernel, "scale": scale_kernel}
 GRAD_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -38,8 +38,8 @@ RESIDUAL_TYPES = {None: "*i8", "fp32": "*fp32", "bf16": "*i16"}
 _SLICES = Slices("*i64", "*i64", "*i32", "i32", "i64")
 _COUNTED = CountedSlices("*i64", "*i64", "*i32", "*i64", "i32", "i64")
 
-# By parameter name, for all kernels, but that pack's slices are counted. Types of gradients, sections and residuals
-# depend on the variant.
+# Types by parameter name. They hold for all kernels, except that pack's slices are CountedSlices. The types of
+# gradients, sections and residuals depend on the variant; _signature() adds them.
 _TYPES = {
     "lossy": _SLICES,
     "exact": _SLICES,
@@ -55,25 +55,28 @@ _ALIGNED = {
     *("grads", "data", "in_stride", "residual", "shape.stride"),
     *(f"{message}.{section}" for message in ("message", "out") for section in Sections._fields),
 }
-"""Multiples of 16, by the names of flattened()."""
+"""Parameters that are multiples of 16, by their names in flattened()."""
 
 
 def check_triton() -> str:
-    """Triton's version. RuntimeError if its launch convention has not been checked, or if it only interprets."""
+    """Triton's version.
+
+    Raises RuntimeError if the version is outside SUPPORTED_TRITON, or if TRITON_INTERPRET is set.
+    """
     version = triton.__version__
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     first, last = (".".join(map(str, limit)) for limit in SUPPORTED_TRITON)
     if not SUPPORTED_TRITON[0] <= numbers <= SUPPORTED_TRITON[1]:
         raise RuntimeError(f"Triton {version} is not supported: use {first} to {last}")
     if not isinstance(pack_kernel, triton.JITFunction):
-        raise RuntimeError("TRITON_INTERPRET is set, so that the kernels cannot be compiled: unset it")
+        raise RuntimeError("TRITON_INTERPRET is set, so the kernels cannot be compiled: unset it")
     return version
 
 
 def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
-    """Compiles for a compute capability, e.g. 90. Triton caches what it has compiled before.
+    """Compiles one kernel for a compute capability, 90 for example. Triton caches compiled kernels.
 
-    RuntimeError if Triton is not supported, or if what it made cannot be launched as the engine launches.
+    Raises RuntimeError if Triton is not supported, or if the engine could not launch the compiled kernel.
     """
     version = check_triton()
     kernel = KERNELS[variant.kernel]
@@ -108,7 +111,8 @@ def compile(variant: "_C.KernelKey", capability: int) -> Compiled:
 
 
 def ptx_params(ptx: str) -> tuple[str, ...]:
-    """What the PTX's kernel declares, hidden parameters included: "ptr", "i32", "i64" or "f32"; anything else as is."""
+    """The types of the kernel's parameters, hidden ones included: "ptr", "i32", "i64", "f32", or PTX's name of another
+    type. Empty unless the PTX has exactly one kernel."""
     entries = re.findall(r"\.entry\s+\w+\s*\((.*?)\)", ptx, re.DOTALL)
     declared = re.findall(r"\.param\s+\.(\w+)\s+(\.ptr\b)?", entries[0]) if len(entries) == 1 else ()
     names = {"u32": "i32", "b32": "i32", "s32": "i32", "u64": "i64", "b64": "i64", "s64": "i64"}
@@ -116,8 +120,11 @@ def ptx_params(ptx: str) -> tuple[str, ...]:
 
 
 def flattened(kernel: object, signature: dict[str, object]) -> list[tuple[str, tuple[int, ...], str]]:
-    """The parameters as the engine passes them, constants left out: (name, in a tuple "tuple.field"; place, as Triton
-    counts; type)."""
+    """The parameters as the engine passes them, without constants: (name, place, type) of each.
+
+    The field of a tuple is named "tuple.field". A place is (index,), and (index, field index) within a tuple, as in
+    Triton's attributes.
+    """
     parameters = []
     for name, kind in signature.items():
         place = kernel.arg_names.index(name)
@@ -130,7 +137,10 @@ def flattened(kernel: object, signature: dict[str, object]) -> list[tuple[str, t
 
 
 def _signature(variant: "_C.KernelKey") -> tuple[dict[str, object], dict[str, object]]:
-    """(type of every parameter in the kernel's order, of tuples a tuple of types; value of every constexpr)."""
+    """(types, values): the type of every parameter in the kernel's order, and the value of every constexpr.
+
+    The type of a tuple is a tuple of types.
+    """
     wire = variant.wire or "fp32"
     in_wire = variant.in_wire or wire
     types = {
@@ -168,4 +178,7 @@ def _ptx_type(triton_type: str) -> str:
 
 def _require(version: str, variant: "_C.KernelKey", what: str, found: object, supported: object) -> None:
     if found != supported:
-        raise RuntimeError(f"Triton {version} compiled {variant} with {what} = {found}; supported: {supported}")
+        raise RuntimeError(
+            f"Triton {version} compiled {variant} with {what} = {found}; supported: {supported}. Use another version "
+            "of Triton, or FUSEDCOMM_KERNELS=cuda"
+        )

@@ -1,6 +1,6 @@
-"""What the kernels, their launchers and the ahead-of-time compiler have to agree on, written once.
+"""Constants that the kernels, their launchers and the ahead-of-time compiler share.
 
-The wires are those of csrc/wire/names.h.
+The wires' names come from csrc/wire/names.h, their numbers from csrc/wire/layout.h.
 """
 
 import triton.language as tl
@@ -14,22 +14,23 @@ WIRE_IDS = {wire: _C.wire_id(wire) for wire in _C.WIRES}
 WITH_SCALES = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if _C.has_scales(wire))
 
 CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
-"""Of the integers that a codes section is made of: one for each element, int4 one for two elements."""
+"""Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4, of two."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) for wire in _C.WIRES}
-"""4: fp32, also where there are none; 2: bf16."""
+"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. Wires without scales have 4, too."""
 
 FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL_FORMATS))}
-"""Formats of residuals; None: nothing is kept."""
+"""The kernels' FEEDBACK by residual format. None is 0: no residual is kept."""
 
 OPTIONS = {
     "num_warps": NUM_WARPS,
-    "num_stages": 1,  # nothing is staged in shared memory
+    "num_stages": 1,  # no loop is pipelined through shared memory
     "enable_fp_fusion": False,  # a fused multiply-add rounds once where the reference rounds twice
-    "maxnreg": 65536 // (32 * NUM_WARPS),  # all that one program per SM can have; not told, ptxas spills to fit more
+    # An SM's 65,536 registers for one program. Without this limit ptxas spills registers to fit more programs.
+    "maxnreg": 65536 // (32 * NUM_WARPS),
 }
 
-# The same for device functions, which can read globals only if they are constexpr.
+# The same values for device functions, which can read only globals that are constexpr.
 NUM_THREADS = tl.constexpr(32 * NUM_WARPS)
 FP32 = tl.constexpr(WIRE_IDS["fp32"])
 BF16 = tl.constexpr(WIRE_IDS["bf16"])

@@ -1,7 +1,7 @@
-"""The arithmetic of one element and one block: what fusedcomm/reference defines, bit for bit, as device functions.
+"""The arithmetic of one element and one block as device functions: bit for bit what fusedcomm/reference defines.
 
-Tiles are 1-D [TILE]. VEC is how many consecutive elements a thread holds: where elements of a block share a value it is
-computed or loaded once for each VEC of them, as [TILE // VEC], and no exchange between threads is needed to spread it.
+A tile is a 1-D tensor [TILE]. VEC is the number of consecutive elements that a thread holds. A value that the elements
+of a block share is computed or loaded once for each VEC elements, as [TILE // VEC]. Threads then need not exchange it.
 """
 
 import triton
@@ -13,18 +13,19 @@ INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 FP16_NAN_BITS = tl.constexpr(0x7E00)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
-LEAST_ABSMAX_BITS = tl.constexpr((127 - 100) << 23)  # 2^-100: a block below it becomes zeros
+# 2^-100 as fp32 bits. A block whose absmax is below it becomes zeros.
+LEAST_ABSMAX_BITS = tl.constexpr((127 - 100) << 23)
 SIGN_BIT = tl.constexpr(-(2**31))
-# 1.5·2^23 has an ulp of one: adding it rounds to a whole number, half to even, which is then the lowest byte.
+# 1.5·2^23 has an ulp of one. Adding it rounds to a whole number, half to even, and leaves that in the lowest byte.
 ROUND_TO_INTEGER = tl.constexpr(12582912.0)
-# 2^23 has an ulp of one, too: as bits, and as a number.
+# 2^23 as fp32 bits. It has an ulp of one, too.
 TWO_TO_23_BITS = tl.constexpr((127 + 23) << 23)
 TWO_TO_23 = tl.constexpr(2.0**23)
 
 
 @triton.constexpr_function
 def vector_numel(*dtypes):
-    """Consecutive elements for each thread: 16 bytes of the widest of some dtypes."""
+    """Consecutive elements that each thread holds: 16 bytes of the widest of `dtypes`."""
     return 128 // max(dtype.primitive_bitwidth for dtype in dtypes)
 
 
@@ -35,7 +36,7 @@ def has_scales(wire):
 
 @triton.constexpr_function
 def per_code(wire):
-    """Elements that share one of a codes section's integers: the even one has the low half."""
+    """Elements that share one integer of a codes section: 2 in int4, with the even one in the low half; else 1."""
     return 2 if wire == INT4.value else 1
 
 
@@ -60,7 +61,11 @@ def canonical_bits(y):
 
 @triton.jit
 def bf16_bits(y):
-    """By integers: not every conversion keeps denormals and rounds to nearest even (the interpreter's truncates)."""
+    """`y` (fp32) rounded to nearest even in bf16, as int16; a NaN becomes the canonical one.
+
+    Rounds in integers, because not every conversion keeps denormals and rounds to nearest even: the interpreter's
+    truncates.
+    """
     bits = canonical_bits(y)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
@@ -82,7 +87,7 @@ def from_fp16_bits(bits):
 
 @triton.jit
 def floor(x):
-    """Of |x| < 2^22, +0 for a zero. tl.floor takes a denormal for a zero on its way."""
+    """The floor of x for |x| < 2^22; a zero gives +0. tl.floor is not used, because it flushes a denormal to zero."""
     nearest = (x + ROUND_TO_INTEGER) - ROUND_TO_INTEGER
     return nearest - tl.where(nearest > x, 1.0, 0.0)
 
@@ -100,7 +105,7 @@ def to_fp32(x):
 
 @triton.jit
 def to_gradient(y, dtype: tl.constexpr):
-    """fp32 rounded to the gradient's dtype, NaNs canonical."""
+    """`y` (fp32) rounded to the gradient's dtype; a NaN becomes the canonical one."""
     if dtype == tl.bfloat16:
         return bf16_bits(y).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:
@@ -109,11 +114,12 @@ def to_gradient(y, dtype: tl.constexpr):
         return canonical_bits(y).to(tl.float32, bitcast=True)
 
 
-# ---- folding a tile into LANES values, one for each thread, without exchange between threads
+# ---- reduction within each thread
 
 
 @triton.jit
 def max_in_thread(x, LANES: tl.constexpr, VEC: tl.constexpr):
+    """[LANES]: for each of LANES threads the maximum of its elements of `x`. The threads exchange nothing."""
     return tl.max(tl.max(tl.reshape(x, (x.shape[0] // (LANES * VEC), LANES, VEC)), axis=2), axis=0)
 
 
@@ -122,7 +128,7 @@ def max_in_thread(x, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def decode(codes, WIRE: tl.constexpr):
-    """Codes as fp32; NaNs need not be canonical, because whatever is stored next makes them so."""
+    """fp32: the values of codes, without scales. A NaN need not be canonical: the next rounding makes it so."""
     if WIRE == FP32:
         return codes.to(tl.float32, bitcast=True)
     elif WIRE == BF16:
@@ -132,13 +138,14 @@ def decode(codes, WIRE: tl.constexpr):
     elif WIRE == INT8:
         return codes.to(tl.float32)
     elif WIRE == FP8:
-        # e4m3 is fp32 but for the width of its mantissa and for its bias, subnormals and all.
+        # e4m3 differs from fp32 in mantissa width and exponent bias only, for subnormals too: place the bits as
+        # fp32's and multiply by 2^(127 - 7). The code with the greatest magnitude is NaN.
         bits = (codes.to(tl.int32) << 20) & (SIGN_BIT | (0x7F << 20))
         values = bits.to(tl.float32, bitcast=True) * 2.0**120
         return tl.where(tl.abs(values) > 448.0, float("nan"), values)
     else:
         tl.static_assert(WIRE == INT4)
-        # The nibble of n, in two's complement, xor 8 is n + 8, and that in the lowest bits of 2^23 adds as much to it.
+        # The two's complement nibble of n, xor 8, is n + 8. In the lowest bits of 2^23 it makes 2^23 + n + 8.
         pairs = codes.to(tl.int32)
         values = tl.join(pairs & 0xF, (pairs >> 4) & 0xF)
         values = (values ^ (TWO_TO_23_BITS + 8)).to(tl.float32, bitcast=True) - (TWO_TO_23 + 8)
@@ -147,16 +154,17 @@ def decode(codes, WIRE: tl.constexpr):
 
 @triton.jit
 def code_lane(TILE: tl.constexpr, VEC: tl.constexpr, WIRE: tl.constexpr):
-    """Where the codes of TILE elements lie, counted in codes."""
+    """[TILE // per_code(WIRE)]: where the codes of TILE elements lie, in integers of the codes section."""
     PER_CODE: tl.constexpr = per_code(WIRE)
     return tl.max_contiguous(tl.arange(0, TILE // PER_CODE), max(VEC // PER_CODE, 1))
 
 
 @triton.jit
 def load_scales(scales, begin, numel, other, VEC: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """fp32 [TILE // VEC]: the scale of each VEC elements of `numel` elements from `begin` on.
+    """fp32 [TILE // VEC]: the scale of each VEC elements, for `numel` elements from `begin` on.
 
-    Past them `other`, which is of the scales' own type: int4's are bf16, as int16.
+    Past these elements the scale is `other`, which has the type that scales are stored in: fp32, or for int4 bf16 as
+    int16.
     """
     element = tl.arange(0, TILE // VEC) * VEC
     loaded = tl.load(scales + (begin + element) // BLOCK, mask=element < numel, other=other)
@@ -168,6 +176,6 @@ def load_scales(scales, begin, numel, other, VEC: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def times_scales(values, scales, VEC: tl.constexpr):
-    """values [TILE] · scales [TILE // VEC], each for VEC values."""
+    """values [TILE] · scales [TILE // VEC]. Each scale multiplies VEC consecutive values."""
     TILE: tl.constexpr = values.shape[0]
     return tl.reshape(tl.reshape(values, (TILE // VEC, VEC)) * scales[:, None], (TILE,))

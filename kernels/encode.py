@@ -1,6 +1,6 @@
-"""A tile's way onto the wire, the same in pack and reduce: residual, rotation, noise, rounding, residual again.
+"""Encodes a tile, for pack and reduce: adds the residual, rotates, rounds, stores, and updates the residual.
 
-Whatever a variant leaves out costs it nothing: no parameter is read, nothing is kept in registers.
+A step that a variant does not have costs nothing: its parameters are not read, and no registers are used for it.
 """
 
 import triton
@@ -25,7 +25,7 @@ from .rotation import rotate, unrotate
 
 @triton.jit
 def encode(y, WIRE: tl.constexpr):
-    """The codes of `y` (fp32), as integers, to nearest even."""
+    """The codes of `y` (fp32), as integers, rounded to nearest even. For wires without scales."""
     if WIRE == FP32:
         return canonical_bits(y)
     elif WIRE == BF16:
@@ -37,14 +37,17 @@ def encode(y, WIRE: tl.constexpr):
 
 @triton.jit
 def stochastic_encode(y, noise, WIRE: tl.constexpr):
-    """The same, rounded up where `noise`, of 16 bits, carries into what is kept. Inf and NaN have nothing it could."""
+    """The codes of `y` (fp32), rounded stochastically: adds `noise` (16 bits) below the kept bits, then truncates.
+
+    Inf and the canonical NaN have zeros below the kept bits, so noise does not change them.
+    """
     bits = canonical_bits(y)
     if WIRE == BF16:
         return ((bits + noise.to(tl.int32)) >> 16).to(tl.int16)
     else:
         tl.static_assert(WIRE == FP16)
         value = ((bits + (noise >> 3).to(tl.int32)) & -(1 << 13)).to(tl.float32, bitcast=True)
-        # Below 2^-14 the step is 2^-24.
+        # Below 2^-14 fp16 is subnormal: its step is 2^-24.
         steps = floor(tl.abs(y) * 2.0**24 + fraction(noise)) * 2.0**-24
         steps = (steps.to(tl.int32, bitcast=True) | (bits & -(2**31))).to(tl.float32, bitcast=True)
         return fp16_bits(tl.where(tl.abs(y) < 2.0**-14, steps, value))
@@ -54,10 +57,10 @@ def stochastic_encode(y, noise, WIRE: tl.constexpr):
 def encode_and_store(
     y, noise, sections, tile, numel, part_numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes the first `numel` elements of `y`, the part's tile number `tile`, into its sections (scales, codes).
+    """Rounds `y` (fp32 [TILE]), tile number `tile` of a part, and writes its first `numel` elements.
 
-    Elements past the end of the part must be zeros. Zeroes the padding after a part's last scale, too. Returns what was
-    written, decoded: fp32 [TILE].
+    sections: the part's (scales, codes). Elements of `y` past the end of the part must be zeros. The padding after the
+    part's last scale is zeroed. Returns the written codes decoded, fp32 [TILE].
     """
     TILE: tl.constexpr = y.shape[0]
     scales_out, codes_out = sections
@@ -85,10 +88,11 @@ def encode_and_store(
 
 @triton.jit
 def encode_tile(y, sections, tile, numel, part_numel, position, kept, kept_at, VEC: tl.constexpr, encoder):
-    """Encodes `y`, as encode_and_store does, with all that the variant has.
+    """Encodes `y` as encode_and_store does, with the variant's residual, rotation and noise.
 
-    position: the tile's first element in the stream; kept: the residual of the tile, fp32 [TILE]; kept_at: its first
-    element. encoder: (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK), of which the last five are constants.
+    position: stream element that the tile starts with. kept: the tile's residual, fp32 [TILE]. kept_at: element of the
+    residual that the tile starts with. encoder: (residual, key, WIRE, BLOCK, ROTATED, STOCHASTIC, FEEDBACK); the last
+    five are constants.
     """
     residual, key = encoder[0], encoder[1]
     WIRE: tl.constexpr = encoder[2]

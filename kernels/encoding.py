@@ -1,4 +1,4 @@
-"""How an encoder rounds, and the kernels' parameters for it."""
+"""How an encoder rounds and whether it keeps a residual, and the kernel parameters that say so."""
 
 from dataclasses import dataclass
 
@@ -6,32 +6,35 @@ import torch
 
 from .arguments import Noise
 
-# Of a residual's values in memory; kernels round by integers.
+# The dtype as which kernels read and write a residual, by its format. bf16 is int16, because kernels round in integers.
 VALUES = {"fp32": torch.float32, "bf16": torch.int16}
 
 
 @dataclass(frozen=True)
 class Encoding:
+    """How an encoder rounds and whether it keeps a residual."""
+
     key: tuple[int, int, int, int] | None = None
-    """(seed, parameter, step, source) of the noise, fields of reference.NoiseKey; None: to nearest even."""
+    """(seed, parameter, step, source) of the noise: the fields of reference.NoiseKey. None: to nearest even."""
 
     feedback: str | None = None
-    """The residual's format, "fp32" or "bf16"; None: nothing is kept."""
+    """The residual's format, "fp32" or "bf16". None: no residual is kept."""
 
     residual: torch.Tensor | None = None
-    """uint8 [_C.residual_nbytes(feedback, numel)], read and written."""
+    """uint8 [_C.residual_nbytes(feedback, numel)], read and overwritten. None if `feedback` is None."""
 
     def is_stochastic(self, wire: str) -> bool:
-        return self.key is not None and wire != "fp32"  # which loses nothing
+        return self.key is not None and wire != "fp32"  # fp32 rounds nothing
 
 
 NEAREST = Encoding()
 
 
 def encoding_args(encoding: Encoding, first: int, numel: int, unused: torch.Tensor) -> tuple[torch.Tensor, Noise]:
-    """(residual, noise), the residual from its element `first` of `numel` on.
+    """The kernel parameters (residual, noise). The residual has `numel` elements and is passed from element `first` on.
 
-    `unused`: any tensor, uint8, for the residual where there is none. ValueError if it has another shape or dtype.
+    `unused`: any uint8 tensor; it is passed if there is no residual. Raises ValueError if the residual has another
+    shape or dtype, or is not contiguous.
     """
     values = unused.view(torch.int8)
     format, residual = encoding.feedback, encoding.residual
@@ -49,5 +52,5 @@ def encoding_args(encoding: Encoding, first: int, numel: int, unused: torch.Tens
 
 
 def _signed(word: int, nbits: int) -> int:
-    """The signed number of the same bits."""
+    """The signed integer with the bits of `word`, an unsigned integer of `nbits` bits."""
     return word - (1 << nbits) if word >> (nbits - 1) else word

@@ -1,26 +1,37 @@
-// Gradients ⇄ wire bytes in CUDA C++: pack, reduce, unpack and scale, byte for byte what fusedcomm/reference defines
-// and the Triton kernels beside this file give, with the same parameters. They run where those cannot; see nvrtc.py.
+// Gradients ⇄ wire bytes in CUDA C++: pack, reduce, unpack and scale. The kernels give the same bytes as
+// fusedcomm/reference and as the Triton kernels beside this file, and they take the same parameters. They run where
+// Triton cannot be used; see nvrtc.py.
 //
-// A block of threads takes one tile after the other. A tile is at most TILE consecutive elements of one section of one
-// part; in every step of a tile, neighbouring threads have neighbouring elements. So a warp has 32 consecutive elements
-// at a time, which is a run of the rotation, and a block of the wire is one or more such runs.
+// A thread block processes one tile after the other. A tile is at most TILE consecutive elements of one section of one
+// part. In every step neighboring threads have neighboring elements, so a warp has 32 consecutive elements at a time:
+// one run of the rotation. A block of the wire is one or more runs.
 //
-// Macros: WIRE, IN_WIRE (reduce: what is summed), GRAD, FEEDBACK (the residual): a format of arithmetic.cuh
-//         BLOCK elements that share a scale     TILE elements     NUM_THREADS of a block, at least TILE / 16
-//         FLAT, ROTATED, STOCHASTIC, SUMS  0, 1: as in kernels/variants.py
-//         PACK, REDUCE, UNPACK, SCALE: defined for each kernel that is wanted
-// Compile without contraction: every operation rounds once. No header of CUDA is included: NVRTC needs no toolkit, and
-// tests/native/cuda_on_cpu.h lets a C++ compiler run this file on a CPU, where the macros are variables.
+// Macros:
+//   WIRE         format, as named in arithmetic.cuh, of what is encoded; unpack: of what is decoded
+//   IN_WIRE      reduce: format of what is summed
+//   GRAD         format of the gradients
+//   FEEDBACK     format of the residual, or none
+//   BLOCK        elements that share a scale
+//   TILE         elements of a tile
+//   NUM_THREADS  threads of a thread block, at least TILE / 16
+//   FLAT, ROTATED, STOCHASTIC, SUMS: 0 or 1, the fields of KernelKey (csrc/devices/kernel_key.h)
+//   PACK, REDUCE, UNPACK, SCALE: defined for each kernel to be compiled
+//
+// Compile without contraction (-fmad=false): every operation rounds once. This file includes no header of CUDA. NVRTC
+// then needs no toolkit, and with tests/native/cuda_on_cpu.h a C++ compiler runs this file on a CPU, where the macros
+// are variables.
 
 #include "arithmetic.cuh"
 
-constexpr int kMaxTile = 8192;  // elements
-constexpr int kPerThread = 16;  // elements, at most
+// Most elements of a tile.
+constexpr int kMaxTile = 8192;
+// Most elements of a tile that one thread has.
+constexpr int kPerThread = 16;
 
-// The k-th element of the tile that this thread has.
+// Index, within the tile, of this thread's k-th element.
 __device__ __forceinline__ int element(int k) { return k * NUM_THREADS + static_cast<int>(threadIdx.x); }
 
-// ---- what the engine passes
+// ---- kernel parameters
 
 // Slices laid end to end; see csrc/devices/slice_table.h.
 struct Stream {
@@ -32,17 +43,18 @@ struct Stream {
   i64 numel;
 };
 
-// Of one part.
+// The scales and codes of one part. In an exact section the codes are fp32.
 struct Sections {
   u8* scales;
   u8* codes;
 };
 
-// Of a part, given those of part 0; `stride`: bytes from one part to the next.
+// The sections of part number `part`, given those of part 0. `stride`: bytes from one part to the next.
 __device__ __forceinline__ Sections sections(u8* scales, u8* codes, i64 stride, i64 part) {
   return {scales + part * stride, codes + part * stride};
 }
 
+// The value of element `index` of a part.
 __device__ __forceinline__ float decoded(const Sections& in, i64 index, int format) {
   const float value = value_of(load_bits(in.codes, index, format), format);
   if (!has_scales(format)) return value;
@@ -50,6 +62,7 @@ __device__ __forceinline__ float decoded(const Sections& in, i64 index, int form
   return value * value_of(load_bits(in.scales, index / BLOCK, of_scales), of_scales);
 }
 
+// The residual, if FEEDBACK, and the noise key, if STOCHASTIC.
 struct Encoder {
   void* residual;
   i64 seed;
@@ -58,12 +71,13 @@ struct Encoder {
 
 __device__ __forceinline__ i64 tiles_of(i64 part_numel) { return (part_numel + TILE - 1) / TILE; }
 
-// One tile of a part: `begin` is its first element of the stream, `inside` of the part. It has `numel` elements, of
-// which the first `num_real` are of the stream, the others zeros past its end.
+// One tile of a part. Its first element has the index `begin` in the stream and `inside` in the part. It has `numel`
+// elements: the first `num_real` belong to the stream, the others are zeros past the stream's end. Its elements lie in
+// the slices low … high, both included.
 struct Tile {
   i64 begin, inside;
   int numel, num_real;
-  int low, high;  // slices: its elements are in these and those between
+  int low, high;
 };
 
 __device__ __forceinline__ Tile tile_of(i64 stream_numel, i64 part_numel, i64 part, i64 index) {
@@ -79,13 +93,13 @@ __device__ __forceinline__ Tile tile_of(const Stream& stream, i64 part_numel, i6
   if (kExact || !FLAT) {
     const int* first = stream.first + part * tiles_of(part_numel) + index;
     tile.low = static_cast<int>(lesser(first[0], tile.high));
-    // The next entry is of the element behind the tile, also where that is the next part's first.
+    // The table's next entry belongs to the element after the tile, even if that is the next part's first.
     if (tile.begin + tile.numel < stream.numel) tile.high = static_cast<int>(lesser(first[1], tile.high));
   }
   return tile;
 }
 
-// The last slice among low … high that starts at or before the stream's element.
+// The last of the slices low … high that starts at or before stream element `at`.
 __device__ __forceinline__ int slice_of(const Stream& stream, int low, int high, i64 at) {
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -98,7 +112,7 @@ __device__ __forceinline__ int slice_of(const Stream& stream, int low, int high,
   return low;
 }
 
-// Where the tile's element lies, in elements from the bucket's origin.
+// Where the tile's element i lies, in elements from the bucket's origin.
 template <bool kExact>
 __device__ __forceinline__ i64 place_of(const Stream& stream, const Tile& tile, int i) {
   const i64 at = tile.begin + i;
@@ -107,7 +121,8 @@ __device__ __forceinline__ i64 place_of(const Stream& stream, const Tile& tile, 
   return at + stream.offsets[slice] - stream.starts[slice];
 }
 
-// counts[slice] += 1 for every lane whose element `is_bad`: one atomic addition for each slice that the warp meets.
+// Adds the number of the warp's bad elements to stream.counts, slice by slice, with one atomic addition for each slice.
+// `at`: this lane's stream element, which lies in slices low … high.
 __device__ __forceinline__ void count(const Stream& stream, int low, int high, i64 at, bool is_bad) {
   u32 left = __ballot_sync(kAllLanes, is_bad);
   if (left == 0) return;
@@ -122,14 +137,14 @@ __device__ __forceinline__ void count(const Stream& stream, int low, int high, i
 
 // ---- encoding
 
-// What the threads of a block share of a tile.
+// What the threads of a thread block share about a tile.
 struct Scratch {
   u32 tops[kMaxTile / kRun];                                  // greatest magnitude of each run, as bits
-  float factors[kMaxTile / kRun], inverses[kMaxTile / kRun];  // of each block: its scale and by what it is multiplied
+  float factors[kMaxTile / kRun], inverses[kMaxTile / kRun];  // each block's scale, and the factor of its elements
   u32 noise[kMaxTile / 2];                                    // 16 bits for each element
 };
 
-// Philox4x32-10, a counter for eight elements, as in fusedcomm/reference. `position`: of the tile in its stream.
+// Philox4x32-10 as in fusedcomm/reference: one counter for eight elements. `position`: the tile's first stream element.
 __device__ __forceinline__ void draw_noise(const Encoder& encoder, i64 position, u32* noise) {
   for (int group = static_cast<int>(threadIdx.x); group < TILE / 8; group += NUM_THREADS) {
     u32 c0 = static_cast<u32>(position / 8 + group), c1 = encoder.parameter, c2 = encoder.step, c3 = encoder.source;
@@ -161,8 +176,8 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
   return value;
 }
 
-// From the runs' greatest magnitudes: the blocks' scales, into scratch and onto the wire, with the padding behind a
-// part's last scale.
+// Computes the blocks' scales from the runs' greatest magnitudes. Writes them to scratch and to the part, and zeroes
+// the padding after the part's last scale.
 __device__ __forceinline__ void make_scales(const Sections& out, const Tile& tile, i64 part_numel, Scratch& scratch) {
   const int format = WIRE == int4 ? bf16 : fp32;
   const float greatest = greatest_value(WIRE);
@@ -182,13 +197,14 @@ __device__ __forceinline__ void make_scales(const Sections& out, const Tile& til
   }
   if (tile.inside + tile.numel == part_numel) {
     const i64 num_scales = part_numel / BLOCK;
-    const int padding = static_cast<int>(-num_scales & (format == bf16 ? 7 : 3));  // up to 16 bytes
+    const int padding = static_cast<int>(-num_scales & (format == bf16 ? 7 : 3));  // scales to a multiple of 16 bytes
     const int pad = static_cast<int>(threadIdx.x);
     if (pad < padding) store_bits(out.scales, num_scales + pad, 0, format);
   }
 }
 
-// Writes a tile of values, zeros past its end, into the sections of its part; kept_at: its first element's residual.
+// Encodes the tile's values y, which must be zeros past its end, into the sections of its part. `position`: stream
+// element that the tile starts with. `kept_at`: element of the residual that the tile starts with.
 template <bool kExact>
 __device__ __forceinline__ void encode_tile(float (&y)[kPerThread], const Sections& out, const Tile& tile,
                                             i64 part_numel, const Encoder& encoder, i64 position, i64 kept_at,
@@ -196,8 +212,8 @@ __device__ __forceinline__ void encode_tile(float (&y)[kPerThread], const Sectio
   const int wire = kExact ? fp32 : WIRE;
   const bool stochastic = !kExact && STOCHASTIC, rotated = !kExact && ROTATED;
   const bool scaled = has_scales(wire), feedback = !kExact && FEEDBACK != none;
-  float turned[kPerThread];                   // y, rotated if it is to be
-  if (scaled || stochastic) __syncthreads();  // the last tile's scratch has been read
+  float turned[kPerThread];                   // y, rotated if ROTATED
+  if (scaled || stochastic) __syncthreads();  // all threads have read the scratch of the tile before
   if (stochastic) draw_noise(encoder, position, scratch.noise);
 #pragma unroll
   for (int k = 0; k < TILE / NUM_THREADS; ++k) {
@@ -240,8 +256,8 @@ struct Constant {
   static constexpr bool value = kValue;
 };
 
-// The tiles that a block of threads takes, of the exact stream's parts, then of the lossy one's: calls
-// take(whether it is exact, elements of a part, part of the message, tile of the part).
+// Calls take(Constant<whether the tile is exact>, elements of a part, part of the message, tile of the part) for each
+// tile of this thread block: first those of the exact stream's parts, then those of the lossy stream's.
 template <class Take>
 __device__ __forceinline__ void for_each_tile(i64 part_numel, i64 part_exact_numel, int num_parts, const Take& take) {
   const i64 tiles = tiles_of(part_numel), exact_tiles = tiles_of(part_exact_numel);
@@ -298,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   const Encoder encoder = {residual, noise_seed, noise_parameter, noise_step, noise_source};
   for_each_tile(part_numel, part_exact_numel, num_parts, [&](auto is_exact, i64 of_part, i64 part, i64 index) {
     constexpr bool kExact = decltype(is_exact)::value;
-    // In what is summed the parts that are written lie one behind the other.
+    // Each rank's input holds the elements of the output's parts one after the other.
     const Tile tile = tile_of(0, of_part, part, index);
     float total[kPerThread] = {};
 #pragma unroll 1
@@ -338,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
 #pragma unroll
       for (int k = 0; k < TILE / NUM_THREADS; ++k) {
         const int i = element(k);
-        // Also what lies past the stream's end, for a rotation has mixed it with what lies before.
+        // Elements past the stream's end are decoded, too: a rotation has mixed them with those before.
         float value = i < tile.numel ? decoded(in, tile.inside + i, kExact ? fp32 : WIRE) : 0.0f;
         if (!kExact && ROTATED) value = unrotate(value);
         total[k] = message == 0 ? value : total[k] + value;

@@ -1,7 +1,7 @@
-"""Noise for stochastic rounding, as fusedcomm/reference has it: Philox4x32-10, 16 bits for each element.
+"""Noise for stochastic rounding, as fusedcomm/reference defines it: Philox4x32-10, 16 bits for each element.
 
-One counter gives eight elements their bits. A thread that holds four of them computes the same counter as its
-neighbour, which costs less than an exchange through shared memory.
+One counter gives eight elements their bits. A thread that holds only four of them computes the same counter as its
+neighbor. That costs less than an exchange through shared memory.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def noise(key, begin, NUMEL: tl.constexpr, VEC: tl.constexpr):
-    """uint32 [NUMEL], less than 2^16, for the stream's elements from `begin` on, a multiple of 8.
+    """uint32 [NUMEL], each less than 2^16: the noise of the stream's elements from `begin` on.
 
-    `key`: see Noise in arguments.py.
+    key: see Noise in arguments.py. begin: a multiple of 8. VEC: 4, or a multiple of 8.
     """
     seed, parameter, step, source = key
     low = seed.to(tl.uint32)
@@ -37,5 +37,5 @@ def noise(key, begin, NUMEL: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def fraction(noise):
-    """fp32 noise·2^-16: as mantissa of a number in [1, 2), which is no conversion."""
+    """fp32: noise·2^-16. The noise becomes the mantissa of a number in [1, 2), which saves a conversion."""
     return ((noise << 7) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0

@@ -1,6 +1,6 @@
-"""Compiles fused.cu, the same kernels in CUDA C++, by NVRTC: what runs where Triton cannot compile, or on request.
+"""Compiles fused.cu, the same kernels in CUDA C++, by NVRTC. They run where Triton cannot be used, or on request.
 
-NVRTC is one library, which torch's CUDA builds bring along: neither a CUDA toolkit nor a GPU is needed.
+NVRTC is one library, which torch's CUDA builds install. Compiling needs neither a CUDA toolkit nor a GPU.
 """
 
 import contextlib
@@ -20,21 +20,24 @@ from .variants import NUM_WARPS, TILE, Compiled
 
 SOURCE = Path(__file__).with_name("fused.cu")
 HEADER = Path(__file__).with_name("arithmetic.cuh")
-"""What the source includes. NVRTC is handed both: it need not look for files."""
+"""The file that fused.cu includes. NVRTC is given the text of both, so it looks for no files."""
 
 MAJORS = (13, 12)
-"""Versions of NVRTC that have been tried, after that of torch's own CUDA, the best first."""
+"""Major versions of NVRTC to try after the one of torch's own CUDA, the preferred one first."""
 
 FORMATS = {None: "none", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def check_nvrtc() -> str:
-    """NVRTC's version. RuntimeError if it is not there."""
+    """NVRTC's version, "13.0" for example. Raises RuntimeError if NVRTC cannot be loaded."""
     return _library()[1]
 
 
 def macros(variant: "_C.KernelKey", tile: int, num_threads: int) -> dict[str, str | int]:
-    """What fused.cu has to be told of a variant: formats by their names there, everything else as numbers."""
+    """The macros of fused.cu for a variant: formats by their names in arithmetic.cuh, everything else as numbers.
+
+    tile: elements. num_threads: threads of a thread block.
+    """
     wire = variant.wire or "fp32"
     return {
         "WIRE": wire,
@@ -54,20 +57,20 @@ def macros(variant: "_C.KernelKey", tile: int, num_threads: int) -> dict[str, st
 def options(
     variant: "_C.KernelKey", capability: int, tile: int = TILE, num_threads: int = 32 * NUM_WARPS
 ) -> tuple[str, ...]:
-    """NVRTC's, for fused.cu."""
+    """NVRTC's options to compile a variant for a compute capability; `tile` and `num_threads` as for macros()."""
     defined = {variant.kernel.upper(): 1, **macros(variant, tile, num_threads)}
     return f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", *(f"-D{name}={x}" for name, x in defined.items())
 
 
 def compile(variant: "_C.KernelKey", capability: int, folder: str | None = None) -> Compiled:
-    """Compiles for a compute capability, e.g. 90. Keeps what it has compiled in `folder`, unless that is None.
+    """Compiles one kernel for a compute capability, 90 for example. Caches the cubin in `folder`, unless that is None.
 
-    RuntimeError with NVRTC's log if it cannot be compiled, or if the kernel's parameters are not those that the engine
-    passes.
+    Raises RuntimeError if NVRTC cannot compile the kernel (the text has its log), or if the kernel's parameters are not
+    those that the engine passes. The result's `ptx` is empty if the cubin came from the cache.
     """
     symbol, params = f"{variant.kernel}_kernel", tuple(_C.kernel_params(variant.kernel))
     told = options(variant, capability)
-    # The parameters, too: they have been checked where a cubin is found.
+    # Includes the parameters, because those of a cached cubin are not checked again.
     identity = SOURCE.read_text(), HEADER.read_text(), told, params, check_nvrtc()
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()
     kept = None if folder is None else Path(folder) / f"{symbol}-{digest}.cubin"
@@ -82,7 +85,7 @@ def compile(variant: "_C.KernelKey", capability: int, folder: str | None = None)
 
 
 def _keep(cubin: bytes, place: Path | None) -> None:
-    """Nothing where nothing can be written: it is compiled again, then."""
+    """Writes `cubin` to `place`. Does nothing if that is None or cannot be written: the next process compiles again."""
     if place is None:
         return
     with contextlib.suppress(OSError):
@@ -93,14 +96,14 @@ def _keep(cubin: bytes, place: Path | None) -> None:
 
 
 def _check_params(ptx: str, symbol: str, expected: tuple[str, ...]) -> None:
-    """RuntimeError unless the kernel takes these; the PTX does not tell pointers from integers."""
+    """Raises RuntimeError unless the kernel's parameters are `expected`. PTX does not tell pointers from integers."""
     kinds = {"ptr": "64", "i64": "64", "i32": "32", "f32": "f32"}
     entry = re.search(rf"\.entry\s+{symbol}\s*\((.*?)\)", ptx, re.DOTALL)
     found = re.findall(r"\.param\s+\.(\w+)", entry[1]) if entry else []
     if [kind.lstrip("usb") for kind in found] != [kinds[param] for param in expected]:
         raise RuntimeError(
-            f"NVRTC compiled {symbol} with the parameters {found} where the engine passes {expected}. Kernels and "
-            "extension are of different versions: build fusedcomm again"
+            f"NVRTC compiled {symbol} with the parameters {found}, but the engine passes {expected}. The kernels and "
+            "the extension have different versions: rebuild fusedcomm"
         )
 
 
@@ -109,7 +112,7 @@ def _check_params(ptx: str, symbol: str, expected: tuple[str, ...]) -> None:
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL, str]:
-    """NVRTC and its version."""
+    """NVRTC and its version. Raises RuntimeError if no candidate can be loaded."""
     errors = []
     for name in _candidates():
         try:
@@ -122,16 +125,16 @@ def _library() -> tuple[ctypes.CDLL, str]:
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return library, f"{major.value}.{minor.value}"
     raise RuntimeError(
-        f"NVRTC cannot be loaded ({'; '.join(errors)}). torch's CUDA builds bring it along; else: pip install "
+        f"NVRTC cannot be loaded ({'; '.join(errors)}). torch's CUDA builds install it; for other builds: pip install "
         "'nvidia-cuda-nvrtc>=13,<14', or nvidia-cuda-nvrtc-cu12 for CUDA 12"
     )
 
 
 def _candidates() -> list[str]:
-    """Files of packages, then names for the system to find: first those of torch's own CUDA, which the driver has to
-    be able to load code of."""
+    """The libraries to try, in order: for each major version the files of installed packages, then a name for the
+    system to find. The version of torch's own CUDA comes first, because the driver must be able to load its code."""
     try:
-        import nvidia  # a folder of packages, without code
+        import nvidia  # a namespace package; only its folders are of use
 
         folders = [Path(folder) for folder in nvidia.__path__]
     except ImportError:
@@ -144,7 +147,7 @@ def _candidates() -> list[str]:
 
 
 def compile_source(options: tuple[str, ...]) -> tuple[bytes, str]:
-    """(cubin, PTX) of fused.cu."""
+    """(cubin, PTX) of fused.cu, compiled with these options. Raises RuntimeError, with NVRTC's log, if it fails."""
     library, version = _library()
     program = ctypes.c_void_p()
     source, header = ((file.read_bytes(), file.name.encode()) for file in (SOURCE, HEADER))

@@ -1,10 +1,10 @@
-"""Gradients → wire bytes: y = x·scale, rounded to the wire's dtype; one read of the gradient, one write of the wire.
+"""Gradients → wire bytes: y = x·scale, rounded to the wire's dtype. Each gradient is read once, each byte written once.
 
-With FEEDBACK, what was left out before is added to y first; with ROTATED, y is rotated before it is rounded, in
-registers. What is counted as not finite is y before either.
+With FEEDBACK, the residual is added to y first. With ROTATED, y is rotated, in registers, before it is rounded. The
+count of elements that are not finite is of y before either.
 
-The loop only remembers whether it has met an element that is not finite. A program that has goes over its tiles once
-more and finds out whose they are: rare, and so it may be slow.
+The main loop only notes whether it has met an element that is not finite. A program that has met one goes over its
+tiles again and counts by slice. That is rare, so it may be slow.
 """
 
 from typing import TYPE_CHECKING
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @triton.jit
 def load_scattered(grads, slices, begin, real, low, high, lane, scale, FLAT: tl.constexpr):
-    """fp32, like `lane`, scaled: zeros past the first `real` elements (scaled zeros could be NaN or -0)."""
+    """fp32, shaped like `lane`: the scaled gradients of stream elements begin + lane, +0 past the first `real`.
+
+    The zeros are not scaled: the product could be NaN or -0.
+    """
     mask = lane < real
     x = tl.load(grads + offsets_of(slices, begin, low, high, lane, mask, FLAT), mask=mask)
     return tl.where(mask, to_fp32(x) * scale, 0.0)
@@ -38,9 +41,9 @@ def load_scattered(grads, slices, begin, real, low, high, lane, scale, FLAT: tl.
 def pack_tile(
     seen, grads, slices, sections, part_numel, part, tile, scale, encoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Packs a tile into the part whose sections (scales, codes) are given; returns `seen`, grown by the magnitudes met.
+    """Packs a tile into the part with these sections (scales, codes).
 
-    encoder: as for encode_tile.
+    Returns `seen`, each thread's greatest magnitude so far, updated. encoder: as for encode_tile.
     """
     residual = encoder[0]
     FEEDBACK: tl.constexpr = encoder[6]
@@ -53,7 +56,7 @@ def pack_tile(
         y = to_fp32(tl.load(grads + offset // VEC * VEC + lane)) * scale
     else:
         y = load_scattered(grads, slices, begin, real, low, high, lane, scale, FLAT)
-        # Only now, since the addresses of the gradients take most registers.
+        # The residual is loaded last, because the gradients' addresses take most registers.
         kept = load_residual(residual, begin, on_wire, VEC, TILE, FEEDBACK)
     seen = tl.maximum(seen, max_in_thread(magnitude_bits(y), seen.shape[0], VEC))
     encode_tile(y, sections, tile, on_wire, part_numel, begin, kept, begin, VEC, encoder)
@@ -66,7 +69,8 @@ def pack_stream(
 ):
     """Packs this program's tiles of a stream.
 
-    sections: (scales, codes) of part 0; parts: (stride, elements in each, number of the first, how many).
+    sections: (scales, codes) of part 0. parts: (bytes from one part to the next, elements of a part, number of the
+    first part, number of parts).
     """
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
@@ -90,9 +94,9 @@ def pack_stream(
 
 @triton.jit
 def count_stream(grads, slices, parts, begin_unit, scale, TILE: tl.constexpr, FLAT: tl.constexpr):
-    """Goes over the tiles of pack_stream once more, and counts."""
+    """Goes over the tiles of pack_stream again and adds the number of non-finite elements to slices.counts."""
     _, part_numel, first_part, num_parts = parts
-    PIECE: tl.constexpr = TILE // 4  # which leaves the loop above the most registers
+    PIECE: tl.constexpr = TILE // 4  # this size leaves pack_stream's loop the most registers
     lane = tl.arange(0, PIECE)
     num_tiles = tiles_of(part_numel, TILE)
     for unit in range(begin_unit, num_parts * num_tiles, tl.num_programs(0)):
@@ -112,8 +116,8 @@ def count_stream(grads, slices, parts, begin_unit, scale, TILE: tl.constexpr, FL
 @triton.jit(do_not_specialize=["lossy", "exact", "shape", "first_part", "num_parts", "scale", "key"])
 def pack_kernel(
     grads,
-    lossy,  # CountedSlices, as the next
-    exact,
+    lossy,  # CountedSlices
+    exact,  # CountedSlices
     out,  # Sections
     shape,  # PartShape
     first_part: tl.int64,
@@ -134,7 +138,7 @@ def pack_kernel(
     exact_parts = (shape.stride, shape.exact_numel, first_part, num_parts)
     exact_unit = first_unit(0)
     seen = tl.zeros([min(NUM_THREADS, TILE // 16)], tl.int32)
-    # The encoders' tuples are no variables: Triton 3.6 would make variables of the constants in them.
+    # The encoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
     if HAS_EXACT:
         unit = first_unit(num_parts * tiles_of(shape.exact_numel, TILE))
         seen = pack_stream(
@@ -172,11 +176,11 @@ def pack_kernel(
 def pack(
     bucket: "Bucket", chunk: int, scale: float, out: torch.Tensor, num_programs: int, encoding: Encoding = NEAREST
 ) -> None:
-    """Packs one chunk of `bucket` into `out`, uint8 [layout.chunk_nbytes], 16-byte aligned: a message, of which every
-    byte of the layout's pieces is written.
+    """Packs chunk number `chunk` of `bucket` into the message `out`, uint8 [layout.chunk_nbytes], 16-byte aligned.
 
-    Adds how many elements of each slice are not finite, after scaling, to the streams' `counts`. A residual has
-    layout.padded_numel elements. ValueError if `out` or the residual has another shape, dtype or alignment.
+    Writes every byte of the layout's piece of each part. Adds the number of each slice's elements that are not finite,
+    after scaling, to the streams' `counts`. A residual has layout.padded_numel elements. `num_programs`: size of the
+    launch's grid. Raises ValueError if `out` or the residual has another shape, dtype or alignment.
     """
     layout = bucket.layout
     pack_kernel[(num_programs,)](

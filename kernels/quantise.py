@@ -1,4 +1,4 @@
-"""Blocks of a tile → codes and scales, and the scales' way to memory; see fusedcomm/reference for the arithmetic."""
+"""Blocks of a tile → codes and scales, and the store of the scales. fusedcomm/reference defines the arithmetic."""
 
 import triton
 import triton.language as tl
@@ -19,27 +19,39 @@ from .elements import (
 )
 from .noise import fraction
 
-# Triton 3.6 would give scales to other threads, through shared memory, unless a row's places follow each other. They
-# may, since only the first column is written; later versions spill by it.
+# Whether the addresses of a row in store_scales follow each other. They may, since only the first column is written.
+# Otherwise Triton 3.6 would hand scales to other threads through shared memory. Later versions spill registers if they
+# do.
 ROWS_IN_ORDER = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
-# fp8 is e4m3fn, beside fp32.
+# fp8 is e4m3fn: 3 mantissa bits, exponent bias 7.
 MANTISSA_NBITS, BIAS = 3, 7
-FP8_GREATEST = tl.constexpr(0x7E)  # the code of 448
-FP8_SHIFT = tl.constexpr(23 - MANTISSA_NBITS)  # mantissa bits that fp32 has more
+# The code of 448.
+FP8_GREATEST = tl.constexpr(0x7E)
+# Mantissa bits that fp32 has beyond fp8's.
+FP8_SHIFT = tl.constexpr(23 - MANTISSA_NBITS)
+# Puts 16 bits of noise right below the kept bits.
 FP8_NOISE_SHIFT = tl.constexpr(23 - MANTISSA_NBITS - 16)
-FP8_REBIAS = tl.constexpr((127 - BIAS) << 23)  # from its exponents to fp32's
-FP8_LEAST_NORMAL = tl.constexpr((128 - BIAS) << 23)  # the bits of 2^-6 in fp32
+# The difference of fp32's and fp8's exponent bias, in fp32 bits.
+FP8_REBIAS = tl.constexpr((127 - BIAS) << 23)
+# The least normal number, 2^-6, as fp32 bits.
+FP8_LEAST_NORMAL = tl.constexpr((128 - BIAS) << 23)
+# The code bits of subnormals and of the least normal number, to which a subnormal may be rounded.
 FP8_SUBNORMALS = tl.constexpr((2 << MANTISSA_NBITS) - 1)
-FP8_HALF = tl.constexpr((1 << (22 - MANTISSA_NBITS)) - 1)  # an ulp, less one
-# 1.5 times a power of two whose ulp is the step of the subnormals.
+# Half an ulp of fp8, less one, as fp32 bits.
+FP8_HALF = tl.constexpr((1 << (22 - MANTISSA_NBITS)) - 1)
+# 1.5·2^14, whose ulp is 2^-9: the step of the subnormals.
 FP8_ROUND_TO_STEP = tl.constexpr(1.5 * 2.0 ** (24 - BIAS - MANTISSA_NBITS))
-FP8_STEPS = tl.constexpr(2.0 ** (BIAS - 1 + MANTISSA_NBITS))  # of the subnormals, to 1.0
+# 2^9: steps of the subnormals from 0 to 1.
+FP8_STEPS = tl.constexpr(2.0 ** (BIAS - 1 + MANTISSA_NBITS))
 
 
 @triton.jit
 def fp8_code(v):
-    """int32: the code of `v` to nearest even, ±448 where it lies beyond; by integers, as for bf16."""
+    """int32: the code of `v`, rounded to nearest even; beyond ±448 it is the code of ±448.
+
+    Rounds in integers, for the reason given in bf16_bits.
+    """
     bits = magnitude_bits(v)
     # Half an ulp less one, plus the lowest kept bit, carries exactly where nearest-even rounds up.
     code = (bits + (FP8_HALF - FP8_REBIAS) + ((bits >> FP8_SHIFT) & 1)) >> FP8_SHIFT
@@ -49,19 +61,20 @@ def fp8_code(v):
 
 @triton.jit
 def stochastic_fp8_code(v, noise):
-    """As fp8_code, rounded up where `noise`, of 16 bits, carries into what is kept."""
+    """As fp8_code, but rounded stochastically: adds `noise` (16 bits) below the kept bits, then truncates."""
     bits = magnitude_bits(v)
     code = (bits + (noise << FP8_NOISE_SHIFT).to(tl.int32) - FP8_REBIAS) >> FP8_SHIFT
-    # As a whole number in the lowest bits of 2^23.
+    # Adding 2^23 puts the whole number into the lowest bits.
     subnormal = floor(tl.abs(v) * FP8_STEPS + fraction(noise)) + TWO_TO_23
     return with_fp8_sign(v, bits, code, subnormal.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def with_fp8_sign(v, bits, code, subnormal):
-    """The magnitude `code` of `v`, whose magnitude_bits are given, with its sign.
+    """The code of `v`, given the code of its magnitude; adds the sign.
 
-    At most 448's. Below the least normal number it is in the lowest bits of `subnormal` instead.
+    bits: magnitude_bits(v). code: the magnitude's code, limited here to that of 448. subnormal: has the code in its
+    lowest bits if `v` is below the least normal number.
     """
     code = tl.where(bits < FP8_LEAST_NORMAL, subnormal & FP8_SUBNORMALS, tl.minimum(code, FP8_GREATEST))
     return code | ((v.to(tl.int32, bitcast=True) >> 24) & 0x80)
@@ -71,8 +84,8 @@ def with_fp8_sign(v, bits, code, subnormal):
 def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr):
     """(codes, scales, decoded) of `y` (fp32 [TILE]), rounded stochastically if `noise` (uint32 [TILE]) is not None.
 
-    codes int8 [TILE], int4 [TILE // 2]; scales fp32, int4 bf16 as int16, [TILE // BLOCK]; decoded fp32 [TILE], where
-    what is not finite need not be right, as long as y - decoded is not finite either.
+    codes: int8 [TILE]; in the int4 wire [TILE // 2]. scales: fp32 [TILE // BLOCK]; in the int4 wire bf16 as int16.
+    decoded: fp32 [TILE]. Where `y` is not finite it may be wrong, as long as y - decoded is not finite there either.
     """
     TILE: tl.constexpr = y.shape[0]
     GREATEST: tl.constexpr = greatest_value(WIRE)
@@ -93,13 +106,13 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
         inverse = tl.div_rn(of_greatest, absmax)
         scales = tl.where(normal, scales, tl.where(finite, 0.0, float("inf")))
         factors = scales
-    # In a block that is not normal the least fp32, 2^-149: everything but Inf and NaN then rounds to zero.
+    # A block that is not normal has the least fp32 number, 2^-149, so that all but Inf and NaN round to zero.
     inverse = tl.where(normal, inverse.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     v = rows * spread(inverse, PER_BLOCK)
     if WIRE == FP8:
         if noise is None:
-            # … and to +0, as 2^-20 rounds to zero, too. Elsewhere -0 changes nothing (by bits: Triton makes a literal
-            # +0).
+            # In a block that is not normal adding 2^-20, which also rounds to zero, makes every zero +0. In others
+            # adding -0 changes nothing. The -0 is made from bits, because Triton turns a literal -0.0 into +0.
             v += spread(tl.where(normal, SIGN_BIT, (127 - 20) << 23).to(tl.float32, bitcast=True), PER_BLOCK)
             codes = fp8_code(v)
         else:
@@ -110,11 +123,11 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
         v = tl.minimum(tl.maximum(v, -GREATEST), GREATEST)
         whole = v + ROUND_TO_INTEGER
         codes = whole.to(tl.int32, bitcast=True)
-    # Asked of the values, not of magnitude_bits: those need not stay in registers during the divisions.
+    # Tests the values, not magnitude_bits, which then need not stay in registers during the divisions.
     if noise is None:
         codes = tl.where(rows == rows, codes, 0)
     else:
-        # Noise rounds up also what is tiny.
+        # In a block that is not normal noise may round even tiny elements up, so they are zeroed here.
         codes = tl.where(spread(normal, PER_BLOCK) | (tl.abs(rows) == float("inf")), codes, 0)
     if WIRE == FP8:
         values = decode(codes.to(tl.int8), WIRE)
@@ -130,7 +143,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def spread(of_blocks, PER_BLOCK: tl.constexpr):
-    """[blocks · PER_BLOCK, 1] of [blocks]."""
+    """[blocks · PER_BLOCK, 1] from [blocks]: each value PER_BLOCK times."""
     NUM_BLOCKS: tl.constexpr = of_blocks.shape[0]
     rows = tl.broadcast_to(of_blocks[:, None], (NUM_BLOCKS, PER_BLOCK))
     return tl.reshape(rows, (NUM_BLOCKS * PER_BLOCK,))[:, None]
@@ -140,8 +153,8 @@ def spread(of_blocks, PER_BLOCK: tl.constexpr):
 def store_scales(out, scales, numel, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the scales of the first `numel` elements' blocks.
 
-    As a matrix in which one column is written: the scales then stay with the threads that computed them, and no barrier
-    is needed to hand them over.
+    The store has the shape of a matrix, of which only one column is written. The scales then stay with the threads that
+    computed them, and no barrier is needed to hand them over.
     """
     NUM_BLOCKS: tl.constexpr = scales.shape[0]
     SHAPE: tl.constexpr = (NUM_BLOCKS, BLOCK // VEC)

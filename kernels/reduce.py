@@ -1,9 +1,9 @@
 """One part from every rank → the encoded mean of that part: fp32 sum in rank order, · scale, one rounding.
 
-What is written may have another wire and be cut into more parts than what is read: so 16 bits within a host become few
-bits between hosts.
+The output may have another wire and more parts than the input. A sum on two levels uses this between its levels: 16
+bits within a host become few bits between hosts.
 
-Latency, not arithmetic, is what a rank's few bytes cost, so a few ranks are loaded before the first is added.
+A rank's few bytes cost latency, not arithmetic, so several ranks are loaded before the first is added.
 """
 
 from typing import TYPE_CHECKING
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 @triton.jit
 def minus_zero_unless(present, dtype: tl.constexpr):
-    """-0, or +0 if `present`: a scalar of dtype fp32, or its bits in an integer as wide as its float.
+    """-0, or +0 if `present`: a scalar of dtype fp32, or the bits of a float in an integer `dtype` of its width.
 
-    Adding -0 changes nothing, not even the sign of a zero. By bits, for Triton makes a literal -0.0 +0. Chosen at run
-    time, for Triton 3.6 to 3.8 load a constant of 16 bits wrongly: sign-extended, where a register holds it twice.
+    Adding -0 changes nothing, not even the sign of a zero. It is made from bits, because Triton turns a literal -0.0
+    into +0. It is chosen at run time, because Triton 3.6 to 3.8 load a 16-bit constant wrongly: where a register should
+    hold it twice, they sign-extend it.
     """
     bits = tl.where(present, 0, -(2 ** (dtype.primitive_bitwidth - 1)))
     if dtype == tl.float32:
@@ -44,11 +45,10 @@ def minus_zero_unless(present, dtype: tl.constexpr):
 def load_rank(
     ranks, rank, begin, numel, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """(codes, scales [TILE // VEC]) of `numel` elements of a rank's part, from `begin` on: a multiple of VEC and, where
-    there are scales, of BLOCK.
+    """(codes, scales [TILE // VEC]) of `numel` elements of a rank's part from `begin` on; without scales (codes, 0.0).
 
-    ranks: (scales and codes of the first rank, bytes from one to the next, how many). Values that decode to -0 if
-    there is no such rank.
+    ranks: (scales of the first rank, its codes, bytes from one rank to the next, number of ranks). begin: a multiple of
+    VEC and, in a wire with scales, of BLOCK. If there is no such rank, the result decodes to -0.
     """
     scales_in, codes_in, in_stride, world_size = ranks
     PER_CODE: tl.constexpr = per_code(WIRE)
@@ -79,9 +79,10 @@ def add(total, codes, scales, VEC: tl.constexpr, WIRE: tl.constexpr):
 def reduce_tile(
     ranks, sections, part_numel, part, tile, position, scale, encoder, IN_WIRE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sums a tile of the part, of those written, whose sections (scales, codes) are given.
+    """Sums a tile and encodes it into the output part with these sections (scales, codes).
 
-    position: of the first such part's first element in the stream. ranks: as for load_rank, encoder: for encode_tile.
+    position: stream element that the first output part starts with. ranks: as for load_rank. encoder: as for
+    encode_tile.
     """
     residual = encoder[0]
     BLOCK: tl.constexpr = encoder[3]
@@ -91,7 +92,7 @@ def reduce_tile(
     begin = part * part_numel + tl.cast(tile, tl.int64) * TILE
     kept = load_residual(residual, begin, numel, VEC, TILE, FEEDBACK)
     total = tl.full([TILE], minus_zero_unless(False, tl.float32), tl.float32)
-    # With scales and residuals, four at a time are more than the registers hold.
+    # With scales and residuals the registers do not hold four ranks at a time.
     AT_A_TIME: tl.constexpr = 2 if FEEDBACK and has_scales(IN_WIRE) else 4
     for rank in range(0, ranks[3], AT_A_TIME):
         c0, s0 = load_rank(ranks, rank, begin, numel, VEC, IN_WIRE, BLOCK, TILE)
@@ -104,7 +105,7 @@ def reduce_tile(
         if AT_A_TIME == 4:
             total = add(total, c2, s2, VEC, IN_WIRE)
             total = add(total, c3, s3, VEC, IN_WIRE)
-    # Past the part's end the total is a zero still, and nothing there is written.
+    # Past the part's end the total is zero, and nothing is written.
     encode_tile(total * scale, sections, tile, numel, part_numel, position + begin, kept, begin, VEC, encoder)
 
 
@@ -114,7 +115,8 @@ def reduce_stream(
 ):
     """Sums this program's tiles of a stream.
 
-    sections: (scales, codes) of the first part written; parts: (stride, elements in each, how many) of those written.
+    sections: (scales, codes) of the first output part. parts: (bytes from one output part to the next, elements of a
+    part, number of parts).
     """
     stride, part_numel, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
@@ -126,10 +128,10 @@ def reduce_stream(
 
 @triton.jit(do_not_specialize=["shape", "first_part", "num_parts", "world_size", "scale", "key"])
 def reduce_kernel(
-    message,  # Sections, as the next
-    out,
-    in_stride: tl.int64,
-    shape,  # PartShape, of what is written
+    message,  # Sections of the input
+    out,  # Sections of the output
+    in_stride: tl.int64,  # bytes from one rank's part of the input to the next
+    shape,  # PartShape of the output
     first_part: tl.int64,
     num_parts: tl.int32,
     world_size: tl.int32,
@@ -146,11 +148,11 @@ def reduce_kernel(
     FEEDBACK: tl.constexpr,
 ):
     num_exact_units = 0
-    # The encoders' tuples are no variables: Triton 3.6 would make variables of the constants in them.
+    # The encoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
     if HAS_EXACT:
-        # Triton loads every tile of one shape by as many elements a thread as the widest access of that shape has.
-        # Where the lossy stream has more than four, exact tiles have a shape that it does not use: fp32 sums of more
-        # than four a thread would pass through shared memory before they are stored.
+        # For all tiles of one shape, Triton loads as many elements per thread as the widest access of that shape does.
+        # If the lossy stream has more than four per thread, exact tiles get a shape of their own: fp32 sums of more
+        # than four per thread would pass through shared memory before they are stored.
         VEC: tl.constexpr = vector_numel(
             message.codes.dtype.element_ty, out.codes.dtype.element_ty, residual.dtype.element_ty
         )
@@ -193,18 +195,25 @@ def reduce(
     to: "_C.BucketLayout | None" = None,
     num_parts: int = 1,
 ) -> None:
-    """Writes to `out`, uint8 [num_parts · to.part_stride], the scaled sum of `parts`, uint8 [layout.chunk_nbytes].
+    """Writes the scaled sum of `parts` to `out`.
 
-    `parts` is a message with every rank's encoding of the same part, in rank order, which is the order of summation.
-    `to`: None for the same layout, else one with the same elements in `num_parts` times as many parts. `chunk` and
-    `first_part`, the number of the first part written, matter to `encoding` only, whose residual is that of
-    to.num_chunks · num_parts parts. `parts` and `out` start at multiples of 16 bytes. ValueError if anything has
-    another shape, dtype or alignment.
+    Args:
+        parts: uint8 [layout.chunk_nbytes], 16-byte aligned: every rank's encoding of the same part, in rank order,
+            which is the order of summation.
+        out: uint8 [num_parts · to.part_stride], 16-byte aligned.
+        num_programs: size of the launch's grid.
+        tile: elements of a tile.
+        encoding: its residual has the elements of to.num_chunks · num_parts parts.
+        chunk, first_part: numbers of the chunk and of the first output part; they matter to `encoding` only.
+        to: the output's layout. None: `layout`. It has the same elements in `num_parts` times as many parts.
+
+    Raises:
+        ValueError: the layouts do not fit, or a tensor has another shape, dtype or alignment.
     """
     to = to or layout
     numel = num_parts * to.part.lossy_numel
     if (layout.part.lossy_numel, layout.part.exact_numel) != (numel, num_parts * to.part.exact_numel):
-        raise ValueError(f"parts of {layout} cannot become {num_parts} parts of {to}")
+        raise ValueError(f"a part of {layout} cannot become {num_parts} parts of {to}: their elements differ")
     reduce_kernel[(num_programs,)](
         *(sections(layout, parts, layout.chunk_nbytes), sections(to, out, num_parts * to.part_stride)),
         *(layout.part_stride, shape_of(to), chunk * to.num_parts + first_part, num_parts, layout.num_parts, scale),
@@ -214,7 +223,7 @@ def reduce(
         BLOCK=to.block_numel,
         TILE=tile,
         HAS_EXACT=to.part.exact_numel > 0,
-        ROTATED=to.rotated and not layout.rotated,  # what has been rotated stays so
+        ROTATED=to.rotated and not layout.rotated,  # rotated input stays rotated
         STOCHASTIC=encoding.is_stochastic(to.wire),
         FEEDBACK=FEEDBACK_IDS[encoding.feedback],
         **OPTIONS,

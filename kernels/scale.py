@@ -1,4 +1,4 @@
-"""x *= scale for fp32 buckets that travel in place; says whose products are not finite, as pack does."""
+"""x *= scale, for fp32 buckets that are sent in place. Counts products that are not finite by slice, as pack does."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def count_products(data, numel, slices, num_tiles, TILE: tl.constexpr):
-    # Other threads may have written what a thread reads back.
+    # A thread reads elements that other threads have written.
     tl.debug_barrier()
     PIECE: tl.constexpr = TILE // 4
     lane = tl.arange(0, PIECE)
@@ -59,10 +59,10 @@ def scale_kernel(
 
 
 def scale_in_place(bucket: "Bucket", scale: float, num_programs: int) -> None:
-    """Multiplies a flat fp32 bucket's gradients [layout.lossy_numel] by `scale`, NaNs as they come.
+    """Multiplies a flat fp32 bucket's gradients [layout.lossy_numel] by `scale`. NaNs are not made canonical.
 
-    Adds how many products of each slice are not finite to `bucket.lossy.counts`. ValueError if the bucket is not flat
-    or not fp32.
+    Adds the number of each slice's products that are not finite to `bucket.lossy.counts`. `num_programs`: size of the
+    launch's grid. Raises ValueError if the bucket is not flat or not fp32.
     """
     if not bucket.flat or bucket.grads.dtype != torch.float32:
         raise ValueError(f"only flat fp32 buckets are scaled in place, not {bucket.grads.dtype}, flat={bucket.flat}")

@@ -1,4 +1,4 @@
-"""The typed views of a part's sections that the kernels take, cut where the layout says."""
+"""The typed views of a part's sections that the kernels take, at the layout's offsets."""
 
 import torch
 
@@ -7,17 +7,18 @@ from fusedcomm.native import _C
 from .arguments import Sections
 from .constants import CODE_NBYTES, SCALE_NBYTES
 
-# Of a code's width: kernels round by integers.
+# The dtype of codes by their width in bytes. Kernels round in integers.
 INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+# The dtype of scales by their width in bytes. bf16 is int16.
 SCALES = {4: torch.float32, 2: torch.int16}
 
 
 def sections(layout: "_C.BucketLayout", parts: torch.Tensor, nbytes: int) -> Sections:
-    """(exact int32, scales, codes) of the layout's piece of the first part in `parts`, uint8 [nbytes], parts of a
-    message; each view runs on to the end.
+    """The sections of the layout's piece of the first part in `parts`. Each view reaches to the end of `parts`.
 
-    Scales are fp32, int4's bf16 as int16.
-    ValueError if `parts` is anything else, is strided, or does not start at a multiple of 16 bytes.
+    parts: uint8 [nbytes], contiguous, 16-byte aligned: one or more parts of a message. The exact section is int32.
+    Scales are fp32; int4's are bf16 as int16. Codes are integers of their width. Raises ValueError if `parts` is not
+    as described.
     """
     if parts.dtype != torch.uint8 or tuple(parts.shape) != (nbytes,) or not parts.is_contiguous():
         raise ValueError(f"parts must be contiguous uint8 [{nbytes}], not {parts.dtype} {list(parts.shape)}")

@@ -1,9 +1,9 @@
-"""Where a tile lies: its piece of the stream, and the memory its elements live in.
+"""Where a tile lies: its range of the stream, and its elements' places in memory.
 
-A tile is at most TILE consecutive elements of one section of one part. If they lie in one piece at an aligned address
-the tile takes the fast path: 128-bit accesses and no masks. Otherwise every element looks up its slice by bisection
-among the slices that overlap the tile; most such tiles overlap two or three, but a tile of small parameters overlaps a
-hundred, and then going over the slices one by one would be slow.
+A tile is at most TILE consecutive elements of one section of one part. If they are contiguous in memory, from an
+aligned address on, the tile takes the fast path: 128-bit accesses and no masks. Otherwise every element finds its slice
+by bisection among the slices that overlap the tile. Most such tiles overlap two or three slices, but a tile of small
+parameters overlaps a hundred. Going over these one by one would be slow.
 """
 
 import triton
@@ -17,7 +17,7 @@ def tiles_of(part_numel, TILE: tl.constexpr):
 
 @triton.jit
 def first_unit(num_taken):
-    """The first of a stream's tiles that this program does, after `num_taken` tiles of another were dealt out."""
+    """The first tile of a stream that this program takes, if `num_taken` tiles of another stream were dealt before."""
     num_programs = tl.num_programs(0)
     return (tl.program_id(0) + num_programs - num_taken % num_programs) % num_programs
 
@@ -26,7 +26,8 @@ def first_unit(num_taken):
 def extent(numel, part_numel, part, tile, TILE: tl.constexpr):
     """(begin, on_wire, real) of a tile of the bucket's part number `part`.
 
-    begin: its first stream element, i64; on_wire: how many elements it has, real: how many lie before `numel`, i32.
+    begin: the tile's first stream element, i64. on_wire: the number of its elements, i32. real: the number of its
+    elements before the stream's end, `numel`, i32.
     """
     inside = tl.cast(tile, tl.int64) * TILE
     begin = part * part_numel + inside
@@ -37,10 +38,10 @@ def extent(numel, part_numel, part, tile, TILE: tl.constexpr):
 
 @triton.jit
 def overlapping(slices, part_numel, part, tile, TILE: tl.constexpr):
-    """(low, high): the slices among which a tile's elements are, both included. `slices`: see arguments.py."""
+    """(low, high): a tile's elements lie in the slices low … high, both included. `slices`: see arguments.py."""
     index = part * tiles_of(part_numel, TILE) + tile
     end = part * part_numel + tl.minimum((tl.cast(tile, tl.int64) + 1) * TILE, part_numel)
-    # The next entry belongs to the element at `end`, also where that is the next part's first.
+    # The table's next entry belongs to the element at `end`, even if that is the next part's first.
     last = slices.num_slices - 1
     low = tl.minimum(tl.load(slices.first + index), last)
     high = tl.minimum(tl.load(slices.first + index + 1, mask=end < slices.numel, other=last), last)
@@ -49,7 +50,10 @@ def overlapping(slices, part_numel, part, tile, TILE: tl.constexpr):
 
 @triton.jit
 def slice_of(slices, low, high, element):
-    """i32, like `element` (tensor or scalar): the last slice in low…high that starts at or before it; `low` has to."""
+    """i32, shaped like `element` (tensor or scalar): the last of the slices low … high that starts at or before it.
+
+    Slice `low` must do so.
+    """
     width = high - low
     step = 1
     while step <= width:
@@ -65,7 +69,11 @@ def slice_of(slices, low, high, element):
 
 @triton.jit
 def place_of(slices, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.constexpr):
-    """(offset, run, low, high): where the tile's first element lies, and how many that follow it lie behind it."""
+    """(offset, run, low, high) of a tile.
+
+    offset: where its first element lies, in elements from the bucket's origin. run: the number of stream elements, from
+    that one on, that are known to be contiguous in memory. low, high: as from overlapping(); zeros if FLAT.
+    """
     begin, _, real = extent(slices.numel, part_numel, part, tile, TILE)
     if FLAT:
         low = 0
@@ -81,7 +89,10 @@ def place_of(slices, part_numel, part, tile, TILE: tl.constexpr, FLAT: tl.conste
 
 @triton.jit
 def offsets_of(slices, begin, low, high, lane, mask, FLAT: tl.constexpr):
-    """i64, like `lane`: where elements of a tile lie that is not in one piece; garbage where `mask` is False."""
+    """i64, shaped like `lane`: where stream elements begin + lane lie, in elements from the bucket's origin.
+
+    Undefined where `mask` is False. low, high: the slices that hold the elements.
+    """
     element = begin + lane
     if FLAT:
         return element
@@ -92,9 +103,10 @@ def offsets_of(slices, begin, low, high, lane, mask, FLAT: tl.constexpr):
 
 @triton.jit
 def count_by_slice(slices, low, high, begin, bad):
-    """slices.counts[slice] += how many elements (bool [numel], from stream element `begin` on) are `bad`.
+    """Adds the number of bad elements to slices.counts, slice by slice.
 
-    Slice by slice, so that there is one atomic addition for each: in an overflow every element of a model is bad.
+    bad: bool [numel], for stream elements from `begin` on. There is one atomic addition for each slice, not for each
+    bad element: in an overflow every element of a model is bad.
     """
     NUMEL: tl.constexpr = bad.shape[0]
     lane = tl.arange(0, NUMEL)
@@ -109,6 +121,9 @@ def count_by_slice(slices, low, high, begin, bad):
 
 @triton.jit
 def section_of(section, part_nbytes, part):
-    """A section of a part, given the same section of part 0; `part_nbytes` is i64, so that the product is."""
+    """A section of part number `part`, given the same section of part 0.
+
+    part_nbytes: bytes from one part to the next; it is i64, so that the product is i64, too.
+    """
     NBYTES: tl.constexpr = section.dtype.element_ty.primitive_bitwidth // 8
     return section + tl.multiple_of(part * (part_nbytes // NBYTES), 16 // NBYTES)

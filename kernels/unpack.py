@@ -1,7 +1,7 @@
-"""Wire bytes → gradients: x = decoded·scale, rounded to the gradient's dtype; one read of the wire, one write.
+"""Wire bytes → gradients: x = decoded·scale, rounded to the gradient's dtype. Each byte is read once.
 
-With ROTATED, what is decoded is rotated back before it is multiplied by the scale. With SUMS there are several messages
-of one part each, one behind the other: x = (the fp32 sum, in their order, of what each has)·scale.
+With ROTATED, decoded values are rotated back before they are multiplied by the scale. With SUMS there are several
+messages of one part each, one after the other. Then x = (fp32 sum of the decoded messages, in their order)·scale.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @triton.jit
 def load_message(scales_in, codes_in, begin, numel, VEC: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr, decoder):
-    """fp32 [TILE], from a part's element `begin` on, of which `numel` exist (FULL: all of them)."""
+    """fp32 [TILE]: the decoded elements of a part from `begin` on. `numel` of them exist; with FULL, all of them.
+
+    decoder: constants (WIRE, BLOCK, ROTATED, …).
+    """
     WIRE: tl.constexpr = decoder[0]
     BLOCK: tl.constexpr = decoder[1]
     ROTATED: tl.constexpr = decoder[2]
@@ -62,10 +65,10 @@ def load_gradients(
     FULL: tl.constexpr,
     decoder,
 ):
-    """The same in the gradient's dtype; with SUMS, the sum of all messages.
+    """[TILE]: what load_message gives, times `scale`, in the gradient's dtype; with SUMS, the sum over all messages.
 
-    messages: (scales and codes of the part in the first, bytes from one to the next, how many). decoder: constants
-    (WIRE, BLOCK, ROTATED, SUMS).
+    messages: (the part's scales in the first message, its codes there, bytes from one message to the next, number of
+    messages). decoder: constants (WIRE, BLOCK, ROTATED, SUMS).
     """
     scales_in, codes_in, stride, num_messages = messages
     SUMS: tl.constexpr = decoder[3]
@@ -81,7 +84,7 @@ def load_gradients(
 def unpack_tile(
     grads, slices, messages, part_numel, part, tile, scale, decoder, TILE: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Unpacks a tile of the part whose messages are given; these and `decoder` as for load_gradients."""
+    """Unpacks a tile of a part. messages, decoder: as for load_gradients."""
     VEC: tl.constexpr = vector_numel(grads.dtype.element_ty, messages[1].dtype.element_ty)
     dtype: tl.constexpr = grads.dtype.element_ty
     begin, on_wire, real = extent(slices.numel, part_numel, part, tile, TILE)
@@ -92,13 +95,13 @@ def unpack_tile(
         g = load_gradients(messages, inside, TILE, scale, dtype, VEC, TILE, True, decoder)
         tl.store(grads + offset // VEC * VEC + lane, g)
     else:
-        # In pieces: an address for every element of a tile is more than the registers hold.
+        # In pieces, because the registers do not hold an address for every element of a tile.
         PIECE: tl.constexpr = max(TILE // 4, RUN)
         piece_lane = tl.arange(0, PIECE)
         for piece in range(0, real, PIECE):
             left = real - piece
             mask = piece_lane < left
-            # Also what lies past the stream's end, for a rotation has mixed it with what lies before.
+            # Elements past the stream's end are loaded, too: a rotation has mixed them with those before.
             some = load_gradients(messages, inside + piece, on_wire - piece, scale, dtype, 1, PIECE, False, decoder)
             places = offsets_of(slices, begin + piece, low, high, piece_lane, mask, FLAT)
             tl.store(grads + places, some, mask=mask)
@@ -110,7 +113,8 @@ def unpack_stream(
 ):
     """Unpacks this program's tiles of a stream.
 
-    sections: (scales, codes) of part 0; parts: (stride, elements in each, number of the first, how many).
+    sections: (scales, codes) of part 0. parts: (bytes from one part to the next, elements of a part, number of the
+    first part, number of parts).
     """
     stride, part_numel, first_part, num_parts = parts
     num_tiles = tiles_of(part_numel, TILE)
@@ -128,8 +132,8 @@ def unpack_stream(
 )
 def unpack_kernel(
     grads,
-    lossy,  # Slices, as the next
-    exact,
+    lossy,  # Slices
+    exact,  # Slices
     message,  # Sections
     shape,  # PartShape
     first_part: tl.int64,
@@ -145,7 +149,7 @@ def unpack_kernel(
     SUMS: tl.constexpr,
 ):
     num_exact_units = 0
-    # The decoders' tuples are no variables: Triton 3.6 would make variables of the constants in them.
+    # The decoder tuples are not assigned to variables: Triton 3.6 would turn their constants into variables.
     if HAS_EXACT:
         num_exact_units = num_parts * tiles_of(shape.exact_numel, TILE)
         unpack_stream(
@@ -182,10 +186,15 @@ def unpack(
     num_programs: int,
     num_messages: int = 1,
 ) -> None:
-    """Writes the elements of one chunk to the slices of `bucket`, from `parts`, uint8 [layout.chunk_nbytes].
+    """Decodes chunk number `chunk` from `parts` and writes its elements to the slices of `bucket`.
 
-    `num_messages`: more than one, if the layout has one part: `parts` has so many messages, which are summed.
-    ValueError if `parts` has another shape, dtype or alignment than 16 bytes.
+    Args:
+        parts: uint8 [num_messages · layout.chunk_nbytes], 16-byte aligned.
+        num_programs: size of the launch's grid.
+        num_messages: the messages in `parts`, which are summed. More than one only if the layout has one part.
+
+    Raises:
+        ValueError: `parts` has another shape, dtype or alignment, or the layout of several messages has several parts.
     """
     layout = bucket.layout
     if num_messages > 1 and layout.num_parts != 1:

@@ -1,6 +1,6 @@
-"""Which kernels there are and which of them an engine launches, whoever compiles them: Triton or NVRTC.
+"""Which kernels there are, and which of them an engine launches. The same for Triton and NVRTC.
 
-Imports neither, for either may be missing.
+This file imports neither compiler, because either may be missing.
 """
 
 from collections.abc import Sequence
@@ -11,26 +11,28 @@ import torch
 from fusedcomm.native import _C
 
 TILE = 8192
-"""Stream elements that a program handles at a time: at least 16 KiB of 16-bit, 32 KiB of fp32 gradients in flight."""
+"""Stream elements that a program handles at a time: 16 KiB of 16-bit or 32 KiB of fp32 gradients in flight."""
 
 NUM_WARPS = 16
-"""With TILE, one 128-bit access per thread carries a quarter of a tile: four of them are in flight before the first
-use, and one program saturates its SM without keeping the registers from other kernels."""
+"""Warps of a program. One 128-bit access of every thread covers a quarter of an fp32 tile. Four accesses are in flight
+before the first use, and one program saturates its SM without taking the registers from other kernels."""
 
 Variant = _C.KernelKey
-"""One kernel's specialisation: csrc/devices/kernel_key.h says what its fields are."""
+"""One kernel's specialization; csrc/devices/kernel_key.h documents its fields."""
 
 
 @dataclass(frozen=True)
 class Compiled:
+    """A compiled kernel, and what the engine needs to launch it."""
+
     variant: "_C.KernelKey"
     symbol: str  # the kernel's name in the cubin
     cubin: bytes
-    ptx: str
+    ptx: str  # empty if the cubin came from a cache that keeps no PTX
     num_warps: int
     shared_nbytes: int
-    params: tuple[str, ...]  # "ptr", "i32", "i64" or "f32", without the scratch pointers
-    num_scratch_pointers: int  # pointers that follow the parameters; pass null
+    params: tuple[str, ...]  # type of each parameter: "ptr", "i32", "i64" or "f32"; scratch pointers excluded
+    num_scratch_pointers: int  # pointers after the parameters; null must be passed for them
 
 
 def engine_variants(
@@ -42,12 +44,16 @@ def engine_variants(
     local_wire: str | None = None,
     one_shot: bool = False,
 ) -> tuple["_C.KernelKey", ...]:
-    """What an engine launches for messages in these wires, (name, block, rotated), and these gradient dtypes.
+    """Every kernel that an engine launches for these wires and gradient dtypes, each once.
 
-    `feedback`: the format of residuals, which a wire that loses nothing has none of. `measured`: now and then, what a
-    first encoder leaves out is asked for, as an fp32 residual. `local_wire`: the wire in which gradients travel within
-    a host, packed to nearest, so that their sums are what is encoded in `wires`; whether there are such hosts may turn
-    out later. None: all travel in `wires`. `one_shot`: unpack sums, and nothing is reduced.
+    Args:
+        wires: (name, block, rotated) of each wire.
+        stochastic: encoders round stochastically, except those of fp32.
+        feedback: the format of residuals. Wires without loss have none. None: no residuals are kept.
+        measured: in some steps the error of each first encoder is measured, through an fp32 residual.
+        local_wire: the wire within a host, which is rounded to nearest; the sums of a host are then encoded in `wires`.
+            The kernels without it are included, because the hosts may not be known yet. None: sums have one level.
+        one_shot: unpack sums several messages, and there is no reduce.
     """
     variants = []
     for wire, block, rotated in wires:
@@ -67,7 +73,7 @@ def engine_variants(
                 variants += [Variant("pack", **gradients, **how) for how in packs]
                 variants.append(Variant("unpack", **gradients, **unpack))
             variants += [Variant("reduce", block=block, flat=flat, **how) for how in sums]
-    if torch.float32 in grad_dtypes:  # an exact sum of gradients that lie apart; those in one run are summed in place
+    if torch.float32 in grad_dtypes:  # for exact sums of gradients in several runs; a single run is summed in place
         exact = {"wire": "fp32", "grad_dtype": torch.float32, "flat": False}
         variants += [Variant("pack", **exact), Variant("unpack", **exact)]
     variants.append(Variant("scale"))
