@@ -48,6 +48,11 @@ __device__ __forceinline__ float float_of_half(u16 half) {
 
 __device__ __forceinline__ bool has_scales(int format) { return format >= int8; }
 
+// Whether the codes of two elements share a byte: the even one has the lower half.
+__device__ __forceinline__ bool in_pairs(int format) { return format == int4; }
+
+__device__ __forceinline__ int scale_format(int format) { return format == int4 ? bf16 : fp32; }
+
 __device__ __forceinline__ float greatest_value(int format) {
   return format == int8 ? 127.0f : format == fp8 ? 448.0f : 7.0f;
 }
@@ -56,7 +61,7 @@ __device__ __forceinline__ float greatest_value(int format) {
 __device__ __forceinline__ u32 load_bits(const void* section, i64 index, int format) {
   if (format == fp32) return static_cast<const u32*>(section)[index];
   if (format == bf16 || format == fp16) return static_cast<const u16*>(section)[index];
-  if (format == int4) return static_cast<const u8*>(section)[index / 2] >> (index % 2 * 4) & 0xFu;
+  if (in_pairs(format)) return static_cast<const u8*>(section)[index / 2] >> (index % 2 * 4) & 0xFu;
   return static_cast<const u8*>(section)[index];
 }
 
@@ -68,7 +73,7 @@ __device__ __forceinline__ void store_bits(void* section, i64 index, u32 bits, i
   } else if (format == bf16 || format == fp16) {
     static_cast<u16*>(section)[index] = static_cast<u16>(bits);
   } else {
-    static_cast<u8*>(section)[format == int4 ? index / 2 : index] = static_cast<u8>(bits);
+    static_cast<u8*>(section)[in_pairs(format) ? index / 2 : index] = static_cast<u8>(bits);
   }
 }
 
@@ -125,7 +130,7 @@ __device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int 
   const float v = inf ? copysignf(greatest, y) : y * inverse;
   if (format == fp8) return fp8_code(v, noise);
   const float whole = fminf(fmaxf(STOCHASTIC ? floor_of(v + noise * 0x1p-16f) : v, -greatest), greatest);
-  return __float_as_uint(whole + 12582912.0f) & (format == int4 ? 0xFu : 0xFFu);
+  return __float_as_uint(whole + 12582912.0f) & (in_pairs(format) ? 0xFu : 0xFFu);
 }
 
 // ---- rotation of the 32 elements of a warp

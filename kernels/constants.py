@@ -13,11 +13,16 @@ WIRE_IDS = {wire: _C.wire_id(wire) for wire in _C.WIRES}
 
 WITH_SCALES = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if _C.has_scales(wire))
 
+IN_PAIRS = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if _C.code_nbits(wire) == 4)
+"""Wires in which the codes of two elements share a byte."""
+
 CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
 """Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4, of two."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) for wire in _C.WIRES}
 """Bytes of one scale, by wire: 4 for fp32, 2 for bf16. Wires without scales have 4, too."""
+
+BF16_SCALES = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if SCALE_NBYTES[wire] == 2)
 
 FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL_FORMATS))}
 """The kernels' FEEDBACK by residual format. None is 0: no residual is kept."""

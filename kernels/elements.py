@@ -7,7 +7,7 @@ of a block share is computed or loaded once for each VEC elements, as [TILE // V
 import triton
 import triton.language as tl
 
-from .constants import BF16, FP8, FP16, FP32, INT4, INT8, WITH_SCALES
+from .constants import BF16, BF16_SCALES, FP8, FP16, FP32, IN_PAIRS, INT4, INT8, WITH_SCALES
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -35,9 +35,14 @@ def has_scales(wire):
 
 
 @triton.constexpr_function
+def has_bf16_scales(wire):
+    return wire in BF16_SCALES
+
+
+@triton.constexpr_function
 def per_code(wire):
     """Elements that share one integer of a codes section: 2 in int4, with the even one in the low half; else 1."""
-    return 2 if wire == INT4.value else 1
+    return 2 if wire in IN_PAIRS else 1
 
 
 @triton.constexpr_function

@@ -58,7 +58,7 @@ __device__ __forceinline__ Sections sections(u8* scales, u8* codes, i64 stride, 
 __device__ __forceinline__ float decoded(const Sections& in, i64 index, int format) {
   const float value = value_of(load_bits(in.codes, index, format), format);
   if (!has_scales(format)) return value;
-  const int of_scales = format == int4 ? bf16 : fp32;
+  const int of_scales = scale_format(format);
   return value * value_of(load_bits(in.scales, index / BLOCK, of_scales), of_scales);
 }
 
@@ -179,7 +179,7 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
 // Computes the blocks' scales from the runs' greatest magnitudes. Writes them to scratch and to the part, and zeroes
 // the padding after the part's last scale.
 __device__ __forceinline__ void make_scales(const Sections& out, const Tile& tile, i64 part_numel, Scratch& scratch) {
-  const int format = WIRE == int4 ? bf16 : fp32;
+  const int format = scale_format(WIRE);
   const float greatest = greatest_value(WIRE);
   for (int block = static_cast<int>(threadIdx.x); block < TILE / BLOCK; block += NUM_THREADS) {
     u32 top = 0;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void make_scales(const Sections& out, const Tile& til
         normal ? rounded(absmax / greatest, format) : rounded(__uint_as_float(finite ? 0 : kInfBits), format);
     const float factor = value_of(bits, format);
     scratch.factors[block] = factor;
-    scratch.inverses[block] = !normal ? 0.0f : WIRE == int4 ? 1.0f / factor : greatest / absmax;
+    scratch.inverses[block] = !normal ? 0.0f : format == bf16 ? 1.0f / factor : greatest / absmax;
     if (block * BLOCK < tile.numel) store_bits(out.scales, tile.inside / BLOCK + block, bits, format);
   }
   if (tile.inside + tile.numel == part_numel) {
@@ -238,8 +238,8 @@ __device__ __forceinline__ void encode_tile(float (&y)[kPerThread], const Sectio
     const u32 code = scaled       ? quantised(turned[k], scratch.inverses[i / BLOCK], noise, wire)
                      : stochastic ? stochastically_rounded(turned[k], noise, wire)
                                   : rounded(turned[k], wire);
-    const u32 next = wire == int4 ? __shfl_xor_sync(kAllLanes, code, 1) : 0;
-    if (i < tile.numel && (wire != int4 || i % 2 == 0)) store_bits(out.codes, tile.inside + i, code | next << 4, wire);
+    const u32 next = in_pairs(wire) ? __shfl_xor_sync(kAllLanes, code, 1) : 0;
+    if (i < tile.numel && (!in_pairs(wire) || i % 2 == 0)) store_bits(out.codes, tile.inside + i, code | next << 4, wire);
     if (feedback) {
       const float value = scaled ? value_of(code, wire) * factor : value_of(code, wire);
       const float left_out = y[k] - (rotated ? unrotate(value) : value);

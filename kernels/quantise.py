@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .constants import FP8, INT4
+from .constants import FP8
 from .elements import (
     INF_BITS,
     LEAST_ABSMAX_BITS,
@@ -15,7 +15,9 @@ from .elements import (
     floor,
     from_bf16_bits,
     greatest_value,
+    has_bf16_scales,
     magnitude_bits,
+    per_code,
 )
 from .noise import fraction
 
@@ -97,7 +99,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     absmax = tl.where(normal, greatest.to(tl.float32, bitcast=True), GREATEST)
     of_greatest = tl.full(absmax.shape, GREATEST, tl.float32)
     scales = tl.div_rn(absmax, of_greatest)
-    if WIRE == INT4:
+    if has_bf16_scales(WIRE):
         bits = bf16_bits(scales)
         inverse = tl.div_rn(tl.full(absmax.shape, 1.0, tl.float32), from_bf16_bits(bits))
         scales = tl.where(normal, bits, tl.where(finite, 0, INF_BITS >> 16).to(tl.int16))
@@ -134,7 +136,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     else:
         values = whole - ROUND_TO_INTEGER
     decoded = tl.reshape(values * spread(factors, PER_BLOCK), (TILE,))
-    if WIRE == INT4:
+    if per_code(WIRE) == 2:
         low, high = tl.split(tl.reshape(codes, (TILE // 2, 2)))
         return ((low & 0xF) | (high << 4)).to(tl.int8), scales, decoded
     else:

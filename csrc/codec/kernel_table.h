@@ -16,11 +16,6 @@ inline constexpr int kNumFormats = 3;
 
 inline constexpr int64_t format_nbytes(Format format) { return format == Format::kFp32 ? 4 : 2; }
 
-// How a quantized element is stored on the wire. int4 has two elements in a byte and bf16 scales; the others have fp32
-// scales.
-enum class Code : uint8_t { kInt8, kFp8, kInt4 };
-inline constexpr int kNumCodes = 3;
-
 // For all kernels: a run has fewer than 2^31 elements. block_numel is a power of two, at least 32.
 //
 // streamed: a hint that the destination should bypass the caches. A kernel ignores it if the address is not aligned.
@@ -83,7 +78,7 @@ struct KernelTable {
   ConvertFn convert[kNumFormats][kNumFormats];  // [source][destination]
   ScaleFn scale[kNumFormats];
   SumFn sum[kNumFormats];  // [source]
-  BlockKernels blocks[kNumCodes];
+  BlockKernels blocks[kNumScaledWires];  // [scaled_index(wire)]
   NoiseFn noise;
   RoundFn round_stochastic[kNumFormats];  // null for fp32
   AddFn add[kNumFormats];                 // [addend]; null for fp16

@@ -28,7 +28,7 @@ template <class Byte>
 class Blocks {
  public:
   Blocks(const KernelTable& kernels, const BucketLayout& layout, const Section<Byte>& section)
-      : kernels_(kernels.blocks[code_index(layout.wire)]), layout_(layout), section_(section) {}
+      : kernels_(kernels.blocks[scaled_index(layout.wire)]), layout_(layout), section_(section) {}
 
   int64_t block_numel() const { return layout_.block_numel; }
 
@@ -156,7 +156,7 @@ void sum_unit(const KernelTable& kernels, const BucketLayout& from, const std::b
               float* acc) {
   const Section<const std::byte> first(from, unit, parts + part_place(from, 0));
   if (!unit.exact && has_scales(from.wire)) {
-    kernels.blocks[code_index(from.wire)].sum(first.scales, first.codes, from.part_stride, from.num_parts, acc,
+    kernels.blocks[scaled_index(from.wire)].sum(first.scales, first.codes, from.part_stride, from.num_parts, acc,
                                               unit.numel / from.block_numel, from.block_numel);
   } else {
     const int wire = index_of(unit.exact ? Format::kFp32 : format_of(from.wire));
@@ -232,7 +232,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
       kernels.scale[fp32](acc, tile.numel, args.scale);
       encoder.encode(acc, tile.numel, stream_begin + first, residual_begin + first, out);
     } else if (has_scales(to.wire)) {
-      const BlockKernels& blocks = kernels.blocks[code_index(to.wire)];
+      const BlockKernels& blocks = kernels.blocks[scaled_index(to.wire)];
       const QuantizeFn quantize = rotates ? blocks.quantize_rotated[fp32] : blocks.quantize[fp32];
       quantize(acc, out.scales, out.codes, tile.numel / to.block_numel, to.block_numel, args.scale, false);
     } else {

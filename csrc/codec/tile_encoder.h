@@ -58,7 +58,7 @@ class TileEncoder {
  private:
   static constexpr int kFp32 = static_cast<int>(Format::kFp32);
 
-  const BlockKernels& blocks() const { return kernels_.blocks[code_index(layout_.wire)]; }
+  const BlockKernels& blocks() const { return kernels_.blocks[scaled_index(layout_.wire)]; }
   int64_t num_blocks(int64_t numel) const { return numel / layout_.block_numel; }
 
   void quantize(const float* values, int64_t numel, const Section<std::byte>& out) {

@@ -27,12 +27,6 @@ inline Format format_of(GradDtype dtype) {
 
 inline int index_of(Format format) { return static_cast<int>(format); }
 
-// Index of the wire's Code. The wire must have scales.
-inline int code_index(Wire wire) {
-  const Code code = wire == Wire::kInt8 ? Code::kInt8 : wire == Wire::kFp8 ? Code::kFp8 : Code::kInt4;
-  return static_cast<int>(code);
-}
-
 // ---- units of work
 
 // Elements [first, first + numel) of one section of one part, padding included.

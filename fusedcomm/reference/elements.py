@@ -17,8 +17,24 @@ WIRE_DTYPES = {
 # L, the greatest code, of each wire that has scales.
 GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 
+# Wires that round to whole numbers.
+_INTEGERS = ("int8", "int4")
+
+# Wires of 4 bits: two codes in a byte, and bf16 scales.
+_NIBBLES = ("int4",)
+
 _LEAST_ABSMAX = 2.0**-100
 """Blocks with a smaller absmax become zeros, so that scale and inverse are never near overflow or denormal."""
+
+
+def scale_dtype(wire: str) -> torch.dtype:
+    """Dtype of a wire's scales, fp32 also for wires that have none."""
+    return torch.bfloat16 if wire in _NIBBLES else torch.float32
+
+
+def codes_nbytes(wire: str, numel: int) -> int:
+    """Bytes of the codes of `numel` elements, an even number if two codes share a byte."""
+    return numel // 2 if wire in _NIBBLES else numel * WIRE_DTYPES[wire].itemsize
 
 
 def canonical(x: torch.Tensor) -> torch.Tensor:
@@ -59,9 +75,8 @@ def encode(
         if u is not None and wire != "fp32":
             y = torch.where(y.isfinite(), _stochastic_float(y, u, WIRE_DTYPES[wire]), y)
         return round_to(y, WIRE_DTYPES[wire]), y.new_empty(0)
-    scale_dtype = torch.bfloat16 if wire == "int4" else torch.float32
     if y.numel() == 0:
-        return y.new_empty(0, dtype=WIRE_DTYPES[wire]), y.new_empty(0, dtype=scale_dtype)
+        return y.new_empty(0, dtype=WIRE_DTYPES[wire]), y.new_empty(0, dtype=scale_dtype(wire))
     blocks = torch.nn.functional.pad(y, (0, -y.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(dim=1)
     finite = blocks.isfinite().all(dim=1)
@@ -71,7 +86,7 @@ def encode(
     absmax = torch.where(normal, absmax, greatest)
     scales = absmax / greatest
     inverse = greatest / absmax
-    if wire == "int4":
+    if wire in _NIBBLES:
         scales = round_to(scales, torch.bfloat16).float()
         inverse = torch.ones_like(scales) / scales
     v = blocks * inverse[:, None]
@@ -82,14 +97,14 @@ def encode(
     codes = torch.where(normal[:, None], codes, 0.0)
     codes = torch.where(blocks.isinf(), greatest[:, None] * blocks.sign(), codes)
     scales = torch.where(normal, scales, 0.0)
-    scales = torch.where(finite, scales, torch.inf).to(scale_dtype)
+    scales = torch.where(finite, scales, torch.inf).to(scale_dtype(wire))
     return _stored(codes.view(-1)[: y.numel()], wire), scales
 
 
 def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
     """fp32: each element of `v` (fp32) rounded to a value that the wire has a code for."""
     greatest = GREATEST_CODE[wire]
-    if wire in ("int8", "int4"):
+    if wire in _INTEGERS:
         return v.round().clamp(-greatest, greatest)
     return v.clamp(-greatest, greatest).to(WIRE_DTYPES[wire]).float()
 
@@ -97,7 +112,7 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
 def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
     """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
     greatest = GREATEST_CODE[wire]
-    rounded = (v + u).floor() if wire in ("int8", "int4") else _stochastic_float(v, u, WIRE_DTYPES[wire])
+    rounded = (v + u).floor() if wire in _INTEGERS else _stochastic_float(v, u, WIRE_DTYPES[wire])
     return rounded.clamp(-greatest, greatest)
 
 
@@ -120,7 +135,7 @@ def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> t
 
 def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
     """The codes in the wire's dtype, of `codes` (fp32 [numel]), each of which has an exact code."""
-    if wire != "int4":
+    if wire not in _NIBBLES:
         return codes.to(WIRE_DTYPES[wire])
     nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).to(torch.int8).view(torch.uint8) & 0xF
     return nibbles[0::2] | nibbles[1::2] << 4
@@ -128,7 +143,7 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
 
 def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
     """fp32: the values of stored codes, without scales. For int4 there are two values in each byte of `codes`."""
-    if wire != "int4":
+    if wire not in _NIBBLES:
         return codes.float()
     nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).to(torch.int16)
     return torch.where(nibbles > 7, nibbles - 16, nibbles).float()

@@ -9,10 +9,12 @@ from fusedcomm.reference.elements import (
     GREATEST_CODE,
     WIRE_DTYPES,
     canonical,
+    codes_nbytes,
     decode,
     encode,
     rotate,
     round_to,
+    scale_dtype,
     scaled,
     unrotate,
 )
@@ -201,11 +203,9 @@ def _part_values(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[t
     part, dtype = layout.part, WIRE_DTYPES[layout.wire]
     exact = part_bytes[: part.exact_numel * 4].view(torch.float32)
     num_scales = -(-part.lossy_numel // layout.block_numel) if layout.wire in GREATEST_CODE else 0
-    scale_dtype = torch.bfloat16 if layout.wire == "int4" else torch.float32
-    scale_end = part.scale_offset + num_scales * scale_dtype.itemsize
-    scales = part_bytes[part.scale_offset : scale_end].view(scale_dtype)
-    code_nbytes = part.lossy_numel // 2 if layout.wire == "int4" else part.lossy_numel * dtype.itemsize
-    code_end = part.code_offset + code_nbytes
+    scale_end = part.scale_offset + num_scales * scale_dtype(layout.wire).itemsize
+    scales = part_bytes[part.scale_offset : scale_end].view(scale_dtype(layout.wire))
+    code_end = part.code_offset + codes_nbytes(layout.wire, part.lossy_numel)
     codes = part_bytes[part.code_offset : code_end].view(dtype)
     return decode(codes, scales, layout.wire, layout.block_numel), exact
 

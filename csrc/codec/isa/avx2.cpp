@@ -27,6 +27,7 @@ struct Avx2 {
   using F = __m256;
   using N = __m256i;
   using M = __m256i;
+  using Codes = CodeList<Int8, E4m3, Int4>;
   static constexpr int kLanes = 8;
   static constexpr int kStreamNbytes = 32;
 

@@ -24,11 +24,11 @@ template <Put kPut, class V, class Code>
 inline void put_codes(uint8_t* codes, const uint16_t* noise, int64_t i, typename V::F first, typename V::F second) {
   uint8_t* const p = codes + code_nbytes<Code>(i);
   if constexpr (kPut == Put::kStream) {
-    V::stream_codes(Code(), p, first, second);
+    CodesOf<V, Code>::stream(p, first, second);
   } else if constexpr (kPut == Put::kStochastic) {
-    V::store_codes(Code(), p, first, second, noise + i);
+    CodesOf<V, Code>::store(p, first, second, noise + i);
   } else {
-    V::store_codes(Code(), p, first, second);
+    CodesOf<V, Code>::store(p, first, second);
   }
 }
 
@@ -274,7 +274,7 @@ inline void dequantize_block(typename V::F scale, const uint8_t* __restrict code
   for (int64_t i = 0; i < block_numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
     for (int k = 0; k < kRun / V::kLanes; k += 2) {
-      V::load_codes(Code(), codes + code_nbytes<Code>(i + k * V::kLanes), run[k], run[k + 1]);
+      CodesOf<V, Code>::load(codes + code_nbytes<Code>(i + k * V::kLanes), run[k], run[k + 1]);
       run[k] = V::mul(run[k], scale);
       run[k + 1] = V::mul(run[k + 1], scale);
     }
@@ -335,7 +335,7 @@ void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbyt
     for (int64_t i = 0; i < block_numel; i += 2 * V::kLanes) {
       const auto* code = reinterpret_cast<const uint8_t*>(codes + code_nbytes<Code>(i));
       typename V::F first, second;
-      V::load_codes(Code(), code, first, second);
+      CodesOf<V, Code>::load(code, first, second);
       typename V::F sum_first = V::mul(first, scale[0]);
       typename V::F sum_second = V::mul(second, scale[0]);
       if (!kFirst) {
@@ -343,7 +343,7 @@ void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbyt
         sum_second = V::add(V::load(acc + i + V::kLanes), sum_second);
       }
       for (int k = 1; k < kCount; ++k) {
-        V::load_codes(Code(), code + k * stride_nbytes, first, second);
+        CodesOf<V, Code>::load(code + k * stride_nbytes, first, second);
         sum_first = V::add(sum_first, V::mul(first, scale[k]));
         sum_second = V::add(sum_second, V::mul(second, scale[k]));
       }
@@ -396,20 +396,33 @@ constexpr BlockKernels block_kernels() {
           quantize_stochastic<V, Code, true>};
 }
 
-template <class V>
-constexpr KernelTable make_table(const char* isa) {
+// Whether the codes are those of the wires with scales, in the order that `scaled_index` counts.
+template <class... Code>
+constexpr bool in_order(CodeList<Code...>) {
+  int index = 0;
+  return sizeof...(Code) == kNumScaledWires && ((scaled_index(Code::kWire) == index++) && ...);
+}
+
+template <class V, class... Code>
+constexpr KernelTable make_table(const char* isa, CodeList<Code...>) {
+  static_assert(in_order(AllCodes()), "the codes must be those of the wires with scales, in their order");
   return {isa,
           {{convert<V, float, float>, convert<V, float, Bf16>, convert<V, float, Fp16>},
            {convert<V, Bf16, float>, convert<V, Bf16, Bf16>, convert<V, Bf16, Fp16>},
            {convert<V, Fp16, float>, convert<V, Fp16, Bf16>, convert<V, Fp16, Fp16>}},
           {scale_elements<V, float>, scale_elements<V, Bf16>, scale_elements<V, Fp16>},
           {sum<V, float>, sum<V, Bf16>, sum<V, Fp16>},
-          {block_kernels<V, Int8>(), block_kernels<V, E4m3>(), block_kernels<V, Int4>()},
+          {block_kernels<V, Code>()...},
           make_noise<V>,
           {nullptr, round_stochastic<V, Bf16>, round_stochastic<V, Fp16>},
           {add<V, float>, add<V, Bf16>, nullptr},
           {subtract<V, float>, subtract<V, Bf16>, nullptr},
           V::fence};
+}
+
+template <class V>
+constexpr KernelTable make_table(const char* isa) {
+  return make_table<V>(isa, AllCodes());
 }
 
 }  // namespace

@@ -1,0 +1,349 @@
+// The formats of single elements: gradients' formats, the codes of quantizing wires, and Scalar, the vector type of one
+// element, which has the arithmetic of all of them. See elements_impl.h for what a vector type provides.
+//
+// A wire with scales has a code here: a struct of constants, Scalar's `code` (to nearest even and stochastically) and
+// `value`, and a place in AllCodes. The other instruction sets may leave a code to Scalar; see CodesOf.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "codec/kernel_table.h"
+
+namespace fusedcomm {
+namespace {
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
+// ---- codes of blocks: elements of a wire with scales
+
+struct Int8 {
+  static constexpr Wire kWire = Wire::kInt8;
+  using Scale = float;
+  static constexpr int kNbits = 8;
+  static constexpr float kGreatest = 127.0f;
+  static constexpr uint32_t kGreatestCode = 0x7F, kLeastCode = 0x81;  // ±Inf have these codes, too
+};
+
+// fp8: 1 sign bit, 7 - kMantissaBits exponent bits. The least normal number is 2^(kExponentShift - 126).
+struct E4m3 {
+  static constexpr Wire kWire = Wire::kFp8;
+  using Scale = float;
+  static constexpr int kNbits = 8;
+  static constexpr float kGreatest = 448.0f;
+  static constexpr uint32_t kGreatestCode = 0x7E, kLeastCode = 0xFE;
+  static constexpr int kMantissaBits = 3;
+  // The exponent bias of fp32, 127, less the bias of e4m3, 7.
+  static constexpr uint32_t kExponentShift = 120;
+  // The bits of 24576 as fp32. An ulp of this number is 2^-9, the step of e4m3's subnormals.
+  static constexpr uint32_t kSubnormalBits = 0x46C00000;
+};
+
+struct Int4 {
+  static constexpr Wire kWire = Wire::kInt4;
+  using Scale = Bf16;
+  static constexpr int kNbits = 4;
+  static constexpr float kGreatest = 7.0f;
+  static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x9;
+};
+
+template <class... Code>
+struct CodeList {};
+
+// The code of every wire with scales, in the order of their BlockKernels.
+using AllCodes = CodeList<Int8, E4m3, Int4>;
+
+// Constants that turn the bits of an fp32 magnitude into an fp8 code. To nearest even:
+//   normal     (bits + kRound + the lowest bit kept) >> kDropped, if bits ≥ kLeastNormalBits
+//   subnormal  the bits of (magnitude + the number with kSubnormalBits), less kSubnormalBits
+// Stochastically, with 16 bits of noise:
+//   normal     (bits + kExponents + (noise << kNoiseShift)) >> kDropped
+//   subnormal  floor(magnitude·kStepsInOne + noise·2^-16); the product is exact
+template <class Code>
+struct Fp8Rounding {
+  // Mantissa bits that fp32 has and the code does not.
+  static constexpr int kDropped = 23 - Code::kMantissaBits;
+  // Half an ulp of the code less one, and the change of the exponent's bias.
+  static constexpr uint32_t kRound = (1u << (kDropped - 1)) - 1u - (Code::kExponentShift << 23);
+  static constexpr uint32_t kLeastNormalBits = (Code::kExponentShift + 1u) << 23;
+  // Moves 16 bits of noise to the top of the dropped bits.
+  static constexpr int kNoiseShift = kDropped - 16;
+  // The change of the exponent's bias.
+  static constexpr uint32_t kExponents = 0u - (Code::kExponentShift << 23);
+  // Steps of subnormals in 1.0.
+  static constexpr float kStepsInOne = static_cast<float>(1u << (126 - Code::kExponentShift + Code::kMantissaBits));
+};
+
+// Mantissa bits that fp32 has and fp16 does not.
+constexpr int kFp16Dropped = 13;
+// Steps of fp16's subnormals in 1.0: 2^24.
+constexpr float kFp16StepsInOne = 16777216.0f;
+constexpr float kFp16Step = 1.0f / kFp16StepsInOne;
+// fp32 bits of 2^-14, the least normal fp16 number.
+constexpr uint32_t kFp16LeastNormalBits = 113u << 23;
+// fp32 bits of 2^16, the least power of two beyond the range of fp16.
+constexpr uint32_t kFp16OverflowBits = 143u << 23;
+
+// 16 bits of noise times this are in [0, 1).
+constexpr float kNoiseUnit = 1.0f / 65536.0f;
+
+// ---- bits
+
+constexpr uint32_t kInfBits = 0x7F800000u;
+constexpr uint32_t kNanBits = 0x7FC00000u;
+constexpr uint32_t kMagnitudeMask = 0x7FFFFFFFu;
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// A V of one element: for the portable kernels, which compilers vectorize, and for the tails of every other V's runs.
+struct Scalar {
+  using F = float;
+  using N = uint32_t;
+  using M = int32_t;
+  using Codes = AllCodes;
+  static constexpr int kLanes = 1;
+  static constexpr int kStreamNbytes = 0;
+
+  static F broadcast(float value) { return value; }
+  static F mul(F a, F b) { return a * b; }
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+
+  static F canonical(F value) {
+    const uint32_t bits = bits_of(value);
+    return float_of((bits & kMagnitudeMask) > kInfBits ? kNanBits : bits);
+  }
+  static void count(N& n, F value) { n += (bits_of(value) & kMagnitudeMask) >= kInfBits; }
+  static int64_t total(N n) { return n; }
+  static void track(M& m, F value) {
+    const auto magnitude = static_cast<int32_t>(bits_of(value) & kMagnitudeMask);
+    m = magnitude > m ? magnitude : m;
+  }
+  static constexpr int kMaxima = 1;
+  static void greatest(const M* m, uint32_t* bits) { *bits = static_cast<uint32_t>(*m); }
+
+  static F finite_or_zero(F value) { return (bits_of(value) & kMagnitudeMask) < kInfBits ? value : 0.0f; }
+
+  static F load(const float* p) { return *p; }
+  static F load(const Bf16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
+
+  static F load(const Fp16* p) { return float_of_half(p->bits); }
+
+  // Shifts the fields into place and corrects the exponent. An exact subtraction normalizes a subnormal.
+  static F float_of_half(uint32_t half) {
+    const uint32_t shifted = (half & 0x7FFFu) << 13;
+    const uint32_t exponent = shifted & 0x0F800000u;
+    const uint32_t normal = shifted + (112u << 23);
+    const uint32_t special = shifted + (224u << 23);
+    const uint32_t subnormal = bits_of(float_of(shifted + (113u << 23)) - float_of(113u << 23));
+    const uint32_t magnitude = exponent == 0x0F800000u ? special : exponent == 0 ? subnormal : normal;
+    return float_of(magnitude | (half & 0x8000u) << 16);
+  }
+
+  static void store(float* p, F value) { *p = value; }
+
+  // Adding half an ulp less one, plus the lowest kept bit, carries exactly when rounding to nearest even rounds up.
+  static void store(Bf16* p, F value) {
+    const uint32_t bits = bits_of(value);
+    p->bits = static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+  }
+
+  // Rounds as for bf16. Below 2^-14, adding 0.5 leaves the rounded subnormal in the low bits.
+  static void store(Fp16* p, F value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - (126u << 23);
+    const uint32_t special = magnitude > kInfBits ? 0x7E00u : 0x7C00u;
+    const uint32_t half = magnitude >= 143u << 23 ? special : magnitude < 113u << 23 ? subnormal : normal;
+    p->bits = static_cast<uint16_t>(half | (bits >> 16 & 0x8000u));
+  }
+
+  template <class T>
+  static void stream(T* p, F value) {
+    store(p, value);
+  }
+
+  // Adds noise to the bits of a magnitude and truncates. A finite value can carry to Inf, but not beyond.
+  static F rounded(Bf16, F value, const uint16_t* noise) {
+    const uint32_t bits = bits_of(value);
+    return float_of((bits & kMagnitudeMask) < kInfBits ? (bits + *noise) & 0xFFFF0000u : bits);
+  }
+  static F rounded(Fp16, F value, const uint16_t* noise) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t normal = (magnitude + (*noise >> (16 - kFp16Dropped))) >> kFp16Dropped << kFp16Dropped;
+    const uint32_t normal_or_inf = normal < kFp16OverflowBits ? normal : kInfBits;
+    const float small = magnitude < kFp16LeastNormalBits ? float_of(magnitude) : 0.0f;
+    const auto steps = static_cast<int32_t>(small * kFp16StepsInOne + *noise * kNoiseUnit);
+    const uint32_t subnormal = bits_of(static_cast<float>(steps) * kFp16Step);
+    const uint32_t finite = magnitude < kFp16LeastNormalBits ? subnormal : normal_or_inf;
+    return float_of((magnitude < kInfBits ? finite : magnitude) | (bits & ~kMagnitudeMask));
+  }
+
+  // 1.5·2^23 has an ulp of 1, so the addition rounds to a whole number, nearest even, and leaves it in the low bits.
+  static uint32_t whole(F value) { return bits_of(value + 12582912.0f) - 0x4B400000u; }
+  static uint32_t code(Int8, F value) { return whole(value); }
+  template <class Code>
+  static uint32_t code(Code, F value) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const uint32_t odd = magnitude >> Rounding::kDropped & 1u;
+    const uint32_t normal = (magnitude + Rounding::kRound + odd) >> Rounding::kDropped;
+    const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
+    return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
+  }
+  static uint32_t code(Int4, F value) { return whole(value); }
+
+  template <class Code>
+  static uint32_t floor_code(F value) {
+    constexpr auto kGreatest = static_cast<int32_t>(Code::kGreatest);
+    const auto truncated = static_cast<int32_t>(value);
+    const int32_t floor = truncated - (static_cast<float>(truncated) > value);
+    return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < -kGreatest ? -kGreatest : floor);
+  }
+  static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
+  static uint32_t code(Int4, F value, uint32_t noise) { return floor_code<Int4>(value + noise_value(noise)); }
+  template <class Code>
+  static uint32_t code(Code, F value, uint32_t noise) {
+    using Rounding = Fp8Rounding<Code>;
+    const uint32_t bits = bits_of(value);
+    const uint32_t magnitude = bits & kMagnitudeMask;
+    const bool is_normal = magnitude >= Rounding::kLeastNormalBits;
+    const uint32_t normal = (magnitude + Rounding::kExponents + (noise << Rounding::kNoiseShift)) >> Rounding::kDropped;
+    const float small = is_normal ? 0.0f : float_of(magnitude);
+    const auto subnormal = static_cast<int32_t>(small * Rounding::kStepsInOne + noise_value(noise));
+    return (is_normal ? normal : static_cast<uint32_t>(subnormal)) | (bits >> 24 & 0x80u);
+  }
+  static F noise_value(uint32_t noise) { return static_cast<float>(static_cast<int32_t>(noise)) * kNoiseUnit; }
+
+  // A pair of codes, in two bytes or in the low and the high half of one.
+  template <class Code>
+  static void pack_codes(Code, uint8_t* p, uint32_t first, uint32_t second) {
+    if constexpr (Code::kNbits == 4) {
+      *p = static_cast<uint8_t>((first & 0xFu) | second << 4);
+    } else {
+      p[0] = static_cast<uint8_t>(first);
+      p[1] = static_cast<uint8_t>(second);
+    }
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second) {
+    pack_codes(Code(), p, code(Code(), first), code(Code(), second));
+  }
+  template <class Code>
+  static void store_codes(Code, uint8_t* p, F first, F second, const uint16_t* noise) {
+    pack_codes(Code(), p, code(Code(), first, noise[0]), code(Code(), second, noise[1]));
+  }
+  template <class Code>
+  static void stream_codes(Code, uint8_t* p, F first, F second) {
+    store_codes(Code(), p, first, second);
+  }
+
+  static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
+  // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
+  static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
+  static F value(Int4, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
+  template <class Code>
+  static void load_codes(Code, const uint8_t* p, F& first, F& second) {
+    if constexpr (Code::kNbits == 4) {
+      first = value(Code(), *p & 0xFu);
+      second = value(Code(), *p >> 4);
+    } else {
+      first = value(Code(), p[0]);
+      second = value(Code(), p[1]);
+    }
+  }
+
+  using W = uint32_t;
+  static constexpr int kCounters = 1;
+  static W word(uint32_t value) { return value; }
+  static W counters(uint32_t first) { return first; }
+  static void multiply(W a, uint32_t b, W& high, W& low) {
+    const uint64_t product = uint64_t{a} * b;
+    high = static_cast<uint32_t>(product >> 32);
+    low = static_cast<uint32_t>(product);
+  }
+  static W xor3(W a, W b, W c) { return a ^ b ^ c; }
+  static void store_noise(uint16_t* p, W w0, W w1, W w2, W w3) {
+    const W words[4] = {w0, w1, w2, w3};
+    for (int i = 0; i < 4; ++i) {
+      p[2 * i] = static_cast<uint16_t>(words[i]);
+      p[2 * i + 1] = static_cast<uint16_t>(words[i] >> 16);
+    }
+  }
+
+  static void fence() {}
+};
+
+// ---- the codes of a vector type
+
+template <class Code, class List>
+constexpr bool kListed = false;
+template <class Code, class... Listed>
+constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
+
+// How V reads and writes 2·kLanes elements of Code: by its own functions if V::Codes lists Code, else by Scalar's, one
+// pair of elements after the other.
+template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
+struct CodesOf {
+  using F = typename V::F;
+  static void load(const uint8_t* p, F& first, F& second) { V::load_codes(Code(), p, first, second); }
+  static void store(uint8_t* p, F first, F second) { V::store_codes(Code(), p, first, second); }
+  static void stream(uint8_t* p, F first, F second) { V::stream_codes(Code(), p, first, second); }
+  static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
+    V::store_codes(Code(), p, first, second, noise);
+  }
+};
+
+template <class V, class Code>
+struct CodesOf<V, Code, false> {
+  using F = typename V::F;
+  static constexpr int kPairNbytes = 2 * Code::kNbits / 8;
+
+  static void load(const uint8_t* p, F& first, F& second) {
+    alignas(64) float values[2 * V::kLanes];
+    for (int i = 0; i < V::kLanes; ++i) {
+      Scalar::load_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1]);
+    }
+    first = V::load(values);
+    second = V::load(values + V::kLanes);
+  }
+  static void store(uint8_t* p, F first, F second) {
+    alignas(64) float values[2 * V::kLanes];
+    V::store(values, first);
+    V::store(values + V::kLanes, second);
+    for (int i = 0; i < V::kLanes; ++i) {
+      Scalar::store_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1]);
+    }
+  }
+  static void stream(uint8_t* p, F first, F second) { store(p, first, second); }
+  static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
+    alignas(64) float values[2 * V::kLanes];
+    V::store(values, first);
+    V::store(values + V::kLanes, second);
+    for (int i = 0; i < V::kLanes; ++i) {
+      Scalar::store_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1], noise + 2 * i);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fusedcomm
