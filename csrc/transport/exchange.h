@@ -129,7 +129,7 @@ class Exchange {
   std::deque<Item> posted_;               // all is posted; the first item is being waited for
 
   // One thread begins messages and one waits for them. The thread that begins a send copies its bytes into the socket.
-  // That must delay neither the lane's thread nor the waits.
+  // This must not delay the lane's thread or the waits.
   std::thread poster_, waiter_;
 };
 

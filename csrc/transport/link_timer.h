@@ -12,8 +12,8 @@ namespace fusedcomm {
 // Throws c10::Error if `rounds` is less than 2.
 //
 // The tensors must have no Python objects. The backend's threads release them some time after the collective's end. To
-// release a Python object a thread asks for the GIL; if the interpreter ends meanwhile, that ends the thread and with
-// it the process.
+// release a Python object a thread asks for the GIL; if the interpreter ends at that time, this ends the thread and
+// with it the process.
 double all_to_all_s(const BackendPtr& backend, int64_t nbytes, int rounds);
 
 }  // namespace fusedcomm

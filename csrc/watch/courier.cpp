@@ -20,7 +20,7 @@ struct Courier::Desk {
   std::optional<std::string> loss;     // see loss()
   std::optional<std::string> problem;  // what the running errand threw or, if none is running, the last one
 
-  // Used only by the thread. Whether the store has been cloned anew after an error.
+  // Used only by the thread. Whether the store has been cloned after an error.
   bool was_renewed = false;
 
   void work() {

@@ -34,7 +34,8 @@ class Courier {
   // more, on a new clone of the store, because a failed connection does not recover by itself. An errand must therefore
   // be safe to run twice.
   std::optional<StoreProblem> send(Errand errand, std::chrono::duration<double> timeout);
-  // Why no more errands are run: one threw although the store had been cloned anew. Nothing while errands are run.
+  // Why no more errands are run: one threw although the store had been cloned after an earlier error. Nothing while
+  // errands are run.
   std::optional<std::string> loss() const;
   // Ends the thread, or detaches it if a request blocks. A send() under way returns.
   void stop();

@@ -22,7 +22,7 @@ namespace fusedcomm {
 // At most this many ranks or connections of a kind are listed: a report on a thousand ranks must stay readable.
 inline constexpr size_t kMaxListed = 8;
 
-// Which rank opened a roll call, and why.
+// The rank that opened a roll call, and its reason.
 struct Opening {
   static constexpr const char* kKind = "call";
 
