@@ -1,4 +1,4 @@
-// One function for each room below: it binds what Python needs of it.
+// One function for each area of the engine. It binds what Python uses of that area.
 #pragma once
 
 #include <pybind11/functional.h>
@@ -9,7 +9,7 @@ namespace fusedcomm {
 void bind_layout(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
-void bind_devices(pybind11::module_& m);  // their kernels and transports, too
+void bind_devices(pybind11::module_& m);  // and their kernels and transports
 void bind_transport(pybind11::module_& m);
 void bind_gradients(pybind11::module_& m);
 void bind_ddp(pybind11::module_& m);

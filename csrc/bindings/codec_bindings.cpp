@@ -1,4 +1,4 @@
-// The CPU codec, as tests and benchmarks use it.
+// Binds the CPU codec, which Python uses without an engine.
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -17,12 +17,13 @@ namespace {
 
 namespace py = pybind11;
 
-// Every tensor is checked here: the codec trusts its pointers.
+// The bindings check every tensor, because the codec trusts its pointers.
 void check_on_cpu(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.is_contiguous(), name, " must be a contiguous CPU tensor, not ",
                     tensor.is_contiguous() ? "one on " : "a strided one on ", tensor.device());
 }
 
+// Checks a tensor of `nbytes` wire bytes, and returns its address.
 std::byte* wire_bytes(const at::Tensor& tensor, int64_t nbytes, const char* name) {
   check_on_cpu(tensor, name);
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kByte, name, " must be uint8, not ", tensor.scalar_type());
@@ -46,7 +47,7 @@ BucketSlices streams_of(const std::vector<at::Tensor>& lossy, const std::vector<
   return {stream_of(lossy), stream_of(exact)};
 }
 
-// (seed, parameter, step, source) and (format, bytes, numel); see fusedcomm/reference.
+// NoiseTuple: (seed, parameter, step, source), as in NoiseKey. ResidualTuple: (format, bytes as uint8, numel).
 using NoiseTuple = std::tuple<uint64_t, uint32_t, uint32_t, uint32_t>;
 using ResidualTuple = std::tuple<std::string, at::Tensor, int64_t>;
 

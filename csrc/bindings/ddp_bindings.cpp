@@ -1,4 +1,4 @@
-// The front end for DDP.
+// Binds the front end for DDP.
 #include <torch/csrc/utils/pybind.h>
 
 #include <functional>

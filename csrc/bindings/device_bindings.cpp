@@ -1,3 +1,4 @@
+// Binds devices, their kernels and their transports.
 #include <functional>
 #include <future>
 #include <memory>
@@ -19,16 +20,17 @@ namespace {
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
+// Bytes that are allocated to find out whether the backend can register memory.
 constexpr int64_t kTrialNbytes = 1 << 20;
 
-// Whether the backend keeps memory registered with the network, and can really give some.
+// Whether the backend offers memory that is registered with the network, and can in fact allocate some.
 bool registers_memory(const BackendPtr& backend, c10::Device device) {
   if (device.is_cpu() || !backend->supportsTensorAlloc(device.index())) return false;
   try {
     backend->allocateTensor(kTrialNbytes, at::TensorOptions().dtype(at::kByte).device(device));
     return true;
   } catch (const std::exception& error) {
-    TORCH_WARN_ONCE("fusedcomm: the process group's registered memory cannot be had, workspaces are plain memory: ",
+    TORCH_WARN_ONCE("fusedcomm: the process group cannot allocate registered memory, so workspaces are plain memory: ",
                     error.what());
     return false;
   }
@@ -42,7 +44,7 @@ CudaDevice::Allocate allocator(const BackendPtr& backend, c10::Device device, bo
   return [options](int64_t nbytes) { return at::empty({nbytes}, options); };
 }
 
-// The kernels of one configuration, filled in one by one.
+// Collects the kernels of one configuration: each load() adds one.
 class KernelLoader {
  public:
   KernelLoader(std::shared_ptr<const CudaDriver> driver, int64_t tile_numel) : driver_(std::move(driver)) {
@@ -63,7 +65,8 @@ class KernelLoader {
   CudaKernels kernels_;
 };
 
-// None where a kernel has no such thing. in_wire: None where it is `wire`.
+// An argument that the kernel does not use may be None. `in_wire`: None if it is `wire`. Throws if a needed one is
+// None.
 KernelKey make_key(const std::string& kernel, const std::optional<std::string>& wire, int64_t block,
                    std::optional<at::ScalarType> grad_dtype, bool flat, bool rotated,
                    const std::optional<std::string>& in_wire, bool stochastic,
@@ -104,7 +107,7 @@ std::optional<std::string> feedback_of(const KernelKey& key) {
   return kResidualFormatNames[static_cast<size_t>(*key.feedback)];
 }
 
-// Of a key, for pickle: the class and its arguments, in make_key's order.
+// What pickle stores of a key: its class and the arguments of make_key, in order.
 py::tuple reduced(const py::object& key) {
   py::list arguments;
   for (const char* name :
@@ -145,7 +148,7 @@ std::vector<std::string> kernel_params(const std::string& kernel) {
   return param_types<ScaleLaunch>();
 }
 
-// Its threads may be releasing a tensor that Python knows, which takes the GIL.
+// The exchange ends without the GIL, because its threads may need it to release a tensor that has a Python object.
 std::shared_ptr<Exchange> make_exchange(BackendPtr backend, int max_sending) {
   TORCH_CHECK_VALUE(max_sending >= 0, "max_sending must be 0 (any number) or more, not ", max_sending);
   return {new Exchange(std::move(backend), max_sending), [](Exchange* exchange) {
@@ -165,10 +168,11 @@ WireSpan span_of(const at::Tensor& bytes, const char* what) {
 
 Ended start(Exchange& exchange, const at::Tensor& send, const at::Tensor& receive) {
   const int64_t size = exchange.world_size();
-  TORCH_CHECK_VALUE(receive.numel() % size == 0, "receive must have as many bytes from each of ", size, " ranks, not ",
-                    receive.numel(), " together");
+  TORCH_CHECK_VALUE(receive.numel() % size == 0, "receive must have equally many bytes from each of ", size,
+                    " ranks, not ", receive.numel(), " bytes in all");
   TORCH_CHECK_VALUE(send.numel() == receive.numel() || send.numel() * size == receive.numel(), "send must have ",
-                    receive.numel(), " bytes, or ", receive.numel() / size, " for all, not ", send.numel());
+                    receive.numel(), " bytes, or ", receive.numel() / size, " that go to every rank, not ",
+                    send.numel());
   auto ended = std::make_shared<std::promise<void>>();
   exchange.start(span_of(send, "send"), span_of(receive, "receive"),
                  [ended](std::exception_ptr error) { error ? ended->set_exception(error) : ended->set_value(); });

@@ -1,4 +1,4 @@
-// What a bucket's run gives, as Python's torch.futures.Future.
+// Returns the future of a bucket's run to Python, as torch.futures.Future.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -8,14 +8,14 @@
 
 #include "gradients/synchroniser.h"
 
-// Of torch/csrc/jit/python/pybind_utils.h, which takes longer to compile than all bindings together.
+// Declared here, because torch/csrc/jit/python/pybind_utils.h takes longer to compile than all bindings together.
 namespace torch::jit {
 TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue ivalue);
 }  // namespace torch::jit
 
 namespace fusedcomm {
 
-// run(hook, bucket) without the GIL.
+// Calls run(hook, bucket) without the GIL and converts its future.
 template <typename Run, typename Hook, typename BucketOfAnyKind>
 pybind11::object returned(Run run, Hook& hook, BucketOfAnyKind& bucket) {
   FuturePtr future;

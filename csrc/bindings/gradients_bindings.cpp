@@ -1,4 +1,4 @@
-// Buckets, who synchronises them, and what can be asked of it.
+// Binds buckets, the synchroniser, and its results.
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -43,7 +43,7 @@ void bind_results(py::module_& m) {
       .def_readonly("plan", &BucketRecord::plan)
       .def_property_readonly("wires",
                              [](const BucketRecord& record) {
-                               // Of the parameters, in their order.
+                               // One for each parameter, in their order.
                                std::vector<int> wires;
                                for (const auto& member : record.members) wires.push_back(member.state->wire);
                                return wires;
@@ -146,7 +146,7 @@ void bind_hook(py::module_& m) {
 }  // namespace
 
 void bind_gradients(pybind11::module_& m) {
-  // Gradients where they lie, in the order of their parameters.
+  // A bucket of gradients that need not lie together, in the order of their parameters.
   py::class_<Bucket>(m, "Bucket")
       .def(py::init(
                [](size_t index, bool is_last, std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients) {

@@ -1,4 +1,4 @@
-// Wires by name, and where a message's bytes lie.
+// Binds the wire dtypes by name, and the layout of messages.
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -36,6 +36,7 @@ std::string to_string(const BucketLayout& layout) {
   return text.str();
 }
 
+// Returns a 1-D CPU tensor with a copy of the values.
 template <typename T>
 at::Tensor tensor_of(const std::vector<T>& values) {
   return at::from_blob(const_cast<T*>(values.data()), {static_cast<int64_t>(values.size())},

@@ -1,4 +1,5 @@
-// The Python boundary: a table of contents, nothing else. What is bound later may name what is bound before.
+// The Python module: a table of contents, nothing else. The order matters, because a binding may name types that were
+// bound before it.
 #include "bindings/bindings.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -1,4 +1,4 @@
-// Plans of buckets: how each is summed, in which steps, with how many bytes.
+// Binds the plans of buckets: how each bucket is summed, in which steps, with how many bytes.
 #include <ATen/ATen.h>
 #include <torch/csrc/utils/pybind.h>
 

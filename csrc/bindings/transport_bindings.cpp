@@ -1,4 +1,4 @@
-// Channels between hosts, and who watches that peers are there.
+// Binds channels between hosts, and the sentinels that find lost peers.
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
@@ -16,6 +16,7 @@ namespace {
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
+// Returns the error's text without a backtrace.
 std::string text_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -26,7 +27,7 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
-// A backend that ends joins its threads, and those may be waiting for the GIL.
+// The end of a backend joins its threads, which may be waiting for the GIL.
 struct DeleteWithoutGil {
   void operator()(PeerSentinels* sentinels) const {
     const py::gil_scoped_release no_gil;

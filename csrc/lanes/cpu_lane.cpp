@@ -39,7 +39,7 @@ void CpuLaneQueue::advance() {
     if (head_is_ready()) changed_.notify_one();
     return;
   }
-  // Whoever runs this already, perhaps this very thread, looks at the head again before it leaves.
+  // The thread that runs an item now, perhaps this one, checks the head again before it returns.
   if (is_running_) return;
   while (!stop_reason_ && head_is_ready()) run_head(&lock);
   changed_.notify_all();
@@ -60,7 +60,7 @@ void CpuLaneQueue::run_head(std::unique_lock<std::mutex>* lock) {
   is_running_ = true;
   lock->unlock();
   item.work(item.after ? item.after->error() : nullptr);
-  item = {};  // what the closure holds (buffers, the bucket's tensor) is released here, not while waiting
+  item = {};  // releases what the closure holds (buffers, the bucket's tensor) before the next wait
   lock->lock();
   is_running_ = false;
 }

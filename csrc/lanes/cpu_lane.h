@@ -1,7 +1,7 @@
-// Lanes on CPU. They block, never spin: spinning threads collapse when ranks share cores. Each thread that has to wake
-// up costs some microseconds, and where others compute on the same cores up to the scheduler's slice of milliseconds;
-// so codec stages, which take a while, have a thread each, which is woken only when the head of its queue can run, and
-// collectives, which are only started, have none.
+// Lanes on CPU. Their threads block and never spin: spinning threads are very slow when ranks share cores. To wake a
+// thread takes some microseconds, and up to the scheduler's slice of milliseconds if other threads compute on the same
+// cores. Codec stages take long, so each has a thread, which is woken only when the head of its queue can run.
+// Collectives are only started, so their lanes have no thread.
 #pragma once
 
 #include <atomic>
@@ -21,11 +21,11 @@ class CpuLaneQueue;
 class CpuEvent : public Event {
  public:
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Valid once done.
+  // Valid once done() is true. Null means success.
   std::exception_ptr error() const { return error_; }
-  // From any thread; a null pointer means success. The first call decides.
+  // Call from any thread; a null pointer means success. Only the first call counts.
   void complete(std::exception_ptr error);
-  // Has `queue` advance when this is done. Returns false if it already is.
+  // Makes `queue` advance when this event is done. Returns false if it is done already.
   bool subscribe(const std::shared_ptr<CpuLaneQueue>& queue);
 
  private:
@@ -35,10 +35,10 @@ class CpuEvent : public Event {
   std::vector<std::shared_ptr<CpuLaneQueue>> subscribers_;
 };
 
-// What a lane has been given and has not run. Events may know it for longer than its lane lives.
+// The items of a lane that have not run. Events may keep the queue for longer than its lane exists.
 class CpuLaneQueue {
  public:
-  // Runs with the error of `after` (null if none).
+  // Gets the error of `after` (null if none).
   using Work = std::function<void(std::exception_ptr)>;
   struct Item {
     std::shared_ptr<CpuEvent> after;
@@ -47,14 +47,17 @@ class CpuLaneQueue {
 
   explicit CpuLaneQueue(bool has_worker) : has_worker_(has_worker) {}
 
-  // Returns false, and leaves the item alone, if the lane has been stopped.
+  // Moves the item into the queue. Returns false, and does not change the item, if the lane has been stopped.
   bool push(Item* item);
-  // What the head waits for may be done: wakes the worker, or, where there is none, runs what can run, on this thread.
+  // Call when the event that the head waits for may be done. Wakes the worker. Without a worker, runs every item that
+  // can run, on this thread.
   void advance();
-  // The worker's, until the lane is stopped.
+  // The worker's loop. Returns when the lane is stopped.
   void work();
-  // Returns when nothing runs any more that somebody else has begun; hands over what has not run.
+  // Stops the queue and returns the items that have not run. Without a worker, first waits for the item that is
+  // running, so it must not be called from an item.
   std::deque<Item> stop(std::exception_ptr reason);
+  // Null if the lane has not been stopped.
   std::exception_ptr stop_reason() const;
 
  private:
@@ -71,8 +74,9 @@ class CpuLaneQueue {
 
 class CpuLane : public Lane {
  public:
-  // With a thread called `worker`, which is what a debugger or `top -H` shows, at most 15 characters. If it is empty
-  // there is none: for work that only begins something, and is done by whoever completes what it waits for.
+  // `worker`: the name of the lane's thread, at most 15 characters, which a debugger or `top -H` shows. If it is empty,
+  // the lane has no thread: a task then runs on the thread that completes the event it waits for. This is for tasks
+  // that only begin something.
   explicit CpuLane(const std::string& worker = "");
   ~CpuLane() override;
 

@@ -37,7 +37,7 @@ EventPtr InlineLane::run(EventPtr after, Task task) {
 EventPtr InlineLane::start(EventPtr after, Transfer transfer) {
   std::exception_ptr error = error_before(after);
   if (!error) {
-    // Shared with the transfer, whose last act on it may come after wait() has returned.
+    // Shared with the transfer, which may still be in set_value() when get() has returned.
     auto ended = std::make_shared<std::promise<std::exception_ptr>>();
     try {
       transfer([ended](std::exception_ptr transfer_error) { ended->set_value(std::move(transfer_error)); });

@@ -1,5 +1,5 @@
-// A lane that has finished each piece of work before it returns: no overlap, no thread, no race. What forced
-// synchronisation uses on CPU (FUSEDCOMM_SYNC); the results must be the same bits.
+// A lane that finishes each task before it returns: no overlap, no thread, no race. Forced synchronization
+// (FUSEDCOMM_SYNC) uses it on CPU. The results must be the same bits as without.
 #pragma once
 
 #include "lanes/cpu_lane.h"
@@ -8,13 +8,14 @@ namespace fusedcomm {
 
 class InlineLane : public Lane {
  public:
-  void wait(EventPtr) override {}  // every event of such lanes is complete when it is returned
+  void wait(EventPtr) override {}  // every event of such a lane is complete when it is returned
   EventPtr run(EventPtr after, Task task) override;
   EventPtr start(EventPtr after, Transfer transfer) override;
   void finally(EventPtr after, Finally task) override;
   void stop(std::exception_ptr reason) override;
 
  private:
+  // Returns the error of `after`, or else the reason of stop(); null if there is neither.
   std::exception_ptr error_before(const EventPtr& after) const;
 
   mutable std::mutex mutex_;

@@ -18,6 +18,7 @@
 namespace fusedcomm {
 namespace {
 
+// How long a destructor waits for collectives under way.
 constexpr std::chrono::seconds kPatience{10};
 
 at::ScalarType scalar_type(Wire wire) {
@@ -39,29 +40,30 @@ void on_end(const c10::intrusive_ptr<c10d::Work>& work, Lane::Completion done) {
   });
 }
 
-// NCCL answers a call on the current stream with no Work at all; another backend may give one, which then has to be
-// made to wait for on this stream.
+// NCCL returns no Work for a call on the current stream. Another backend may return one; its wait() then makes this
+// stream wait.
 void enqueued(const c10::intrusive_ptr<c10d::Work>& work, const Lane::Completion& done) {
   if (work) work->wait();
   done(nullptr);
 }
 
-// What a rank with some number on the channel is called.
+// What errors call a rank of the channel; its number on the channel follows. Never empty.
 const char* peer_on(Channel channel) {
   switch (channel) {
     case Channel::kLocalScatter:
     case Channel::kLocalGather:
-      return "the rank of this host with the number ";
+      return "this host's local rank ";
     case Channel::kCrossScatter:
     case Channel::kCrossGather:
-      return "the rank with the same number on host ";
+      return "the rank with the same local rank on host ";
     default:
       return "rank ";
   }
 }
 
-// Calls `end` on a thread and waits a while. It may wait for a peer that has gone: then that is left to the thread,
-// which keeps what it waits for. Whether it has ended, or there was no thread to be had.
+// Runs `end` on a thread and waits for it, at most for kPatience. `end` may wait for a peer that is gone; then the
+// thread goes on alone and keeps alive what it waits for. Returns false only then: true if `end` has ended or no thread
+// could be started.
 template <typename End>
 bool end_soon(End end) {
   auto ended = std::make_shared<std::promise<void>>();
@@ -80,7 +82,7 @@ bool end_soon(End end) {
 }  // namespace
 
 C10dTransport::C10dTransport(BackendPtr scatter, BackendPtr gather) {
-  TORCH_CHECK(scatter && gather, "fusedcomm: a transport needs two backends");
+  TORCH_CHECK(scatter && gather, "fusedcomm: a transport needs two backends, for its scatter and its gather channel");
   TORCH_CHECK(scatter->getRank() == gather->getRank() && scatter->getSize() == gather->getSize(),
               "fusedcomm: the two backends disagree about rank or world size");
   place_ = {0, 1, scatter->getRank(), scatter->getSize()};
@@ -98,8 +100,8 @@ std::shared_ptr<C10dTransport> C10dTransport::with_hosts(const Place& place,
     const bool local = i + kFirst < static_cast<size_t>(Channel::kCrossScatter);
     const int64_t rank = local ? place.local_rank : place.host;
     const int64_t size = local ? place.ranks_per_host : place.num_hosts;
-    TORCH_CHECK(backends[i] && backends[i]->getRank() == rank && backends[i]->getSize() == size, "fusedcomm: channel ",
-                i + kFirst, " must be of rank ", rank, " of ", size);
+    TORCH_CHECK(backends[i] && backends[i]->getRank() == rank && backends[i]->getSize() == size,
+                "fusedcomm: the backend of channel ", i + kFirst, " must have rank ", rank, " of ", size);
     connected->backends_[i + kFirst] = backends[i];
   }
   connected->connect();
@@ -129,20 +131,20 @@ void HostTransport::connect() {
   }
 }
 
-// The end of a gloo backend waits for its all-reduces under way, and these for a peer that may be stopped, until the
-// group's timeout: half an hour, by default.
+// The end of a gloo backend waits for its all-reduces under way. These wait for a peer that may be stopped, until the
+// group's timeout, which is half an hour by default.
 HostTransport::~HostTransport() {
   struct Channels {
     std::array<BackendPtr, kNumChannels> backends;
-    std::array<std::shared_ptr<Exchange>, kNumChannels> exchanges;  // they end first
+    std::array<std::shared_ptr<Exchange>, kNumChannels> exchanges;  // declared last, so they end first
   };
   auto channels = std::make_unique<Channels>(Channels{take_backends(), std::move(exchanges_)});
   if (getpid() != process_) {
-    channels.release();  // a child of fork() has none of the threads that would be waited for
+    channels.release();  // a child of fork() does not have the threads that would be joined
     return;
   }
   const int rank = channels->backends[0]->getRank(), size = channels->backends[0]->getSize();
-  // Those threads may be releasing a tensor that Python knows.
+  // Those threads may need the GIL, to release a tensor that has a Python object.
   std::optional<pybind11::gil_scoped_release> no_gil;
   if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
   const bool ended = end_soon([channels = std::move(channels)] {
@@ -152,8 +154,8 @@ HostTransport::~HostTransport() {
   if (!ended) {
     std::fprintf(
         stderr,
-        "fusedcomm: rank %d of %d lets go of its channels while a collective waits for a peer, for %d s by now: "
-        "they end when that answers, or with the process group's timeout\n",
+        "fusedcomm: rank %d of %d closes its channels, but a collective still waits for a peer after %d s: the "
+        "channels end when the peer answers or at the process group's timeout\n",
         rank, size, static_cast<int>(kPatience.count()));
   }
 }
@@ -187,8 +189,9 @@ void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output,
   on_end(backend(channel)._allgather_base(to, from), std::move(done));
 }
 
-// Else NCCL's destructor would abort collectives that the device has still before it, and leave garbage for the unpack
-// kernels behind them, or a peer without its bytes. But a communicator's end may wait for ranks on the same host.
+// Waits for the device. Otherwise NCCL's destructor would abort collectives that the device has not run yet: the unpack
+// kernels behind them would read garbage, or a peer would miss its bytes. The wait is bounded, because a communicator's
+// end may wait for ranks on the same host.
 StreamTransport::~StreamTransport() {
   const std::vector<BackendPtr> own = own_backends();
   if (own.empty() || given_up()) return;
@@ -196,7 +199,7 @@ StreamTransport::~StreamTransport() {
     try {
       if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
       for (const BackendPtr& backend : own) backend->shutdown();
-    } catch (...) {  // then they are aborted
+    } catch (...) {  // the backends' destructors then abort the collectives
     }
   });
 }

@@ -1,4 +1,4 @@
-// Transports over c10d backends: whatever the user's process group runs on.
+// Transports over c10d backends, which is what the user's process group runs on.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,58 +14,58 @@
 
 namespace fusedcomm {
 
-// What both have: a backend for each channel, and collectives on whole tensors, for buckets that the codec does not
+// The common base: a backend for each channel, and collectives on whole tensors, for buckets that the codec does not
 // carry.
 class C10dTransport : public Transport {
  public:
-  // Of all ranks.
+  // Backends of all ranks, for kScatter and kGather. Throws c10::Error if they differ in rank or world size.
   C10dTransport(BackendPtr scatter, BackendPtr gather);
 
-  // The same channels, and those of sums on two levels: backends for kLocalScatter, kLocalGather, kCrossScatter,
-  // kCrossGather.
+  // Returns a transport with the same channels and those of sums on two levels. `backends`: for kLocalScatter,
+  // kLocalGather, kCrossScatter and kCrossGather, in this order. Throws c10::Error if they do not fit `place`.
   std::shared_ptr<C10dTransport> with_hosts(const Place& place, const std::array<BackendPtr, 4>& backends) const;
 
   int rank() const override { return backend(Channel::kScatter).getRank(); }
   int world_size() const override { return backend(Channel::kScatter).getSize(); }
   Place place() const override { return place_; }
 
-  // The sum, in place, of a dense tensor of any dtype that the backend can reduce.
+  // Sums a dense tensor over the ranks of the channel, in place. Any dtype that the backend can reduce.
   virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;
 
-  // Every rank's `input` (1-D, as long everywhere), one after the other in `output` (1-D).
+  // Concatenates every rank's `input` (1-D, the same length on every rank) in `output` (1-D), in rank order.
   virtual void all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                  Lane::Completion done) = 0;
 
-  // A collective has failed, or the process is exiting: nothing that is under way will be waited for, where that can be
-  // aborted.
+  // Call when a collective has failed or the process is exiting. The destructor then does not wait for collectives that
+  // the backend can abort.
   void give_up() { *given_up_ = true; }
 
  protected:
   virtual std::shared_ptr<C10dTransport> copy() const = 0;
   c10d::Backend& backend(Channel channel) const { return *backends_[static_cast<size_t>(channel)]; }
   const std::array<BackendPtr, kNumChannels>& backends() const { return backends_; }
-  // Backends have been added.
+  // Called when backends have been added.
   virtual void connect() {}
   bool given_up() const { return *given_up_; }
-  // Of sums on two levels, which nobody else uses; each once.
+  // The backends of sums on two levels, each once. Only this transport and its copies use them.
   std::vector<BackendPtr> own_backends() const;
-  // This transport's hold on its backends, in the order of the channels.
+  // Moves the backends out of this transport, in the order of the channels.
   std::array<BackendPtr, kNumChannels> take_backends() { return std::move(backends_); }
 
  private:
-  // By channel. Every rank lets go of them in the same order: a backend's end waits for its collectives under way, and
-  // these for a peer that may be gone.
+  // By channel. Every rank releases them in the same order, because a backend's end waits for its collectives under
+  // way, and those wait for a peer.
   std::array<BackendPtr, kNumChannels> backends_;
   Place place_;
   std::shared_ptr<std::atomic<bool>> given_up_ = std::make_shared<std::atomic<bool>>(false);
 };
 
-// For backends whose sends, receives and all-reduces complete by themselves (gloo), over backends of our own, one for
-// each channel: collectives are started by our lanes, later than the hook call, and must not interleave with the
+// For backends whose sends, receives and all-reduces complete by themselves (gloo). It uses backends of our own, one
+// for each channel: our lanes start collectives later than the hook call, and these must not interleave with the
 // model's own.
 class HostTransport : public C10dTransport {
  public:
-  // `max_sending`: as of an Exchange, on the channels that lead to other hosts, too.
+  // `max_sending`: see Exchange; for all channels except the local ones, which have no limit.
   HostTransport(BackendPtr scatter, BackendPtr gather, int max_sending);
   HostTransport(const HostTransport&) = default;
   ~HostTransport() override;
@@ -86,12 +86,12 @@ class HostTransport : public C10dTransport {
 
   const int max_sending_;
   std::array<std::shared_ptr<Exchange>, kNumChannels> exchanges_;
-  const pid_t process_ = getpid();
+  const pid_t process_ = getpid();  // the process that has the backends' threads
 };
 
-// For backends that enqueue on the current stream (NCCL): the group DDP uses, with its watchdog and timeout. Everything
-// is enqueued within the hook call, in bucket order, so all ranks agree with the model's own collectives about the
-// order.
+// For backends that enqueue on the current stream (NCCL). It uses DDP's own group, with its watchdog and timeout.
+// Everything is enqueued within the hook call, in bucket order, so all ranks enqueue our collectives and the model's
+// own in the same order.
 class StreamTransport : public C10dTransport {
  public:
   StreamTransport(const BackendPtr& backend, c10::Device device) : C10dTransport(backend, backend), device_(device) {}

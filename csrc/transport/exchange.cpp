@@ -16,10 +16,14 @@
 namespace fusedcomm {
 namespace {
 
+// Exchanges use the tags from 1 to kNumTags, one after another; the sentinels use kSentinelTag.
 constexpr int kNumTags = 1 << 30;
 constexpr int kSentinelTag = 0;
+// kBetweenLooks: time between two looks for lost peers. kAtOnce: timeout of a wait that only asks whether a message has
+// ended. kLong: a message that is incomplete for this long is named in errors.
 constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1}, kLong{5000};
 constexpr char kClosed[] = "its channel has been closed";
+// An error names at most this many peers beside the first.
 constexpr size_t kNamedPeers = 8;
 
 void name_thread(std::thread* thread, const char* name) {
@@ -41,7 +45,7 @@ Exchange::~Exchange() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;
-    // The one that is waited for ends; those behind it are not waited for.
+    // Aborts the current wait. The waiting thread does not wait for the items behind it.
     for (Item& item : posted_) {
       for (const Pending& pending : item.works) pending.work->abort();
     }
@@ -60,7 +64,7 @@ void Exchange::start(const WireSpan& send, const WireSpan& receive, Lane::Comple
   };
   const auto sent_to = [&](int peer) { return send.nbytes == nbytes ? send : part(send, peer); };
   Item item;
-  for (int step = 1; step < size; ++step) {  // so that not all send to the same rank first
+  for (int step = 1; step < size; ++step) {  // in this order not all ranks send to the same rank first
     const int to = (rank + step) % size, from = (rank + size - step) % size;
     item.sends.push_back({to, sent_to(to)});
     item.receives.push_back({from, part(receive, from)});
@@ -78,11 +82,11 @@ void Exchange::start(const WireSpan& send, const WireSpan& receive, Lane::Comple
     poster_ = std::thread([this] { post(); });
     name_thread(&poster_, "fc-post");
   }
-  if (!waiter_.joinable()) {  // there may have been no second thread to be had
+  if (!waiter_.joinable()) {  // an earlier call may have failed to start the second thread
     waiter_ = std::thread([this] { wait(); });
     name_thread(&waiter_, "fc-wait");
   }
-  item.tag = next_tag_ = next_tag_ % kNumTags + 1;  // never the sentinels'
+  item.tag = next_tag_ = next_tag_ % kNumTags + 1;  // never kSentinelTag
   started_.push_back(std::move(item));
   to_post_.notify_one();
 }
@@ -199,8 +203,8 @@ std::exception_ptr Exchange::lost(int peer) {
   return lost_[static_cast<size_t>(peer)];
 }
 
-// All that a lost peer has sent has been read by the time it is known to be lost: what is not complete never will be,
-// and a peer that has left after its last message is no error.
+// When a peer is known to be lost, everything that it sent has been read, so an incomplete message stays incomplete. A
+// peer that has left after its last message is not an error.
 void Exchange::end_those_of_lost_peers(Item* item, int* waiting_for) {
   for (Pending& pending : item->works) {
     *waiting_for = pending.peer;
@@ -227,7 +231,7 @@ bool Exchange::end_all(Item* item, Clock::time_point timed_out, int* waiting_for
 }
 
 void Exchange::wait_for(Item* item) {
-  const Clock::time_point timed_out = Clock::now() + timeout_;  // however often it is looked at
+  const Clock::time_point timed_out = Clock::now() + timeout_;  // however often look() aborts its waits
   int waiting_for = 0;
   try {
     if (const auto first = item->not_begun.begin(); first != item->not_begun.end()) {
@@ -257,8 +261,8 @@ std::string Exchange::others_awaited(Item* item, int failed, bool is_closed_here
       found[pending.peer] = error.what();
     }
   }
-  // Only now: a wait that times out has the backend close all connections. And not for what may be on its way: those
-  // peers would take this rank for lost.
+  // These waits come last, because the backend closes all connections when a wait times out. Peers whose messages may
+  // still be on their way would then take this rank for lost, so without a long wait nothing is asked.
   const Clock::duration waited = Clock::now() - item->posted;
   const bool is_long = waited >= std::min<Clock::duration>(timeout_ / 2, kLong);
   std::ostringstream seconds;
@@ -266,7 +270,7 @@ std::string Exchange::others_awaited(Item* item, int failed, bool is_closed_here
   for (Pending& pending : item->works) {
     if (!is_long || pending.ended || pending.peer == failed || found.count(pending.peer) != 0) continue;
     try {
-      while (!pending.work->wait(kAtOnce)) continue;  // aborted: somebody looks for lost peers
+      while (!pending.work->wait(kAtOnce)) continue;  // false: look() has aborted it
     } catch (const std::exception&) {
       found[pending.peer] = between(pending.peer) + "not complete after " + seconds.str() + " s";
     }
@@ -286,7 +290,7 @@ void Exchange::wait() {
   for (;;) {
     to_wait_.wait(lock, [this] { return has_posted_all_ || !posted_.empty(); });
     if (posted_.empty()) return;
-    Item& item = posted_.front();  // stays there for the destructor
+    Item& item = posted_.front();  // stays in posted_, so that the destructor can abort its waits
     if (stopping_ && !item.error) item.error = std::make_exception_ptr(std::runtime_error(kClosed));
     lock.unlock();
     attempt(&item, [this, &item] { wait_for(&item); });
@@ -295,7 +299,7 @@ void Exchange::wait() {
     posted_.pop_front();
     if (may_send()) to_post_.notify_one();
     lock.unlock();
-    ended.works.clear();  // the backend's hold on the bytes ends before somebody else may use them
+    ended.works.clear();  // the backend must not hold the bytes when `done` lets others use them
     ended.done(ended.error);
     ended = {};
     lock.lock();

@@ -1,9 +1,10 @@
-// Messages among the ranks of a channel, point to point, over a backend whose sends and receives only begin when they
-// are called and end in wait(): gloo.
+// Point-to-point messages among the ranks of a channel, over a backend whose sends and receives begin when they are
+// called and end in wait(): gloo.
 //
-// Not gloo's all-to-all. A rank's message leaves when its receiver has said, on the same connection, that it waits for
-// it. The all-to-all says so behind what it sends itself: of two ranks that do not begin together the first keeps its
-// line idle until the other's whole message is there. Here receives are posted before sends.
+// Why not gloo's all-to-all: a rank's message leaves only when its receiver has said, on the same connection, that it
+// waits for it. The all-to-all says so after the data that it sends itself. If two ranks do not begin together, the
+// first rank's line therefore stays idle until the other rank's whole message has arrived. Here receives are posted
+// before sends.
 #pragma once
 
 #include <chrono>
@@ -26,21 +27,22 @@ namespace fusedcomm {
 
 class Exchange {
  public:
-  // `max_sending`: of how many exchanges at once this rank sends its messages; 0: all. Their receives are posted when
-  // they are started. Of connections that share a line TCP prefers now one and now the other, for seconds: with few
-  // messages on each none gets far ahead, and the ranks end together.
-  // `peer`: what another rank of the channel is called in errors, before its number on the channel.
+  // `max_sending`: the number of exchanges that may send at the same time; 0: no limit. Receives are always posted at
+  // the start. The limit serves connections that share a link: TCP prefers one of them for seconds, then another. With
+  // few messages on each, none gets far ahead, and the ranks end together.
+  // `peer`: what errors call another rank of the channel; its number on the channel follows.
   explicit Exchange(BackendPtr backend, int max_sending = 0, std::string peer = "rank ");
-  // Ends what is under way with an error, and waits for its threads: not to be called on one of them.
+  // Ends exchanges under way with an error and joins the threads, so it must not run on one of them.
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
   int world_size() const { return backend_->getSize(); }
 
-  // A part from every rank, in rank order, to `receive`; `send` has one part for each rank, or the one that all get,
-  // which may lie where it is to be. All ranks start the same exchanges in the same order, and so they end; `done` is
-  // called on a thread of this object, or on the caller's where there is no other rank.
+  // Starts an exchange: `receive` gets one part from every rank, in rank order. `send` holds one part for each rank, or
+  // a single part that goes to every rank; this one may lie at its place in `receive`. All ranks must start the same
+  // exchanges in the same order, and they end in that order. `done` is called on a thread of this object, or on the
+  // caller's thread if there is no other rank.
   void start(const WireSpan& send, const WireSpan& receive, Lane::Completion done);
 
  private:
@@ -57,39 +59,52 @@ class Exchange {
   };
   struct Item {
     std::vector<Message> sends, receives;
-    WireSpan own_from, own_to;  // what this rank copies for itself, if anything
+    WireSpan own_from, own_to;  // the part that this rank copies for itself; the same address if there is no copy
     Lane::Completion done;
     int tag = 0;
     Clock::time_point posted = {};
     std::vector<Pending> works = {};
-    std::map<int, std::string> not_begun = {};  // errors, by peer
+    std::map<int, std::string> not_begun = {};  // by peer: the error of a message that could not begin
     std::exception_ptr error = nullptr;
   };
 
   static void copy_own(const Item& item);
+  // Whether the first of unsent_ may post its sends.
   bool may_send() const;
+  // The posting thread's loop.
   void post();
+  // The waiting thread's loop.
   void wait();
+  // Runs `call` unless the item has an error. Stores what `call` throws as the item's error.
   template <typename Call>
   static void attempt(Item* item, const Call& call);
+  // The beginning of an error: "between this rank and rank 2: ".
   std::string between(int peer) const;
-  // What `call` throws has the peer in its text: a store that could tell who is missing may be gone with that rank.
+  // Runs `call`. Names the peer in the text of what it throws, because a store that could name a missing rank may be
+  // gone with that rank.
   template <typename Call>
   auto between(int peer, const Call& call) const;
-  // If the first item has not moved since the last look: looks for peers that are lost, and has it look again. Gloo
-  // does not tell whoever waits for a message that its sender is lost while it is half read, and an item may be waited
-  // for behind others.
+  // If the first item of posted_ was also the first at the last look: looks for lost peers, and aborts the item's waits
+  // so that it takes them into account. Gloo does not report a lost sender to a wait for a half-read message. Besides,
+  // the message of a lost peer may come late in the order of waiting.
   void look(std::unique_lock<std::mutex>* lock);
+  // Returns why the peer is lost; null if it is not. Throws if the channel is being closed.
   std::exception_ptr lost(int peer);
+  // Returns when all messages of the item have ended. Throws if one fails.
   void wait_for(Item* item);
-  // Its messages end, or it throws what prevents that of the one to or from `waiting_for`.
+  // The next two functions wait for messages of the item. They set `waiting_for` to the peer of each message they wait
+  // for, and throw if that message fails.
+
+  // Waits for messages to and from lost peers.
   void end_those_of_lost_peers(Item* item, int* waiting_for);
-  // False: some have not, since a wait was aborted, to look again.
+  // Waits for all messages. Returns false at the first one that has not ended, because look() has aborted its wait or
+  // its peer is lost.
   bool end_all(Item* item, Clock::time_point timed_out, int* waiting_for);
-  // After a wait for `failed` did not end well: what is known of all others whose messages are not complete. Those who
-  // wait for a lost rank fail as well, and who waits for one of them first would name it alone.
+  // Called after the wait for peer `failed` has failed. Returns what is known about the other peers whose messages are
+  // not complete, each after "; "; empty if nothing is known. Ranks that wait for a lost rank fail as well, so an error
+  // with only the first failed peer could name one of those.
   std::string others_awaited(Item* item, int failed, bool is_closed_here);
-  // `call` begins the message, whose bytes it is given as tensors. What it throws is told when the item is waited for.
+  // Begins a message with `call`, which gets its bytes as tensors. An error is raised when the item is waited for.
   template <typename Call>
   void begin(Item* item, const Message& message, const Call& call) const;
   void post_receives(Item* item);
@@ -99,22 +114,22 @@ class Exchange {
   const size_t max_sending_;
   const std::string peer_;
   const std::chrono::milliseconds timeout_;
-  // Of the posting thread alone.
+  // Used only by the posting thread.
   std::unique_ptr<PeerSentinels> sentinels_;
-  int looked_at_ = 0;
+  int looked_at_ = 0;  // the tag of the first item of posted_ at the last look
 
   std::mutex mutex_;
-  std::condition_variable to_post_, to_wait_;  // of the one thread each, so that neither wakes for the other
+  std::condition_variable to_post_, to_wait_;  // one for each thread, so that no thread wakes for the other
   int next_tag_ = 0;
   bool stopping_ = false;
   bool has_posted_all_ = false;
-  std::vector<std::exception_ptr> lost_;  // by peer; none: it is there
-  std::deque<Item> started_;
-  std::deque<Item> unsent_;  // their receives are posted
-  std::deque<Item> posted_;  // the first is being waited for
+  std::vector<std::exception_ptr> lost_;  // by peer; null: the peer is not lost
+  std::deque<Item> started_;              // nothing is posted
+  std::deque<Item> unsent_;               // receives are posted, sends are not
+  std::deque<Item> posted_;               // all is posted; the first item is being waited for
 
-  // One begins, one waits: what is sent is copied into the socket by whoever begins it, and that must keep neither the
-  // lane's thread nor those that wait.
+  // One thread begins messages and one waits for them. The thread that begins a send copies its bytes into the socket.
+  // This must not delay the lane's thread or the waits.
   std::thread poster_, waiter_;
 };
 

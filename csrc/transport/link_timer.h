@@ -1,4 +1,4 @@
-// How long a link takes for what every rank sends to each of the others.
+// Times a link by an all-to-all.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,13 @@
 
 namespace fusedcomm {
 
-// Seconds of an all-to-all of `nbytes` to each rank, of so many (two at least): the second-shortest, on the rank for
-// which that is longest. The same on every rank. A collective call.
+// Returns the seconds that an all-to-all of `nbytes` bytes to each rank takes: each rank takes the second-shortest of
+// `rounds` rounds (at least 2), and the result is the largest of these, the same on every rank. A collective call.
+// Throws c10::Error if `rounds` is less than 2.
 //
-// Its tensors have no Python object: the backend's threads let go of them some time after the collective's end, and an
-// interpreter that ends meanwhile would end such a thread, and with it the process, as soon as it asks for the GIL.
+// The tensors must have no Python objects. The backend's threads release them some time after the collective's end. To
+// release a Python object a thread asks for the GIL; if the interpreter ends at that time, this ends the thread and
+// with it the process.
 double all_to_all_s(const BackendPtr& backend, int64_t nbytes, int rounds);
 
 }  // namespace fusedcomm

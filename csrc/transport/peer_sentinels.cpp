@@ -27,7 +27,7 @@ std::vector<std::pair<int, std::exception_ptr>> PeerSentinels::look() {
     try {
       if (sentinel.error) std::rethrow_exception(sentinel.error);
       sentinel.work->abort();
-      sentinel.work->wait();  // returns at once, or throws what has become of the connection
+      sentinel.work->wait();  // returns at once; throws if the connection has ended
     } catch (...) {
       sentinel.ended = true;
       lost.emplace_back(sentinel.peer, std::current_exception());

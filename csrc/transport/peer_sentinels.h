@@ -1,5 +1,5 @@
-// Tells which ranks of a gloo backend are lost. Gloo says so only to whoever has a message under way with them, so each
-// peer has a receive that it never answers.
+// Finds the lost ranks of a gloo backend. Gloo reports a lost rank only to a message under way with it, so each peer
+// has a posted receive that it never answers.
 #pragma once
 
 #include <exception>
@@ -14,23 +14,23 @@ namespace fusedcomm {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// One thread at a time.
+// Not thread-safe: only one thread at a time may use it.
 class PeerSentinels {
  public:
-  // `tag`: of messages that nobody sends on this backend.
+  // `tag`: a tag that no message on this backend has.
   PeerSentinels(BackendPtr backend, int tag);
   PeerSentinels(const PeerSentinels&) = delete;
   PeerSentinels& operator=(const PeerSentinels&) = delete;
 
-  // Ranks whose connection has ended since the last look, and what the backend says of it. Returns at once.
+  // Returns the ranks whose connections have ended since the last look, each with the backend's error. Does not wait.
   std::vector<std::pair<int, std::exception_ptr>> look();
 
  private:
   struct Sentinel {
     int peer;
-    c10::intrusive_ptr<c10d::Work> work;  // null: it could not be posted
-    std::exception_ptr error;             // why
-    bool ended = false;
+    c10::intrusive_ptr<c10d::Work> work;  // null: the receive could not be posted
+    std::exception_ptr error;             // why it could not be posted
+    bool ended = false;                   // whether look() has returned the peer
   };
   const BackendPtr backend_;
   std::vector<Sentinel> sentinels_;

@@ -1,5 +1,5 @@
-// What the engine asks of the network. Implemented over c10d (c10d_transport.h) and, for the sanitizers, over shared
-// memory between threads (tests/native/).
+// The engine's interface to the network. It is implemented over c10d (c10d_transport.h) and, for the sanitizers, over
+// shared memory between threads (tests/native/).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace fusedcomm {
 
-// Bytes that a collective reads or writes. `owner` keeps them alive while the transport may still touch them, also
+// Bytes that a collective reads or writes. `owner` keeps them alive while the transport may still access them, also
 // after an error or a shutdown.
 struct WireSpan {
   std::byte* data = nullptr;
@@ -19,22 +19,25 @@ struct WireSpan {
   std::shared_ptr<void> owner;
 };
 
-// Where a rank is among hosts that have equally many. On one level every rank is a host of its own.
+// The place of a rank among hosts that all have the same number of ranks. On one level every rank counts as a host.
 struct Place {
-  int64_t local_rank = 0;  // among the ranks of its host, in rank order
+  int64_t local_rank = 0;  // the rank's index among the ranks of its host, in rank order
   int64_t ranks_per_host = 1;
-  int64_t host = 0;  // in the order of the hosts' lowest ranks
+  int64_t host = 0;  // the host's index, in the order of the hosts' lowest ranks
   int64_t num_hosts = 1;
 
   bool on_two_levels() const { return ranks_per_host > 1; }
-  // The part of a chunk that this rank sums over hosts. Those that a host's rank l sums first are consecutive.
+  // Index of the part of a chunk that this rank sums over hosts. The parts that local rank l sums within its host are
+  // consecutive: one for each host.
   int64_t part() const { return local_rank * num_hosts + host; }
 };
 
-// The first and the second collective of a sum, of which only a two-shot has a second: among all ranks, among those of
-// one host ("local"), and among those that have the same place on their hosts, one on each ("cross"). On each channel
-// its ranks start the same collectives in the same order, from one lane; whether the channels are independent of each
-// other is the transport's matter.
+// Channels for the collectives of a sum. A "scatter" channel carries the first collective, a "gather" channel the
+// second, which only a two-shot has. kScatter and kGather connect all ranks, "local" channels the ranks of one host,
+// and "cross" channels the ranks that have the same local rank, one on each host.
+//
+// On each channel all its ranks start the same collectives in the same order, from one lane. Whether channels are
+// independent of each other depends on the transport.
 enum class Channel : uint8_t { kScatter, kGather, kLocalScatter, kLocalGather, kCrossScatter, kCrossGather };
 inline constexpr int kNumChannels = 6;
 
@@ -43,20 +46,21 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  // Unless it is on two levels, there are only the channels among all ranks.
+  // Only a transport on two levels has local and cross channels.
   virtual Place place() const { return {0, 1, rank(), world_size()}; }
 
-  // The channel's rank s's part r arrives on its rank r as part s; all parts are as long.
+  // The collectives call `done` when they have ended. Ranks are numbered on the channel.
+
+  // Part r of rank s's `send` arrives as part s of rank r's `receive`. All parts have the same length.
   virtual void all_to_all(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
 
-  // Every rank's part arrives on every rank of the channel, in rank order.
+  // Every rank's `send` arrives in the `receive` of every rank, in rank order.
   virtual void all_gather(Channel channel, WireSpan send, WireSpan receive, Lane::Completion done) = 0;
 
-  // The same of messages that lie where they are to be: `all` has every rank's, in rank order, and this rank's is
-  // there.
+  // As all_gather, in place: `all` has room for every rank's message, in rank order, and already holds this rank's own.
   virtual void all_gather_in_place(Channel channel, WireSpan all, Lane::Completion done) = 0;
 
-  // In place, elementwise, in the wire's own dtype (fp32, bf16, fp16).
+  // Sums `data` over the ranks, in place and elementwise. `dtype` is the dtype of the elements: fp32, bf16 or fp16.
   virtual void all_reduce(Channel channel, WireSpan data, Wire dtype, Lane::Completion done) = 0;
 };
 

@@ -1,4 +1,4 @@
-// Wire bytes as c10d takes them.
+// Wire bytes as tensors, which is what c10d takes.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,7 +7,7 @@
 
 namespace fusedcomm {
 
-// A view of wire bytes that keeps them alive for as long as the backend holds it.
+// Returns a 1-D view of wire bytes as `dtype`. It keeps them alive for as long as the backend holds it.
 inline at::Tensor as_tensor(const WireSpan& span, at::ScalarType dtype, c10::Device device = c10::kCPU) {
   const int64_t numel = span.nbytes / static_cast<int64_t>(c10::elementSize(dtype));
   return at::for_blob(span.data, {numel})

@@ -16,7 +16,7 @@ constexpr double kDominantShare = 0.75, kSameShare = 0.05;
 
 bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
 
-// Which host each rank is on, and the bytes that have not left one host for another.
+// Maps ranks to hosts and adds up the unsent bytes between each pair of hosts.
 class Traffic {
  public:
   explicit Traffic(const std::map<int, RankState>& answers) {
@@ -25,7 +25,7 @@ class Traffic {
       for (const auto& [end, nbytes] : state.unsent) {
         const auto to = host_of_.find(end);
         const size_t from = host_of_rank_[rank];
-        // An address of no rank is somebody else's; within a host there is no network.
+        // Skips connections to addresses of no rank, and connections within a host, which use no network.
         if (to == host_of_.end() || to->second == from) continue;
         const auto per_s = state.per_s.find(end);
         for (Load* load : {&links_[{from, to->second}], &from_[from], &to_[to->second], &all_}) {
@@ -41,7 +41,7 @@ class Traffic {
     const auto from = busiest(from_), to = busiest(to_);
     const double from_share = share_of(from->second), to_share = share_of(to->second);
     if (std::max(from_share, to_share) < kDominantShare) return std::nullopt;
-    // Both shares are above one half then, so some of these bytes are on the link between the two.
+    // If the shares are this close, both are above one half, so the link between the two hosts holds unsent bytes.
     const bool is_link = std::abs(from_share - to_share) < kSameShare;
     const bool is_sender = from_share > to_share;
     const Load& load = is_link ? links_.at({from->first, to->first}) : (is_sender ? from->second : to->second);
@@ -59,7 +59,7 @@ class Traffic {
     int64_t unsent = 0, per_s = 0;
   };
 
-  // Ranks with a common address are on one host.
+  // Ranks that have an address in common, other than loopback, are on one host.
   void place(int rank, const std::set<std::string>& own) {
     size_t host = ranks_.size();
     for (const std::string& address : own) {

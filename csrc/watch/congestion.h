@@ -1,7 +1,7 @@
-// Finds the slow place of a network from the bytes that have not left each rank's connections.
+// Finds the slow part of a network from the unsent bytes of each rank's connections.
 //
-// A rank that waits for a slow rank is itself late for the next one, so what ranks wait for does not tell where the
-// network is slow. But bytes pile up before the slow place, and few of them arrive.
+// What ranks wait for does not tell where the network is slow: a rank that waits for a slow rank becomes late itself.
+// But unsent bytes pile up before the slow part, and few of them arrive.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@
 namespace fusedcomm {
 
 struct Congestion {
-  // The ranks of the host that sends, and of the host that receives. One of the two is empty where the other host's
-  // whole traffic is slow.
+  // The ranks of the sending host and of the receiving host. If `senders` is empty, all traffic to the receivers is
+  // slow. If `receivers` is empty, all traffic from the senders is slow.
   std::vector<int> senders, receivers;
-  int64_t unsent_nbytes = 0;
-  int64_t arriving_nbytes_per_s = 0;
-  int64_t elsewhere_nbytes = 0;  // that have not left other hosts, or for other hosts
+  int64_t unsent_nbytes = 0;          // of that traffic
+  int64_t arriving_nbytes_per_s = 0;  // of that traffic
+  int64_t elsewhere_nbytes = 0;       // unsent bytes of all other traffic between hosts
 };
 
-// Empty where bytes pile up nowhere more than elsewhere.
+// Returns nothing if few bytes are unsent or if no host holds most of them.
 std::optional<Congestion> find_congestion(const std::map<int, RankState>& answers);
 
 }  // namespace fusedcomm

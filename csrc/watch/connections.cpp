@@ -17,8 +17,8 @@
 namespace fusedcomm {
 namespace {
 
-// The address of one end; `get` is getpeername or getsockname. Empty if `fd` is no internet socket, or was closed
-// meanwhile.
+// Returns the numeric address of one end of the socket `fd`: the remote end if `get` is getpeername, the local end if
+// it is getsockname. Empty if `fd` is not an internet socket or has been closed.
 std::string end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage address{};
   socklen_t nbytes = sizeof(address);
@@ -33,12 +33,12 @@ std::string end_of(int fd, int (*get)(int, sockaddr*, socklen_t*)) {
     std::memcpy(&v6, &address, sizeof(v6));
     inet_ntop(AF_INET6, &v6.sin6_addr, text, sizeof(text));
   }
-  constexpr char kMapped[] = "::ffff:";  // an IPv4 address on a socket for IPv4 and IPv6
+  constexpr char kMapped[] = "::ffff:";  // an IPv4 address on a socket for both IPv4 and IPv6
   const std::string found = text;
   return found.rfind(kMapped, 0) == 0 ? found.substr(sizeof(kMapped) - 1) : found;
 }
 
-// Below 0 if `fd` is no TCP connection.
+// Returns the bytes written to `fd` but not sent, or -1 if `fd` is not a TCP connection.
 int64_t unsent_nbytes(int fd) {
   int type = 0, nbytes = 0;
   socklen_t size = sizeof(type);
@@ -46,8 +46,9 @@ int64_t unsent_nbytes(int fd) {
   return ioctl(fd, SIOCOUTQNSD, &nbytes) == 0 ? nbytes : -1;
 }
 
+// Returns the bytes that the remote end has acknowledged, or 0 if the kernel does not report them.
 int64_t arrived_nbytes(int fd) {
-  tcp_info info{};  // an older kernel fills in only its beginning
+  tcp_info info{};  // an older kernel fills in only the first fields
   socklen_t size = sizeof(info);
   const bool is_known = getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
   return is_known ? static_cast<int64_t>(info.tcpi_bytes_acked) : 0;

@@ -1,5 +1,5 @@
-// What this process has given to its TCP connections and they have not sent, because the line or the other end takes no
-// more. congestion.h finds the slow place of a network from it.
+// The unsent bytes of this process's TCP connections: the process has written them, but the network or the receiver
+// accepts no more. congestion.h finds the slow part of a network from them.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,18 @@
 
 namespace fusedcomm {
 
-// Addresses are numeric, without ports. Empty on systems other than Linux, which do not tell.
+// Addresses are numeric, without ports. All fields are empty except on Linux: other systems do not report these
+// numbers.
 struct Connections {
-  // Bytes that have not left, by the other end's address.
+  // By remote address: bytes written but not sent. Holds only addresses with such bytes.
   std::map<std::string, int64_t> unsent;
-  // Bytes that have arrived there since the connections were made.
+  // By remote address: bytes acknowledged by the remote end since the connections were made.
   std::map<std::string, int64_t> arrived;
-  // The addresses of this end.
+  // The local addresses of the connections.
   std::set<std::string> own;
 };
 
+// Adds up all TCP connections of this process.
 Connections connections();
 
 }  // namespace fusedcomm

@@ -9,18 +9,18 @@
 
 namespace fusedcomm {
 
-// Shared with the thread, which may outlive the courier.
+// The state shared with the thread, which may outlive the courier.
 struct Courier::Desk {
   std::mutex mutex;
   std::condition_variable changed;
   StorePtr store;
-  Errand errand;  // empty: none waits or is under way
+  Errand errand;  // empty: none is waiting or running
   bool stopping = false;
-  bool ended = false;                  // the thread
+  bool ended = false;                  // whether the thread has ended
   std::optional<std::string> loss;     // see loss()
-  std::optional<std::string> problem;  // what the errand under way threw, or the last one
+  std::optional<std::string> problem;  // what the running errand threw or, if none is running, the last one
 
-  // Used by the thread alone.
+  // Used only by the thread. Whether the store has been cloned after an error.
   bool was_renewed = false;
 
   void work() {
@@ -34,7 +34,7 @@ struct Courier::Desk {
       if (what && !was_renewed) {
         was_renewed = true;
         lock.lock();
-        problem = what;  // known already while it connects again, which may take long
+        problem = what;  // set before reconnecting, which may take long
         lock.unlock();
         what = run([this] {
           store = store->clone();
@@ -49,10 +49,10 @@ struct Courier::Desk {
     ended = true;
     changed.notify_all();
     lock.unlock();
-    store.reset();  // a store written in Python is released under the GIL: the lock must not be held meanwhile
+    store.reset();  // without the lock: releasing a store written in Python takes the GIL
   }
 
-  // Returns what `call` threw, in one line; empty if nothing.
+  // Returns the first line of what `call` threw, or nothing if it did not throw.
   template <typename Call>
   static std::optional<std::string> run(const Call& call) {
     try {
@@ -60,7 +60,7 @@ struct Courier::Desk {
       return std::nullopt;
     } catch (const std::exception& error) {
       std::string what = error.what();
-      what.resize(std::min(what.size(), what.find('\n')));  // torch's errors go on with a backtrace
+      what.resize(std::min(what.size(), what.find('\n')));  // torch's errors continue with a backtrace
       return what.empty() ? "unknown error" : what;
     }
   }
@@ -93,7 +93,7 @@ std::optional<StoreProblem> Courier::send(Errand errand, std::chrono::duration<d
   }
   const std::string late = "no answer within " + std::to_string(static_cast<int>(timeout.count() * 1e3)) + " ms";
   if (!desk_->problem) return StoreProblem{Kind::kSilent, late};
-  return StoreProblem{Kind::kFailed, late + " of connecting again after: " + *desk_->problem};
+  return StoreProblem{Kind::kFailed, late + " of reconnecting after the error: " + *desk_->problem};
 }
 
 std::optional<std::string> Courier::loss() const {
@@ -103,6 +103,7 @@ std::optional<std::string> Courier::loss() const {
 
 void Courier::stop() {
   if (!thread_.joinable()) return;
+  // How long to wait for a request to end before the thread is detached.
   constexpr std::chrono::milliseconds kPatience{100};
   bool ended;
   {

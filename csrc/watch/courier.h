@@ -1,5 +1,5 @@
-// Calls to a store on a thread of their own. A call may block for ever: the process that hosts the store may be
-// stopped, and then not even the store's own timeout ends all calls.
+// Runs requests to a store on a thread of its own. A request may block forever: if the process that hosts the store is
+// stopped, not even the store's own timeout ends every request.
 #pragma once
 
 #include <chrono>
@@ -19,22 +19,25 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 class Courier {
  public:
-  // It must own what it captures: if it takes too long, it goes on after send() has returned.
+  // One or more requests to the store. It must own what it captures: after a timeout it goes on when send() has
+  // returned.
   using Errand = std::function<void(c10d::Store&)>;
 
-  // `store` belongs to the courier alone: a client's blocking call keeps other calls of the same client waiting.
+  // Only the courier may use `store`, because a blocking call of a client delays all other calls of that client.
   explicit Courier(StorePtr store);
   ~Courier() { stop(); }
   Courier(const Courier&) = delete;
   Courier& operator=(const Courier&) = delete;
 
-  // Returns what went wrong, if anything did. One errand at a time: while one is late, no other begins. The first
-  // errand that throws is run once more, on a new clone of the store, since a failed connection does not come back by
-  // itself: an errand must be one that can be run twice.
+  // Runs `errand` and waits up to `timeout` for its end. Returns what went wrong, or nothing if it succeeded. Errands
+  // run one at a time: while one is late, send() returns at once with a problem. The first errand that throws runs once
+  // more, on a new clone of the store, because a failed connection does not recover by itself. An errand must therefore
+  // be safe to run twice.
   std::optional<StoreProblem> send(Errand errand, std::chrono::duration<double> timeout);
-  // Why no errand is run any more: the store threw again. Empty: errands are run.
+  // Why no more errands are run: one threw although the store had been cloned after an earlier error. Nothing while
+  // errands are run.
   std::optional<std::string> loss() const;
-  // Ends the thread, or leaves it to itself if the store does not let it go. A send() under way returns.
+  // Ends the thread, or detaches it if a request blocks. A send() under way returns.
   void stop();
 
  private:

@@ -9,11 +9,12 @@ namespace fusedcomm {
 namespace {
 
 constexpr Limits kAnyInteger{std::numeric_limits<int64_t>::min(), std::numeric_limits<int64_t>::max()};
+// Hexadecimal digits of a 64-bit checksum.
 constexpr size_t kChecksumDigits = 16;
 
 std::string header(const std::string& kind) { return kind + " " + std::to_string(kFieldsVersion) + " "; }
 
-// FNV-1a, in hexadecimal digits.
+// Returns the 64-bit FNV-1a hash of `bytes` in hexadecimal digits.
 std::string checksum(std::string_view bytes) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const char byte : bytes) hash = (hash ^ static_cast<uint8_t>(byte)) * 0x100000001b3;
@@ -22,7 +23,7 @@ std::string checksum(std::string_view bytes) {
   return digits;
 }
 
-// The beginning of `bytes`, fit for an error's text.
+// Returns the beginning of `bytes` in quotes, for an error's text. A byte that is not printable ASCII becomes "?".
 std::string shown(std::string_view bytes) {
   constexpr size_t kMaxShown = 40;
   std::string text(bytes.substr(0, kMaxShown));
@@ -36,7 +37,7 @@ std::string shown(std::string_view bytes) {
   throw UnreadableError("its field \"" + std::string(name) + "\" " + what);
 }
 
-// Whether all of `digits` is a number, which is then in `value`.
+// Returns whether all of `digits` is one number, and stores it in `value`.
 template <typename Integer>
 bool parse(std::string_view digits, Integer* value) {
   const char* const end = digits.data() + digits.size();
@@ -61,7 +62,7 @@ void FieldWriter::operator()(const char*, int64_t value, Limits) { write(std::to
 void FieldWriter::operator()(const char*, bool value) { write(value ? "1" : "0"); }
 
 void FieldWriter::operator()(const char*, double value) {
-  // As the integer that has its bits: every value comes back exactly, whatever the locale.
+  // Written as the integer with the same bits, which is exact for every value and independent of the locale.
   int64_t bits;
   static_assert(sizeof(bits) == sizeof(value));
   std::memcpy(&bits, &value, sizeof(bits));
@@ -101,8 +102,8 @@ FieldReader::FieldReader(const std::string& kind, const std::string& text) : res
   rest_.remove_prefix(kChecksumDigits + 1);
   const std::string found = checksum(rest_);
   if (written != found) {
-    throw UnreadableError("it is cut off or garbled: its checksum is " + shown(written) + ", that of its " +
-                          std::to_string(rest_.size()) + " bytes of fields \"" + found + "\"");
+    throw UnreadableError("it is cut off or garbled: its checksum is " + shown(written) + ", but its " +
+                          std::to_string(rest_.size()) + " bytes of fields have \"" + found + "\"");
   }
 }
 
@@ -110,9 +111,9 @@ std::string_view FieldReader::read(const char* name) {
   const size_t colon = rest_.find(':');
   size_t length = 0;
   if (colon == std::string_view::npos || !parse(rest_.substr(0, colon), &length)) fail(name, "has no length");
-  const size_t left = rest_.size() - colon - 1;  // with the comma
+  const size_t left = rest_.size() - colon - 1;  // including the comma
   if (length >= left || rest_[colon + 1 + length] != ',') {
-    fail(name, "is to have " + std::to_string(length) + " bytes and does not end there");
+    fail(name, "should have " + std::to_string(length) + " bytes but does not end there");
   }
   const std::string_view bytes = rest_.substr(colon + 1, length);
   rest_.remove_prefix(colon + 1 + length + 1);

@@ -1,15 +1,15 @@
-// How ranks write to each other what they decide by: typed fields in a text that checks itself.
+// Serializes the structs that ranks send each other through the store: typed fields in a text with a checksum.
 //
 //   "<kind> <version> <checksum>\n", then each field as "<length>:<bytes>,"
 //
-// A struct that travels has a name, kKind, and lists its fields once:
+// A struct to be serialized has a name, kKind, and lists its fields once:
 //
 //   template <typename Archive, typename Self>
 //   static void fields(Archive& archive, Self& self) {
 //     archive("step", self.step, Limits{0, kMaxCount});
 //   }
 //
-// FieldWriter and FieldReader both walk that list, so what one writes the other reads.
+// FieldWriter and FieldReader both walk that list, so they cannot disagree about the fields.
 #pragma once
 
 #include <cstdint>
@@ -23,22 +23,22 @@
 
 namespace fusedcomm {
 
-// To be raised when any struct's list of fields changes. All ranks of a job have the same fusedcomm (attach compares
-// the versions), so no reader needs to understand another version.
+// Raise this version when any struct's list of fields changes. All ranks of a job run the same fusedcomm (attach
+// compares the versions), so a reader needs to understand only its own version.
 inline constexpr int kFieldsVersion = 1;
 
-// A text is not what a rank writes: it was cut off or garbled, or is of another kind or version.
+// A text that cannot be decoded: it was cut off or garbled, or is of another kind or version.
 class UnreadableError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The values that a field may have, both ends included.
+// The range of a field's values, both ends included.
 struct Limits {
   int64_t least, most;
 };
 
-// Puts the header before a text of fields.
+// Returns the text of `fields` with its header: kind, version and checksum.
 std::string sealed(const std::string& kind, const std::string& fields);
 
 class FieldWriter {
@@ -50,7 +50,7 @@ class FieldWriter {
   void operator()(const char* name, const std::optional<std::string>& value);
   void operator()(const char* name, const std::set<std::string>& values);
   void operator()(const char* name, const std::map<std::string, int64_t>& values, Limits limits);
-  // `last`: the enum's last value; its values count from 0.
+  // The third argument is the enum's last value. An enum's values count from 0.
   template <typename Enum, typename = std::enable_if_t<std::is_enum_v<Enum>>>
   void operator()(const char*, Enum value, Enum) {
     write(std::to_string(static_cast<int64_t>(value)));
@@ -65,7 +65,7 @@ class FieldWriter {
 
 class FieldReader {
  public:
-  // `text` must outlive the reader. All functions throw UnreadableError.
+  // `text` must outlive the reader. All functions throw UnreadableError if the text is not as expected.
   FieldReader(const std::string& kind, const std::string& text);
 
   void operator()(const char* name, int64_t& value, Limits limits) { value = integer(name, limits); }
@@ -80,7 +80,7 @@ class FieldReader {
     value = static_cast<Enum>(integer(name, {0, static_cast<int64_t>(last)}));
   }
 
-  // To be called after the last field: nothing may be left.
+  // Call after the last field. Throws if text is left.
   void finish() const;
 
  private:

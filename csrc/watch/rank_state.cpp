@@ -5,7 +5,8 @@
 namespace fusedcomm {
 namespace {
 
-constexpr size_t kMaxFailure = 300;  // bytes
+// Bytes of a failure's text that an answer keeps, because a report gives it one line.
+constexpr size_t kMaxFailure = 300;
 
 double seconds_since(Board::Clock::time_point then) {
   return std::chrono::duration<double>(Board::Clock::now() - then).count();

@@ -1,4 +1,4 @@
-// What one rank has under way, in the fields by which the others decide who holds them up.
+// A rank's answer to a roll call: what it has under way. From these fields the others decide which rank holds them up.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,17 @@
 
 namespace fusedcomm {
 
-// Limits of the fields: far above what there is, and low enough that no sum over all ranks overflows.
+// Limit of counts, steps and ranks: far above any real value.
 inline constexpr int64_t kMaxCount = int64_t{1} << 53;
+// Limit of the bytes, or bytes per second, to one address: far above any real value, and low enough that no sum over
+// all ranks overflows.
 inline constexpr int64_t kMaxConnectionNbytes = int64_t{1} << 40;
 
 struct RankState {
   static constexpr const char* kKind = "state";
 
   enum class Job : uint8_t {
-    kNone,
+    kNone,  // no job is under way
     kBucket,
     kCall  // a collective call between steps, such as state_dict()
   };
@@ -29,31 +31,31 @@ struct RankState {
   int64_t num_handed = 0;
   int64_t num_ended = 0;
   int64_t last_step = -1;  // the last step that has ended; -1: none
-  double idle_s = 0;       // since the last job ended or, if none has, since this rank attached
+  double idle_s = 0;       // seconds since the last job ended, or since this rank attached if no job has ended
 
   // The oldest job under way.
   Job job = Job::kNone;
-  std::string label;  // for people; compared as a whole, never searched
+  std::string label;  // for people; code compares whole labels and never searches in them
   int64_t step = 0;
   int64_t num_chunks = 0;
-  double waits_s = 0;  // since the hand-over
+  double waits_s = 0;  // seconds since the hand-over
 
-  // Where that job is; stage, chunk and stage_s are set for At::kStage alone.
+  // Where that job is. stage, chunk and stage_s are set only for At::kStage.
   Board::View::At at = Board::View::At::kQueue;
   Stage stage = Stage::kPack;
   int64_t chunk = 0;
-  double stage_s = 0;  // since the stage began
+  double stage_s = 0;  // seconds since the stage began
 
-  // This rank's TCP connections (connections.h): its own addresses. While it waits for others, by the other end's
-  // address: bytes that have not left, and bytes that arrive there in a second.
+  // The local addresses of this rank's TCP connections (connections.h).
   std::set<std::string> own;
+  // By remote address: unsent bytes, and bytes per second that arrive there. Set only while this rank waits for others.
   std::map<std::string, int64_t> unsent, per_s;
 
-  std::optional<std::string> failure;  // empty: none
+  std::optional<std::string> failure;  // nothing if this rank has not failed
 
-  // In a stage of its own, for which it needs no other rank.
+  // Whether the job is in a stage that needs no other rank: pack, reduce or unpack.
   bool is_at_work() const;
-  // Work on streams counts as waiting: it may be either, and the host cannot tell.
+  // Whether the job is on the wire or on streams. Work on streams counts as waiting, because the host cannot tell.
   bool waits_for_others() const;
 
   template <typename Archive, typename Self>
@@ -78,7 +80,7 @@ struct RankState {
   }
 };
 
-// Without connections. A long failure is cut to its beginning.
+// Returns the state without the fields of connections. A long failure is cut to its beginning.
 RankState state_of(const Board::View& view, const std::optional<std::string>& failure);
 
 }  // namespace fusedcomm

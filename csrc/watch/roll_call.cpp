@@ -7,10 +7,11 @@
 namespace fusedcomm {
 namespace {
 
-// A running rank is in a short stage of its own now and then; one that stays there for so long keeps others waiting.
+// Seconds. A running rank spends short times in stages of its own. A rank that stays in one for this long keeps the
+// others waiting.
 constexpr double kBusyS = 0.5;
 
-// The oldest job under way anywhere holds up all later ones.
+// Returns a state with the oldest job of all ranks, which holds up all later jobs; null if no rank has a job.
 const RankState* find_awaited(const std::map<int, RankState>& answers) {
   const RankState* oldest = nullptr;
   for (const auto& [rank, state] : answers) {
@@ -20,7 +21,7 @@ const RankState* find_awaited(const std::map<int, RankState>& answers) {
   return oldest;
 }
 
-// Ranks in the order of their jobs, one group for each place in a job.
+// Groups ranks by their place in a job. The groups are in the order of the jobs.
 class Groups {
  public:
   void add(int rank, const RankState& state) {
@@ -53,7 +54,7 @@ void sort_ranks(const RollCall& call, const RankState* awaited, Conclusion* conc
       if (is_behind && !state.failure) conclusion->slow.push_back({rank, How::kBehind});
       continue;
     }
-    // A rank that works on a later job, or has failed, holds nobody up by it.
+    // A rank that works on a later job, or that has failed, does not hold up the others by this work.
     const bool holds_up = state.is_at_work() && state.num_ended == awaited->num_ended && !state.failure;
     if (holds_up && state.stage_s >= kBusyS) {
       conclusion->slow.push_back({rank, How::kBusy});
@@ -76,7 +77,7 @@ void find_reason(const RollCall& call, Conclusion* conclusion) {
   }
   conclusion->congestion = find_congestion(call.answers);
   if (!call.late_s.empty()) {
-    // A late rank may be the reason by itself, unless bytes pile up as well.
+    // A late rank may be the only reason. The network is named only if bytes pile up as well.
     if (conclusion->congestion) conclusion->reason = Reason::kNetwork;
   } else if (!conclusion->awaited) {
     conclusion->reason = Reason::kOver;

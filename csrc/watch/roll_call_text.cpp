@@ -13,7 +13,7 @@ std::string rank_text(int64_t rank) { return "rank " + std::to_string(rank); }
 
 std::string kb_text(int64_t nbytes) { return std::to_string((nbytes + 500) / 1000) + " KB"; }
 
-// A label may have line breaks; every finding has one line.
+// A label may contain line breaks, but each finding has one line.
 std::string one_line(std::string text) {
   std::replace(text.begin(), text.end(), '\n', ' ');
   return text;
@@ -70,7 +70,7 @@ std::string congestion_text(const Congestion& found) {
   return text.str();
 }
 
-// Empty if the reason is not known.
+// Empty if the reason is kUnknown.
 std::string reason_text(const RollCall& call, const Conclusion& conclusion) {
   const std::string all = call.late_s.empty() ? "every rank answered and none is behind: " : "";
   switch (conclusion.reason) {
@@ -89,7 +89,7 @@ std::string reason_text(const RollCall& call, const Conclusion& conclusion) {
   return "";
 }
 
-// Indented lines, of each kind kMaxListed at most.
+// A text of indented lines, with at most kMaxListed lines from list() for each kind.
 class Lines {
  public:
   explicit Lines(std::string head) : text_(std::move(head)) {}
@@ -100,7 +100,7 @@ class Lines {
     if (++num_listed_ <= kMaxListed) add(line);
   }
 
-  // Says how many ranks of the kind were not listed. The next kind begins.
+  // Ends a kind: adds a line that says how many of it were not listed, if any.
   void end_list(const char* what) {
     if (num_listed_ > kMaxListed) add(std::to_string(num_listed_ - kMaxListed) + " more ranks are " + what);
     num_listed_ = 0;
@@ -113,7 +113,7 @@ class Lines {
   size_t num_listed_ = 0;
 };
 
-// Ranks whose answers are not known, and why.
+// Adds a line for each rank whose answer is not known, with the reason.
 void add_unknown(const RollCall& call, Lines* lines) {
   for (const auto& [rank, who] : call.absent) {
     lines->list(rank_text(rank) + " (" + (who.empty() ? "which has no watch" : who) +
@@ -124,7 +124,7 @@ void add_unknown(const RollCall& call, Lines* lines) {
   for (const auto& [rank, problem] : call.unreadable) {
     lines->list(rank_text(rank) + " answered, but its answer cannot be read: " + problem);
   }
-  lines->end_list("not to be understood");
+  lines->end_list("giving answers that cannot be read");
   if (!call.unread.empty()) {
     lines->add(std::to_string(call.unread.size()) + (call.unread.size() == 1 ? " answer" : " answers") +
                " not read in time, of " + ranks_text(call.unread) + (call.store_problem ? "" : ": the store is slow"));

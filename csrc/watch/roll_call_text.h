@@ -1,4 +1,4 @@
-// The sentences of a roll call, for people. Nothing reads them to decide anything: that is what the fields are for.
+// The sentences of a roll call, for people. No code decides anything by these texts; decisions use the fields.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace fusedcomm {
 
-// One line for the call, then one for each thing found, indented.
+// Returns one line for the call, then one indented line for each finding. Never empty.
 std::string report_text(const RollCall& call, const Conclusion& conclusion);
 
 // "where nothing has moved for 2.5 s"
@@ -19,7 +19,8 @@ std::string opening_text(const std::optional<Opening>& opening);
 std::string ranks_text(const std::vector<int>& ranks);
 // "2.5 s"
 std::string seconds_text(double seconds);
-// For a state with a job: "the all-to-all of chunk 1/4 of bucket 0 (…)", or "the others in state_dict()".
+// What a rank with a job works on or waits for: "the all-to-all of chunk 1/4 of bucket 0 (…)", "the others in
+// state_dict()".
 std::string under_way_text(const RankState& state);
 
 }  // namespace fusedcomm

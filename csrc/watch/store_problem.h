@@ -1,4 +1,4 @@
-// Why a store did not do what it was asked for.
+// Why a request to the store did not succeed.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@ namespace fusedcomm {
 
 struct StoreProblem {
   enum class Kind : uint8_t {
-    kSilent,   // it has not answered yet, and may still
-    kFailed,   // it threw
-    kStopping  // it was not asked, since the engine ends
+    kSilent,   // the store has not answered yet, but still may
+    kFailed,   // the store threw
+    kStopping  // the request was not made, because the engine is stopping
   };
   Kind kind = Kind::kFailed;
   std::string text;  // for people

@@ -17,27 +17,29 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-// All watches together send the store this many requests a second at most.
+// All watches together poll the store at most this many times a second.
 constexpr double kMaxPollsPerSecond = 500;
+// Seconds between two polls, unless kMaxPollsPerSecond makes them longer.
 constexpr double kMaxPollS = 1;
 
-// A wait that takes this much longer than asked for tells that the process, or the machine, was stopped.
+// A wait that takes this much longer than twice the time asked for shows that the process or the machine was stopped.
 constexpr Seconds kPause{0.5};
 
-// Bytes that a connection holds at both ends of this moment wait for the line or for the other end: a line of 1 Gbit/s
-// carries 25 MB meanwhile.
+// Bytes that are unsent at the beginning and at the end of this time wait for the network or for the receiver: a link
+// of 1 Gbit/s carries 25 MB in it.
 constexpr Seconds kMoment{0.2};
 
-// On a slow link every bucket crawls: a bucket is reported only if it takes this many times as long as any reported
-// before.
+// On a slow link every bucket crawls. A bucket is reported only if it takes this many times as long as any bucket
+// reported before.
 constexpr double kSlower = 2;
 
+// Seconds between two polls.
 double poll_s(const WatchOptions& options) {
   const double wanted = std::min({kMaxPollS, options.stall_after_s / 4, options.timeout_s / 12});
   return std::max(options.world_size / kMaxPollsPerSecond, wanted);
 }
 
-// By then every rank has polled this often, whatever its stall_after is.
+// Seconds within which every rank has polled `num_polls` times and answered, whatever its stall_after_s is.
 double after_polls_s(WatchOptions options, int num_polls) {
   options.stall_after_s = options.timeout_s;
   return num_polls * poll_s(options) + std::min(1.0, options.timeout_s / 6);
@@ -100,7 +102,7 @@ void Watch::stop() {
 }
 
 std::string Watch::explain(const std::string& failure) {
-  // Enough for one roll call under way and one more. A watch that is stuck must not keep the error back.
+  // Enough for a roll call under way and one more. A watch that is stuck must not hold back the error.
   const Seconds timeout = 2 * roll_call_timeout_;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!failure_) failure_ = failure;
@@ -117,7 +119,7 @@ bool Watch::sleep(Seconds duration) {
 void Watch::loop() {
   try {
     device_->enter_watching_thread();
-  } catch (const std::exception&) {  // the device is asked nevertheless: this only keeps other threads undisturbed
+  } catch (const std::exception&) {  // the watch works without it: the call only avoids disturbing other threads
   }
   for (;;) {
     bool must_explain;
@@ -171,7 +173,7 @@ RankState Watch::answer() {
   for (size_t i = 0; i < std::min(held.size(), kMaxListed); ++i) {
     const auto& [nbytes, end] = held[i];
     answer.unsent[end] = clamped_nbytes(static_cast<double>(nbytes));
-    // Below 0 if one of several connections to that address was closed meanwhile.
+    // Negative if one of several connections to that address was closed in between.
     const auto arrived = static_cast<double>(now.arrived.at(end) - before.arrived.at(end));
     answer.per_s[end] = clamped_nbytes(arrived / passed_s);
   }
@@ -212,7 +214,7 @@ void Watch::answer_others() {
     send([=, rank = options_.rank](c10d::Store& store) { store.set(answer_key(number, rank), own); });
     ++next_call_;
     const Call call{number, decode_if_readable<Opening>(*seen->opening)};
-    // A call that is over was not about now: perhaps this rank itself was stopped.
+    // A call that is over says nothing about the present: this rank itself may have been stopped during it.
     if (seen->is_over || !call.opening) continue;
     const Board::View view = board_->view(Clock::now());
     const OwnWait wait = own_wait(view);
@@ -232,26 +234,26 @@ void Watch::warn_of_loss() {
   if (!loss || has_warned_of_loss_) return;
   has_warned_of_loss_ = true;
   {
-    // After a failure the error has said all there is to say.
+    // After a failure the error's text has already said what is known.
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_ || failure_) return;
   }
   TORCH_WARN("fusedcomm: rank ", options_.rank, " of ", options_.world_size,
-             " has lost the store, and could not connect to it again (", *loss,
-             "): from now on it does not answer when others call the roll, and a stall of its own is reported without "
-             "the other ranks. Training goes on. It is ",
+             " has lost the store and could not reconnect to it (", *loss,
+             "). From now on this rank does not answer roll calls, and it reports its own stalls without the other "
+             "ranks' states. Training goes on. The store is ",
              options_.store_text);
 }
 
 void Watch::report_stall() {
-  // A stream is asked only about a job that should have ended long ago.
+  // The device is asked only about a job that has not moved for stall_after.
   const auto stall_after = std::chrono::duration_cast<Clock::duration>(Seconds(options_.stall_after_s));
   const Board::View view = board_->view(Clock::now() - stall_after);
   if (!view.label || reported_job_ == view.num_ended) return;
   const OwnWait wait = own_wait(view);
   const bool is_stall = wait.stalled_s >= options_.stall_after_s;
-  // A job that has not moved for a while may stall before long: it is left to be reported as that. A job on streams
-  // moved when it was enqueued, and no more.
+  // A job that has not moved for half of stall_after may be stalling, so it is not reported as a crawl. A job on
+  // streams last moved when it was enqueued, so it is never reported as a crawl.
   const bool is_crawl = view.at != Board::View::At::kStream && wait.stalled_s < options_.stall_after_s / 2 &&
                         wait.under_way_s >= std::max(options_.stall_after_s, kSlower * crawled_s_);
   if (!is_stall && !is_crawl) return;
@@ -274,10 +276,10 @@ void Watch::report_stall() {
 void Watch::warn_of_stall() {
   if (!known_->is_stall) crawled_s_ = std::max({crawled_s_, known_->under_way_s, options_.stall_after_s});
   if (!known_->finding.store_is_silent) {
-    // A job that crawls because a rank is lost will stall as well: that would be no news.
+    // A job that crawls because a rank is lost will stall as well. Reporting it again would add nothing.
     if (known_->is_stall || known_->finding.is_conclusive) reported_job_ = known_->job;
   } else if (std::exchange(silent_job_, known_->job) == known_->job) {
-    // It is said once for a job that the store is silent. Once the store answers, the next poll finds out more.
+    // A silent store is reported once for each job. When the store answers again, the next poll finds out more.
     return;
   }
   TORCH_WARN(known_->finding.text);
@@ -285,8 +287,8 @@ void Watch::warn_of_stall() {
 
 void Watch::explain_failure() {
   const Board::View view = board_->view(Clock::now());
-  // A stall that ends in a failure was explained already, and a later call would also miss the ranks that left since. A
-  // crawl is different: its job has moved since.
+  // A conclusive report on this job's stall explains its failure. A new roll call would also miss the ranks that have
+  // left since. A report on a crawl does not explain the failure, because the job has moved since.
   const bool is_explained =
       known_ && known_->finding.is_conclusive && known_->is_stall && known_->job == view.num_ended;
   if (!is_explained) {
@@ -323,7 +325,7 @@ std::optional<Finding> Watch::call_roll(Opening why, Seconds silence_timeout) {
   const auto deadline = Clock::now() + silence_timeout;
   while (problem && problem->is_silence() && Clock::now() < deadline) {
     if (!sleep(roll_call_poll_)) return std::nullopt;
-    if (state().failure != asked.failure) break;  // now there is an error to explain
+    if (state().failure != asked.failure) break;  // an error waits for its explanation
     problem = send(open);
   }
   if (problem) return without_store(*problem, why_text(why));
@@ -332,7 +334,7 @@ std::optional<Finding> Watch::call_roll(Opening why, Seconds silence_timeout) {
 }
 
 std::optional<Finding> Watch::take_part(const Call& call) {
-  if (!call.opening) return collect(call);  // whose report to wait for is not known
+  if (!call.opening) return collect(call);  // the opener is unknown, so no report can be waited for
   if (call.opening->rank != options_.rank) return wait_for_report(call);
   std::optional<Finding> finding = collect(call);
   if (!finding) return std::nullopt;
@@ -356,7 +358,7 @@ std::optional<Finding> Watch::wait_for_report(const Call& call) {
       if (!finding) break;
       return finding;
     }
-    // The store was silent when the opener had its report, and the opener now waits for this rank's next answer.
+    // The opener could not write its report to a silent store, and now waits for answers to its next call.
     if (!problem && *is_next_open) return std::nullopt;
     if (!sleep(roll_call_poll_)) return std::nullopt;
   }
@@ -366,8 +368,8 @@ std::optional<Finding> Watch::wait_for_report(const Call& call) {
 std::optional<Finding> Watch::collect(const Call& opened) {
   auto answers = std::make_shared<Answers>(options_.world_size);
   const auto now_s = [started = Clock::now()] { return Seconds(Clock::now() - started).count(); };
-  // A rank that has not answered by the deadline is missing. If the store has not been asked for its answer a little
-  // later, it stays unknown.
+  // A rank that has not answered by the deadline is missing. If the store cannot be asked for its answer by end_s, the
+  // rank stays unread.
   const double deadline_s = answer_deadline_.count(), end_s = (answer_deadline_ + request_timeout_).count();
   RollCall call;
   for (;;) {
@@ -394,7 +396,7 @@ std::optional<Finding> Watch::collect(const Call& opened) {
   } else if (call.answers.size() == 1) {
     return without_store(*call.store_problem, opening_text(call.opening));
   } else {
-    call.store_problem->text += ". It is " + options_.store_text;
+    call.store_problem->text += ". The store is " + options_.store_text;
   }
   const Conclusion conclusion = conclude(call);
   return Finding{conclusion.is_conclusive, report_text(call, conclusion),
@@ -433,7 +435,7 @@ std::optional<Finding> Watch::without_store(const StoreProblem& problem, const s
   const bool is_silent = problem.is_silence();
   std::string text = "fusedcomm: rank " + std::to_string(options_.rank) + " of " + std::to_string(options_.world_size) +
                      " cannot call the roll (" + why + "): the store " + (is_silent ? "is silent (" : "fails (") +
-                     problem.text + "). It is " + options_.store_text +
+                     problem.text + "). The store is " + options_.store_text +
                      ". The process that hosts it is stopped, was killed, has left, or is cut off" +
                      (is_silent ? ", or very slow" : "");
   if (own.job != RankState::Job::kNone) {

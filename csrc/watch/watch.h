@@ -1,18 +1,20 @@
-// Notices that an engine waits for too long, or has failed, and finds out for which rank: it calls the roll.
+// Notices that an engine has waited too long or has failed, and finds the rank it waits for with a roll call:
 //
-//   a rank's oldest bucket has not moved for stall_after, or moves and takes longer than that, or a transfer failed
-//     ──► the rank opens a roll call in the store ──► every rank's watch sees that at its next poll and answers with
-//     what it has under way ──► a rank that has not answered in time is missing; one that has not handed over what the
-//     others wait for is slow ──► the report goes to the store, so that all ranks that wait say the same ──► a warning
-//     or, after a failure, the end of the error's text
+//   a rank's oldest bucket has not moved for stall_after, or moves but takes longer than that, or a transfer failed
+//     ──► the rank opens a roll call in the store
+//     ──► every rank's watch sees the call at its next poll and answers with what it has under way
+//     ──► a rank that does not answer in time is missing; a rank that has not handed over what others wait for is slow
+//     ──► the opener writes the report to the store, so that all waiting ranks say the same
+//     ──► the report becomes a warning or, after a failure, the end of the error's text
 //
-// What travels are typed fields (roll_call.h); the sentences are made from them at the end (roll_call_text.h).
+// Ranks exchange typed fields (roll_call.h). The sentences are made from them at the end (roll_call_text.h).
 //
-// A watch has a C++ thread of its own, since the main thread sits in the backward pass, and one more for the store,
-// which may never answer (courier.h). Both end at once when the engine stops. Load of the store: one small request from
-// each rank at each poll, p a second of p ranks, from 500 ranks on 500 a second in all (more only where stall_after is
-// below 4 s). A roll call takes about six requests from each rank and two more for each answer that is read; while it
-// lasts, ranks poll up to five times as often.
+// A watch has a C++ thread of its own, because the main thread is busy in the backward pass. A second thread does the
+// requests to the store, which may never answer (courier.h). Both end at once when the engine stops.
+//
+// Load on the store: each rank makes one small request at each poll. With p ranks these are p requests a second, and at
+// most 500 a second (more only if stall_after is below 4 s). A roll call takes about six requests from each rank, and
+// two more for each answer that is read. While it lasts, ranks poll up to five times as often.
 #pragma once
 
 #include <condition_variable>
@@ -33,23 +35,24 @@ namespace fusedcomm {
 struct WatchOptions {
   int rank = 0;
   int world_size = 1;
-  double stall_after_s = 60;
-  double timeout_s = 1800;  // of the process group
-  std::string store_text;   // what the store is and which process hosts it, for people
+  double stall_after_s = 60;  // a wait this long, in seconds, opens a roll call
+  double timeout_s = 1800;    // the process group's timeout, in seconds
+  std::string store_text;     // what the store is and which process hosts it, for people
 };
 
 class Watch {
  public:
-  // `store`: a prefix that only the ranks of this engine use, where each has set "who/<rank>". It is cloned.
+  // `store`: has a prefix that only the ranks of this engine use, and each rank has set "who/<rank>" in it. The watch
+  // uses a clone.
   Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device, const StorePtr& store,
         WatchOptions options);
   ~Watch() { stop(); }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // What is known of the other ranks after this failure, for people; empty once stopped. Waits for a roll call: about 3
-  // s if a rank is missing, and at most 2 · (answer_deadline_ + 6 · request_timeout_), which is 18 s, of 1,000 ranks 34
-  // s, of 10,000 ranks 214 s.
+  // Returns what is known about the other ranks after this failure, for people. Empty if the watch stops or finds
+  // nothing in time. Waits for a roll call: about 3 s if a rank is missing, and at most 2 · (answer_deadline_ + 6 ·
+  // request_timeout_). That is 18 s with few ranks, 34 s with 1,000 ranks and 214 s with 10,000 ranks.
   std::string explain(const std::string& failure);
   void stop();
 
@@ -57,43 +60,48 @@ class Watch {
   using Clock = Board::Clock;
   using Seconds = std::chrono::duration<double>;
 
-  // A roll call that is open.
+  // An open roll call.
   struct Call {
     int64_t number = 0;
-    std::optional<Opening> opening;  // empty: it cannot be read
+    std::optional<Opening> opening;  // nothing if it cannot be decoded
   };
 
   void loop();
-  // Answers the roll calls that others have opened. Where this rank waits as well, it also warns.
+  // Answers the roll calls that other ranks have opened. If this rank waits as well, it also warns.
   void answer_others();
-  // Opens a roll call if this rank's oldest job stands still, or crawls.
+  // Opens a roll call if this rank's oldest job stalls or crawls.
   void report_stall();
+  // Sets explanation_, after a roll call unless the last report explains the failure already.
   void explain_failure();
 
+  // Returns the state without the fields of connections.
   RankState state() const;
-  // The state with what the connections hold. Takes a moment: only bytes that stay there tell anything.
+  // Returns the state with the fields of connections. Sleeps for kMoment if bytes are unsent, because only bytes that
+  // stay unsent tell anything.
   RankState answer();
   OwnWait own_wait(const Board::View& view) const;
 
-  // Functions that return a finding return nothing when the watch is stopping, or when the next roll call is open.
+  // Functions that return a finding return nothing if the watch is stopping or the next roll call is open.
 
-  // Opens a roll call for `why`, or takes part in one that another rank has just opened. Waits so long for a silent
-  // store.
+  // Opens a roll call for `why`, or takes part in one that another rank has just opened. If the store is silent, tries
+  // again for `silence_timeout`.
   std::optional<Finding> call_roll(Opening why, Seconds silence_timeout);
-  // Collects the answers to this rank's own call; else waits for the report of the rank that opened it.
+  // If this rank opened the call, collects the answers and writes the report. Otherwise waits for the opener's report.
   std::optional<Finding> take_part(const Call& call);
+  // Reads the answers until all are known or the deadline has passed, and draws the conclusion.
   std::optional<Finding> collect(const Call& call);
-  // Collects the answers itself if the report does not come in time.
+  // Waits for the opener's report. Collects the answers itself if the report does not come in time.
   std::optional<Finding> wait_for_report(const Call& call);
-  // `why`: of the call, for people.
+  // Returns the finding of a call that the store did not serve. `why`: the reason of the call, for people.
   std::optional<Finding> without_store(const StoreProblem& problem, const std::string& why);
-  // Asks the store who the absent ranks are, as many as will be listed.
+  // Asks the store for the processes of the absent ranks, at most kMaxListed of them.
   void name_absent(RollCall* call);
 
-  // Remembers what was found about the job that is the oldest in `view`.
+  // Remembers a finding about the oldest job in `view`.
   void keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s);
+  // Warns with the text of the remembered finding.
   void warn_of_stall();
-  // Warns once if the store is lost.
+  // Warns once if the courier has given up on the store.
   void warn_of_loss();
   std::optional<StoreProblem> send(Courier::Errand errand) {
     return courier_.send(std::move(errand), request_timeout_);
@@ -104,46 +112,46 @@ class Watch {
   const std::shared_ptr<Board> board_;
   const std::shared_ptr<const Device> device_;
   const WatchOptions options_;
-  // Between two looks at the store; longer where many ranks share it.
+  // Time between two polls of the store; longer if many ranks share it.
   const Seconds poll_interval_;
-  // The same while a roll call lasts.
+  // Time between two polls during a roll call.
   const Seconds roll_call_poll_;
-  // A rank that has not answered a roll call by then is missing.
+  // A rank that has not answered a roll call within this time is missing.
   const Seconds answer_deadline_;
-  // An answer that takes longer is late.
+  // An answer that takes longer than this is late.
   const Seconds late_after_;
-  // For the store to do one errand.
+  // How long one errand may take.
   const Seconds request_timeout_;
-  // For a silent store to answer again.
+  // How long to wait until a silent store answers again.
   const Seconds silence_timeout_;
-  // For a whole roll call.
+  // How long a whole roll call may take.
   const Seconds roll_call_timeout_;
   Courier courier_;
 
-  mutable std::mutex mutex_;  // guards what follows, down to explanation_
+  mutable std::mutex mutex_;  // guards the members from here to explanation_
   std::condition_variable changed_;
   bool stopping_ = false;
   std::optional<std::string> failure_;
-  std::optional<std::string> explanation_;  // of the failure
+  std::optional<std::string> explanation_;  // of failure_
 
-  // Used by the thread alone.
-  Clock::time_point awake_since_ = Clock::now();  // a process that was stopped has not waited meanwhile
-  int64_t next_call_ = 1;
-  int64_t reported_job_ = -1;  // the last job whose stall was warned of
-  int64_t silent_job_ = -1;    // the last job of which it was warned that the store is silent
-  double crawled_s_ = 0;       // how long a job had been under way, at most, when it was warned that it crawls
+  // Used only by the thread.
+  Clock::time_point awake_since_ = Clock::now();  // earlier waits do not count: the process was stopped
+  int64_t next_call_ = 1;                         // the number of the next roll call
+  int64_t reported_job_ = -1;                     // the last job for which a stall was reported
+  int64_t silent_job_ = -1;                       // the last job for which a silent store was reported
+  double crawled_s_ = 0;                          // the longest time for which a crawling job was reported
   bool has_warned_of_loss_ = false;
   struct Known {
     Finding finding;
     int64_t job;
     bool is_stall;
-    double under_way_s;  // when the roll was called
-    Clock::time_point when;
+    double under_way_s;      // of the job when the roll call was opened
+    Clock::time_point when;  // the end of the roll call
   };
-  std::optional<Known> known_;
+  std::optional<Known> known_;  // the last finding
 
   std::mutex stop_mutex_;
-  std::thread thread_;  // last, since it uses all other members
+  std::thread thread_;  // declared last, because it uses all other members
 };
 
 }  // namespace fusedcomm

@@ -1,19 +1,20 @@
-// The wire layout, written once: what the bytes of a bucket look like while they travel.
+// The wire layout: how the bytes of a bucket are arranged in messages. It is defined only here.
 //
 // A bucket is two streams of elements: the *lossy* stream (parameters sent in the wire dtype) and the *exact* stream
 // (exempt parameters, always fp32). Both are cut into the same chunks, and every chunk into one *part* for each owner:
 //
-//   bucket   = chunk 0 | chunk 1 | …          a chunk is what one collective carries; its size is bounded
-//   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; else: 1
-//   part     = exact fp32 | scales | codes      each section starts on a 16-byte boundary
+//   bucket   = chunk 0 | chunk 1 | …          one collective carries one chunk; its size is bounded
+//   chunk    = part 0 | part 1 | …            two-shot: one part per rank, rank r owns (sums) part r; otherwise 1 part
+//   part     = exact fp32 | scales | codes    each section starts on a 16-byte boundary
 //
 // Cuts fall on multiples of the block, counted from the start of the stream, so neither the block grid nor the sum
 // depends on the chunk size. Elements past the end of a stream are zeros.
 //
-// Where some parameters have a wire of their own, the bucket has one layout for each wire, and a part of the message is
-// the layouts' parts one after the other: all have the same chunks, the first also the exact stream.
+// If some parameters have a wire dtype of their own, the bucket has one layout for each wire dtype. A part of a message
+// is then the parts of these layouts, one after the other. All layouts have the same number of chunks. Only the first
+// has the exact stream.
 //
-// Python and device code ask this header (through the bindings or by inclusion); nobody recomputes it.
+// Python uses this header through the bindings, and device code includes it. No other code computes the layout.
 #pragma once
 
 #include <algorithm>
@@ -24,24 +25,27 @@
 
 namespace fusedcomm {
 
-// Bumped whenever the same gradients would give other bytes; ranks compare it at attach.
+// Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
 inline constexpr int kWireLayoutVersion = 3;
 
-// NCCL and vector units both want it; one misaligned pointer has been seen to cut NCCL's rate twelvefold.
+// Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
+// twelve times slower.
 inline constexpr int64_t kAlignNbytes = 16;
 
+// Elements of a block. Each block has one scale. See default_block_numel() for int4.
 inline constexpr int64_t kDefaultBlockNumel = 128;
 inline constexpr int64_t kMinBlockNumel = 32;
 inline constexpr int64_t kMaxBlockNumel = 4096;
 
-// kFp8 is e4m3; 5 was e5m2. Names for people are in names.h, what the codes mean in fusedcomm/reference.
+// kFp8 is e4m3. The value 5 was e5m2 and is not used again. names.h has the names for people; fusedcomm/reference
+// defines the meaning of the codes.
 enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
 
-// Wires that quantise carry one scale for every block of elements.
+// Wire dtypes that quantize have one scale for each block of elements.
 inline constexpr bool has_scales(Wire wire) { return wire >= Wire::kInt8; }
 
-// Greater for wires that lose less, whatever the gradients; where the order depends on them, fp16 is above bf16 and
-// int8 above fp8.
+// Orders the wire dtypes: a greater value means a smaller loss. For two pairs the order depends on the gradients; there
+// fp16 is above bf16, and int8 above fp8.
 inline constexpr int exactness(Wire wire) {
   switch (wire) {
     case Wire::kFp32:
@@ -59,13 +63,14 @@ inline constexpr int exactness(Wire wire) {
   }
 }
 
+// Bits of one element.
 inline constexpr int64_t code_nbits(Wire wire) {
   return wire == Wire::kFp32 ? 32 : !has_scales(wire) ? 16 : wire == Wire::kInt4 ? 4 : 8;
 }
-// Of `numel` codes, an even number where two share a byte: int4 has element 2k in the low half of byte k.
+// Bytes of `numel` elements. For int4 `numel` must be even: byte k has element 2k in its low half.
 inline constexpr int64_t codes_nbytes(Wire wire, int64_t numel) { return numel * code_nbits(wire) / 8; }
 
-// fp32; bf16 where the codes are so small that fp32 scales would be a fifth of the payload.
+// Bytes of one scale. Scales are fp32, but bf16 for int4, where fp32 scales would be a fifth of the payload.
 inline constexpr int64_t scale_nbytes(Wire wire) { return wire == Wire::kInt4 ? 2 : 4; }
 inline constexpr int64_t scales_nbytes(Wire wire, int64_t num_blocks) {
   return has_scales(wire) ? num_blocks * scale_nbytes(wire) : 0;
@@ -73,9 +78,9 @@ inline constexpr int64_t scales_nbytes(Wire wire, int64_t num_blocks) {
 
 inline constexpr int64_t default_block_numel(Wire wire) { return wire == Wire::kInt4 ? 32 : kDefaultBlockNumel; }
 
-// Elements that a rotation mixes; see fusedcomm/reference. Divides every block.
+// Elements that one rotation mixes; see fusedcomm/reference. Divides every block size.
 inline constexpr int64_t kRotationNumel = 32;
-// Bit i is set where element i changes its sign before it is rotated.
+// Bit i is set if element i of these changes its sign before the rotation.
 inline constexpr uint32_t kRotationSigns = 0x9E3779B9;
 
 inline constexpr int64_t round_up(int64_t value, int64_t multiple) {
@@ -84,6 +89,7 @@ inline constexpr int64_t round_up(int64_t value, int64_t multiple) {
 
 inline constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
+// Throws std::invalid_argument unless the block size is a power of two from kMinBlockNumel to kMaxBlockNumel.
 inline void check_block_numel(int64_t block_numel) {
   const bool power_of_two = block_numel > 0 && (block_numel & (block_numel - 1)) == 0;
   if (!power_of_two || block_numel < kMinBlockNumel || block_numel > kMaxBlockNumel) {
@@ -92,7 +98,7 @@ inline void check_block_numel(int64_t block_numel) {
   }
 }
 
-// How one part's bytes are arranged. The exact section starts at byte 0.
+// How the bytes of one part are arranged. The exact section starts at byte 0.
 struct PartLayout {
   int64_t exact_numel = 0;   // fp32 elements
   int64_t lossy_numel = 0;   // elements in the wire dtype; a multiple of the grain
@@ -101,32 +107,33 @@ struct PartLayout {
   int64_t nbytes = 0;        // a multiple of kAlignNbytes
 };
 
-// A half-open run of stream elements.
+// The elements of a stream from `begin` up to, but not including, `end`.
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t numel() const { return end - begin; }
 };
 
-// How one bucket travels: every chunk has the same shape, the last ones may hold fewer real elements.
+// The layout of one bucket. Every chunk has the same shape; the last chunks may hold fewer real elements.
 struct BucketLayout {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
-  bool rotated = false;   // the lossy stream is rotated before it is quantised
-  int64_t num_parts = 1;  // parts in a chunk: world_size for two-shot, else 1
+  bool rotated = false;   // the lossy stream is rotated before it is quantized
+  int64_t num_parts = 1;  // parts in a chunk: world_size for two-shot, otherwise 1
   int64_t num_chunks = 0;
   int64_t exact_numel = 0;  // of the whole bucket
-  int64_t lossy_numel = 0;
+  int64_t lossy_numel = 0;  // of the whole bucket
   PartLayout part;
-  int64_t part_offset = 0;  // bytes from the start of a message's part to this layout's
-  int64_t part_stride = 0;  // bytes from one part of a message to the next; part.nbytes if this is the only layout
+  int64_t part_offset = 0;  // bytes from the start of a message's part to this layout's part
+  int64_t part_stride = 0;  // bytes from one part of a message to the next; part.nbytes if there is one layout
 
-  // Of the message, all layouts'.
+  // Bytes of one chunk's message, including all layouts.
   int64_t chunk_nbytes() const { return part_stride * num_parts; }
 
-  // Elements of the lossy stream with its padding: what a residual holds.
+  // Elements of the lossy stream including padding. A residual has this many elements.
   int64_t padded_numel() const { return num_chunks * num_parts * part.lossy_numel; }
 
+  // The elements of a stream that a part holds, without padding. The range may be empty.
   Range lossy_range(int64_t chunk, int64_t part_index) const {
     return clipped(chunk, part_index, part.lossy_numel, lossy_numel);
   }
@@ -141,7 +148,8 @@ struct BucketLayout {
   }
 };
 
-// Fewest elements that may be cut off a stream: a block where there are scales, else what fills 16 bytes.
+// The unit, in elements, in which a lossy stream is cut: a block if the wire has scales, otherwise the elements that
+// fill kAlignNbytes.
 inline int64_t grain_numel(Wire wire, int64_t block_numel) {
   return has_scales(wire) ? block_numel : kAlignNbytes / codes_nbytes(wire, 1);
 }
@@ -157,7 +165,7 @@ inline PartLayout part_layout(Wire wire, int64_t block_numel, int64_t exact_nume
   return part;
 }
 
-// A lossy stream and how it travels.
+// A lossy stream: its format on the wire and its number of elements.
 struct WireFormat {
   Wire wire = Wire::kFp32;
   int64_t block_numel = kDefaultBlockNumel;
@@ -165,16 +173,18 @@ struct WireFormat {
   int64_t numel = 0;
 };
 
+// Throws std::invalid_argument if the block size is not possible or the wire cannot be rotated.
 inline void check_stream_wire(const WireFormat& stream) {
   check_block_numel(stream.block_numel);
   if (stream.rotated && !has_scales(stream.wire)) {
     throw std::invalid_argument(
-        "rotate=True is for wires with scales: others round each element by itself, which a rotation cannot improve");
+        "rotate=True is for wires with scales: other wires round each element alone, so a rotation does not help");
   }
 }
 
-// Cuts a bucket into equal chunks of at most about `max_chunk_nbytes` (one grain a part is the least). One layout for
-// each of `streams`, of which there is at least one, in their order.
+// Cuts a bucket into equal chunks of about `max_chunk_nbytes` at most; a part has at least one grain. Returns one
+// layout for each of `streams`, in their order. Throws std::invalid_argument if there is no stream or a number is out
+// of range.
 inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& streams, int64_t num_parts,
                                                 int64_t exact_numel, int64_t max_chunk_nbytes) {
   const bool negative = std::any_of(streams.begin(), streams.end(), [](const auto& s) { return s.numel < 0; });
@@ -220,22 +230,23 @@ inline std::vector<BucketLayout> bucket_layouts(const std::vector<WireFormat>& s
   return layouts;
 }
 
-// The same of a bucket with a single lossy stream.
+// As bucket_layouts, for a bucket with a single lossy stream.
 inline BucketLayout bucket_layout(Wire wire, int64_t block_numel, int64_t num_parts, int64_t exact_numel,
                                   int64_t lossy_numel, int64_t max_chunk_nbytes, bool rotated = false) {
   return bucket_layouts({{wire, block_numel, rotated, lossy_numel}}, num_parts, exact_numel, max_chunk_nbytes).front();
 }
 
-// The same bucket as it travels between the ranks of one host, before a sum over hosts: a part for each of them, which
-// has the elements of all hosts' parts for that rank; `layouts` has a part for each rank of the first, then of the
-// second …
+// The layouts of the same bucket between the ranks of one host, before a sum over hosts. There is one part for each of
+// these ranks. With h hosts, part l has the elements of the h parts of `layouts` from part l * h on (see Place::part).
+// Throws std::invalid_argument if `wire` has scales or `ranks_per_host` does not divide the number of parts.
 inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& layouts, Wire wire,
                                               int64_t ranks_per_host) {
   std::vector<BucketLayout> of_host;
   int64_t stride = 0;
   for (const BucketLayout& layout : layouts) {
     if (has_scales(wire) || layout.num_parts % ranks_per_host != 0) {
-      throw std::invalid_argument("host_layouts: not for a wire with scales, nor for an uneven number of ranks");
+      throw std::invalid_argument(
+          "host_layouts: the wire must not have scales, and ranks_per_host must divide num_parts");
     }
     const int64_t num_hosts = layout.num_parts / ranks_per_host;
     BucketLayout host = layout;
@@ -252,10 +263,11 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
   return of_host;
 }
 
-// ---- residuals: what rounding has left out so far, see fusedcomm/reference
+// ---- residuals: the rounding errors so far, see fusedcomm/reference
 
 enum class ResidualFormat : uint8_t { kFp32, kBf16 };
 
+// Bytes of a residual of `numel` elements.
 inline int64_t residual_nbytes(ResidualFormat format, int64_t numel) {
   return (format == ResidualFormat::kFp32 ? 4 : 2) * numel;
 }

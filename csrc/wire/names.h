@@ -1,4 +1,4 @@
-// What users and Python call the wires: the one place that maps names and values.
+// The names of the wire dtypes for users and Python. Only this file maps between names and values.
 #pragma once
 
 #include <iterator>
@@ -14,10 +14,11 @@ struct NamedWire {
   const char* name;
 };
 
-// Every wire there is, in the order in which people read them.
+// Every wire dtype, in the order in which texts list them.
 inline constexpr NamedWire kWires[] = {{Wire::kFp32, "fp32"}, {Wire::kBf16, "bf16"}, {Wire::kFp16, "fp16"},
                                        {Wire::kInt8, "int8"}, {Wire::kFp8, "fp8"},   {Wire::kInt4, "int4"}};
 
+// Throws std::invalid_argument if `wire` is none of kWires.
 inline std::string wire_name(Wire wire) {
   for (const NamedWire& known : kWires) {
     if (known.wire == wire) return known.name;
@@ -25,7 +26,7 @@ inline std::string wire_name(Wire wire) {
   throw std::invalid_argument("not a wire");
 }
 
-// "fp32, bf16, …", for messages.
+// Returns "fp32, bf16, …", for messages. Never empty.
 inline std::string wire_names(bool with_scales_only = false) {
   std::string names;
   for (const NamedWire& known : kWires) {
@@ -35,6 +36,7 @@ inline std::string wire_names(bool with_scales_only = false) {
   return names;
 }
 
+// Throws std::invalid_argument for an unknown name.
 inline Wire wire_from_name(const std::string& name) {
   for (const NamedWire& known : kWires) {
     if (name == known.name) return known.wire;
@@ -45,6 +47,7 @@ inline Wire wire_from_name(const std::string& name) {
 // Indexed by ResidualFormat.
 inline constexpr const char* kResidualFormatNames[] = {"fp32", "bf16"};
 
+// Throws std::invalid_argument for an unknown name.
 inline ResidualFormat residual_format_from_name(const std::string& name) {
   for (size_t i = 0; i < std::size(kResidualFormatNames); ++i) {
     if (name == kResidualFormatNames[i]) return static_cast<ResidualFormat>(i);

@@ -1,11 +1,11 @@
-// What selects the noise of stochastic rounding.
+// The key of the noise of stochastic rounding.
 #pragma once
 
 #include <cstdint>
 
 namespace fusedcomm {
 
-// Which of the noise of fusedcomm/reference: the Philox key, and all of the counter but the element.
+// Selects noise as fusedcomm/reference defines it: the Philox key, and the whole Philox counter except the element.
 struct NoiseKey {
   uint64_t seed = 0;
   uint32_t parameter = 0;
@@ -13,7 +13,8 @@ struct NoiseKey {
   uint32_t source = 0;
 };
 
-// Sources: a rank that packs is its own number; then the hosts whose sums are encoded, and who encodes the mean.
+// Values of NoiseKey::source. A rank that packs uses its own number. The sum of host h uses kFirstHostSource + h. The
+// mean uses kReducerSource.
 inline constexpr uint32_t kFirstHostSource = 0x40000000;
 inline constexpr uint32_t kReducerSource = 0xFFFFFFFF;
 

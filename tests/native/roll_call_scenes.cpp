@@ -385,10 +385,10 @@ void check_unreadable() {
   check_problem(sealed_problem("99999999999999999999:1,"), "its field \"is_conclusive\" has no length");
   check_problem(sealed_problem(field("2") + field("")), "its field \"is_conclusive\" is 2, not from 0 to 1");
   check_problem(sealed_problem(field("yes") + field("")), "its field \"is_conclusive\" is \"yes\", not an integer");
-  check_problem(sealed_problem(field("1") + "4:abc,"), "its field \"text\" is to have 4 bytes and does not end there");
+  check_problem(sealed_problem(field("1") + "4:abc,"), "its field \"text\" should have 4 bytes but does not end there");
   check_problem(sealed_problem(field("1") + "18446744073709551615:abc,"),
-                "its field \"text\" is to have 18446744073709551615 bytes and does not end there");
-  check_problem(sealed_problem(field("1") + "2:abc,"), "its field \"text\" is to have 2 bytes and does not end there");
+                "its field \"text\" should have 18446744073709551615 bytes but does not end there");
+  check_problem(sealed_problem(field("1") + "2:abc,"), "its field \"text\" should have 2 bytes but does not end there");
   check_problem(sealed_problem(field("1") + field("abc") + field("d")),
                 "it goes on after its last field with \"1:d,\"");
   const std::string none = field("0"), infinite = field("9218868437227405312");

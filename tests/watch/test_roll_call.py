@@ -250,7 +250,7 @@ def test_what_was_cut_off_or_garbled_is_an_error_that_says_so(roll_call_scenes):
 def test_a_rank_whose_answer_cannot_be_read_is_neither_missing_nor_slow(roll_call_scenes):
     head, *lines = printed_by(roll_call_scenes, "garbled").splitlines()  # without "conclusive"
     assert head.startswith("fusedcomm: roll call 5 of 4 ranks")
-    cut_off = r"it is cut off or garbled: its checksum is \"\w{16}\", that of its \d+ bytes of fields \"\w{16}\""
+    cut_off = r"it is cut off or garbled: its checksum is \"\w{16}\", but its \d+ bytes of fields have \"\w{16}\""
     assert re.fullmatch(f"  rank 1 answered, but its answer cannot be read: {cut_off}", lines[0])
     other_kind = r"it does not begin with \"state 1 \" but is \"report 1 .*…\""
     assert re.fullmatch(f"  rank 2 answered, but its answer cannot be read: {other_kind}", lines[1])

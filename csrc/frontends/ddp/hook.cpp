@@ -11,8 +11,8 @@
 namespace fusedcomm {
 
 #ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK  // see setup.py
-// A reducer has no call that takes a hook away, and its member is private: but whoever instantiates a template
-// explicitly may name it.
+// A reducer has no function that removes a hook, and its member is private. The explicit instantiation of a template
+// may name private members, which gives access to it.
 using HookMember = std::unique_ptr<c10d::CommHookInterface> c10d::Reducer::*;
 std::unique_ptr<c10d::CommHookInterface>& hook_of(c10d::Reducer& reducer);
 template <HookMember member>
@@ -24,8 +24,8 @@ template struct HookAccess<&c10d::Reducer::comm_hook_>;
 
 namespace {
 
-// A collective of gloo's keeps the thread-local state of its caller for as long as a thread of gloo's has it. For
-// Python's part of that such a thread asks for the GIL, and aborts a process that is ending just then.
+// Hides Python's part of the thread-local state. A gloo collective keeps its caller's thread-local state until a gloo
+// thread releases it. To release Python's part the thread asks for the GIL, which aborts a process that is just ending.
 class NoPythonObjects {
  public:
   NoPythonObjects() : before_(at::impl::ThreadLocalPythonObjects::get_state()) {
@@ -39,18 +39,17 @@ class NoPythonObjects {
   at::impl::ThreadLocalPythonObjects before_;
 };
 
-// Raises an error if these are not the gradients of the bucket's parameters.
+// Throws c10::Error if the gradients do not have the shapes of the bucket's parameters.
 void check_gradients(const c10d::GradBucket& bucket) {
   const std::vector<at::Tensor> parameters = bucket.getParameters();
-  // Of complex ones a bucket has the shapes of what it does not hold.
+  // With complex parameters a bucket's gradients do not have the shapes of what the bucket holds.
   if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
   const std::vector<at::Tensor> gradients = bucket.getGradients();
   for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
     TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
-                " has a gradient of shape ", gradients[i].sizes(), " and says that it is of a parameter of shape ",
-                parameters[i].sizes(),
-                ": torch has kept the list of parameters of buckets that it has cut anew since, as "
-                "after _update_process_group with gradients in another order. Make a new DDP module instead");
+                " has a gradient of shape ", gradients[i].sizes(), " for a parameter of shape ", parameters[i].sizes(),
+                ": torch has rebuilt its buckets but still lists their former parameters, as after "
+                "_update_process_group with gradients in another order. Make a new DDP module instead");
   }
 }
 
@@ -68,15 +67,15 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   std::vector<at::Tensor> parameters = grad_bucket.getParameters();
   std::vector<int64_t> numels;
   numels.reserve(parameters.size());
-  // Complex buckets arrive as floats of twice the numel.
+  // A complex bucket holds real numbers, two for each element.
   for (const at::Tensor& p : parameters) numels.push_back(p.numel() * (p.is_complex() ? 2 : 1));
   const at::Tensor& buffer = grad_bucket.getBuffer();
   const int64_t numel = std::accumulate(numels.begin(), numels.end(), int64_t{0});
   if (!buffer.is_sparse() && buffer.numel() != numel) {
     check_gradients(grad_bucket);
     TORCH_CHECK(false, "fusedcomm: bucket ", grad_bucket.getIndex(), " holds ", buffer.numel(),
-                " elements where its parameters have ", numel,
-                ": this layout of buckets is not known. Please report it with your DDP options.");
+                " elements, but its parameters have ", numel,
+                ": this layout of buckets is not supported. Please report it with your DDP options.");
   }
   Bucket bucket(grad_bucket.getIndex(), grad_bucket.isLast(), std::move(parameters),
                 std::make_shared<const Gradients>(buffer, numels));
@@ -95,7 +94,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   std::shared_ptr<PassObserver::Seen> seen;
   if (watch) {
     lock.unlock();
-    seen = watch->hand_over(bucket);  // may change the hook
+    seen = watch->hand_over(bucket);  // may change hook_
     lock.lock();
   }
   const std::shared_ptr<Synchroniser> hook = hook_;
@@ -108,7 +107,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
 
 void HookSwitch::set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
   std::lock_guard<std::mutex> lock(mutex_);
-  hook_.swap(hook);  // the old one ends after the lock is released
+  hook_.swap(hook);  // the old hook ends after the lock is released
   process_group_ = std::move(process_group);
 }
 
@@ -125,7 +124,7 @@ std::vector<ObservedBucket> HookSwitch::take_seen() {
 }
 
 std::shared_ptr<PassObserver::Seen> PassObserver::hand_over(c10d::GradBucket& bucket) {
-  // Before anything that a capture would record or be broken by: what begin_pass does, and the stamp.
+  // Checked first: a graph capture would record the work of begin_pass and the stamp, or fail because of them.
   device_->check_caller();
   if (between_passes_) begin_pass_();
   between_passes_ = bucket.isLast();
@@ -139,7 +138,7 @@ std::shared_ptr<PassObserver::Seen> PassObserver::hand_over(c10d::GradBucket& bu
 }
 
 void PassObserver::follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future) {
-  // On streams such a callback has one that is current and waits for the result.
+  // On devices with streams the callback's current stream waits for the result, so the stamp marks that time.
   future.addCallback([self = shared_from_this(), seen](c10::ivalue::Future& done) {
     if (done.hasError()) return;
     StampPtr stamp = self->device_->stamp();

@@ -1,5 +1,5 @@
-// The native DDP communication hook: no Python between the backward pass and the wire. On CUDA the GIL is waited for
-// nevertheless, once a collective, where torch's flight recorder is on (see submit_mutex_ in engine.h).
+// The native DDP communication hook: no Python runs between the backward pass and the wire. On CUDA each collective
+// still waits for the GIL once if torch's flight recorder is on (see submit_mutex_ in engine.h).
 #pragma once
 
 #include <functional>
@@ -16,26 +16,28 @@ namespace fusedcomm {
 
 using DdpBucket = c10d::GradBucket;
 
-// The neutral bucket of DDP's. It calls `grad_bucket` when it is checked, so it must not outlive that.
+// Converts DDP's bucket. The result's check uses `grad_bucket`, so the result must not outlive it. Throws c10::Error if
+// a dense buffer has not as many elements as the parameters.
 Bucket bucket_of(c10d::GradBucket& grad_bucket);
-// What a hook that is registered in Python calls; the future holds DDP's own buffer.
+// Runs a bucket for a hook that is registered in Python. The future holds DDP's own buffer.
 FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket);
 
-// A bucket that passed while somebody watched; times since the first of them, on the timeline of the gradients.
+// A bucket that a PassObserver has seen. Times are milliseconds since the first of these buckets was handed over, on
+// the timeline of the gradients' device.
 struct ObservedBucket {
-  int64_t nbytes;
-  bool is_last;  // of its backward pass
-  double handed_ms;
-  double done_ms;  // NaN if it failed
+  int64_t nbytes;    // of the gradients; 0 if they are sparse
+  bool is_last;      // the last bucket of its backward pass
+  double handed_ms;  // when DDP handed the bucket over
+  double done_ms;    // when its result was there; NaN if it failed or is not done
 };
 
-// Tells when backward passes begin, and when each bucket came and was done. Not a forward pre-hook: only the
-// communication hook is called on every rank alike, under Join and under no_sync.
+// Tells when backward passes begin, when each bucket is handed over and when it is done. It uses no forward pre-hook,
+// because under Join and under no_sync only the communication hook is called alike on every rank.
 class PassObserver : public std::enable_shared_from_this<PassObserver> {
  public:
-  // device: whose time it is, and which says first whether it can take over a bucket. begin_pass: called before the
-  // first bucket of each pass; what it throws fails the pass. With static_graph the first two passes are one, since the
-  // first does not say which bucket is its last.
+  // `device`: takes the stamps; before anything else it checks whether it can take over the bucket. `begin_pass`:
+  // called before the first bucket of each pass; an exception fails the pass. With static_graph the first two passes
+  // count as one, because the first does not mark its last bucket.
   PassObserver(std::shared_ptr<Device> device, std::function<void()> begin_pass)
       : device_(std::move(device)), begin_pass_(std::move(begin_pass)) {}
 
@@ -44,31 +46,36 @@ class PassObserver : public std::enable_shared_from_this<PassObserver> {
     bool is_last;
     StampPtr handed, done;
   };
+  // Records that DDP hands over `bucket`. Throws if the device cannot take it over.
   std::shared_ptr<Seen> hand_over(c10d::GradBucket& bucket);
+  // Records when the bucket's `future` is done.
   void follow(const std::shared_ptr<Seen>& seen, c10::ivalue::Future& future);
 
-  // Those since the last call, oldest first; waits for the device. Between passes.
+  // Returns the buckets since the last call, oldest first. Waits for the device. Call between passes.
   std::vector<ObservedBucket> take();
 
  private:
   const std::shared_ptr<Device> device_;
   const std::function<void()> begin_pass_;
   bool between_passes_ = true;
-  std::mutex mutex_;  // what follows, and `done` of what has been seen
+  std::mutex mutex_;  // guards the members below, and `done` of every Seen
   StampPtr origin_;
   std::vector<std::shared_ptr<Seen>> seen_;
 };
 
-// What a reducer's hook calls. A reducer keeps its hook for life, so attaching, detaching and attaching again change
-// the target behind it. Without a target it does what DDP does by default: an exact mean on DDP's own group.
+// The target of a reducer's hook. A reducer keeps its hook for life, so attaching, detaching and attaching again change
+// the synchroniser behind it. Without a synchroniser it does what DDP does by default: an exact mean on DDP's own
+// group.
 class HookSwitch {
  public:
   explicit HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
 
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+  // `hook`: null for DDP's default, which uses `process_group`.
   void set(std::shared_ptr<Synchroniser> hook, c10::intrusive_ptr<c10d::ProcessGroup> process_group);
-  // Null: nobody watches any more. The watch's begin_pass may call this and set().
+  // Sets the observer; null: none. The observer's begin_pass may call this function and set().
   void watch(std::shared_ptr<PassObserver> watch);
+  // See PassObserver::take(). Empty without an observer.
   std::vector<ObservedBucket> take_seen();
 
  private:
@@ -84,8 +91,9 @@ class DdpHook : public c10d::CppCommHookInterface<std::shared_ptr<HookSwitch>> {
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override { return state_->run(bucket); }
 };
 
-// Takes a DdpHook away from the reducer, so that this does what it does without a hook, division in its own copies
-// included. Between backward passes. False if it has none of ours, or if this torch does not let go of hooks.
+// Removes a DdpHook from the reducer, which then works as without a hook: it also divides again when it copies
+// gradients. Call between backward passes. Returns false if the reducer has no DdpHook or this torch gives no access to
+// its hook.
 bool remove_hook(c10d::Reducer& reducer);
 
 }  // namespace fusedcomm
