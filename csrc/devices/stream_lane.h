@@ -53,7 +53,7 @@ class StreamEvent : public Event, public Stamp {
 };
 using StreamEventPtr = std::shared_ptr<StreamEvent>;
 
-// Makes events, and reuses those that nobody holds any more. Reuse is safe: a wait that was enqueued refers to what had
+// Makes events, and reuses those that are no longer held. Reuse is safe: a wait that was enqueued refers to what had
 // been recorded before it, so recording the event again does not change it.
 class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
  public:
@@ -73,7 +73,7 @@ class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
 
 // A stream of our own, which several lanes may share. Each call to the driver costs the thread that runs the backward
 // pass about a microsecond. An event is therefore recorded only where it is needed: if another stream waits for it, if
-// its time is asked for, or if the stream is given more work while somebody holds the event. Like its lanes, it is used
+// its time is asked for, or if the stream is given more work while the event is still held. Like its lanes, it is used
 // by one thread at a time.
 class LaneStream {
  public:
@@ -83,7 +83,7 @@ class LaneStream {
   const c10::Stream& stream() const { return stream_; }
   // The end of the work that the stream has been given so far.
   EventPtr end();
-  // The same as a stamp. It is the event of end(), if somebody holds that and it is not recorded yet.
+  // The same as a stamp. It is the event of end(), if that is still held and not recorded yet.
   StampPtr stamp();
   // Call it before the stream is given more work: a holder of end() must not wait for that work, too.
   void go_on();

@@ -28,8 +28,8 @@ class ResidualBuffer {
   std::vector<at::Tensor> storages() const { return {first_, second_}; }
 
   // The residual of the stream's elements from `begin` on: fp32 [numel], in the unit of gradients. If this rank added
-  // it to its gradient, nothing would be left out. The second encoder's residual is of means, so it counts once for
-  // each rank.
+  // it to its gradient, nothing would be left out. The second encoder's residual is of means, so it counts multiplied
+  // by the world size.
   at::Tensor values(int64_t begin, int64_t numel) const;
   // Replaces the residual by `values` ([layout.lossy_numel], in the unit of gradients). With two levels this rank
   // encodes only part of the stream: returns what lies outside it, to be added to the gradient. On one level returns an

@@ -103,7 +103,7 @@ class Synchroniser {
 
   // Call these with mutex_ held.
   std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
-  // Throws if DDP has left out buckets.
+  // Throws if DDP has skipped buckets.
   void check_order(const Bucket& bucket, const BucketRecord& record);
 
   std::shared_ptr<Engine> engine_;
