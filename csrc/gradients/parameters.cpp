@@ -113,8 +113,8 @@ std::string Parameters::drop_unclaimed_residuals() {
       c10::str("fusedcomm: the loaded state has residuals of ", waiting_residuals_.size(),
                " parameters that this model does not have, for example of '", waiting_residuals_.begin()->first,
                "'. They are dropped. A CommState without module=model identifies parameters by their order and shape "
-               "only: give it the model to load a state that was saved by fusedcomm.attach or by a CommState with the "
-               "model");
+               "only: give it the model to load a state that was saved by fusedcomm.attach or by a CommState with "
+               "the model");
   waiting_residuals_.clear();
   return notice;
 }
