@@ -10,7 +10,8 @@
 namespace fusedcomm {
 namespace {
 
-// Of the thread that the role's stages run on; empty for collectives, which are only started.
+// The name of the thread that runs the role's stages. Empty for collectives: they are only started, so their lanes have
+// no thread.
 const char* worker_of(LaneRole role) {
   switch (role) {
     case LaneRole::kPack:
@@ -51,7 +52,7 @@ std::unique_ptr<Lane> CpuDevice::make_lane(LaneRole role) {
 std::shared_ptr<std::byte> CpuDevice::allocate(int64_t nbytes) {
   constexpr std::align_val_t kCacheLine{64};
   auto* data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
-  std::memset(data, 0, static_cast<size_t>(nbytes));  // touched now, so that no step pays for the page faults
+  std::memset(data, 0, static_cast<size_t>(nbytes));  // touches the pages, so that no step pays for page faults
   return {data, [](std::byte* p) { ::operator delete(p, kCacheLine); }};
 }
 

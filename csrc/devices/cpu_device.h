@@ -1,4 +1,4 @@
-// Gradients in the host's memory: the CPU codec, on threads of our own.
+// The device for gradients in host memory: the CPU codec, on threads of our own.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace fusedcomm {
 
 class CpuDevice : public Device {
  public:
-  // forced_sync: every stage ends before the next begins, on the thread that calls the hook.
+  // forced_sync: every stage runs on the thread that submits the bucket, and ends before the next begins.
   CpuDevice(const std::string& isa, int num_threads, bool forced_sync = false)
       : codec_(isa, num_threads), forced_sync_(forced_sync) {}
 
@@ -32,7 +32,7 @@ class CpuDevice : public Device {
   const bool forced_sync_;
 };
 
-// The host's clock.
+// The present moment of the host's clock.
 StampPtr host_stamp();
 
 }  // namespace fusedcomm

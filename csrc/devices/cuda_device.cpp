@@ -10,11 +10,11 @@ namespace fusedcomm {
 namespace {
 
 constexpr const char* kRefusedCapture =
-    "fusedcomm: the training step is being captured into a CUDA graph, and a replay would not take part in fusedcomm's "
-    "order of buckets and workspaces: capture the step without fusedcomm (comm.detach(), then DDP's default "
-    "all-reduce), or leave it uncaptured";
+    "fusedcomm: the training step is being captured into a CUDA graph, and a replay would bypass fusedcomm's order of "
+    "buckets and workspaces: call comm.detach() and capture the step with DDP's default all-reduce, or do not capture "
+    "the step";
 
-// The layout's piece of a message's first part.
+// The sections of the layout's piece of a message's first part.
 PartArgs sections(const BucketLayout& layout, std::byte* message) {
   std::byte* piece = message + layout.part_offset;
   return {piece, piece + layout.part.scale_offset, piece + layout.part.code_offset};
@@ -28,7 +28,7 @@ PartShape shape(const BucketLayout& layout) {
   return {layout.part_stride, layout.part.lossy_numel, layout.part.exact_numel};
 }
 
-// Element `first` of the residual, which has to have `numel` elements; null if nothing is kept.
+// The address of the residual's element `first`; null if there is no residual. The residual must have `numel` elements.
 void* residual_from(const Residual& residual, int64_t first, int64_t numel) {
   if (!residual.data) return nullptr;
   TORCH_CHECK(residual.numel == numel, "fusedcomm: a residual of ", residual.numel,
@@ -41,7 +41,7 @@ NoiseArgs noise_args(const NoiseKey& key) {
           static_cast<int32_t>(key.source)};
 }
 
-// The key of a kernel that encodes or decodes `layout`, as far as the layout tells.
+// The key of a kernel that encodes or decodes `layout`, with the fields that the layout determines.
 KernelKey key_of(const char* kernel, const BucketLayout& layout) {
   KernelKey key{kernel};
   key.wire = layout.wire;
@@ -70,8 +70,8 @@ bool is_one_run(const std::vector<SlicePlace>& slices) {
   return true;
 }
 
-// All tables of a bucket, in one allocation on the device: counts of both streams, then starts, offsets and first
-// tiles.
+// All tables of a bucket, in one allocation on the device: the non-finite counts of both streams, then for each stream
+// its starts, offsets and first slices.
 class CudaTables : public BucketTables {
  public:
   CudaTables(const SliceTable& lossy_table, const SliceTable& exact_table, bool is_flat, c10::Device device,
@@ -129,10 +129,10 @@ class CudaTables : public BucketTables {
 };
 
 const CudaTables& tables_of(const BucketSlices& streams) {
-  TORCH_CHECK(streams.tables, "fusedcomm: a bucket was not prepared for this device");
+  TORCH_CHECK(streams.tables, "fusedcomm: a bucket has no tables of this device: prepare() was not called for it");
   TORCH_CHECK(reinterpret_cast<uintptr_t>(streams.origin) % kAlignNbytes == 0,
               "fusedcomm: a gradient bucket starts at ", streams.origin, ", which is not a multiple of ", kAlignNbytes,
-              " bytes; leave the allocation of buckets to DDP");
+              " bytes: leave the allocation of buckets to DDP");
   return static_cast<const CudaTables&>(*streams.tables);
 }
 
@@ -152,7 +152,7 @@ CudaDevice::CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKerne
       profiler_ranges_(on_streams() && torch::profiler::impl::cudaStubs()->enabled()) {
   TORCH_CHECK_VALUE(max_programs_ >= 1 && max_programs_of_last_ >= 1, "fusedcomm: max_programs=", max_programs_,
                     ", max_programs_of_last=", max_programs_of_last_, " is not possible: use 1 or more");
-  TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: the kernels have no tile size");
+  TORCH_CHECK_VALUE(kernels_.tile_numel >= 1, "fusedcomm: tile_numel of the kernels must be at least 1");
 }
 
 std::shared_ptr<std::byte> CudaDevice::allocate(int64_t nbytes) {
@@ -239,9 +239,9 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   const BucketLayout &from = args.from, &to = args.to;
   TORCH_CHECK(from.part.lossy_numel == args.num_parts * to.part.lossy_numel &&
                   from.part.exact_numel == args.num_parts * to.part.exact_numel,
-              "fusedcomm: parts of ", from.part.lossy_numel, " and ", from.part.exact_numel,
-              " elements cannot be reduced to ", args.num_parts, " times ", to.part.lossy_numel, " and ",
-              to.part.exact_numel);
+              "fusedcomm: a reduce reads parts of ", from.part.lossy_numel, " lossy and ", from.part.exact_numel,
+              " exact elements, which must be ", args.num_parts, " times the parts it writes, of ", to.part.lossy_numel,
+              " and ", to.part.exact_numel);
   const int64_t first = args.chunk * args.num_parts * to.part.lossy_numel;
   const int64_t residual_numel = to.num_chunks * args.num_parts * to.part.lossy_numel;
   ReduceLaunch launch;
@@ -256,7 +256,7 @@ void CudaDevice::reduce(const ReduceArgs& args) {
   launch.residual = residual_from(args.encoding.residual, first, residual_numel);
   launch.noise = noise_args(args.encoding.noise);
   KernelKey key = encoder_key(ReduceLaunch::kName, to, args.encoding);
-  key.rotated = to.rotated && !from.rotated;  // what has been rotated stays so
+  key.rotated = to.rotated && !from.rotated;  // a rotated input stays rotated
   key.flat = to.part.exact_numel == 0;
   key.in_wire = from.wire;
   launch_kernel(kernel_of(key, to), num_tiles(to, args.num_parts), args.is_last, launch);

@@ -1,4 +1,4 @@
-// Gradients on a CUDA device: the kernels of kernels/, launched on streams of our own.
+// The device for gradients on CUDA: launches the kernels of kernels/ on streams of our own.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,13 +17,13 @@ namespace fusedcomm {
 
 class CudaDevice : public StreamDevice {
  public:
-  // A workspace, zeroed; from the process group's registered memory where it has some.
+  // Allocates a workspace of `nbytes` bytes, in the process group's registered memory where it has some.
   using Allocate = std::function<at::Tensor(int64_t nbytes)>;
 
-  // max_programs: how many programs a kernel has at most, each of which fills one multiprocessor. max_programs_of_last:
-  // the same for a pass's last bucket, beside which the model computes nothing more.
-  // registered_memory: what `allocate` gives is registered with the network.
-  // `device` may be the CPU, with a driver that runs kernels there.
+  // max_programs: the most programs that a kernel has; each fills one multiprocessor. max_programs_of_last: the same
+  // for a pass's last bucket, during which the model computes nothing more. registered_memory: what `allocate` returns
+  // is registered with the network. `device` may be the CPU, with a driver that runs kernels there. Throws ValueError
+  // if a number is below 1.
   CudaDevice(std::shared_ptr<const CudaDriver> driver, const CudaKernels& kernels, c10::Device device, std::string isa,
              int64_t max_programs, int64_t max_programs_of_last, bool forced_sync, bool registered_memory,
              Allocate allocate);
@@ -44,14 +44,14 @@ class CudaDevice : public StreamDevice {
   void range_push(const std::string& name) override;
   void range_pop() override;
 
-  // Launches every kernel once over no elements: what the driver loads lazily is there before a collective runs, and a
-  // kernel that cannot be launched here says so now.
+  // Launches every kernel once over no elements. The driver then loads what it loads lazily before a collective runs,
+  // and a kernel that cannot be launched here fails now.
   void warm_up();
   bool registered_memory() const { return registered_memory_; }
   int64_t num_launches() const { return num_launches_; }
 
  private:
-  // Of the current stream, for the driver; null on CPU.
+  // The current stream's handle for the driver; null on a CPU.
   void* stream_handle() const;
   const Kernel& kernel_of(const KernelKey& key, const BucketLayout& layout) const;
   template <typename Launch>

@@ -12,12 +12,16 @@
 namespace fusedcomm {
 namespace {
 
-constexpr int kMaxDynamicSharedNbytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-// CUDA_ERROR_ILLEGAL_ADDRESS, _LAUNCH_TIMEOUT, _ASSERT and their like: a kernel died, and every later call says so.
+// CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+constexpr int kMaxDynamicSharedNbytes = 8;
+// CUDA_ERROR_ILLEGAL_ADDRESS, _LAUNCH_TIMEOUT, _ASSERT and similar ones: a kernel has failed, and every later call
+// reports it.
 constexpr int kFaults[] = {700, 702, 710, 714, 715, 716, 717, 718, 719};
-// CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream, while another is captured.
+// CUDA_ERROR_STREAM_CAPTURE_IMPLICIT: the default stream was used while another stream is captured.
 constexpr int kCaptureImplicit = 906;
+// CU_STREAM_CAPTURE_MODE_RELAXED.
 constexpr int kCaptureModeRelaxed = 2;
+// Bytes of shared memory that a kernel may use without setting an attribute.
 constexpr uint32_t kDefaultMaxSharedNbytes = 48 << 10;
 
 template <typename Function>
@@ -25,22 +29,22 @@ void find(void* library, const std::string& name, const char* symbol, Function* 
   *function = reinterpret_cast<Function>(dlsym(library, symbol));
   if (!*function) {
     throw std::runtime_error("fusedcomm: " + name + " has no " + symbol +
-                             ": this is no CUDA driver that fusedcomm knows; update the NVIDIA driver");
+                             ": fusedcomm cannot use it as a CUDA driver; update the NVIDIA driver");
   }
 }
 
-// By library, context, cubin and symbol. The whole cubin: some ten KiB each, and no two are taken for one.
+// Library, context, cubin and symbol. The key has the whole cubin, some ten KiB, so that no two cubins are confused.
 using LoadedKey = std::tuple<void*, void*, std::string, std::string>;
 std::mutex loaded_mutex;
 std::map<LoadedKey, void*>& loaded() {
-  static auto* functions = new std::map<LoadedKey, void*>();  // as long-lived as the modules
+  static auto* functions = new std::map<LoadedKey, void*>();  // never destroyed, like the modules
   return *functions;
 }
 
 }  // namespace
 
 CudaDriver::CudaDriver(const std::string& library) {
-  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays: kernels stay loaded, too
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: kernels stay loaded, too
   if (!handle) {
     const char* error = dlerror();
     throw std::runtime_error("fusedcomm: no CUDA driver: " + std::string(error ? error : library) +
@@ -66,11 +70,12 @@ void CudaDriver::check(Result result, const char* call) const {
   get_error_name_(result, &name);
   get_error_string_(result, &text);
   const bool fault = std::find(std::begin(kFaults), std::end(kFaults), result) != std::end(kFaults);
-  throw std::runtime_error(std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" +
-                           std::to_string(result) + "): " + (text ? text : "no description") +
-                           (fault ? "\nA kernel launched before, ours or the model's, may have died of it: "
-                                    "FUSEDCOMM_SYNC=1 finds the stage of ours, CUDA_LAUNCH_BLOCKING=1 the model's"
-                                  : ""));
+  throw std::runtime_error(
+      std::string(call) + " failed with " + (name ? name : "an unknown error") + " (" + std::to_string(result) +
+      "): " + (text ? text : "no description") +
+      (fault ? "\nThe cause may be a kernel launched earlier, fusedcomm's or the model's: "
+               "FUSEDCOMM_SYNC=1 finds the stage of fusedcomm's, CUDA_LAUNCH_BLOCKING=1 finds the model's kernel"
+             : ""));
 }
 
 void* CudaDriver::load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const {
@@ -102,7 +107,7 @@ void CudaDriver::launch(void* function, uint32_t num_programs, uint32_t num_thre
 bool CudaDriver::is_capturing(void* stream) const {
   int status = 0;
   const Result result = stream_is_capturing_(stream, &status);
-  // Any other error is not this call's: the next one reports it, with the bucket's name.
+  // Any other error is of earlier work: the next call reports it, with the bucket's name.
   return result == kCaptureImplicit || (result == 0 && status != 0);
 }
 

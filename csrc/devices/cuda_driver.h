@@ -1,5 +1,5 @@
-// The few calls of the CUDA driver that launching a kernel takes, found at run time: the extension builds and loads
-// where there is no CUDA.
+// The few calls of the CUDA driver that a kernel launch needs. They are looked up at run time, so that the extension
+// builds and loads without CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,22 @@ namespace fusedcomm {
 
 class CudaDriver {
  public:
-  // library: file name or path for dlopen, "libcuda.so.1" on a machine with a driver. Throws std::runtime_error saying
-  // what was not found.
+  // library: a file name or path for dlopen, "libcuda.so.1" on a machine with a driver. Throws std::runtime_error,
+  // whose text says what was not found.
   explicit CudaDriver(const std::string& library);
 
-  // The function `symbol` of a cubin in the current context. Loaded for the life of the process, and once: whoever asks
-  // again, e.g. when attaching anew, gets the same.
+  // The function `symbol` of `cubin` in the current context. It is loaded once, for the life of the process: a later
+  // call, e.g. when attaching again, returns the same function.
   void* load(const std::string& cubin, const std::string& symbol, uint32_t shared_nbytes) const;
 
-  // A one-dimensional grid; `params` points to each parameter's value, in the order of the kernel's signature.
+  // Launches a one-dimensional grid. `params` points to each parameter's value, in the order of the kernel's signature.
   void launch(void* function, uint32_t num_programs, uint32_t num_threads, uint32_t shared_nbytes, void* stream,
               void** params) const;
 
+  // Whether `stream` is being captured into a CUDA graph.
   bool is_capturing(void* stream) const;
 
-  // From now on what this thread asks does not disturb other threads' captures.
+  // Makes sure that later calls of this thread do not disturb other threads' captures.
   void relax_capture_mode() const;
 
  private:

@@ -1,4 +1,5 @@
-// What tells device kernels apart, written once: Python makes keys to compile kernels by, the engine to launch them by.
+// The key that identifies a device kernel. Python makes keys to compile kernels, and the engine makes keys to find the
+// kernel to launch.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +19,19 @@ inline constexpr const char* kScaleKernel = "scale";
 
 struct KernelKey {
   std::string kernel;                          // one of the four names above
-  Wire wire = Wire::kFp32;                     // what is encoded; unpack: decoded
-  int64_t block_numel = kDefaultBlockNumel;    // wires with scales
-  GradDtype grad_dtype = GradDtype::kFloat32;  // pack, unpack
-  bool flat = true;                            // one run of memory and no exact stream; reduce: no exact section
-  bool rotated = false;                        // it rotates; unpack: back; reduce only where it changes the wire
-  Wire in_wire = Wire::kFp32;                  // reduce: what is decoded
-  bool stochastic = false;                     // pack, reduce
-  std::optional<ResidualFormat> feedback;      // pack, reduce: the residual's format if there is one
-  bool sums = false;                           // unpack: of several messages
+  Wire wire = Wire::kFp32;                     // the wire that is encoded; unpack: decoded
+  int64_t block_numel = kDefaultBlockNumel;    // for wires with scales
+  GradDtype grad_dtype = GradDtype::kFloat32;  // of the gradients that pack reads or unpack writes
+  bool flat = true;                            // gradients in one run and no exact stream; reduce: no exact section
+  // pack: rotates before encoding. reduce: the same, if its input is not rotated already. unpack: rotates back.
+  bool rotated = false;
+  Wire in_wire = Wire::kFp32;              // reduce: the wire that is decoded
+  bool stochastic = false;                 // pack, reduce: stochastic rounding
+  std::optional<ResidualFormat> feedback;  // pack, reduce: the residual's format, if there is one
+  bool sums = false;                       // unpack: adds several messages
 
-  // Noise and residuals come last: kernels that differ in nothing else are neighbours.
+  // `stochastic` and `feedback` come last, so that kernels which differ only in them are neighbors; see
+  // CudaKernels::at_any_encoding().
   auto fields() const {
     return std::tie(kernel, wire, block_numel, grad_dtype, flat, rotated, in_wire, sums, stochastic, feedback);
   }
@@ -36,7 +39,8 @@ struct KernelKey {
   bool operator==(const KernelKey& other) const { return fields() == other.fields(); }
 };
 
-// The one key of all that differ in what cannot matter to the kernel, as blocks without scales.
+// Resets the fields that do not matter to the kernel, such as block_numel of a wire without scales. Keys of the same
+// kernel are then equal.
 inline KernelKey normalised(KernelKey key) {
   if (key.kernel == kScaleKernel) return {key.kernel};
   if (!has_scales(key.wire)) key.block_numel = kDefaultBlockNumel;
@@ -49,6 +53,7 @@ inline KernelKey normalised(KernelKey key) {
   return key;
 }
 
+// Describes the kernel, for messages.
 inline std::string to_string(const KernelKey& key) {
   constexpr const char* kGradNames[] = {"fp32", "bf16", "fp16"};
   std::string text = key.kernel;

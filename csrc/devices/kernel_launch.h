@@ -1,5 +1,5 @@
-// The device kernels' parameters, typed: each struct below is one kernel of kernels/ and lists its parameters in the
-// kernel's order. attach() compares them with what the compiler put into the kernel.
+// The typed parameters of the device kernels. Each struct with a kName is one kernel of kernels/, and its params()
+// lists the parameters in the kernel's order. attach() compares their types with the compiled kernel's.
 #pragma once
 
 #include <array>
@@ -15,10 +15,11 @@
 
 namespace fusedcomm {
 
-// Pointers, all null, that Triton appends to a kernel's parameters for scratch memory that these kernels do not use.
+// The most pointers that Triton appends to a kernel's parameters for scratch memory. These kernels use none, so the
+// pointers are null.
 inline constexpr int kMaxScratchPointers = 2;
 
-// A compiled kernel, loaded.
+// A compiled and loaded kernel.
 struct Kernel {
   void* function = nullptr;
   uint32_t num_threads = 0;
@@ -26,12 +27,12 @@ struct Kernel {
   int num_scratch_pointers = 0;
 };
 
-// What attach() compiled.
+// The kernels that attach() compiled.
 struct CudaKernels {
   std::map<KernelKey, Kernel> kernels;
-  int64_t tile_numel = 0;
+  int64_t tile_numel = 0;  // elements of a tile; see slice_table.h
 
-  // Throws std::logic_error that says what was looked for.
+  // Throws std::logic_error, whose text describes the kernel, if it was not compiled.
   const Kernel& at(const KernelKey& key) const {
     const auto found = kernels.find(normalised(key));
     if (found == kernels.end()) {
@@ -40,7 +41,8 @@ struct CudaKernels {
     return found->second;
   }
 
-  // The same for a bucket without lossy elements, which any noise and feedback do for.
+  // For a bucket with no lossy elements rounding and feedback do not matter: returns any kernel that agrees in all
+  // other fields. Throws like at().
   const Kernel& at_any_encoding(KernelKey key) const {
     key.stochastic = false;
     key.feedback.reset();
@@ -53,7 +55,7 @@ struct CudaKernels {
   }
 };
 
-// A stream's slices; see slice_table.h.
+// A stream's slices; see SliceTable.
 struct SliceArgs {
   const int64_t* starts = nullptr;
   const int64_t* offsets = nullptr;
@@ -63,20 +65,21 @@ struct SliceArgs {
   int64_t numel = 0;
 };
 
-// The sections of part 0, and how to get to the other parts'.
+// The sections of a message's first part.
 struct PartArgs {
   void* exact = nullptr;
   void* scales = nullptr;
   void* codes = nullptr;
 };
 
+// The shape of the parts of a message.
 struct PartShape {
-  int64_t stride = 0;  // bytes from one part of the message to the next
-  int64_t numel = 0;   // lossy
-  int64_t exact_numel = 0;
+  int64_t stride = 0;       // bytes from one part of the message to the next
+  int64_t numel = 0;        // lossy elements of a part
+  int64_t exact_numel = 0;  // exact elements of a part
 };
 
-// The kernels take unsigned words as signed ones of the same bits.
+// A NoiseKey. Kernels take its unsigned words as signed words with the same bits.
 struct NoiseArgs {
   int64_t seed = 0;
   int32_t parameter = 0;
@@ -93,7 +96,7 @@ struct PackLaunch {
   int64_t first_part = 0;
   int32_t num_parts = 0;
   float scale = 1;
-  void* residual = nullptr;  // from the stream's first element; null where nothing is kept
+  void* residual = nullptr;  // at the stream's first element; null if there is none
   NoiseArgs noise;
 
   auto params() {
@@ -107,13 +110,13 @@ struct PackLaunch {
 struct ReduceLaunch {
   static constexpr const char* kName = kReduceKernel;
   PartArgs in, out;
-  int64_t in_stride = 0;  // bytes from one rank's part to the next's
-  PartShape part;         // of those written
+  int64_t in_stride = 0;  // bytes from one rank's part to the next rank's
+  PartShape part;         // of the parts written
   int64_t first_part = 0;
   int32_t num_parts = 0;
   int32_t world_size = 0;
   float scale = 1;
-  void* residual = nullptr;  // from the first element written; null where nothing is kept
+  void* residual = nullptr;  // at the first element written; null if there is none
   NoiseArgs noise;
 
   auto params() {
@@ -161,7 +164,7 @@ const char* param_type() {
   if constexpr (std::is_same_v<T, float>) return "f32";
 }
 
-// "ptr", "i64", "i32", "f32" in the kernel's order.
+// "ptr", "i64", "i32" or "f32" for each parameter, in the kernel's order.
 template <typename Launch>
 std::vector<std::string> param_types() {
   Launch launch;

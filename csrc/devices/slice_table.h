@@ -1,8 +1,9 @@
 // Where the elements of a stream lie in memory, as device code reads it.
 //
-// Device code works tile by tile: a tile is at most `tile_numel` consecutive stream elements of one section of one
-// part, and starts at its part's begin. The tables say at which stream element every slice starts, where in memory it
-// lies, and, so that no tile has to search for it, which slice holds the tile's first element.
+// Device code works tile by tile. A tile is at most `tile_numel` consecutive stream elements of one section of one
+// part; tiles are counted from their part's begin. The tables give the first stream element of every slice and the
+// slice's place in memory. For every tile they also give the slice that holds its first element, so that no tile has to
+// search for it.
 #pragma once
 
 #include <algorithm>
@@ -14,24 +15,26 @@
 
 namespace fusedcomm {
 
-// A slice before anybody knows where its bucket lies: elements from the bucket's origin.
+// A slice of a bucket whose address is not known yet.
 struct SlicePlace {
-  int64_t offset = 0;
+  int64_t offset = 0;  // elements from the bucket's origin
   int64_t numel = 0;
 };
 
 struct SliceTable {
-  std::vector<int64_t> starts;   // one more entry than slices; the last is the stream's numel
-  std::vector<int64_t> offsets;  // elements from the origin
-  std::vector<int32_t> first;    // by part of the bucket, then by tile; the number of slices past the stream's end
+  std::vector<int64_t> starts;   // first stream element of each slice; one more entry, the last, is the stream's numel
+  std::vector<int64_t> offsets;  // elements from the origin to each slice
+  std::vector<int32_t> first;    // slice of each tile's first element, by part of the bucket, then by tile; num_slices
+                                 // past the stream's end
 };
 
 inline int64_t tiles_per_part(int64_t part_numel, int64_t tile_numel) { return ceil_div(part_numel, tile_numel); }
 
-// Of the layout's exact stream if `exact`, else of its lossy stream. Empty slices keep their entry.
+// Makes the table of the layout's exact stream if `exact`, else of its lossy stream. Empty slices keep their entry.
+// Throws std::invalid_argument if the slices do not add up to the stream.
 inline SliceTable slice_table(const BucketLayout& layout, bool exact, const std::vector<SlicePlace>& slices,
                               int64_t tile_numel) {
-  if (tile_numel < 1) throw std::invalid_argument("slice_table: tile_numel must be positive");
+  if (tile_numel < 1) throw std::invalid_argument("slice_table: tile_numel must be at least 1");
   SliceTable table;
   table.starts.push_back(0);
   for (const SlicePlace& slice : slices) {

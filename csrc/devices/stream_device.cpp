@@ -22,13 +22,13 @@ std::unique_ptr<Lane> StreamDevice::make_lane(LaneRole role) {
   switch (role) {
     case LaneRole::kPack:
       return std::make_unique<StreamLane>(lane_streams_[0]);
-    // One stream for all collectives, of whichever communicator: so every rank runs them in one order.
+    // The collectives of all communicators share one stream, so every rank runs them in the same order.
     case LaneRole::kScatter:
     case LaneRole::kGather:
     case LaneRole::kCrossScatter:
     case LaneRole::kCrossGather:
       return std::make_unique<StreamLane>(lane_streams_[1]);
-    // Sums and unpack share a stream: each waits for the wire, in the same order as the wire works.
+    // Sums and unpack share a stream, because both wait for the wire, in the wire's order.
     default:
       return std::make_unique<StreamLane>(lane_streams_[2]);
   }
@@ -54,7 +54,7 @@ StampPtr StreamDevice::stamp() {
 }
 
 void StreamDevice::enter_watching_thread() const {
-  // Or asking about an event would make a context on the first device.
+  // Otherwise asking about an event would create a context on the first device.
   if (on_streams()) c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
 }
 

@@ -1,5 +1,5 @@
-// A device whose work runs on streams: three of our own, the events between them, and their time. What is left to a
-// subclass is memory and kernels.
+// A device whose work runs on three streams of our own. This class makes the streams, the events between them and the
+// stamps. A subclass adds memory and kernels.
 //
 //   pack stream     waits for the gradients' stream, then pack
 //   wire stream     all collectives, and the sums of a bucket of one chunk, which lie between two of them
@@ -19,8 +19,8 @@ namespace fusedcomm {
 
 class StreamDevice : public Device {
  public:
-  // forced_sync: the host waits for every stage, so a fault is named where it happened.
-  // `device` may be the CPU: then there are no streams, and each stage ends before the next begins.
+  // forced_sync: the host waits for every stage, so an error is reported at the stage that caused it. `device` may be
+  // the CPU: then there are no streams, and each stage ends before the next begins.
   StreamDevice(c10::Device device, bool forced_sync);
 
   std::unique_ptr<Lane> make_lane(LaneRole role) override;
@@ -42,7 +42,7 @@ class StreamDevice : public Device {
  private:
   const bool forced_sync_;
   std::vector<c10::Stream> streams_;
-  std::vector<std::shared_ptr<LaneStream>> lane_streams_;  // the same
+  std::vector<std::shared_ptr<LaneStream>> lane_streams_;  // the same streams, in the same order
   const std::shared_ptr<StreamEvents> events_ = std::make_shared<StreamEvents>();
 };
 

@@ -34,7 +34,7 @@ double StreamEvent::ms_since(const Stamp& earlier) const {
   const auto& from = static_cast<const StreamEvent&>(earlier);
   from.wait_on_host();
   wait_on_host();
-  // Not c10::Event's, which asks the device about both first.
+  // c10::Event::elapsedTime() would query the device about both events first.
   return c10::impl::VirtualGuardImpl(stream_->device_type())
       .elapsedTime(from.event_->eventId(), event_->eventId(), stream_->device_index());
 }
@@ -83,7 +83,7 @@ void LaneStream::go_on() {
 }
 
 void LaneStream::wait_for(StreamEvent& event) {
-  if (event.stream() == stream_) return;  // a stream does what it is given in that order
+  if (event.stream() == stream_) return;  // a stream runs its work in order
   event.record(/*keeps_time=*/false);     // its own stream has been given nothing since, or it would be recorded
   go_on();
   event.block(stream_);
@@ -106,13 +106,13 @@ void StreamLane::wait(EventPtr event) {
 EventPtr StreamLane::run(EventPtr after, Task task) {
   try {
     if (auto error = error_before(after)) return std::make_shared<StreamEvent>(error);
-    after = nullptr;  // or go_on() would take this for somebody who still needs it
+    after = nullptr;  // otherwise go_on() would find the event held and record it
     stream_->go_on();
     c10::StreamGuard on_stream(stream_->stream());
     task();
     return stream_->end();
   } catch (...) {
-    // What follows on this lane must not go on without it: the bucket's end tells only of its last chunk.
+    // Later work on this lane must not run without this task: the bucket's end carries only its last chunk's error.
     const auto error = std::current_exception();
     stop(error);
     return std::make_shared<StreamEvent>(error);

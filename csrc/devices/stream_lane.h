@@ -1,5 +1,5 @@
-// A lane on an accelerator: a stream. A task runs at once, with the stream current, and enqueues its work; events order
-// the streams, and the host never waits.
+// A lane on an accelerator is a stream. A task runs at once, with the stream current, and enqueues its work. Events
+// order the streams, and the host never waits.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -18,8 +18,9 @@ namespace fusedcomm {
 
 class StreamEvents;
 
-// The end of what a stream had been given at some moment: other streams can wait for it, and if it was recorded as one
-// that keeps the time, it is a stamp. Or the error because of which there is nothing to wait for.
+// The end of the work that a stream had been given at some moment. Other streams can wait for it. If it is recorded
+// with keeps_time, it is also a stamp. An event that holds an error instead is never recorded: there is nothing to wait
+// for.
 class StreamEvent : public Event, public Stamp {
  public:
   StreamEvent(const c10::Stream& stream, std::shared_ptr<StreamEvents> pool)
@@ -30,12 +31,12 @@ class StreamEvent : public Event, public Stamp {
   const std::exception_ptr& error() const { return error_; }
   const std::optional<c10::Stream>& stream() const { return stream_; }
   bool is_recorded() const { return event_ != nullptr; }
-  // Once, before the stream is given more.
+  // Records the event unless it is recorded already. Call it before the stream is given more work.
   void record(bool keeps_time);
-  // What `stream` does from now on comes after it. Of a recorded one.
+  // Makes the later work of `stream` wait for this event, which must be recorded.
   void block(const c10::Stream& stream) const { event_->block(stream); }
 
-  // As a stamp, of one that keeps the time.
+  // The stamp's functions; the event must be recorded with keeps_time.
   bool reached() const override;
   bool is_known_reached() const override { return is_known_reached_; }
   void mark_reached() const override { is_known_reached_ = true; }
@@ -52,13 +53,13 @@ class StreamEvent : public Event, public Stamp {
 };
 using StreamEventPtr = std::shared_ptr<StreamEvent>;
 
-// Makes events and uses those that nobody holds any more again: a wait that was enqueued refers to what was recorded
-// before it, so recording anew does not disturb it.
+// Makes events, and reuses those that are no longer held. Reuse is safe: a wait that was enqueued refers to what had
+// been recorded before it, so recording the event again does not change it.
 class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
  public:
-  // Not recorded yet.
+  // An event of `stream` that is not recorded yet.
   StreamEventPtr make(const c10::Stream& stream) { return std::make_shared<StreamEvent>(stream, shared_from_this()); }
-  // Recorded now, and keeps the time.
+  // An event of `stream` that is recorded now, with keeps_time.
   StreamEventPtr now(const c10::Stream& stream);
 
  private:
@@ -70,22 +71,23 @@ class StreamEvents : public std::enable_shared_from_this<StreamEvents> {
   std::vector<std::unique_ptr<c10::Event>> spare_, spare_timed_;
 };
 
-// A stream of ours, which several lanes may share. Each call to the driver takes a microsecond or so of the thread that
-// runs the backward pass, so an event is recorded only where somebody needs it: another stream waits for it, its time
-// is asked for, or the stream goes on while somebody still holds it. Used by one thread at a time, as its lanes are.
+// A stream of our own, which several lanes may share. Each call to the driver costs the thread that runs the backward
+// pass about a microsecond. An event is therefore recorded only where it is needed: if another stream waits for it, if
+// its time is asked for, or if the stream is given more work while the event is still held. Like its lanes, it is used
+// by one thread at a time.
 class LaneStream {
  public:
   LaneStream(const c10::Stream& stream, std::shared_ptr<StreamEvents> events)
       : stream_(stream), events_(std::move(events)) {}
 
   const c10::Stream& stream() const { return stream_; }
-  // The end of what the stream has been given so far.
+  // The end of the work that the stream has been given so far.
   EventPtr end();
-  // The same as a moment; one event with end() if that has not been recorded.
+  // The same as a stamp. It is the event of end(), if that is still held and not recorded yet.
   StampPtr stamp();
-  // Call it before the stream is given more: who holds its end must not wait for that, too.
+  // Call it before the stream is given more work: a holder of end() must not wait for that work, too.
   void go_on();
-  // What the stream is given from now on comes after `event`.
+  // Makes the stream's later work wait for `event`.
   void wait_for(StreamEvent& event);
 
  private:
@@ -100,7 +102,7 @@ class StreamLane : public Lane {
 
   void wait(EventPtr event) override;
   EventPtr run(EventPtr after, Task task) override;
-  // The transfer has been enqueued when it returns, and has called its completion.
+  // The transfer must have been enqueued, and have called its completion, when it returns.
   EventPtr start(EventPtr after, Transfer transfer) override;
   void finally(EventPtr after, Finally task) override;
   void stop(std::exception_ptr reason) override;

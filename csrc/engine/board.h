@@ -1,6 +1,6 @@
-// What an engine has under way: which bucket, in which stage, since when. It is kept all the time, since a stall is
-// noticed only after it has begun. That is cheap: a mutex that is held briefly, and entries that are used again. The
-// watch (watch.h) reads it.
+// The board of an engine: which bucket is under way, in which stage, since when. The watch (watch/watch.h) reads it.
+// The board is always kept, because a stall is noticed only after it has begun. The cost is small: a mutex that is held
+// briefly, and entries that are reused.
 #pragma once
 
 #include <algorithm>
@@ -21,29 +21,29 @@ class Board {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Every rank hands over the same jobs in the same order, so these counts tell which rank is behind.
+  // Every rank hands over the same jobs in the same order, so num_handed and num_ended tell which rank is behind.
   struct View {
     int64_t num_handed = 0;
     int64_t num_ended = 0;
-    int64_t last_step = -1;        // the last step that has ended; -1: none
-    Clock::time_point last_ended;  // at first when the board was made
+    int64_t last_step = -1;        // the last step whose last job has ended; -1 if none
+    Clock::time_point last_ended;  // when the last job ended; at first, when the board was made
 
-    // The oldest job that has not ended, if there is one; `label` is null otherwise.
+    // The fields below describe the oldest job that has not ended. `label` is null if there is none.
     std::shared_ptr<const BucketLabel> label;
     int64_t step = 0;
-    int64_t num_chunks = 0;  // 0: a collective call between steps
+    int64_t num_chunks = 0;  // 0 for a collective call between steps
     Clock::time_point handed;
-    Clock::time_point oldest_since;  // the hand-over, or the end of the job before it if that was later
-    Clock::time_point moved;         // its last change, from which a stall counts
-    // Where it is. With several stages under way, stage, chunk and stage_began are of the one that began first. A job
-    // whose work has all been enqueued on streams is at kStream.
+    Clock::time_point oldest_since;  // its hand-over, or the end of the job before it if that was later
+    Clock::time_point moved;         // its last change, from which a stall is timed
+    // Where the job is: waiting for a stage, in a stage, or with all its work enqueued on streams. If several stages
+    // are under way, `stage`, `chunk` and `stage_began` describe the one that began first.
     enum class At : uint8_t { kQueue, kStage, kStream } at = At::kQueue;
     Stage stage = Stage::kPack;
     int64_t chunk = 0;
     Clock::time_point stage_began;
   };
 
-  // Returns the number by which the job is known here.
+  // Adds a job. Returns its number on this board.
   int64_t hand_over(std::shared_ptr<const BucketLabel> label, int64_t step, bool is_last, int64_t num_chunks) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -52,7 +52,8 @@ class Board {
     return num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1;
   }
 
-  // `done` is reached when the device has done the job's work; null: the job has ended already.
+  // Notes that all work of a job has been enqueued. `done` is reached when the device has finished that work; null if
+  // it has finished already.
   void end(int64_t job, StampPtr done) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -60,17 +61,17 @@ class Board {
     ended.is_through = true;
     ended.done = std::move(done);
     ended.moved = now;
-    // The device is asked once a pass, not for every job.
+    // Ask the device once a pass, with the pass's last job, not for every job.
     drop_ended(now, /*asks=*/ended.is_last);
   }
 
-  // As if the job had never been handed over. It must be the last one that was.
+  // Removes the newest job as if it had never been handed over. Does nothing if `job` is not the newest.
   void withdraw(int64_t job) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (num_dropped_ + static_cast<int64_t>(jobs_.size()) - 1 == job) jobs_.pop_back();
   }
 
-  // Returns a number for end_stage().
+  // Returns the entry to pass to end_stage().
   size_t begin_stage(int64_t job, Stage stage, int64_t chunk) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -89,8 +90,8 @@ class Board {
     stages_[entry].job = -1;
   }
 
-  // Asks the device about the oldest job only if that has not moved since `asked_since`: jobs end unasked at the end of
-  // a pass.
+  // Asks the device about the oldest job only if that job has not changed since `asked_since`. Otherwise jobs on
+  // streams are seen to end only when the last job of a pass is enqueued.
   View view(Clock::time_point asked_since) {
     const auto now = Clock::now();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -126,8 +127,8 @@ class Board {
     bool is_last;
     int64_t num_chunks;
     Clock::time_point handed, moved;
-    bool is_through = false;  // all its work has been enqueued, and on a CPU done
-    StampPtr done;            // when the device has done it; null: it has
+    bool is_through = false;  // all its work has been enqueued; on a CPU, done
+    StampPtr done;            // reached when the device has finished it; null if it has
   };
   struct Entry {
     int64_t job = -1;  // -1: free
@@ -137,11 +138,12 @@ class Board {
   };
 
   void touch(int64_t job, Clock::time_point now) {
-    // A transfer that was given up may end after its job.
+    // A transfer that was given up may end after its job was dropped.
     if (job >= num_dropped_) jobs_[static_cast<size_t>(job - num_dropped_)].moved = now;
   }
 
-  // `asks`: ask the device whether it has done a job's work where that is not known yet.
+  // Drops the oldest jobs as far as they have ended. `asks`: ask the device about stamps that are not known to be
+  // reached.
   void drop_ended(Clock::time_point now, bool asks) {
     for (; !jobs_.empty() && jobs_.front().is_through; jobs_.pop_front()) {
       const Job& oldest = jobs_.front();
@@ -156,7 +158,7 @@ class Board {
   }
 
   std::mutex mutex_;
-  std::deque<Job> jobs_;  // in the order of their numbers
+  std::deque<Job> jobs_;  // in the order of their numbers; the first has the number num_dropped_
   int64_t num_dropped_ = 0;
   std::vector<Entry> stages_;
   int64_t last_step_ = -1;

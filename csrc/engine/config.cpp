@@ -11,7 +11,7 @@ namespace {
 
 bool is_16_bit(Wire wire) { return wire == Wire::kBf16 || wire == Wire::kFp16; }
 
-// As Config(wires=…) would say it.
+// The first of `others`, of which there is at least one, as it is written in Config(wires=…).
 std::string of_others(const WireConfig& config) { return "wires={…: '" + wire_name(config.others.front().wire) + "'}"; }
 
 }  // namespace
@@ -19,9 +19,9 @@ std::string of_others(const WireConfig& config) { return "wires={…: '" + wire_
 void check_config(const WireConfig& config) {
   check_block_numel(config.block_numel);
   if (config.rotate && !has_scales(config.wire)) {
-    throw std::invalid_argument("Blocks(rotate=True) is for wires with scales (" +
-                                wire_names(/*with_scales_only=*/true) + "), not wire='" + wire_name(config.wire) +
-                                "', which rounds each element by itself");
+    throw std::invalid_argument("Blocks(rotate=True) needs a wire with scales (" +
+                                wire_names(/*with_scales_only=*/true) + "), and wire='" + wire_name(config.wire) +
+                                "' has none: use one of these wires, or rotate=False");
   }
   if (config.sum == Sum::kDirect && !is_16_bit(config.wire)) {
     throw std::invalid_argument("sum='direct' adds in the wire dtype, which must be bf16 or fp16, not wire='" +
@@ -47,23 +47,23 @@ void check_config(const WireConfig& config) {
     const std::string option =
         config.feedback ? "Feedback('" + std::string(kResidualFormatNames[static_cast<int>(*config.feedback)]) + "')"
                         : "Rounding('stochastic')";
-    throw std::invalid_argument(option +
-                                (rounds ? " needs a sum of what our encoders send, which sum='" + sum_name(config.sum) +
-                                              "' is not: use sum='two-shot' or 'one-shot', where the "
-                                              "transport does not round"
-                                        : " has nothing to do with wire='fp32', which rounds nothing"));
+    throw std::invalid_argument(
+        option + (rounds ? " needs a sum in which fusedcomm rounds and adds, and in sum='" + sum_name(config.sum) +
+                               "' the transport does: use sum='two-shot' "
+                               "or sum='one-shot'"
+                         : " has no effect on wire='fp32', which rounds nothing: leave it out"));
   }
   if (config.predivide != 0 && (config.wire != Wire::kFp16 || !(config.predivide > 0) ||
                                 !std::isfinite(static_cast<float>(1 / config.predivide)) ||
                                 !std::isfinite(static_cast<float>(config.predivide)))) {
-    throw std::invalid_argument("predivide=" + std::to_string(config.predivide) + " is not possible with wire='" +
-                                wire_name(config.wire) +
-                                "': it must be positive and finite, and only wire='fp16' has use for it");
+    throw std::invalid_argument(
+        "predivide=" + std::to_string(config.predivide) + " is not possible with wire='" + wire_name(config.wire) +
+        "': only wire='fp16' takes it, and it and its reciprocal must be positive and finite in fp32");
   }
   if (config.ranks_per_host < 1 || has_scales(config.local_wire)) {
     throw std::invalid_argument("ranks_per_host=" + std::to_string(config.ranks_per_host) + ", local_wire='" +
                                 wire_name(config.local_wire) +
-                                "' is not possible: use 1 or more, and fp32, bf16 or fp16");
+                                "' is not possible: use at least 1, and local_wire='fp32', 'bf16' or 'fp16'");
   }
   if (config.ranks_per_host > 1 && !is_auto && adder_of(config.sum) != Adder::kOwner) {
     throw std::invalid_argument("sum='" + sum_name(config.sum) +

@@ -1,4 +1,4 @@
-// What the engine is told: how gradients travel, in which pieces, and how they are rounded.
+// The engine's configuration: wires, sum, chunks, rounding and error feedback. It is the same on every rank.
 #pragma once
 
 #include <cstdint>
@@ -14,24 +14,25 @@ struct WireConfig {
   Wire wire = Wire::kBf16;
   Sum sum = Sum::kAuto;
   int64_t block_numel = kDefaultBlockNumel;
-  double predivide = 0;  // fp16 only; 0: chosen here
+  double predivide = 0;  // fp16 only: gradients are divided by this before the sum; 0: plan_bucket() chooses
+  // Bytes of a chunk's message, approximately: a chunk has at least one grain in each part.
   int64_t max_chunk_nbytes = 512 << 10;
-  int64_t num_slots = 4;                   // chunks that may be under way at once
-  bool rotate = false;                     // mix runs of elements before quantising, against outliers
-  std::vector<WireFormat> others;          // that some parameters have instead of `wire`; numels are not used
-  bool stochastic = false;                 // rounding; else to nearest
-  uint64_t seed = 0;                       // of the noise
-  std::optional<ResidualFormat> feedback;  // error feedback, if any
-  int64_t ranks_per_host = 1;              // more than one: sums have two levels, first over the ranks of a host
-  Wire local_wire = Wire::kBf16;           // within a host; without scales
+  int64_t num_slots = 4;                   // chunks that may be under way at once; each has a workspace
+  bool rotate = false;                     // rotate runs of elements before they are quantized, against outliers
+  std::vector<WireFormat> others;          // wires that some parameters have instead of `wire`; their numel is not used
+  bool stochastic = false;                 // stochastic rounding; false: to nearest
+  uint64_t seed = 0;                       // of the noise of stochastic rounding
+  std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
+  int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
+  Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
 };
 
-// How a parameter travels: 0 in the configuration's wire, k > 0 in others[k - 1], kExact in fp32.
+// The number of a parameter's wire: 0 is the configuration's `wire`, k > 0 is others[k - 1], kExactWire is fp32.
 inline constexpr int kExactWire = -1;
-// `number` ≥ 0.
+// The format of wire `number`, which is at least 0. Throws std::out_of_range if there is none.
 WireFormat wire_format(const WireConfig& config, int number);
 
-// Throws std::invalid_argument naming the field, its value and what is possible.
+// Throws std::invalid_argument, whose text names the field, its value and what is possible.
 void check_config(const WireConfig& config);
 
 }  // namespace fusedcomm

@@ -6,7 +6,7 @@
 namespace fusedcomm {
 namespace {
 
-// In the order of a bucket's way.
+// In the order in which a bucket passes through the lanes.
 constexpr std::array<LaneRole, kNumLaneRoles> kRoles = {
     LaneRole::kPack,   LaneRole::kScatter,     LaneRole::kLocalReduce, LaneRole::kCrossScatter,
     LaneRole::kReduce, LaneRole::kCrossGather, LaneRole::kGather,      LaneRole::kUnpack};
@@ -15,7 +15,8 @@ bool is_of_two_levels(LaneRole role) {
   return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
 }
 
-// Around the body of a stage: a range for profilers, an entry on the board, and while somebody traces, when it was.
+// Surrounds the body of a stage: opens a range for profilers and an entry on the board, and notes the time while a
+// trace is recorded.
 class StageScope {
  public:
   StageScope(Device& device, Tracer& tracer, Board& board, const BucketJob& job, Stage stage, int64_t chunk)
@@ -58,8 +59,9 @@ Engine::Engine(const WireConfig& config, std::shared_ptr<Device> device, std::sh
       failure_(std::make_shared<FailureLatch>(transport_->rank(), transport_->world_size())) {
   check_config(config_);
   if (config_.ranks_per_host != place_.ranks_per_host) {
-    throw std::invalid_argument("the configuration is for " + std::to_string(config_.ranks_per_host) +
-                                " ranks on a host, the transport for " + std::to_string(place_.ranks_per_host));
+    throw std::invalid_argument("ranks_per_host must be the same for both: the configuration has " +
+                                std::to_string(config_.ranks_per_host) + " ranks on a host, the transport has " +
+                                std::to_string(place_.ranks_per_host));
   }
   workspace_ = workspace_of(config_, world_size());
   slots_.resize(static_cast<size_t>(config_.num_slots));
@@ -79,7 +81,7 @@ void Engine::stop(const std::string& reason) {
   const auto error = std::make_exception_ptr(std::runtime_error(
       "fusedcomm: rank " + std::to_string(transport_->rank()) + ": a bucket was given up because " + reason));
   failure_->set(error);
-  // What fails upstream is passed down, and its jobs end on the unpack lane.
+  // Stop the lanes in this order: an earlier lane passes its errors on to later ones, and jobs end on the unpack lane.
   for (const LaneRole role : kRoles) {
     if (const auto& lane = lanes_[static_cast<size_t>(role)]) lane->stop(error);
   }
@@ -93,10 +95,10 @@ void Engine::free_workspaces() {
 void Engine::check_fits_workspaces(const BucketPlan& plan) const {
   const Workspace& needed = plan.workspace;
   if (needed.outgoing_nbytes > workspace_.outgoing_nbytes || needed.incoming_nbytes > workspace_.incoming_nbytes) {
-    throw std::length_error("a chunk needs " + std::to_string(needed.outgoing_nbytes) + " and " +
-                            std::to_string(needed.incoming_nbytes) + " bytes for sum='" + sum_name(plan.sum) +
+    throw std::length_error("a chunk needs " + std::to_string(needed.outgoing_nbytes) + " outgoing and " +
+                            std::to_string(needed.incoming_nbytes) + " incoming bytes for sum='" + sum_name(plan.sum) +
                             "', and a workspace of this engine has " + std::to_string(workspace_.outgoing_nbytes) +
-                            " and " + std::to_string(workspace_.incoming_nbytes) + " for what goes out and comes in");
+                            " outgoing and " + std::to_string(workspace_.incoming_nbytes) + " incoming bytes");
   }
 }
 
@@ -129,7 +131,7 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
   std::lock_guard<std::mutex> lock(submit_mutex_);
   if (!begin(job)) return;
   EventPtr end = submit_chunks(job);
-  // Nothing to sum; its times are of the caller's stream nevertheless.
+  // There is nothing to sum: the job ends when the caller's stream gets here, so its times are on that stream.
   if (!end) end = lane(LaneRole::kPack).run(nullptr, [] {});
   lane(LaneRole::kUnpack).finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
@@ -140,14 +142,14 @@ EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
   EventPtr end;
   std::deque<Underway> underway;
   for (int64_t chunk = 0; chunk < num_chunks || !underway.empty(); ++chunk) {
-    // A chunk goes one leg on when the next one has begun that leg.
+    // Enqueue the first leg of a new chunk, then the next leg of every older chunk, the newest of these first.
     const size_t num_older = underway.size();
     if (chunk < num_chunks) {
       underway.push_back(take_slot(job->plan, chunk));
       submit_leg(job, &underway.back());
     }
     for (size_t i = num_older; i-- > 0;) submit_leg(job, &underway[i]);
-    // All workspaces may be taken: the oldest has to be through before the next begins.
+    // If all workspaces are taken, the oldest chunk must have all its steps enqueued before the next chunk begins.
     const bool is_full = underway.size() == slots_.size();
     while (is_full && underway.front().num_ordered < num_steps) submit_leg(job, &underway.front());
     while (!underway.empty() && underway.front().num_ordered == num_steps) {
@@ -197,12 +199,12 @@ void Engine::submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underwa
 
 EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& step, Underway* underway) {
   const int64_t chunk = underway->chunk;
-  // Each rank brings a part to an all-gather.
+  // An all-gather's nbytes are of its result, of which each rank sends a part.
   const int64_t from_nbytes = step.operation == Operation::kAllGather ? step.nbytes / step.num_ranks : step.nbytes;
   const WireSpan from = span(job, underway->slot, step.from, from_nbytes);
   const WireSpan to = span(job, underway->slot, step.to, step.nbytes);
   Lane& lane = lane_of(job->plan, step);
-  // The step lives as long as the job's plan, and both stages keep the job.
+  // The step belongs to the job's plan, and both stages below keep the job.
   if (is_collective(step.operation)) {
     const Wire dtype = job->plan.layouts.front().wire;
     return lane.start(std::move(underway->event),
@@ -217,8 +219,8 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
 }
 
 Lane& Engine::lane_of(const BucketPlan& plan, const Step& step) const {
-  // If nothing else goes over the wire between the collectives before and after a sum, they need no events to wait for
-  // each other where the sum is on the wire's own lane.
+  // In a bucket of one chunk nothing else uses the wire between the collectives before and after a sum. If the sum runs
+  // on the wire's own lane, these need no events to wait for each other.
   const bool is_between = step.operation == Operation::kLocalReduce || step.operation == Operation::kReduce;
   if (is_between && device_->wire_runs_stages() && plan.num_chunks() == 1) return lane(LaneRole::kScatter);
   return lane(step.role);
@@ -303,7 +305,7 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const BucketLayout& to = job.plan.layouts[i];
     BucketLayout from = to;
-    from.num_parts = place_.num_hosts;  // on one level all ranks
+    from.num_parts = place_.num_hosts;  // on one level, the number of ranks
     ReduceArgs args{from, parts, job.plan.reduce_scale, to, out};
     args.chunk = chunk;
     args.first_part = place_.part();
@@ -322,8 +324,9 @@ void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts,
 }
 
 void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error) {
-  // A chunk before the last may have failed: the bucket is good only if nothing ever did. What fails outside of a
-  // stage, between streams, has no name yet; if it is not the first failure, it is a consequence of that.
+  // `error` is of the last chunk, and an earlier one may have failed: the bucket is good only if nothing ever failed.
+  // An error outside of a stage, between streams, does not name the bucket yet. If it is not the first failure, it is a
+  // consequence of that.
   if (const std::exception_ptr first = failure_->get()) {
     error = first;
   } else if (error) {
@@ -367,7 +370,7 @@ Lane::Task Engine::stage(const std::shared_ptr<BucketJob>& job, Stage stage, int
       device->settle();
       scope.end();
     } catch (...) {
-      // The stage stays on the board, for whoever asks what its bucket is waiting for.
+      // The stage stays on the board, so that reports say what its bucket is waiting for.
       std::rethrow_exception(failure->fail(*job, stage_name(stage), chunk, std::current_exception()));
     }
     board->end_stage(scope.entry());
@@ -378,7 +381,7 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
                                   Lane::Transfer body) {
   return [failure = failure_, device = device_, tracer = tracer_, board = board_, job, stage, chunk,
           body = std::move(body)](Lane::Completion done) {
-    // After a failure nothing more goes out: the peers would take it for what was left out.
+    // After a failure nothing more is sent: peers would take it for the message that was not sent.
     if (auto first = failure->get()) std::rethrow_exception(first);
     const StageScope scope(*device, *tracer, *board, *job, stage, chunk);
     try {

@@ -1,6 +1,7 @@
-// The engine: takes buckets in the order in which the backward pass fills them and has them summed across ranks.
+// The engine sums buckets across ranks, in the order in which the backward pass fills them.
 //
-// A bucket travels as chunks through a small ring of workspaces, each chunk by the steps of its bucket's sum (sums.h):
+// A bucket is cut into chunks, which use a small ring of workspaces. Each chunk goes through the steps of its bucket's
+// sum (sums.h) on these lanes:
 //
 //   pack lane ──► scatter lane ──► reduce lane ──► gather lane ──► unpack lane        two-shot
 //   pack lane ──► scatter lane ───────────────────────────────────► unpack lane       all-reduce (exact, direct)
@@ -8,11 +9,12 @@
 //   pack ──► scatter (local) ──► local reduce ──► cross scatter ──► reduce ──► cross gather ──► gather (local) ──►
 //   unpack                                                                 two-shot on two levels
 //
-// Every lane takes the chunks of all buckets in the same order, so the order of collectives on each channel is a matter
-// of the buckets alone and never of timing; and while chunk k is on the wire, chunk k+1, of this bucket or the next, is
-// packed. Where the lanes are streams, chunk k+1's all-to-all is enqueued before chunk k's all-gather, so the wire has
-// work while chunk k is reduced; a bucket of one chunk has nothing to put there, and is reduced on the wire's own
-// stream. Nothing here waits: submit() returns at once, and on_done is called from the unpack lane. No torch in here.
+// Every lane takes the chunks of all buckets in the same order. The order of collectives on each channel therefore
+// depends on the buckets alone, never on timing. While chunk k is on the wire, chunk k+1, of this bucket or the next,
+// is packed. Where the lanes are streams, chunk k+1's all-to-all is enqueued before chunk k's all-gather, so the wire
+// has work while chunk k is reduced. A bucket of one chunk has no such work, and is reduced on the wire's own stream.
+// Nothing here waits: submit() returns at once, and on_done is called from the unpack lane. This layer does not use
+// torch.
 #pragma once
 
 #include <array>
@@ -34,37 +36,41 @@
 
 namespace fusedcomm {
 
+// The number of LaneRole's enumerators.
 inline constexpr size_t kNumLaneRoles = 8;
 
 class Engine {
  public:
-  // Allocates the workspaces, once; the chunk bounds them, whatever buckets come.
+  // Allocates the workspaces once; the configuration's chunk size bounds them for any bucket. Throws
+  // std::invalid_argument if the configuration is not possible or has other hosts than the transport.
   Engine(const WireConfig& config, std::shared_ptr<Device> device, std::shared_ptr<Transport> transport);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Same order on every rank. After a failure every further job fails at once with the first error.
+  // Enqueues a job. Every rank must submit the same jobs in the same order. After a failure every further job fails at
+  // once with the first error.
   void submit(std::shared_ptr<BucketJob> job);
 
-  // For what the codec cannot carry (sparse, float64): the caller's own stages on the same lanes, in the order of the
-  // buckets. Of the job only owner, label, is_last and on_done are used.
+  // Enqueues a bucket that the codec cannot carry (sparse, float64): the caller's own stages run on the same lanes, in
+  // the order of the buckets. Uses only the job's owner, label, is_last, counted and on_done.
   void submit_passthrough(std::shared_ptr<BucketJob> job, PassthroughStages stages);
 
-  // Fails what is under way with `reason` and ends the lanes. Idempotent.
+  // Fails all jobs under way with `reason` and ends the lanes. Idempotent.
   void stop(const std::string& reason);
   bool has_failed() const { return failure_->has_failed(); }
-  // After stop(), for an engine that is kept for what it has counted.
+  // Call it after stop(), for an engine that is kept only for its statistics.
   void free_workspaces();
 
   EngineStats stats() { return stats_.get(); }
   void start_trace() { tracer_->start(device_->stamp()); }
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
+  // Bytes of all workspaces.
   int64_t scratch_nbytes() const {
     return static_cast<int64_t>(slots_.size()) * (workspace_.outgoing_nbytes + workspace_.incoming_nbytes);
   }
   const std::shared_ptr<Board>& board() const { return board_; }
-  // See FailureLatch.
+  // See FailureLatch::explain_with().
   void explain_failures_with(FailureLatch::Explain explain) { failure_->explain_with(std::move(explain)); }
   const WireConfig& config() const { return config_; }
   Device& device() const { return *device_; }
@@ -77,22 +83,23 @@ class Engine {
   struct Slot {
     std::shared_ptr<std::byte> outgoing;
     std::shared_ptr<std::byte> incoming;
-    EventPtr free;  // the last use has ended
+    EventPtr free;  // completes when the last use has ended
   };
 
-  // A chunk on its way.
+  // A chunk under way.
   struct Underway {
     Slot* slot;  // null if its bucket is summed in place
     int64_t chunk;
     EventPtr event;          // the end of the step before
-    size_t num_ordered = 0;  // steps
+    size_t num_ordered = 0;  // steps enqueued so far
   };
 
-  // Throws std::length_error.
+  // Throws std::length_error if the plan needs larger buffers than a slot has.
   void check_fits_workspaces(const BucketPlan& plan) const;
-  // What the calling thread has enqueued comes before; false if the job has been ended with an error.
+  // Numbers the job, and makes the pack lane wait for what the calling thread has enqueued. Returns false if the job
+  // has ended with an error.
   bool begin(const std::shared_ptr<BucketJob>& job);
-  // Orders all chunks' steps. Returns the end of the last one; null if there is no chunk.
+  // Enqueues the steps of all chunks. Returns the end of the last one; null if there is no chunk.
   EventPtr submit_chunks(const std::shared_ptr<BucketJob>& job);
   Underway take_slot(const BucketPlan& plan, int64_t chunk);
   void submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underway);
@@ -101,7 +108,7 @@ class Engine {
   // The memory that a step reads or writes; empty for gradients that are not summed in place.
   WireSpan span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const;
   void start_collective(const Step& step, Wire dtype, const WireSpan& from, const WireSpan& to, Lane::Completion done);
-  // Does one chunk's step of the codec, one payload after another. `from` and `to` are messages.
+  // Runs a step of the codec for one chunk, one payload after another. `from` and `to` are messages.
   void run_codec(BucketJob& job, const Step& step, int64_t chunk, const std::byte* from, std::byte* to);
   void scale(BucketJob& job);
   void pack(BucketJob& job, int64_t chunk, std::byte* out);
@@ -109,10 +116,10 @@ class Engine {
   void reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out);
   void unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages);
   void finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr error);
-  // Counts a bucket that ended without an error in the statistics.
+  // Adds a bucket that ended without an error to the trace and the statistics.
   void account(const BucketJob& job, const StampPtr& done);
 
-  // A task or transfer whose error goes through the failure latch and whose time through the tracer.
+  // Wraps a task or transfer: reports errors to the failure latch, progress to the board and times to the tracer.
   Lane::Task stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Task body);
   Lane::Transfer wire_stage(const std::shared_ptr<BucketJob>& job, Stage stage, int64_t chunk, Lane::Transfer body);
 
@@ -126,22 +133,22 @@ class Engine {
   const std::shared_ptr<Tracer> tracer_ = std::make_shared<Tracer>();
   const std::shared_ptr<Board> board_ = std::make_shared<Board>();
 
-  // Order of submission, slots_, next_slot_ and submitted_steps_. It is held while collectives are enqueued, and NCCL's
-  // then wait for the GIL: torch's flight recorder notes the Python frames of each, unless TORCH_FR_BUFFER_SIZE=0 turns
-  // it off. So nobody may wait for this mutex, or for one that is held while waiting for it, with the GIL in hand:
-  // bindings let go of the GIL first. Under it one may wait for the GIL, for what a failure is explained with (see
-  // FailureLatch) and for the mutexes of the stats, the board, the tracer, a lane and the latch, under none of which
-  // anybody waits for the GIL or for this one.
+  // Guards the order of submission, slots_, next_slot_ and submitted_steps_. It is held while collectives are enqueued,
+  // and enqueuing an NCCL collective waits for the GIL: torch's flight recorder notes the Python frames of each, unless
+  // TORCH_FR_BUFFER_SIZE=0 turns it off. A thread that holds the GIL must therefore not wait for this mutex, nor for a
+  // mutex that is held while waiting for this one: bindings release the GIL first. A thread that holds this mutex may
+  // wait for the GIL, for the explanation of a failure (see FailureLatch), and for the mutexes of the stats, the board,
+  // the tracer, a lane and the latch. No thread that holds one of these mutexes waits for the GIL or for this mutex.
   std::mutex submit_mutex_;
   int64_t submitted_steps_ = 0;
 
   StatsKeeper stats_;
-  Workspace workspace_;  // of each slot
+  Workspace workspace_;  // the buffers of each slot
   std::vector<Slot> slots_;
   size_t next_slot_ = 0;
 
-  // Indexed by role; null if the sums have one level and the role belongs to two. They are the last member, so that
-  // they are destroyed before what their tasks use.
+  // Indexed by role. Null if the role belongs to sums on two levels and the engine's have one. They are the last
+  // member, so that they are destroyed before anything that their tasks use.
   std::array<std::unique_ptr<Lane>, kNumLaneRoles> lanes_;
 };
 

@@ -47,11 +47,11 @@ std::exception_ptr FailureLatch::fail(const BucketJob& job, const std::string& s
   std::string explanation;
   if (explain_) {
     explaining_ = true;
-    const Explain explain = explain_;  // another may be set meanwhile
+    const Explain explain = explain_;  // another function may be set meanwhile
     lock.unlock();
     try {
       explanation = explain(failure);
-    } catch (...) {  // the failure itself is what counts
+    } catch (...) {  // report the failure without an explanation
     }
     lock.lock();
     explaining_ = false;

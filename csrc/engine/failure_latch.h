@@ -1,4 +1,4 @@
-// The first error of an engine, with what is known of where it happened.
+// Keeps the first error of an engine, with the rank, stage, chunk and bucket where it happened.
 #pragma once
 
 #include <condition_variable>
@@ -12,25 +12,29 @@
 
 namespace fusedcomm {
 
-// The first error of an engine, which every later job gets. Shared with transfers, which may outlive the engine.
+// Keeps the first error of an engine; every later job fails with it. Transfers share the latch, because they may
+// outlive the engine.
 class FailureLatch {
  public:
-  // From the text of a failure to what can be said of the other ranks; may take some seconds, and must end by itself.
+  // Takes the text of a failure. Returns what is known of the other ranks, empty if nothing. It may take some seconds,
+  // but must return by itself.
   using Explain = std::function<std::string(const std::string& failure)>;
 
   FailureLatch(int rank, int world_size) : rank_(rank), world_size_(world_size) {}
-  // Called for the first failure alone, on the thread that met it, without the latch's lock; but if a bucket fails
-  // while it is handed over, that thread holds the engine's submit_mutex_. So what explains must wait for nothing that
-  // takes that one: the watch takes its own locks and the board's, and what ends its wait, Synchroniser::stop(), takes
-  // none.
+  // Sets the function that adds detail to the first failure's text. It runs once, on the failing thread, without the
+  // latch's lock. It must wait for nothing that needs the engine's submit_mutex_, because a thread whose bucket fails
+  // while it is handed over holds that mutex. The watch takes only its own locks and the board's, and
+  // Synchroniser::stop(), which ends its wait, does not take submit_mutex_.
   void explain_with(Explain explain);
-  // Waits while the first failure is being explained: what it says goes to every job.
+  // The first error, null if there is none. Waits while the first failure is being explained, because every job gets
+  // the explained text.
   std::exception_ptr get() const;
   // Keeps `error` if it is the first.
   void set(std::exception_ptr error);
-  // Whether the first is a failure, and not what set() was given.
+  // Whether the first error is a failure, from fail() and not from set().
   bool has_failed() const;
-  // `cause` with the rank, the stage, the chunk and the bucket in its text; also kept if it is the first.
+  // Returns `cause` with the rank, the stage, the chunk and the bucket in its text. The first failure is also explained
+  // and kept.
   std::exception_ptr fail(const BucketJob& job, const std::string& stage, int64_t chunk, std::exception_ptr cause);
 
  private:

@@ -1,4 +1,4 @@
-// A bucket on its way through the engine.
+// A bucket under way in the engine.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,11 @@
 
 namespace fusedcomm {
 
-// The elements that travel in one of a bucket's layouts, and how they are rounded.
+// The elements of one of a bucket's layouts, and how they are rounded.
 struct Payload {
   BucketSlices streams;
-  // What unpack writes to, if it needs tables of its own: of the plan's layout, where pack's are of its host layout.
+  // What unpack writes to, if it needs other tables than pack. On two levels pack's tables are of the plan's host
+  // layout, and unpack's are of its layout.
   std::optional<BucketSlices> unpacked;
   Encoding pack, local_reduce, reduce;
 };
@@ -27,35 +28,37 @@ struct Payload {
 // One bucket under way.
 struct BucketJob {
   BucketPlan plan;
-  // Keeps the gradients alive as long as the job: after a failure or a stop, on_done comes before the transport has let
-  // go of memory that it was given.
+  // Keeps the gradients alive as long as the job. After a failure or a stop, the transport may still use their memory
+  // after on_done.
   std::shared_ptr<void> owner;
-  std::vector<Payload> payloads;  // of plan.layouts; in_place: everything is in the first one's lossy stream
+  // One for each of plan.layouts. If the bucket is summed in place, all elements are in the first one's lossy stream.
+  std::vector<Payload> payloads;
   std::shared_ptr<const BucketLabel> label;
-  bool is_last = false;  // of this backward pass
-  bool counted = true;   // in the engine's stats; not if it serves another bucket
+  bool is_last = false;  // whether it is the last bucket of its backward pass
+  bool counted = true;   // whether the engine's stats count it; false for a job that is not a bucket of its own
   int64_t grad_nbytes = 0;
 
   // Called on the pack lane before the first chunk is packed; may be empty.
   std::function<void()> before_pack;
-  // Called on the lane of the encoder that error feedback begins with (pack; on two levels the local reduce), after the
-  // last chunk; may be empty.
+  // Called after the last chunk, on the lane of the first encoder with error feedback: pack, or the local reduce on two
+  // levels. May be empty.
   std::function<void()> after_first_encoder;
-  // Called for each chunk in which pack met non-finite elements, while the gradients are still there; may be empty.
+  // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
+  // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
-  // Called exactly once, with an error or null.
+  // Called exactly once, with an error, or with null for success.
   std::function<void(std::exception_ptr)> on_done;
 
-  // At least 1: of one that is not planned, or of nothing, too.
+  // At least 1, also for a bucket that is empty or not planned.
   int64_t num_chunks() const { return std::max<int64_t>(1, plan.num_chunks()); }
 
   StampPtr submitted;
   int64_t step = 0;
-  int64_t number = 0;         // on the engine's board
+  int64_t number = 0;         // its number on the engine's board
   int64_t num_nonfinite = 0;  // written on the pack lane, read in on_done
 };
 
-// What a bucket that the codec cannot carry does at each stage; empty ones are left out.
+// The stages of a bucket that the codec cannot carry. An empty stage is skipped; scatter must not be empty.
 struct PassthroughStages {
   Lane::Task pack;
   Lane::Transfer scatter;

@@ -8,16 +8,17 @@
 namespace fusedcomm {
 namespace {
 
-constexpr int64_t kOneChunk = int64_t{1} << 62;  // no chunk has as many bytes
+// Bytes; more than any bucket has, so the bucket is cut into one chunk.
+constexpr int64_t kOneChunk = int64_t{1} << 62;
 
-// With every rank's fp16 value divided by f and the sum multiplied by f/p afterwards, f = p cannot overflow but loses
-// small values, f = 1 the reverse; a power of two near √p halves the risk on both sides (as FSDP does).
+// Each rank's fp16 values are divided by f, and the sum is multiplied by f/p afterwards. f = p cannot overflow but
+// loses small values; f = 1 is the reverse. A power of two near √p halves the risk on both sides (as FSDP does).
 double balanced_predivide(int world_size) { return std::exp2(std::ceil(std::log2(world_size) / 2)); }
 
-// The sum of what the codec encodes.
+// The sum of buckets that the codec sums.
 Sum sum_of_codes(const WireConfig& config, int world_size) {
   if (config.sum != Sum::kAuto) return config.sum;
-  // Two ranks send as many bytes by either, but in one shot a value is rounded once and goes through one collective.
+  // Two ranks send as many bytes with either sum, but a one-shot rounds a value once and needs one collective.
   return world_size <= 2 && config.ranks_per_host == 1 ? Sum::kOneShot : Sum::kTwoShot;
 }
 
@@ -35,17 +36,17 @@ Sum choose_sum(const WireConfig& config, int world_size, GradDtype dtype, int64_
     return Sum::kExact;
   }
   const Sum of_codes = sum_of_codes(config, world_size);
-  // Half-precision gradients under an fp32 wire: we add in rank order, so the result is the same everywhere.
+  // Half-precision gradients and an fp32 wire: the codec adds in rank order, so the result is the same everywhere.
   if (!rounds && dtype != GradDtype::kFloat32) return of_codes;
   if (!rounds && config.ranks_per_host == 1) return Sum::kExact;
   if (dtype == GradDtype::kFloat32 && numel * grad_nbytes(dtype) <= kSmallBucketNbytes) {
-    *reason = "small: an exact sum takes little longer, if at all";
+    *reason = "small: an exact sum takes hardly longer";
     return Sum::kExact;
   }
   return of_codes;
 }
 
-// The most that a chunk may have so that its message within a host has at most config.max_chunk_nbytes, too.
+// The most bytes of a chunk with which its message within a host has at most config.max_chunk_nbytes, too.
 int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>& streams, int64_t exact_numel) {
   if (config.ranks_per_host == 1) return config.max_chunk_nbytes;
   int64_t nbytes = 0, local_nbytes = 0;
@@ -58,7 +59,8 @@ int64_t max_chunk_nbytes(const WireConfig& config, const std::vector<WireFormat>
   return num_chunks <= 1 ? config.max_chunk_nbytes : std::max<int64_t>(1, nbytes / num_chunks);
 }
 
-// The bucket's streams, or one stream without any elements; their numbers are appended to `wires`.
+// The formats of the bucket's lossy streams; if it has none, one stream without elements. Appends their wire numbers to
+// `wires`.
 std::vector<WireFormat> streams_of(const WireConfig& config, const std::vector<int64_t>& lossy_numels,
                                    std::vector<int>* wires) {
   std::vector<WireFormat> streams;
@@ -75,7 +77,7 @@ std::vector<WireFormat> streams_of(const WireConfig& config, const std::vector<i
   return streams;
 }
 
-// Sets layouts and scales where the codec sums.
+// Sets the layouts and scales of a bucket that the codec sums.
 void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_numel,
                        const std::vector<WireFormat>& streams, BucketPlan* plan) {
   const double predivide = config.predivide != 0 ? config.predivide : 1;
@@ -93,8 +95,8 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
   }
 }
 
-// Sets layouts and scales where the transport sums. An all-reduce has one dtype: exempt parameters need no section of
-// their own in an exact bucket.
+// Sets the layouts and scales of a bucket that the transport sums. An all-reduce has one dtype, so exempt parameters of
+// an exact bucket need no section of their own.
 void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run, int64_t exact_numel,
                      const std::vector<WireFormat>& streams, BucketPlan* plan) {
   WireFormat whole = streams.front();
@@ -103,14 +105,14 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
     int64_t numel = exact_numel;
     for (const WireFormat& stream : streams) numel += stream.numel;
     whole = {Wire::kFp32, config.block_numel, false, numel};
-    // Before the sum, as DDP's own all-reduce does: the same bits.
+    // Scale before the sum, as DDP's own all-reduce does: this gives the same bits.
     plan->pack_scale = static_cast<float>(1.0 / world_size);
     plan->in_place = in_one_run && dtype == GradDtype::kFloat32;
   } else {
     if (exact_numel != 0) {
       throw std::invalid_argument(
           "sum='direct' adds the whole bucket in one 16-bit dtype and cannot carry exempt "
-          "elements: use sum='two-shot', or let none be exempt");
+          "elements: use sum='two-shot', or exempt no parameter");
     }
     const double predivide = config.predivide != 0       ? config.predivide
                              : whole.wire == Wire::kFp16 ? balanced_predivide(world_size)
@@ -144,7 +146,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
 }
 
 int64_t workspace_nbytes(const WireConfig& config, int world_size) {
-  // Each layout's part is rounded up to one more grain and each of its three sections to 16 bytes.
+  // A layout's part may be rounded up by one grain. Its exact elements and its three sections are each rounded up to 16
+  // bytes.
   int64_t slack = 0;
   for (int number = 0; number <= static_cast<int>(config.others.size()); ++number) {
     const WireFormat stream = wire_format(config, number);

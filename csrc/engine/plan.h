@@ -1,5 +1,5 @@
-// How a bucket will travel: which sum, how it is cut, and where the mean is taken. Decided here, from the numbers
-// that every rank shares, so that all ranks decide alike.
+// The plan of a bucket: its sum, its chunks and parts, and where its gradients are scaled to the mean. It is made from
+// numbers that all ranks share, so all ranks decide alike.
 #pragma once
 
 #include <cstdint>
@@ -18,56 +18,60 @@ struct BucketPlan {
   Sum sum = Sum::kExact;
   // The collective works on the bucket's own memory, in one chunk; nothing is packed or unpacked.
   bool in_place = false;
-  // Where the codec sums: one for each wire in the bucket, whose numbers are in `wires`; else one for the whole bucket.
+  // If the codec sums, one layout for each wire in the bucket; else one for the whole bucket.
   std::vector<BucketLayout> layouts;
+  // The wire number of each layout; empty if the transport sums.
   std::vector<int> wires;
-  // Two-shot on two levels: what is packed, and what the sums over a host's ranks are taken from. Else empty.
+  // Two-shot on two levels: the layouts of the messages within a host, which pack writes and the local reduce reads.
+  // Else empty.
   std::vector<BucketLayout> host_layouts;
-  // What happens to each chunk; made once, with the plan. Null if the bucket is not planned.
+  // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
-  Workspace workspace;  // the buffers that the steps need
-  float pack_scale = 1;
-  float reduce_scale = 1;  // only where sums are encoded again
-  float unpack_scale = 1;
-  std::string reason;  // why not what the configuration's wire would lead one to expect; empty if it is
+  Workspace workspace;     // the buffers that the steps need
+  float pack_scale = 1;    // multiplies gradients before they are encoded
+  float reduce_scale = 1;  // multiplies sums before they are encoded again
+  float unpack_scale = 1;  // multiplies what unpack decodes
+  std::string reason;      // why the sum is not the one that the configuration's wire suggests; empty if it is
 
-  // 0 of a bucket that is not planned, because the codec does not carry it.
+  // 0 if the bucket is not planned because the codec does not carry it.
   int64_t num_chunks() const { return layouts.empty() ? 0 : layouts.front().num_chunks; }
   int64_t chunk_nbytes() const { return layouts.empty() ? 0 : layouts.front().chunk_nbytes(); }
-  // Of the message within a host; 0 if there is none.
+  // Bytes of a chunk's message within a host; 0 on one level.
   int64_t host_chunk_nbytes() const { return host_layouts.empty() ? 0 : host_layouts.front().chunk_nbytes(); }
   bool on_two_levels() const { return !host_layouts.empty(); }
-  // Sums are of what our encoders have made: rounded once by each, to nearest or not, and fed back.
+  // Whether the codec adds what encoders have made. Only then do stochastic rounding and error feedback apply.
   bool sums_codes() const { return adder_of(sum) != Adder::kTransport; }
   // Whether the sums are encoded again.
   bool encodes_sums() const { return adder_of(sum) == Adder::kOwner; }
-  // What pack writes.
+  // The layouts of the messages that pack writes.
   const std::vector<BucketLayout>& packed_layouts() const { return on_two_levels() ? host_layouts : layouts; }
-  // Of the exact stream, which the first layout has.
+  // Elements of the exact stream, which the first layout has.
   int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
 };
 
-// Buckets of at most this many gradient bytes are summed exactly when the sum is left to us: on them an exact
+// With Sum::kAuto, fp32 buckets of at most this many gradient bytes are summed exactly. For buckets of 4 KiB an exact
 // all-reduce takes as long as the two collectives of a two-shot, and 1.3 times as long as the one of a one-shot
-// (bench/hook_overhead.py --ranks 2, buckets of 4 KiB): so little time that what is exact is worth it.
+// (bench/hook_overhead.py --ranks 2). Exact sums cost so little time there that they are worth it.
 inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 
-// lossy_numels: by the number of the wire, missing ones are 0. in_one_run: the gradients lie one after another, so that
-// a collective may work on their own memory.
+// Plans a bucket with exact_numel elements in the exact stream and lossy_numels[k] elements in wire number k; missing
+// ones are 0. in_one_run: the gradients are contiguous, so that a collective may work on their own memory. Throws
+// std::invalid_argument if sum='direct' would have to carry exact elements.
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        const std::vector<int64_t>& lossy_numels, bool in_one_run = true);
 
-// Upper bound of chunk_nbytes() and host_chunk_nbytes() over every bucket. The module does not bound it more tightly,
-// since what a reducer will bring cannot be told for sure from it (parameters frozen, tied or ignored since).
+// An upper bound of chunk_nbytes() and host_chunk_nbytes() for any bucket. The module's parameters give no tighter
+// bound, because some may have been frozen, tied or ignored since.
 int64_t workspace_nbytes(const WireConfig& config, int world_size);
 // Buffers that are large enough for a chunk of any bucket.
 Workspace workspace_of(const WireConfig& config, int world_size);
-// Whether what the codec encodes is summed by every rank, from everybody's message; on one level.
+// Whether buckets that the codec sums are summed in a one-shot.
 bool is_one_shot(const WireConfig& config, int world_size);
 
-// Bytes that one rank sends for this bucket, added up over its steps.
+// Bytes that one rank sends for this bucket, added up over its steps; 0 if the bucket is not planned.
 int64_t sent_nbytes(const BucketPlan& plan);
-// Bytes of these that go to other hosts. A collective of all ranks counts as a ring that leaves each host once.
+// The part of sent_nbytes() that goes to other hosts. A collective among all ranks counts as a ring that leaves each
+// host once.
 int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_per_host);
 
 }  // namespace fusedcomm

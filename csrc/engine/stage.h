@@ -1,4 +1,4 @@
-// The stages of a bucket's way, and what the bucket is called: for traces, the board and errors.
+// The stages of a bucket, and the bucket's names in traces, on the board and in errors.
 #pragma once
 
 #include <array>
@@ -9,7 +9,8 @@
 
 namespace fusedcomm {
 
-// "Local": within a host, where a sum has two levels.
+// Stages called "local" are within a host, in sums on two levels. kBucket and kExposed are only spans of a trace
+// (trace.h).
 enum class Stage : uint8_t {
   kPack,
   kLocalAllToAll,
@@ -32,7 +33,7 @@ inline const char* stage_name(Stage stage) {
   return kNames[static_cast<size_t>(stage)];
 }
 
-// Whether other ranks take part in it.
+// Whether the stage is a collective.
 inline bool is_on_wire(Stage stage) {
   switch (stage) {
     case Stage::kLocalAllToAll:
@@ -46,7 +47,7 @@ inline bool is_on_wire(Stage stage) {
   }
 }
 
-// What a bucket is called.
+// The names of a bucket.
 struct BucketLabel {
   BucketLabel(std::string bucket_name, std::string bucket_text)
       : name(std::move(bucket_name)), text(std::move(bucket_text)) {
@@ -55,8 +56,8 @@ struct BucketLabel {
     }
   }
   std::string name;                            // "bucket 3"
-  std::string text;                            // with its parameters and size, for errors
-  std::array<std::string, kNumStages> ranges;  // by stage, for profilers
+  std::string text;                            // the name with its parameters and size, for errors
+  std::array<std::string, kNumStages> ranges;  // a name for each stage, for profilers
 };
 
 }  // namespace fusedcomm

@@ -7,6 +7,7 @@
 namespace fusedcomm {
 namespace {
 
+// Steps whose times are kept.
 constexpr size_t kNumRecentSteps = 512;
 
 void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
@@ -51,11 +52,12 @@ void StatsKeeper::take_times() {
   }
 }
 
-// A bucket is handed over after the one before it, and is done after it. So the time in which at least one is under way
-// is all from the first one's hand-over on, without what lies between a bucket's end and the next one's hand-over.
+// Buckets are handed over and completed in order. The time with at least one bucket under way is therefore the time
+// from the first hand-over to the last completion, without the gaps between a bucket's completion and the next
+// hand-over. Time before the completion of the previous pass is counted with that pass.
 void StatsKeeper::take_pass(size_t num_buckets) {
   const auto begin = untimed_.begin(), end = begin + static_cast<std::ptrdiff_t>(num_buckets);
-  // All of them lie before the last one's end, which has been reached.
+  // Every stamp precedes the last bucket's completion, which has been reached.
   std::for_each(begin, end, [](const Interval& bucket) {
     bucket.submitted->mark_reached();
     bucket.done->mark_reached();

@@ -1,4 +1,4 @@
-// What an engine has done, and how long its steps took.
+// Counts of what an engine has done, and the times of its steps.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace fusedcomm {
 
-// Sums since the engine was made; a step ends with a bucket that is_last. Times follow when the device has got there.
+// Counts since the engine was made. A step ends with a bucket that is_last. Times are added once the device has
+// finished the step.
 struct EngineStats {
   int64_t num_steps = 0;
   int64_t num_buckets = 0;
@@ -19,8 +20,9 @@ struct EngineStats {
   int64_t sent_between_hosts_nbytes = 0;  // on one level every rank counts as a host
   int64_t num_nonfinite = 0;
   double busy_ms = 0;  // time during which at least one bucket was under way
-  // Of the last steps, unordered. Exposed: from the last bucket's hand-over to its completion.
+  // The time from the hand-over of a step's last bucket to its completion, for up to 512 recent steps in no order.
   std::vector<float> recent_exposed_ms;
+  // The busy time of the same steps, in the same order.
   std::vector<float> recent_busy_ms;
 };
 
@@ -28,21 +30,22 @@ struct EngineStats {
 class StatsKeeper {
  public:
   StatsKeeper();
-  // `bucket` has the counts of one bucket, which ends a step if its num_steps is 1.
+  // `bucket` has the counts of one bucket; its num_steps is 1 if it ends a step, else 0.
   void add(const EngineStats& bucket, StampPtr submitted, StampPtr done);
   EngineStats get();
 
  private:
-  // A bucket whose result has been ordered; on an accelerator it may be there only later.
+  // A bucket whose work has been enqueued; on an accelerator it may end later.
   struct Interval {
     StampPtr submitted, done;
     bool is_last;
   };
-  // Takes the times of backward passes that are through. The device is asked once for each, not for every bucket.
+  // Takes the times of finished backward passes. Asks the device once for each pass, not for every bucket.
   void take_times();
+  // Takes the times of the oldest `num_buckets` buckets, which are one finished pass.
   void take_pass(size_t num_buckets);
 
-  std::mutex mutex_;  // of all that follows
+  std::mutex mutex_;  // guards the members below
   EngineStats stats_;
   std::deque<Interval> untimed_;
   StampPtr last_done_;

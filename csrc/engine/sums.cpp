@@ -39,7 +39,7 @@ Step unpack(Buffer from, int64_t nbytes) {
   return make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kUnpack, from, Buffer::kGradients, nbytes);
 }
 
-// Every channel has a lane of its own.
+// The lane that starts the channel's collectives. A local channel shares its lane with the channel among all ranks.
 LaneRole role_of(Channel channel) {
   switch (channel) {
     case Channel::kGather:
@@ -90,7 +90,7 @@ Step in_local_wire(Step step) {
 
 // ---- the sums
 
-// In the incoming buffer, which every engine has.
+// Packs into the incoming buffer, because every engine has one.
 Steps added_by_transport(const ChunkShape& of) {
   return {
       pack(Buffer::kIncoming, of.nbytes),
@@ -116,9 +116,9 @@ Steps one_shot(const ChunkShape& of) {
   };
 }
 
-// First over the ranks of each host and then over hosts, so that less crosses the network. Rank l of a host sums the
-// l-th of its ranks' parts, and then, with the ranks l of the other hosts, one over all hosts of each of the pieces
-// that this part is made of.
+// Sums first over the ranks of each host and then over hosts, so that less crosses the network. Rank l of each host
+// adds part l of the messages of its host's ranks. Such a part has one piece for each host. The ranks l of all hosts
+// then exchange these pieces, and each of them adds one piece over all hosts.
 Steps two_levels(const ChunkShape& of) {
   const int64_t num_hosts = of.world_size / of.ranks_per_host, between_nbytes = of.nbytes / of.ranks_per_host;
   return {
@@ -158,7 +158,7 @@ const auto& row_of(Sum sum) {
   for (const auto& row : kSums) {
     if (row.sum == sum) return row;
   }
-  throw std::invalid_argument("not a sum");
+  throw std::invalid_argument("sum='auto' is not one sum: name one of the others");
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 // every chunk, plan.cpp adds up the bytes that it sends, and the cost model adds up how long its steps take. A new sum
 // is a new enumerator here, and in sums.cpp a new list with its row in kSums.
 //
-// A chunk has a workspace of two buffers, since each step reads from one what the step before wrote there.
+// A chunk has a workspace of two buffers. Most steps read one buffer, which the step before has written, and write the
+// other.
 #pragma once
 
 #include <cstdint>
@@ -16,36 +17,36 @@
 namespace fusedcomm {
 
 enum class Sum : uint8_t {
-  kAuto,
+  kAuto,     // plan_bucket() chooses exact, two-shot or one-shot
   kExact,    // all-reduce in fp32
   kDirect,   // all-reduce in the 16-bit wire dtype; the transport rounds at every addition
-  kTwoShot,  // all-to-all, fp32 sum in rank order by the owner, one re-encode, all-gather
-  kOneShot   // all-gather of everybody's encoded chunk, fp32 sum in rank order by each: nothing is encoded twice
+  kTwoShot,  // all-to-all; a part's owner adds it in fp32, in rank order, and encodes the mean; all-gather
+  kOneShot   // all-gather of every rank's encoded chunk; each rank adds them in fp32, in rank order
 };
 
-// "auto" first, then what it chooses from.
+// "auto" first, then the others in the order of Sum.
 std::vector<std::string> sum_names();
-// Throws std::invalid_argument if `name` is none of these.
+// Throws std::invalid_argument if sum_names() does not have `name`.
 Sum sum_from_name(const std::string& name);
 std::string sum_name(Sum sum);
 
-// Who adds the ranks' chunks.
+// What adds the ranks' chunks.
 enum class Adder : uint8_t {
   kTransport,  // an all-reduce, which has one dtype
-  kOwner,      // the codec of the rank that owns a part: a chunk has a part for each rank
-  kEveryRank   // the codec of every rank, all of everybody's chunk
+  kOwner,      // the codec of the rank that owns a part; a chunk has a part for each rank
+  kEveryRank   // every rank's codec adds the whole chunks of all ranks
 };
 // Throws std::invalid_argument for kAuto.
 Adder adder_of(Sum sum);
 
 // The codec's operations, then the transport's.
 enum class Operation : uint8_t {
-  kScale,        // the gradients where they are
-  kPack,         // gradients into a message
-  kLocalReduce,  // the parts of a host's ranks into their sum
-  kReduce,       // the parts of all ranks or hosts into their mean
-  kUnpack,       // a message into gradients
-  kSum,          // every rank's message into gradients: their mean
+  kScale,        // scales gradients in place
+  kPack,         // encodes gradients into a message
+  kLocalReduce,  // adds the parts of a host's ranks into their sum
+  kReduce,       // adds the parts of all ranks or hosts into their mean
+  kUnpack,       // decodes a message into gradients
+  kSum,          // adds every rank's message into gradients, their mean
   kAllToAll,
   kAllGather,
   kAllReduce
@@ -57,19 +58,20 @@ const char* operation_name(Operation operation);
 // "scatter", "gather", "local_scatter", "local_gather", "cross_scatter", "cross_gather"
 const char* channel_name(Channel channel);
 
-// Whether it connects the ranks of one host, or those with the same place on each host.
+// Whether the channel connects the ranks of one host.
 inline constexpr bool is_local(Channel channel) {
   return channel == Channel::kLocalScatter || channel == Channel::kLocalGather;
 }
+// Whether the channel connects the ranks with the same place on their hosts, one on each host.
 inline constexpr bool is_cross(Channel channel) {
   return channel == Channel::kCrossScatter || channel == Channel::kCrossGather;
 }
 
 enum class Buffer : uint8_t {
   kGradients,
-  kOutgoing,   // one of the workspace
-  kIncoming,   // the other one
-  kOwnMessage  // this rank's place in kIncoming where that has every rank's message
+  kOutgoing,   // the workspace's first buffer
+  kIncoming,   // the workspace's second buffer
+  kOwnMessage  // this rank's message within kIncoming, where kIncoming holds every rank's
 };
 // "gradients", "outgoing", "incoming", "own message"
 const char* buffer_name(Buffer buffer);
@@ -81,34 +83,35 @@ struct Step {
   Channel channel = Channel::kScatter;  // collectives only
   Buffer from = Buffer::kGradients;
   Buffer to = Buffer::kGradients;
-  // The length of the message that the step reads. A pack has that of the message it writes, a kSum that of one rank's
-  // message, and an all-gather that of what every rank has afterwards.
+  // Bytes of the message that the step reads. Exceptions: for a pack, of the message that it writes; for a kSum, of one
+  // rank's message; for an all-gather, of the result.
   int64_t nbytes = 0;
-  // A collective's ranks; or the ranks whose parts or messages the codec adds; else 1.
+  // The ranks of a collective, or the number of parts or messages that the codec adds; else 1.
   int64_t num_ranks = 1;
   // The message has the plan's host_layouts, in the wire used within a host.
   bool in_local_wire = false;
-  // A chunk's steps are ordered leg by leg. While one waits for its next leg, the wire has other chunks' to carry.
+  // Whether a leg begins with this step. The engine enqueues a chunk's steps leg by leg. While a chunk waits for its
+  // next leg, the wire carries other chunks.
   bool begins_leg = false;
 
-  // What one rank sends for `num_chunks` chunks: (n-1)/n of each message in an all-to-all or all-gather among n ranks,
-  // twice as much in an all-reduce, which goes round a ring, and nothing in a step of the codec.
+  // Bytes that one rank sends in this step for `num_chunks` chunks. An all-to-all or all-gather among n ranks sends
+  // (n-1)/n of each message. An all-reduce, which is a ring, sends twice as much. A step of the codec sends nothing.
   int64_t sent_nbytes(int64_t num_chunks) const;
 };
 
-// The steps depend on the sum and on this.
+// What the steps depend on, besides the sum.
 struct ChunkShape {
   int64_t world_size = 1;
-  int64_t nbytes = 0;  // a rank's message; or the gradients, if they are summed in place
+  int64_t nbytes = 0;  // of a rank's message, or of the gradients if they are summed in place
   bool in_place = false;
-  int64_t ranks_per_host = 1;  // more than one: a sum may have two levels
-  int64_t host_nbytes = 0;     // the message within a host
+  int64_t ranks_per_host = 1;  // more than 1: a sum may have two levels
+  int64_t host_nbytes = 0;     // of the message within a host; 0 on one level
 };
 
 // The steps of one chunk, the same on every rank. Throws std::invalid_argument for kAuto.
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape);
 
-// The buffers that a chunk needs.
+// Bytes of the two buffers that a chunk needs; 0 for a buffer that no step uses.
 struct Workspace {
   int64_t outgoing_nbytes = 0;
   int64_t incoming_nbytes = 0;

@@ -1,4 +1,4 @@
-// Which stage of which bucket was under way when: recorded only while somebody traces.
+// Records when each stage of each bucket was under way. It records only while a trace is taken.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@
 
 namespace fusedcomm {
 
-// Milliseconds since the trace began. The stage kBucket spans from the hand-over to the result, kExposed the
-// same of a backward pass's last bucket: what the step waits for.
+// A stage of a chunk, with its times in milliseconds since the trace began. kBucket is a bucket's time from hand-over
+// to result. kExposed is the same for the last bucket of a backward pass: the time that the step waits for.
 struct TraceSpan {
   std::shared_ptr<const BucketLabel> label;
   Stage stage;
@@ -40,7 +40,7 @@ class Tracer {
     if (on_) entries_.push_back({std::move(label), stage, step, chunk, std::move(begin), std::move(end)});
   }
 
-  // What has been recorded since start(); waits for the device to get there.
+  // Ends the trace. Returns what has been recorded since start(); waits until the device has reached it.
   std::vector<TraceSpan> stop() {
     std::vector<Entry> entries;
     StampPtr origin;

@@ -30,8 +30,8 @@ Gradients::Gradients(std::vector<at::Tensor> apart) : tensors_(std::move(apart))
   for (size_t i = 0; i < tensors_.size(); ++i) {
     at::Tensor& tensor = tensors_[i];
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(), "fusedcomm: gradient ",
-                      i, " of a bucket has sizes ", tensor.sizes(), " and is sparse or has gaps in memory: pass it ",
-                      "contiguous, or by itself");
+                      i, " of a bucket has sizes ", tensor.sizes(), " and is sparse or has gaps in memory: make it ",
+                      "contiguous, or pass a sparse one in a bucket of its own");
     if (tensor.is_complex()) tensor = at::view_as_real(tensor);
     TORCH_CHECK_VALUE(tensor.scalar_type() == front().scalar_type() && tensor.device() == front().device(),
                       "fusedcomm: gradient ", i, " of a bucket is ", tensor.scalar_type(), " on ", tensor.device(),

@@ -1,4 +1,4 @@
-// A bucket of gradients, whichever front end brings it: whose gradients, and where each of them lies in memory.
+// A bucket of gradients from any front end: its parameters, and where each of their gradients lies in memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,13 +10,15 @@
 
 namespace fusedcomm {
 
-// The memory of a bucket's gradients: one run that holds them all, or a tensor for each. Jobs keep it until they end.
+// The memory of a bucket's gradients: one contiguous run that holds them all, or a tensor for each. A job keeps it
+// until the job ends.
 class Gradients {
  public:
-  // flat: [sum of numels], or a sparse tensor of one parameter. numels: of each gradient, in the order of the run.
+  // One run. flat: [sum of numels], or a sparse tensor of one parameter. numels: elements of each gradient, in the
+  // order of the run.
   Gradients(at::Tensor flat, const std::vector<int64_t>& numels);
-  // Each where it lies, dense, in any order of dimensions; all of one dtype, on one device. Complex ones count as twice
-  // as many real ones. Throws ValueError naming the gradient that is not so.
+  // A tensor for each gradient: dense, with its dimensions in any order, all of one dtype and on one device. A complex
+  // gradient counts as twice as many real elements. Throws ValueError, whose text names the gradient that does not fit.
   explicit Gradients(std::vector<at::Tensor> apart);
 
   bool in_one_run() const { return in_one_run_; }
@@ -24,22 +26,23 @@ class Gradients {
   at::ScalarType dtype() const { return tensors_.front().scalar_type(); }
   c10::Device device() const { return tensors_.front().device(); }
   size_t size() const { return numels_.size(); }
-  int64_t numel() const { return numel_; }  // of all
+  int64_t numel() const { return numel_; }  // of all gradients
   int64_t nbytes() const { return numel_ * static_cast<int64_t>(tensors_.front().element_size()); }
 
-  // Where offsets count from: a multiple of 16 bytes. Null if sparse.
+  // The address that offsets count from; null if sparse. For one run it is the run's, for separate tensors a multiple
+  // of 16 bytes.
   std::byte* origin() const { return origin_; }
   // Elements from the origin to each gradient, and elements of each.
   const std::vector<int64_t>& offsets() const { return offsets_; }
   const std::vector<int64_t>& numels() const { return numels_; }
 
-  // Everything that owns memory: the run (of a sparse one its indices and values), or each gradient.
+  // The tensors that own the memory: the run (if it is sparse, its indices and values), or each gradient.
   std::vector<at::Tensor> storages() const;
-  // The run. Of gradients that lie apart the first, which stands for all where one tensor is asked for.
+  // The run, or the first of separate tensors. It represents the bucket where one tensor is needed.
   const at::Tensor& front() const { return tensors_.front(); }
-  // [numel of the gradient], a view.
+  // A view of gradient `index`: [numel of the gradient], in the order of its memory.
   at::Tensor view(size_t index) const;
-  // [numel()]: the run itself, or a copy of the gradients one after another.
+  // [numel()]: the run itself, or a copy of the separate tensors one after another.
   at::Tensor flattened() const;
   // Writes `flat` [numel()] back to where the gradients lie.
   void assign(const at::Tensor& flat) const;
@@ -62,15 +65,15 @@ struct Piece {
 };
 
 struct Bucket {
-  // gradients: of `parameters`, in their order.
+  // where: the gradients of `parameters`, in the same order. Throws ValueError if there are more or fewer of them.
   Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters, GradientsPtr where);
 
-  size_t index;  // in the backward pass, the same on every rank
-  bool is_last;  // of the backward pass
+  size_t index;  // in the backward pass; the same on every rank
+  bool is_last;  // whether it is the last bucket of the backward pass
   std::vector<Piece> pieces;
   GradientsPtr gradients;
-  // Called when the bucket is met for the first time, or anew with other parameters: throws if the front end sees that
-  // these are not the gradients of its parameters. May be empty.
+  // Called when the bucket is new or has other parameters than before. Throws if the front end finds that these are not
+  // the gradients of its parameters. May be empty.
   std::function<void()> check;
 };
 

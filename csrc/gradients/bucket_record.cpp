@@ -30,7 +30,7 @@ void plan(const Engine& engine, BucketRecord* record) {
     const std::vector<int>& wires = record->plan.wires;
     member.exact = member.state->wire == kExactWire && record->plan.exact_numel() != 0;
     if (member.exact) continue;
-    if (member.numel == 0) continue;  // its wire need not be in the bucket; any stream will do
+    if (member.numel == 0) continue;  // its wire need not be in the bucket, and any payload will do
     if (!wires.empty()) {
       const auto found = std::find(wires.begin(), wires.end(), member.state->wire);
       member.payload = static_cast<size_t>(found - wires.begin());
@@ -40,7 +40,7 @@ void plan(const Engine& engine, BucketRecord* record) {
   }
 }
 
-// The device's tables of the record's bucket.
+// Makes the device's tables of the record's bucket.
 void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
   for (size_t payload = 0; payload < record->streams.size(); ++payload) {
     std::vector<SlicePlace> lossy, exact;
@@ -61,11 +61,11 @@ void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
   }
 }
 
-// Makes the record's residuals, of what its parameters have left out so far; what cannot be kept any more goes into the
-// gradients at hand.
+// Makes the record's residuals from those of its parameters. A residual that can no longer be kept is added to the
+// gradients.
 void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients) {
   const WireConfig& config = engine.config();
-  // Without error feedback there can still be what another wire has left out.
+  // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
   if (!config.feedback && std::none_of(record->members.begin(), record->members.end(), is_loaded)) return;
   at::NoGradGuard no_grad;
@@ -80,8 +80,8 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
                                                 /*of_first_only=*/!plan.encodes_sums());
     for (const at::Tensor& storage : residual->storages()) engine.device().will_use(storage);
   }
-  // Nothing is forgotten before all has its new place.
-  std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined while nothing is left out
+  // No old residual is released before all of them have been copied.
+  std::vector<at::Tensor> values(record->streams.size());  // by payload; undefined if there is no residual
   std::vector<int64_t> begins(record->streams.size(), 0);
   for (size_t i = 0; i < record->members.size(); ++i) {
     const BucketRecord::Member& member = record->members[i];
@@ -121,7 +121,7 @@ int64_t count_nonfinite(const T* values, int64_t numel, float scale) {
   return count;
 }
 
-// `begin`: elements from the origin.
+// `begin`: elements from the gradients' origin.
 int64_t count_nonfinite(const Gradients& gradients, int64_t begin, int64_t numel, float scale) {
   const std::byte* const data = gradients.origin() + begin * static_cast<int64_t>(c10::elementSize(gradients.dtype()));
   switch (gradients.dtype()) {
@@ -134,7 +134,7 @@ int64_t count_nonfinite(const Gradients& gradients, int64_t begin, int64_t numel
   }
 }
 
-// The elements of a chunk that one of its streams has.
+// The range of the elements of a stream, exact or lossy, that are in a chunk.
 Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
   const int64_t last = layout.num_parts - 1;
   if (exact) return {layout.exact_range(chunk, 0).begin, layout.exact_range(chunk, last).end};
@@ -174,7 +174,7 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
                                           c10::Device device, Parameters* parameters) {
   const Gradients& gradients = *bucket.gradients;
   TORCH_CHECK(gradients.device() == device, "fusedcomm: bucket ", bucket.index, " is on ", gradients.device(),
-              ", and fusedcomm was attached for gradients on ", device, "; gradients on one device are supported");
+              ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = gradients.dtype();
   record->passthrough = !is_carried(gradients);
@@ -195,7 +195,7 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
   if (record->passthrough) return record;
   if (bucket.check) bucket.check();
   TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,
-              " has gaps in memory: this layout of buckets is not known. Please report it with your DDP options.");
+              " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
   plan(engine, record.get());
   prepare(&engine.device(), parameters, record.get());
   move_residuals(engine, place, record.get(), gradients);
@@ -211,9 +211,10 @@ std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gra
 }
 
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk) {
-  // In place they have been scaled already.
+  // Gradients that are summed in place have been scaled already.
   const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
-  std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});  // by payload, lossy and exact
+  // Elements of the members so far, by payload: lossy and exact.
+  std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
     int64_t& before = seen[member.payload][member.exact];

@@ -1,5 +1,5 @@
-// What is known of a bucket as it last came: whose gradients it holds, how they will travel, and what stays behind on
-// this rank between backward passes.
+// The record of a bucket as it was last handed over: its parameters, its plan, and the tables and residuals that this
+// rank keeps for it between backward passes.
 #pragma once
 
 #include <memory>
@@ -11,36 +11,38 @@
 
 namespace fusedcomm {
 
-// Valid for as long as the same parameters come in the same order.
+// Valid as long as the bucket has the same parameters in the same order.
 struct BucketRecord {
+  // The gradient of one of the bucket's parameters.
   struct Member {
     ParameterStatePtr state;
-    int64_t offset = 0;  // elements from the gradients' origin; of the gradients for which the tables were made
-    int64_t numel = 0;   // of the gradients' dtype: a complex parameter counts twice
-    size_t payload = 0;  // of the plan's layouts
-    bool exact = false;  // in that layout's exact stream
+    int64_t offset = 0;  // elements from the origin of the gradients for which the tables were made
+    int64_t numel = 0;   // elements of the gradients' dtype: a complex parameter counts twice
+    size_t payload = 0;  // index of its layout in the plan
+    bool exact = false;  // whether it is in that layout's exact stream
   };
-  // Of one of the plan's layouts.
+  // What is kept for one of the plan's layouts.
   struct Payload {
+    // The number of the layout's first lossy parameter. It selects the noise of stochastic rounding.
     uint32_t first_parameter = 0;
-    std::shared_ptr<const BucketTables> tables;         // of what is packed
-    std::shared_ptr<const BucketTables> unpack_tables;  // if that is another layout, of what is unpacked
-    std::shared_ptr<ResidualBuffer> residual;           // null without error feedback
+    std::shared_ptr<const BucketTables> tables;         // for pack
+    std::shared_ptr<const BucketTables> unpack_tables;  // for unpack, if its layout is not pack's; else null
+    std::shared_ptr<ResidualBuffer> residual;           // null if no residual is kept
   };
   std::vector<c10::TensorImpl*> parameters;
   std::vector<Member> members;
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
-  bool is_stale = false;     // its residuals have been replaced: to be made anew
-  bool passthrough = false;  // sparse, or of a dtype the codec does not carry: summed as it is
+  bool is_stale = false;     // its residuals have been replaced, so it must be made again
+  bool passthrough = false;  // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
   BucketPlan plan;
-  std::vector<Payload> streams;  // by payload
+  std::vector<Payload> streams;  // one for each of the plan's layouts
   std::shared_ptr<const BucketLabel> label;
 
-  // Whether it still tells of this bucket, wherever its gradients lie.
+  // Whether the record is still valid for this bucket, wherever its gradients lie.
   bool is_of(const Bucket& bucket) const;
-  // Whether they lie where its tables say. Without tables it does not matter.
+  // Whether the gradients lie where the tables say. True if there are no tables.
   bool lies_as(const Gradients& gradients) const;
 };
 
@@ -48,17 +50,18 @@ struct BucketRecord {
 std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<BucketRecord::Member>& members,
                                               double nbytes);
 
-// The record of a bucket that is met for the first time, or anew: planned, its tables prepared, its residuals made of
-// what its parameters have left out so far; what of that cannot be kept any more is added to the gradients at hand.
-// Throws if the bucket is on another device than `device`, or if these are not the gradients of its parameters.
+// Makes the record of a bucket that is new or has changed: plans it, makes its tables, and makes its residuals from
+// those of its parameters. A residual that can no longer be kept is added to the gradients. Throws if the bucket is on
+// another device than `device`, or if these are not the gradients of its parameters.
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
                                           c10::Device device, Parameters* parameters);
 
-// The same record, with tables of where the gradients lie now.
+// A copy of the record, with tables of where the gradients lie now.
 std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
                                            Parameters* parameters);
 
-// Which parameters the non-finite elements of a packed chunk belong to. Rare, so it reads the chunk a second time.
+// Adds the non-finite elements of a packed chunk to their parameters' counts. It reads the chunk a second time, which
+// is affordable because it is rare.
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk);
 
 }  // namespace fusedcomm

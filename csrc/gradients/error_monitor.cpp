@@ -7,6 +7,7 @@
 namespace fusedcomm {
 namespace {
 
+// Verifications that are kept for verifications().
 constexpr size_t kMaxVerifications = 256;
 
 at::Tensor squared_norm(const at::Tensor& x) { return at::linalg_vector_norm(x, 2, {}, false, at::kDouble).square_(); }
@@ -16,14 +17,14 @@ void compare(const at::Tensor& result, const at::Tensor& exact, const at::Tensor
   norms[0].copy_(squared_norm(at::sub(result.to(at::kFloat), exact)));
   norms[1].copy_(squared_norm(exact));
   const at::Tensor is_finite = at::isfinite(result);
-  const at::Tensor should_be = at::isfinite(exact.to(result.scalar_type()));  // as the bucket can hold it
+  const at::Tensor should_be = at::isfinite(exact.to(result.scalar_type()));  // in the bucket's dtype
   const at::Tensor lost = at::logical_and(is_finite, should_be.logical_not()).sum();
   const at::Tensor made = at::logical_and(is_finite.logical_not(), should_be).sum();
   norms[2].copy_(lost + at::where(should_be.all(), made, at::zeros_like(made)));
 }
 
-// Inf if the result is not finite where it should be, or the other way round; else ‖result − exact‖₂ / ‖exact‖₂, which
-// is NaN in a pass with overflows, and not finite where the exact mean is zeros: then it tells nothing.
+// Inf if elements of the result are wrong (see Verification); else ‖result − exact‖₂ / ‖exact‖₂. None if that is not
+// finite, as after an overflow or if the exact mean is zero: such a ratio means nothing.
 std::optional<double> relative_error_of(const at::Tensor& norms) {
   if (norms[2].item<double>() != 0) return std::numeric_limits<double>::infinity();
   const double error = std::sqrt(norms[0].item<double>() / norms[1].item<double>());
@@ -38,7 +39,7 @@ ErrorMonitor::ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C
 void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
                                    std::shared_ptr<const BucketRecord> record) {
   at::NoGradGuard no_grad;
-  // A copy also of what lies in one run.
+  // Copy, because the bucket's own sum overwrites the gradients; flattened() has copied separate tensors already.
   const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
   exact.mul_(1.0 / transport_->world_size());
   const auto norms = at::empty({3}, exact.options().dtype(at::kDouble));
@@ -49,7 +50,7 @@ void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const Gradien
   check->label = std::make_shared<const BucketLabel>(job->label->name + " verified",
                                                      "the exact sum that verifies " + job->label->text);
   check->on_done = std::move(job->on_done);
-  // The engine fails all that follows a failure, so the check's end tells of both.
+  // After a failure the engine fails every later job, so the end of the check reports both.
   job->on_done = [](std::exception_ptr) {};
 
   const Verification verification{pass, job->label, norms};
@@ -58,7 +59,7 @@ void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const Gradien
   stages.scatter = [transport = transport_, exact](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
-  // On the lane, and so after the end, of the bucket's own unpacking.
+  // This runs on the unpack lane, and therefore after the bucket's own unpack.
   stages.unpack = [this, verification, exact, gradients] {
     at::NoGradGuard inner_no_grad;
     compare(gradients->flattened(), exact, verification.norms);
@@ -74,7 +75,7 @@ void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const Gradien
 std::vector<ErrorMonitor::Failing> ErrorMonitor::begin_pass(int64_t pass) {
   std::vector<Failing> failing;
   at::NoGradGuard no_grad;
-  // Since they were shared, their caller has waited for a bucket that came after.
+  // `shared` was enqueued in an earlier pass, and the caller has since waited for a later bucket, so it has arrived.
   for (; !pending_.empty() && pending_.front().shared.defined(); pending_.pop_front()) {
     const Pending& oldest = pending_.front();
     const at::Tensor norms = oldest.shared.cpu();
@@ -102,14 +103,16 @@ std::string ErrorMonitor::take_notice(int64_t pass) {
     std::lock_guard<std::mutex> lock(mutex_);
     has_said_ = true;
     unseen_.clear();
-    return c10::str("fusedcomm: ", num_wrong, " elements of the mean of ", seen.label->text, " in step ", seen.step,
-                    " are NaN or Inf and those of an exact sum are not, or the other way round: the wire cannot hold "
-                    "these gradients (fp16 ends at 65504), or a kernel is wrong. Use wire='bf16', and "
-                    "comm.stats().verified to see whether it happens again. This is said once");
+    return c10::str(
+        "fusedcomm: ", num_wrong, " elements of the mean of ", seen.label->text, " in step ", seen.step,
+        " are NaN or Inf where those of an exact sum are finite, or finite where those are not: the wire cannot hold "
+        "these gradients (fp16 ends at 65504), or a kernel is wrong. Use wire='bf16', and check "
+        "comm.stats().verified for further cases. This warning is given once");
   }
 }
 
-// The ranks' norms are of the same numbers, but need not have been added up in the same order.
+// Each rank computes the norms from the same numbers, but perhaps adds them in another order. Their sum is the same on
+// every rank.
 void ErrorMonitor::share(Pending* pending) {
   const Verification& verification = pending->verification;
   pending->shared = verification.norms.clone();

@@ -1,5 +1,5 @@
-// Watches what the wire does to gradients: measures what buckets lose when they are packed, compares results with exact
-// sums, and says which buckets lose too much.
+// Monitors the error that the wire causes: measures the error of packing, compares results with exact sums, and reports
+// buckets whose error is too large.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -20,82 +20,85 @@
 namespace fusedcomm {
 
 struct ErrorMonitorOptions {
-  int64_t verify_every = 0;   // steps; 0: never
-  int64_t measure_every = 0;  // steps; 0: never
-  double fallback_error = 0;  // relative error of a verified bucket beyond which it falls back; 0: never
+  int64_t verify_every = 0;   // steps from one verified bucket to the next; 0: never
+  int64_t measure_every = 0;  // steps from one measured step to the next; 0: never
+  double fallback_error = 0;  // relative error of a verified bucket above which the bucket falls back; 0: never
 };
 
 // A bucket's result beside an exact all-reduce of the same gradients.
 struct Verification {
   int64_t step = 0;
   std::shared_ptr<const BucketLabel> label;
-  // float64 [3], on the gradients' device: ‖result − exact‖₂², ‖exact‖₂², and how many elements of the result are not
-  // finite though they should be, or finite though they should not. Where the exact mean has elements that are not
-  // finite, others of the result may be so, too: a scale takes its block along.
+  // float64 [3], on the gradients' device: ‖result − exact‖₂², ‖exact‖₂², and the number of wrong elements. An element
+  // of the result is wrong if it is not finite though it should be, or finite though it should not be. If the exact
+  // mean has non-finite elements, only the second kind counts, because a block's scale makes the block's other elements
+  // non-finite, too.
   at::Tensor norms;
 };
 
-// What this rank's pack of a bucket left out.
+// The error of this rank's first encoder for one bucket.
 struct Measurement {
   int64_t step = 0;
-  at::Tensor error_norm, norm;  // float64 scalars: ‖gradient − what was sent for it‖₂, ‖gradient‖₂
+  at::Tensor error_norm, norm;  // float64 scalars: ‖gradient − what was sent for it‖₂ and ‖gradient‖₂
 };
 
 struct BucketRecord;
 
 class ErrorMonitor {
  public:
-  // Neither is kept alive; the engine's lanes must have ended before the monitor does.
+  // The monitor keeps neither the engine nor the transport alive. The engine's lanes must end before the monitor does.
   ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C10dTransport* transport);
 
-  // Whether anything is ever verified: if not, begin_pass() and take_notice() find nothing.
+  // Whether any bucket is ever verified. If not, begin_pass() and take_notice() return nothing.
   bool verifies() const { return options_.verify_every != 0; }
-  // Whether it is this bucket's turn. `num_buckets`: of the step before.
+  // Whether bucket `index` is verified in this pass: buckets take turns. num_buckets: in the pass before.
   bool is_verified(int64_t pass, size_t index, size_t num_buckets) const {
     const int64_t every = options_.verify_every;
     return every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
   }
-  // Submits the job with an exact sum of the same gradients behind it, which on_done waits for, too.
+  // Submits the job, and after it an exact sum of the same gradients. The job's on_done is called after both.
   void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
                        std::shared_ptr<const BucketRecord> record);
 
-  // Whether buckets of this pass are to be measured.
+  // Whether buckets of this pass are measured.
   bool is_measured(int64_t pass) const {
     const int64_t every = options_.measure_every;
     return every != 0 && pass % every == std::min(kFirstMeasured, every - 1);
   }
-  // What came out for a bucket that was measured.
+  // Stores the measurement of a bucket.
   void add(const std::string& bucket, Measurement measurement);
-  // The bucket of this name is another one now.
+  // Drops a bucket's measurement. Call it when another bucket has this name.
   void forget(const std::string& bucket);
 
-  // A bucket that lost too much, on every rank alike.
+  // A bucket whose error is too large. Every rank finds the same.
   struct Failing {
     std::shared_ptr<const BucketRecord> record;
     int64_t pass;
-    double relative_error;  // Inf if the result is not finite where the exact mean is, or the other way round
+    double relative_error;  // ‖result − exact‖₂ / ‖exact‖₂; Inf if elements of the result are wrong
   };
-  // Once at the beginning of each backward pass, before its first bucket is submitted. What is found in one pass is
-  // told to the other ranks in the next, and returned in the one after: a decision must not depend on who was first.
+  // Call it once at the beginning of each backward pass, before its first bucket is submitted. Errors of one pass are
+  // summed over the ranks in the next pass and returned in the one after: all ranks must decide in the same pass.
   std::vector<Failing> begin_pass(int64_t pass);
-  // What is to be said to the user of results that are not finite where the exact mean is, or the other way round, in
-  // passes before this one: of the first only. Empty if there is nothing. Waits for the device.
+  // A warning for the user about wrong elements in a bucket of an earlier pass; empty if there is nothing to report.
+  // Only the first such bucket is ever reported. Waits for the device.
   std::string take_notice(int64_t pass);
 
-  // The last of them, oldest first.
+  // The last verifications, oldest first; at most 256.
   std::vector<Verification> verifications() const;
+  // The last measurement of each bucket, by the bucket's name.
   std::map<std::string, Measurement> measurements() const;
 
  private:
   struct Pending {
     Verification verification;
     std::shared_ptr<const BucketRecord> record;
-    at::Tensor shared;  // the sum of all ranks' norms, once it has been asked for
+    at::Tensor shared;  // the sum of all ranks' norms; undefined before share()
   };
 
-  // Not one of the first passes, after which DDP cuts its buckets anew.
+  // The first pass that may be measured. It is not one of the first passes, after which DDP rebuilds its buckets.
   static constexpr int64_t kFirstMeasured = 2;
 
+  // Submits the sum of the norms over the ranks.
   void share(Pending* pending);
 
   const ErrorMonitorOptions options_;
@@ -104,10 +107,10 @@ class ErrorMonitor {
   mutable std::mutex mutex_;
   std::deque<Verification> verifications_;
   std::map<std::string, Measurement> measurements_;
-  std::deque<Pending> pending_;  // only where there is a fallback
-  // Those that take_notice() has not looked at yet; none once it has said something.
+  std::deque<Pending> pending_;  // empty unless there is a fallback
+  // Verifications that take_notice() has not checked yet; empty once it has returned a warning.
   std::deque<Verification> unseen_;
-  bool has_said_ = false;
+  bool has_said_ = false;  // whether take_notice() has returned a warning
 };
 
 }  // namespace fusedcomm

@@ -8,10 +8,10 @@
 namespace fusedcomm {
 namespace {
 
-// Raises an error where a state names a parameter that is none of ours and will not turn up.
+// Throws ValueError if a state names a parameter that is not ours and cannot appear later.
 void check_name(const std::string& name, bool is_ours, bool may_turn_up) {
   TORCH_CHECK_VALUE(is_ours || may_turn_up, "fusedcomm: the state has a parameter '", name,
-                    "' which this model does not have");
+                    "', which this model does not have: load a state of this model");
 }
 
 }  // namespace
@@ -109,11 +109,12 @@ void Parameters::restore_residuals(const std::map<std::string, at::Tensor>& resi
 
 std::string Parameters::drop_unclaimed_residuals() {
   if (waiting_residuals_.empty()) return "";
-  const std::string notice = c10::str(
-      "fusedcomm: the state that was loaded has residuals of ", waiting_residuals_.size(),
-      " parameters that this model does not have, of '", waiting_residuals_.begin()->first,
-      "' for example: they are forgotten. A CommState without module=model knows parameters by their order and shapes "
-      "only: give it the model to load what fusedcomm.attach, or a CommState with the model, has saved");
+  const std::string notice =
+      c10::str("fusedcomm: the loaded state has residuals of ", waiting_residuals_.size(),
+               " parameters that this model does not have, for example of '", waiting_residuals_.begin()->first,
+               "'. They are dropped. A CommState without module=model identifies parameters by their order and shape "
+               "only: give it the model to load a state that was saved by fusedcomm.attach or by a CommState with "
+               "the model");
   waiting_residuals_.clear();
   return notice;
 }
@@ -155,7 +156,7 @@ int64_t Parameters::take_device_counts() {
     }
     counted.taken = now;
   }
-  // Nobody else holds the tables of a bucket that was rebuilt, and nothing more will be counted in them.
+  // Drop the tables of rebuilt buckets: only this list still holds them, and they count nothing more.
   counted_.erase(std::remove_if(counted_.begin(), counted_.end(),
                                 [](const Counted& counted) { return counted.tables.use_count() == 1; }),
                  counted_.end());

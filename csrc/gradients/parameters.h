@@ -1,5 +1,5 @@
-// What is kept by parameter, whatever bucket it comes in: its name and wire, what error feedback has left out of it,
-// and how many of its elements were not finite.
+// State that is kept for each parameter, whatever bucket it is in: its name, its wire, its residual, and how many of
+// its elements were not finite.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -17,29 +17,30 @@
 
 namespace fusedcomm {
 
-// Keyed by the parameter, never by its bucket: buckets are rebuilt and renumbered.
+// Keyed by the parameter and not by its bucket, because buckets are rebuilt and renumbered.
 struct ParameterState {
-  at::Tensor parameter;  // held, so that its address stays its own
+  at::Tensor parameter;  // held, so that its address is not reused
   std::string name;
-  uint32_t number = 0;                    // in the order in which all ranks met them
-  int wire = 0;                           // its number, see engine/config.h
+  uint32_t number = 0;                    // in the order in which all ranks add parameters
+  int wire = 0;                           // its wire's number, see engine/config.h
   std::atomic<int64_t> num_nonfinite{0};  // elements of local gradients that were not finite when packed
 
-  // Error feedback: what has been left out of it is at `residual_begin` of its bucket's, or, before it has a bucket, in
-  // `loaded`, fp32 in the unit of gradients.
+  // Error feedback: the residual of its bucket, null if there is none.
   std::shared_ptr<const ResidualBuffer> residual;
+  // The element of its bucket's residual at which this parameter begins.
   int64_t residual_begin = 0;
+  // The residual before a bucket has it: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor loaded;
 
-  // Elements it has in its bucket's buffer: complex buckets arrive as floats of twice the numel.
+  // Elements that it has in its bucket. A complex parameter counts twice, because its bucket has real elements.
   int64_t numel() const { return parameter.numel() * (parameter.is_complex() ? 2 : 1); }
-  // fp32 [numel()], in the unit of gradients; undefined if it is nothing.
+  // Its residual: fp32 [numel()], in the unit of gradients. Undefined if there is none.
   at::Tensor left_out() const;
 };
 
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 
-// Whoever has it sees to it that one thread at a time is here.
+// Not thread-safe: the owner must let one thread in at a time.
 class Parameters {
  public:
   struct Known {
@@ -47,31 +48,35 @@ class Parameters {
     std::string name;
     int wire;
   };
-  // If none are known they turn up with their buckets, are named by their shape, and have `wire_1d` if they have at
-  // most one dimension. device: where the gradients are.
+  // If `known` is empty, parameters are added when they first appear in a bucket. They are then named by their number
+  // and shape, and those with at most one dimension have wire number `wire_1d`. device: of the gradients.
   Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device);
 
+  // The state of a parameter, which is added if it is new.
   const ParameterStatePtr& state_of(const at::Tensor& parameter);
-  // Before any has turned up: those that have turned up there have the same names and numbers here.
+  // Gives the parameters of another object the same names and numbers here. Call it before any parameter has appeared
+  // here.
   void adopt_names(const std::vector<ParameterStatePtr>& theirs);
   std::vector<ParameterStatePtr> states() const;
 
-  // What this rank has left out so far, fp32 in the unit of gradients, by name. Those are missing that nothing is left
-  // out of.
+  // This rank's residuals by parameter name: fp32, in the unit of gradients. Parameters without a residual are missing.
   std::map<std::string, at::Tensor> residuals() const;
-  // Of those that are not named nothing is left out. Throws ValueError where a name or a size is not ours.
+  // Replaces all residuals; a parameter that is not named has none afterwards. Throws ValueError if a size differs, or
+  // if a name is unknown and no parameter of that name can appear later.
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
-  // All have turned up. What is to be said to the user of residuals whose parameters have not; empty if there are none.
+  // Call it when every parameter has appeared in a bucket. Drops residuals loaded for parameters that never did, and
+  // returns a warning that names one; empty if there are none.
   std::string drop_unclaimed_residuals();
 
-  // By name; those are missing that have none.
+  // The number of non-finite elements by parameter name; parameters without any are missing. Waits for the device.
   std::map<std::string, int64_t> nonfinite();
-  // Throws ValueError where a name is not ours.
+  // Throws ValueError if a name is unknown and no parameter of that name can appear later.
   void restore_nonfinite(const std::map<std::string, int64_t>& counts);
 
-  // The tables count what is not finite, of these in this order.
+  // Adds tables that count the non-finite elements of these parameters, in this order.
   void count_with(std::shared_ptr<const BucketTables> tables, std::vector<ParameterStatePtr> states);
-  // Adds what tables have counted since the last time, for which it waits; returns all that they have ever counted.
+  // Adds what the tables have counted since the last call, and waits for the device. Returns what all tables have
+  // counted so far.
   int64_t take_device_counts();
 
  private:
@@ -82,15 +87,15 @@ class Parameters {
   // Tables whose bucket may have been rebuilt since.
   struct Counted {
     std::shared_ptr<const BucketTables> tables;
-    std::vector<ParameterStatePtr> states;  // in the order of the counts
-    std::vector<int64_t> taken;
+    std::vector<ParameterStatePtr> states;  // in the order of the tables' counts
+    std::vector<int64_t> taken;             // counts that have been added already
   };
 
-  const bool are_known_;  // else they turn up
+  const bool are_known_;  // false: they are added as they appear
   const int wire_1d_;
   const c10::Device device_;
   std::unordered_map<c10::TensorImpl*, ParameterStatePtr> states_;
-  // By name: restored for parameters that have not turned up yet.
+  // Restored state of parameters that have not appeared yet, by name.
   std::unordered_map<std::string, at::Tensor> waiting_residuals_;
   std::unordered_map<std::string, int64_t> waiting_counts_;
   std::vector<Counted> counted_;

@@ -27,14 +27,15 @@ PassthroughStages dense_stages(std::shared_ptr<C10dTransport> transport, Gradien
 
 namespace {
 
-// What one sparse bucket has under way.
+// The tensors of one sparse bucket under way.
 struct SparseExchange {
   at::Tensor local;                 // coalesced and scaled; indices (sparse_dim, nnz) int64, values (nnz, …)
   at::Tensor nnz, all_nnz;          // (1,) and (world_size,) int64
   at::Tensor payload, all_payload;  // bytes of the indices, then of the values, each padded to the longest rank's nnz
-  int64_t longest = 0;
+  int64_t longest = 0;              // nnz of the longest rank, at least 1
 };
 
+// The bytes of `tensor`, padded with zeros to `length` in dimension `dim`.
 at::Tensor padded_bytes(const at::Tensor& tensor, int64_t dim, int64_t length) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
   sizes[static_cast<size_t>(dim)] = length;
@@ -43,7 +44,7 @@ at::Tensor padded_bytes(const at::Tensor& tensor, int64_t dim, int64_t length) {
   return out.flatten().view(at::kByte);
 }
 
-// The tensor whose bytes start at `offset` of `row`, shaped like `like` but for `length` in dimension `dim`.
+// The tensor whose bytes start at `offset` of `row`, shaped like `like` except for its `length` in dimension `dim`.
 at::Tensor from_bytes(const at::Tensor& row, int64_t offset, const at::Tensor& like, int64_t dim, int64_t length) {
   std::vector<int64_t> sizes = like.sizes().vec();
   sizes[static_cast<size_t>(dim)] = length;
@@ -70,7 +71,7 @@ PassthroughStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Te
   };
   stages.reduce = [exchange, world_size] {
     at::NoGradGuard no_grad;
-    // An empty message is not one that every backend knows: at least one entry, padding, travels.
+    // Not every backend can send an empty message, so at least one entry is sent, if only padding.
     exchange->longest = std::max<int64_t>(exchange->all_nnz.max().item<int64_t>(), 1);
     exchange->payload = at::cat({padded_bytes(exchange->local._indices(), 1, exchange->longest),
                                  padded_bytes(exchange->local._values(), 0, exchange->longest)});

@@ -1,5 +1,5 @@
-// Buckets that the codec cannot carry travel exactly, as they are: dense ones of another dtype (float64) and sparse
-// ones.
+// Buckets that the codec cannot carry are summed exactly, without encoding: dense buckets of another dtype (float64)
+// and sparse buckets.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,16 +12,18 @@
 
 namespace fusedcomm {
 
-// The mean of dense gradients, in place; of those that lie apart, in a copy that is written back.
+// The stages that replace dense gradients by their mean. One run is summed in place; separate tensors are summed in a
+// copy, which is written back.
 PassthroughStages dense_stages(std::shared_ptr<C10dTransport> transport, GradientsPtr gradients);
 
-// The mean of sparse COO tensors: ranks exchange how many entries each has, then the entries, padded to the longest,
-// and add them in rank order. `result` receives it, coalesced. Not gloo's own sparse all-reduce: that was seen to
-// corrupt the heap now and then (torch 2.11 and 2.13, two ranks, a few in 10⁴ calls, under DDP's default hook, too).
+// The stages that compute the mean of sparse COO tensors. Ranks exchange how many entries each has. Then they exchange
+// the entries, padded to the longest rank's, and add them in rank order. `result` receives the mean, coalesced. gloo's
+// own sparse all-reduce is not used, because it was seen to corrupt the heap now and then (torch 2.11 and 2.13, two
+// ranks, a few in 10⁴ calls, also under DDP's default hook).
 PassthroughStages sparse_stages(std::shared_ptr<C10dTransport> transport, at::Tensor buffer,
                                 std::shared_ptr<at::Tensor> result);
 
-// The same stages as one transfer, for lanes whose tasks run at once (streams).
+// Merges the stages into one transfer, for lanes whose tasks run at once (streams).
 PassthroughStages on_wire_lane(PassthroughStages stages);
 
 }  // namespace fusedcomm

@@ -10,21 +10,21 @@
 namespace fusedcomm {
 namespace {
 
-// What these functions compute is state, whatever the caller computes its model in.
+// Residuals are state: they are computed in their own dtype and without autograd, whatever the model is computed in.
 class NoAutocast {
  private:
   const at::NoGradGuard no_grad_;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-// `value` as a tensor to divide `like` by. A number, or a tensor with no dimensions on the CPU, is another matter:
-// CUDA's kernels multiply by its reciprocal (is_cpu_scalar in torch's BinaryDivTrueKernel.cu), which changes the last
+// `value` as a tensor to divide `like` by. By a number, or by a tensor on the CPU without dimensions, CUDA's kernels do
+// not divide: they multiply by its reciprocal (is_cpu_scalar in torch's BinaryDivTrueKernel.cu), which changes the last
 // bit of some quotients. The reference, the CPU codec and the device kernels divide.
 at::Tensor divisor(double value, const at::Tensor& like) {
   return at::full(std::vector<int64_t>(static_cast<size_t>(like.dim()), 1), value, like.options());
 }
 
-// Undoes the rotation of fusedcomm/reference, of whole runs.
+// Undoes the rotation of fusedcomm/reference. `values` has a multiple of kRotationNumel elements.
 at::Tensor unrotated(const at::Tensor& values) {
   at::Tensor runs = values.reshape({-1, kRotationNumel});
   for (int64_t h = 1; h < kRotationNumel; h *= 2) {
@@ -44,7 +44,7 @@ at::Tensor zeros(ResidualFormat format, int64_t numel, c10::Device device) {
   return at::zeros({numel}, at::TensorOptions().dtype(dtype).device(device));
 }
 
-// Elements [begin, begin + numel) of a residual, fp32; may be a view of it.
+// Elements [begin, begin + numel) of a residual, as fp32; may be a view of it.
 at::Tensor load(const at::Tensor& residual, int64_t begin, int64_t numel) {
   return residual.narrow(0, begin, numel).to(at::kFloat);
 }

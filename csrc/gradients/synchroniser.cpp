@@ -16,14 +16,14 @@
 namespace fusedcomm {
 namespace {
 
-// With its device, so that completing it records an event there and waiting for it waits for that.
+// The future has a device: completing it records an event there, and waiting for it waits for that event.
 FuturePtr make_future(c10::Device device) {
   std::vector<c10::Device> devices;
   if (!device.is_cpu()) devices.push_back(device);
   return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
 }
 
-// `result` is read when the job is done: a sparse bucket's is another tensor then.
+// `result` is read when the job is done: by then a sparse bucket has another tensor.
 std::function<void(std::exception_ptr)> completing(FuturePtr future, std::shared_ptr<at::Tensor> result) {
   return [future = std::move(future), result = std::move(result)](std::exception_ptr error) {
     if (error) {
@@ -34,7 +34,7 @@ std::function<void(std::exception_ptr)> completing(FuturePtr future, std::shared
   };
 }
 
-// The encoder that error feedback and noise begin with: what is packed for ranks of the same host is neither.
+// The first encoder with error feedback and noise: a message within a host has neither.
 Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
   return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
 }
@@ -52,10 +52,10 @@ Synchroniser::Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<C10dT
       monitor_(options.monitor, engine_.get(), transport_.get()) {}
 
 Synchroniser::~Synchroniser() {
-  // Both join threads, and those may be releasing a tensor that Python knows, which takes the GIL.
+  // Ending these joins threads. Such a thread may be releasing a tensor that Python refers to, which takes the GIL.
   const auto end = [this] {
     if (getpid() != process_) {
-      // A child of fork() has none of the threads that would be waited for.
+      // A child of fork() does not have the threads that would be joined.
       new auto(std::make_tuple(std::move(watch_), std::move(engine_), std::move(transport_)));
       return;
     }
@@ -73,9 +73,9 @@ Synchroniser::~Synchroniser() {
 }
 
 void Synchroniser::watch(const StorePtr& store, const WatchOptions& options) {
-  TORCH_CHECK(!watch(), "fusedcomm: this engine is watched already");
+  TORCH_CHECK(!watch(), "fusedcomm: this engine has a watch already: call unwatch() first");
   const auto watch = std::make_shared<Watch>(engine_->board(), engine_->shared_device(), store, options);
-  // Transfers that outlive the engine may still fail.
+  // The pointer is weak, because transfers that outlive the engine may still fail.
   engine_->explain_failures_with([weak = std::weak_ptr<Watch>(watch)](const std::string& failure) {
     const auto alive = weak.lock();
     return alive ? alive->explain(failure) : std::string();
@@ -98,7 +98,7 @@ std::shared_ptr<Watch> Synchroniser::watch() const {
 }
 
 void Synchroniser::stop(const std::string& reason) {
-  // First: a failure may be waiting for what it finds.
+  // Stop the watch first: a failure may be waiting for its explanation.
   if (const auto watch = this->watch()) watch->stop();
   engine_->stop(reason);
 }
@@ -109,7 +109,7 @@ void Synchroniser::leave(const std::string& reason) {
 }
 
 void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& error) {
-  // Callers may know these by their type.
+  // Callers may catch errors on a CPU, and out-of-memory errors, by their type: rethrow these unchanged.
   if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
   const auto* known = dynamic_cast<const c10::Error*>(&error);
   const std::string cause = known ? known->what_without_backtrace() : error.what();
@@ -139,7 +139,7 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
     ++step_;
     ++num_passes_;
     num_buckets_ = index + 1;
-    // By the end of a pass all parameters have turned up, and DDP's second has them in other buckets at most.
+    // Every parameter has appeared by the end of a pass. DDP's second pass may only have them in other buckets.
     if (std::string notice = parameters_.drop_unclaimed_residuals(); !notice.empty())
       notices_.push_back(std::move(notice));
   }
@@ -165,19 +165,19 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   }
   return future;
 } catch (const std::exception& error) {
-  // What prepares a bucket waits for the device now and then, and so meets what failed there before.
+  // Preparing a bucket sometimes waits for the device, and then receives errors of earlier work.
   rethrow_named(bucket, error);
 }
 
 void Synchroniser::submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
                                       const std::shared_ptr<at::Tensor>& result) {
   if (gradients->is_sparse()) {
-    TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and travels exactly, uncompressed");
+    TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and is summed exactly, uncompressed");
   }
   PassthroughStages stages =
       gradients->is_sparse() ? sparse_stages(transport_, *result, result) : dense_stages(transport_, gradients);
-  // On streams, tensors made on the way are handed back to the stream that made them: so one stream makes and uses
-  // all.
+  // On streams, an intermediate tensor's memory goes back to the stream that made it. One stream must therefore make
+  // and use all of them.
   if (!device_.is_cpu()) stages = on_wire_lane(std::move(stages));
   engine_->submit_passthrough(std::move(job), std::move(stages));
 }
@@ -198,7 +198,7 @@ void Synchroniser::fall_back(const ErrorMonitor::Failing& failing) {
   const Wire wire = to == kExactWire ? Wire::kFp32 : wire_format(engine_->config(), to).wire;
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& record : records_) {
-    // If it has been rebuilt, its turn will come again.
+    // A bucket that has been rebuilt since is verified again later.
     if (!record || record->parameters != failing.record->parameters) continue;
     bool changes = false;
     for (const BucketRecord::Member& member : record->members) {
@@ -212,11 +212,11 @@ void Synchroniser::fall_back(const ErrorMonitor::Failing& failing) {
     record = nullptr;
     if (transport_->rank() != 0) continue;
     const std::string off = std::isinf(failing.relative_error)
-                                ? "has elements that are not finite where the exact one's are, or the other way round, "
-                                : c10::str("was off by ", failing.relative_error, " of the exact one, ");
-    notices_.push_back(c10::str(
-        "fusedcomm: the mean of ", label->text, " ", off, "more than Fallback(error=", options_.monitor.fallback_error,
-        "), in step ", failing.pass, ": its parameters travel in ", wire_name(wire), " from now on, on every rank"));
+                                ? "is NaN or Inf where the exact mean is finite, or the reverse, an infinite error, "
+                                : c10::str("has a relative error of ", failing.relative_error, ", ");
+    notices_.push_back(c10::str("fusedcomm: the mean of ", label->text, " ", off, "more than Fallback(error=",
+                                options_.monitor.fallback_error, ") allows, in step ", failing.pass,
+                                ": its parameters are sent in ", wire_name(wire), " from now on, on every rank"));
   }
 }
 
@@ -231,7 +231,7 @@ std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const Bu
     attribute_nonfinite(*record, *gradients, packed, chunk);
   };
   const WireConfig& config = engine_->config();
-  // Addresses are taken anew each time: gradients may be allocated at every backward pass.
+  // Addresses are taken for each job, because gradients may be allocated at every backward pass.
   std::byte* const origin = gradients->origin();
   job->payloads.reserve(record->streams.size());
   for (const BucketRecord::Payload& stream : record->streams) {
@@ -274,7 +274,7 @@ void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRec
   if (record->plan.sum == Sum::kExact) return;
   at::NoGradGuard no_grad;
   const BucketPlan& plan = record->plan;
-  // Encoders say what they leave out if they are given a residual. -0 added to a value is that value.
+  // An encoder that is given a residual writes its error there. -0 added to a value is that value.
   auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
   std::vector<std::shared_ptr<ResidualBuffer>> temporary(record->streams.size());
   for (size_t i = 0; i < record->streams.size(); ++i) {
@@ -286,7 +286,7 @@ void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRec
                                                     plan.reduce_scale, transport_->place(), device_,
                                                     /*of_first_only=*/true);
       } catch (const c10::Error&) {
-        return;  // no memory: a figure for the statistics is not worth a step
+        return;  // no memory: a measurement is not worth failing a step
       } catch (const std::bad_alloc&) {
         return;
       }
@@ -324,26 +324,26 @@ std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket
   } else if (!record->lies_as(*bucket.gradients)) {
     record = moved_record(*record, *bucket.gradients, &engine_->device(), &parameters_);
   }
-  // An index past the last bucket is left over from before a rebuild.
+  // Records past the last bucket are from before a rebuild.
   if (bucket.is_last) records_.resize(index + 1);
   return records_[index];
 }
 
 void Synchroniser::check_order(const Bucket& bucket, const BucketRecord& record) {
   const size_t index = bucket.index;
-  // The passes of a reducer that skips buckets cannot be told apart here, and their number numbers the noise.
+  // If a reducer skips buckets, passes cannot be told apart here, and the number of the pass selects the noise.
   const char* const why =
       ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
-      "all of them: make the DDP module without that option. (Or backward passes were given up in their middle: make "
-      "it anew.)";
+      "all of them: make the DDP module without that option. (If a backward pass was interrupted instead, make the DDP "
+      "module again.)";
   TORCH_CHECK(index <= next_index_, "fusedcomm: bucket ", index, " was handed over where bucket ", next_index_,
-              " should have been", why);
-  // All buckets of static_graph's first pass have the index 0, and none is the last: so once may be that.
+              " was expected", why);
+  // In static_graph's first pass all buckets have the index 0 and none is the last: accept one unfinished pass.
   if (index == 0) {
     const bool is_again = next_index_ != 0 && first_of_pass_ == &record;
     num_unfinished_ = is_again ? num_unfinished_ + 1 : 0;
-    TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over again and again, without bucket ",
-                next_index_, " and those after it", why);
+    TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over repeatedly, without bucket ", next_index_,
+                " and those after it", why);
     first_of_pass_ = &record;
   }
   next_index_ = bucket.is_last ? 0 : index + 1;
@@ -351,7 +351,7 @@ void Synchroniser::check_order(const Bucket& bucket, const BucketRecord& record)
 
 double Synchroniser::max_over_ranks(double value, const std::string& what) const {
   at::NoGradGuard no_grad;
-  // A sum, in which every rank has a place of its own.
+  // The all-reduce is a sum, so every rank has an element of its own.
   auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
   values[engine_->rank()].fill_(value);
   engine_->device().will_use(values);
@@ -408,8 +408,8 @@ std::map<std::string, at::Tensor> Synchroniser::residuals() const {
 void Synchroniser::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
   std::lock_guard<std::mutex> lock(mutex_);
   parameters_.restore_residuals(residuals);
-  // The next backward pass makes residuals of what has been loaded. The records themselves stay: a verdict that the
-  // other ranks are about to follow, which have loaded nothing, is on one of them.
+  // The next backward pass makes residuals of the loaded values. The records themselves stay: the other ranks, which
+  // have loaded nothing, may be about to fall back because of one of them.
   for (auto& record : records_) {
     if (!record) continue;
     const auto stale = std::make_shared<BucketRecord>(*record);

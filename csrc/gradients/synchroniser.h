@@ -1,4 +1,4 @@
-// From buckets to the engine's jobs, and from a finished job to the front end's future.
+// Makes the engine's jobs from a front end's buckets, and completes the front end's future when a job ends.
 #pragma once
 
 #include <map>
@@ -18,88 +18,92 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class Synchroniser {
  public:
-  // The same on every rank.
+  // All ranks must have the same options.
   struct Options {
-    int wire_1d = 0;  // of parameters that turn up later, if they have at most one dimension
+    int wire_1d = 0;  // wire number of parameters that appear later and have at most one dimension
     ErrorMonitorOptions monitor;
-    int fallback_wire = kExactWire;  // that the parameters of a bucket get which lost too much
+    int fallback_wire = kExactWire;  // wire number that the parameters of a bucket get if its error is too large
   };
 
-  // parameters: none if they turn up with their buckets, as where a hook is registered without the module. device:
-  // where the gradients are.
+  // parameters: empty if they are added as they appear in buckets, e.g. for a hook that is registered without the
+  // module. device: of the gradients.
   Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
                const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options);
   // Ends the engine and the transport without holding the GIL.
   ~Synchroniser();
 
-  // Returns at once; the future holds the bucket's own run of gradients (of gradients that lie apart, the first), or
-  // the error. Every rank brings the same buckets, in the order of their indices.
+  // Submits a bucket and returns at once. The future receives the bucket's run of gradients (of separate tensors, the
+  // first) or the error. Every rank must submit the same buckets, in the order of their indices.
   FuturePtr run(const Bucket& bucket);
 
-  // From now on stalls are reported, and failures explained.
+  // Starts reporting stalls and explaining failures. Throws if there is a watch already.
   void watch(const StorePtr& store, const WatchOptions& options);
-  // No longer: its threads and its connection to the store end. Nothing if there is no watch.
+  // Ends the watch, its threads and its connection to the store. Does nothing if there is no watch.
   void unwatch();
+  // Ends the engine; buckets under way fail with `reason`.
   void stop(const std::string& reason);
-  // stop(), as the process is exiting: it does not wait for other ranks.
+  // stop() for a process that is exiting: it does not wait for other ranks.
   void leave(const std::string& reason);
   Engine& engine() const { return *engine_; }
   const std::shared_ptr<C10dTransport>& transport() const { return transport_; }
-  // The largest of the ranks' values. A collective call, between backward passes; waits. `what` it is, for reports of
-  // stalls and failures.
+  // Returns the largest of the ranks' values. A collective call between backward passes; it waits. `what` names it in
+  // reports of stalls and failures.
   double max_over_ranks(double value, const std::string& what) const;
-  // This rank takes part in a collective call between backward passes: `what` it is, for reports of stalls and
-  // failures. Returns a number for end_call(). Every rank begins the same calls, in the same order as its buckets.
+  // Notes on the board that this rank takes part in a collective call between backward passes. `what` names it in
+  // reports of stalls and failures. Returns a number for end_call(). Every rank must begin the same calls, in the same
+  // order among its buckets.
   int64_t begin_call(const std::string& what) const;
-  // `all_took_part`: else it counts as not made.
+  // If not `all_took_part`, the call counts as not made.
   void end_call(int64_t call, bool all_took_part) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
 
-  // By parameter. Waits for the device where it counts them.
+  // Non-finite elements by parameter name. Waits for the device where it counts them.
   std::map<std::string, int64_t> nonfinite_by_parameter() const;
   void restore_nonfinite(const std::map<std::string, int64_t>& counts);
 
-  // Error feedback: what this rank has left out so far, fp32 [numel in its bucket] in the unit of gradients, by
-  // parameter. Empty without.
+  // Error feedback: this rank's residuals by parameter name, fp32 [numel in its bucket], in the unit of gradients.
+  // Empty without error feedback.
   std::map<std::string, at::Tensor> residuals() const;
-  // Between backward passes. Parameters that are not named have left out nothing.
+  // Replaces all residuals; a parameter that is not named has none afterwards. Call it between backward passes.
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
-  // Before the first backward pass: parameters that have turned up there have the same names and numbers here.
+  // Gives the parameters of `other` the same names and numbers here. Call it before the first backward pass.
   void adopt_names(const Synchroniser& other);
 
-  // What is to be said to the user since the last call. Not by a warning of torch's, which would raise on this rank
-  // alone where warnings are errors.
+  // Returns the warnings for the user since the last call; may be empty. They are not raised by torch here, because
+  // where warnings are errors that would fail on this rank alone.
   std::vector<std::string> take_notices();
 
-  // Backward passes so far, which number the noise.
+  // Backward passes so far. The number selects the noise of stochastic rounding.
   int64_t step() const;
   void restore_step(int64_t step);
 
   const ErrorMonitor& monitor() const { return monitor_; }
-  // Waits for the device, so that what the monitor has found can be read.
+  // Waits for the device, so that the monitor's results can be read.
   void settle() const;
-  // The buckets of the last backward pass, by index.
+  // The records of the last backward pass, by bucket index. A record is null from the bucket's fallback to its next
+  // hand-over.
   std::vector<std::shared_ptr<const BucketRecord>> buckets() const;
 
  private:
-  // Throws the exception that is being handled, on accelerators with the bucket's name if it has none.
+  // Rethrows the exception that is being handled. On accelerators adds the bucket's name to its text if that is
+  // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
                           const std::shared_ptr<at::Tensor>& result);
   std::string text_of(const Bucket& bucket);
-  // Before the first bucket of a backward pass, if buckets are verified.
+  // Call it before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();
   void fall_back(const ErrorMonitor::Failing& failing);
   std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                                       int64_t step) const;
-  // Has this rank's pack of the bucket measured.
+  // Prepares the job so that the error of this rank's first encoder is measured.
   void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                int64_t step);
 
-  // All that follow, under mutex_.
+  // Call these with mutex_ held.
   std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
-  // Raises an error if DDP has left out buckets.
+  // Throws if DDP has skipped buckets.
   void check_order(const Bucket& bucket, const BucketRecord& record);
 
   std::shared_ptr<Engine> engine_;
@@ -107,23 +111,23 @@ class Synchroniser {
   const Options options_;
   const c10::Device device_;
   const pid_t process_;
-  mutable std::mutex mutex_;  // what follows, but for monitor_
+  mutable std::mutex mutex_;  // guards the members below, down to num_buckets_
   mutable Parameters parameters_;
   std::vector<std::shared_ptr<const BucketRecord>> records_;  // by bucket index
-  size_t next_index_ = 0;                                     // that a bucket should have
-  const BucketRecord* first_of_pass_ = nullptr;               // to compare with
-  int num_unfinished_ = 0;                                    // passes in a row, with the same first bucket
+  size_t next_index_ = 0;                                     // that the next bucket should have
+  const BucketRecord* first_of_pass_ = nullptr;               // bucket 0's, to compare the next pass's with
+  int num_unfinished_ = 0;                                    // unfinished passes in a row with the same first bucket
   std::vector<std::string> notices_;
 
-  int64_t step_ = 0;        // of the noise: a checkpoint has it
-  int64_t num_passes_ = 0;  // of the monitor, whose ranks have to agree: never set
+  int64_t step_ = 0;        // numbers the noise; saved in checkpoints
+  int64_t num_passes_ = 0;  // numbers the monitor's passes; never restored, because all ranks must agree
   size_t num_buckets_ = 1;  // in the pass before
 
   ErrorMonitor monitor_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;
-  std::shared_ptr<Watch> watch_;  // null: none
+  std::shared_ptr<Watch> watch_;  // null if there is none
 };
 
 }  // namespace fusedcomm

@@ -379,7 +379,7 @@ def test_sparse_gradients_pass_exactly_with_one_warning():
         expected = torch.zeros(40, 16)
         expected[1] = expected[2] = head.sum(0) / 2
         assert torch.allclose(dense, expected, rtol=0, atol=1e-6)
-        assert len(messages) == 1 and "travels exactly" in messages[0]
+        assert len(messages) == 1 and "summed exactly" in messages[0]
 
 
 def unused(rank, world_size):
