@@ -30,10 +30,7 @@ class CpuPath:
     def connect(
         self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        """The engine's device and transport. A collective call, which also times the link.
-
-        Raises RuntimeError if the group does not move CPU tensors over gloo.
-        """
+        """The engine's device and transport. A collective call, which also times the link."""
         channels = groups.make_channels(process_group, device, store)
         self.s_per_byte = groups.time_link(channels.scatter)
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())
