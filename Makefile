@@ -6,7 +6,7 @@
 #   make test-all    the same with every case: a quarter of an hour
 #   make bench   run every benchmark in bench/: an hour; some minutes with ARGS=--quick     ARGS=--quick
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.
-#                Or in three calls of at most nine minutes each, the most valuable first: --call 1, then 2, then 3. Each
+#                It can be split into three calls of at most nine minutes, the most valuable first: --call 1, 2, 3. Each
 #                call adds its result to bench/results/<gpu>-torch<version>.json            ARGS="--call 1"
 #   make build, sanitize, lint, format, clean
 #

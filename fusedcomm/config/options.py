@@ -191,8 +191,8 @@ class TwoLevels(Options):
     order than one.
 
     Args:
-        groups: "auto": ranks with the same host name share a host. A number: so many consecutive ranks share a host. Or
-            a list of each host's ranks, [[0, 1], [2, 3]]. Every host must have the same number of ranks.
+        groups: "auto": ranks with the same host name share a host. A number n: each n consecutive ranks share a host.
+            A list has each host's ranks: [[0, 1], [2, 3]]. Every host must have the same number of ranks.
         local_wire: the wire within a host: "bf16", "fp16" or "fp32". It adds one rounding, to nearest. None: "bf16", or
             "fp32" with wire="fp32", which must not be rounded.
     """
