@@ -1,23 +1,23 @@
 # fusedcomm: every target sets up what it needs, and reuses it the next time.
 #
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
-#   make test    run the tests; those that need a GPU skip themselves. Of large matrices of cases only some, in which
-#                every value appears: six minutes on two cores                              ARGS="-k codec -x"
+#   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
+#                in which every value appears. Six minutes on two cores                     ARGS="-k codec -x"
 #   make test-all    the same with every case: a quarter of an hour
-#   make bench   run every benchmark in bench/: an hour, with ARGS=--quick some minutes     ARGS=--quick
-#   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, measure: twenty minutes at most. Or in
-#                three calls of nine minutes at most each, the most valuable first: --call 1, then 2, then 3. The result,
-#                which each call adds to, is bench/results/<gpu>-torch<version>.json        ARGS="--call 1"
+#   make bench   run every benchmark in bench/: an hour; some minutes with ARGS=--quick     ARGS=--quick
+#   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.
+#                It can be split into three calls of at most nine minutes, the most valuable first: --call 1, 2, 3. Each
+#                call adds its result to bench/results/<gpu>-torch<version>.json            ARGS="--call 1"
 #   make build, sanitize, lint, format, clean
 #
-# Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables:
+# Needs Python >= 3.10 (with venv and headers), a C++ compiler and make. Variables, with their defaults:
 #
 #   PYTHON    the interpreter that makes the environment (python3)
-#   VENV      where the environment is (.venv). Empty, `make test VENV=`: use the packages that PYTHON has, in place, and
-#             install nothing, e.g. where a CUDA build of torch must stay as it is.
-#   TORCH     what pip installs when the environment is made (torch==2.13.0). If your index serves a CUDA build of several
-#             GB, a CPU build is enough: TORCH="torch==2.13.0 --index-url <an index of CPU builds>"
-#   PIP_ARGS  options for every pip install, e.g. a mirror or a proxy
+#   VENV      the environment's folder (.venv). If it is empty, as in `make test VENV=`, PYTHON's own packages are used
+#             and nothing is installed. Use this where a CUDA build of torch must stay as it is.
+#   TORCH     what pip installs when it makes the environment (torch==2.13.0). If your index serves a CUDA build of
+#             several GB, a CPU build is enough: TORCH="torch==2.13.0 --index-url <an index of CPU builds>"
+#   PIP_ARGS  options for every pip install, for a mirror or a proxy for example
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -25,10 +25,10 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
 
-# What pytest exits with if it has selected no test, where that may be; else what it never exits with.
+# Exit code of pytest that counts as success, too. With ARGS, 5: no test was selected. Without, -1, which never occurs.
 NONE_LEFT = $(if $(strip $(ARGS)),5,-1)
 
-# What `VENV=` looks for; the targets below add theirs.
+# The packages that PYTHON must have with `VENV=`. Targets below add theirs.
 PACKAGES := torch>=2.11 setuptools>=65 ninja numpy
 
 CSRC := $(shell find csrc -name "*.cpp" -o -name "*.h")
@@ -37,7 +37,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 
-# Where ninja and the formatters are, also when the environment has not been activated.
+# PATH includes ninja and the formatters, even if the environment has not been activated.
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY := check-packages
@@ -62,8 +62,8 @@ demo: PACKAGES += scikit-learn matplotlib tqdm
 demo: build
 	$(PY) -m fusedcomm demo $(ARGS)
 
-# First the tests that may run side by side, one more than there are cores, since half of the time they wait; then the
-# others, one by one. With ARGS either may have none left.
+# Tests that may run side by side come first, with one worker more than cores, because they wait half of the time. The
+# others follow one by one. With ARGS, either step may select no test.
 test test-all: PACKAGES += pytest pytest-timeout hypothesis pytest-xdist
 test-all: override ARGS += --all
 test test-all: build $(KERNELS)
@@ -76,8 +76,8 @@ bench: build
 	failed=; for file in bench/[!_]*.py; do echo "== $$file"; $(PY) "$$file" $(ARGS) || failed+=" $$file"; done; \
 	[ -z "$$failed" ] || { echo "Not measured:$$failed. What needs root and network namespaces says so above." >&2; exit 1; }
 
-# Builds by calling make again, with the variables given here, so that the build has its share of a call. A dry run, of
-# the benchmarks alone, needs no GPU, but what is built.
+# bench/_gpu.py builds by calling make again with the same variables, so that the build counts toward the call's time.
+# A dry run runs the benchmarks only. It needs no GPU, but the build must exist.
 gpu: PACKAGES += triton>=3.6 pytest hypothesis tqdm
 gpu: | $(READY) $(if $(findstring --dry-run,$(ARGS)),build $(KERNELS))
 	$(PY) bench/_gpu.py $(ARGS)
@@ -89,8 +89,8 @@ sanitize:
 
 build: $(BUILT)
 
-# pip's editable install builds the extension too. Either way object files lie in build/objects, and ninja decides what
-# is compiled again; --force because setuptools would not ask it.
+# pip's editable install builds the extension, too. Either way object files are in build/objects, and ninja decides what
+# is compiled again. Without --force setuptools would not ask ninja.
 $(BUILT): pyproject.toml setup.py $(CSRC) build/.built-for | $(READY)
 	@echo "Building fusedcomm._C (a minute or two the first time)"
 	@if [ -n '$(strip $(VENV))' ] && [ ! '$(VENV)/.installed' -nt pyproject.toml ]; then \
@@ -101,7 +101,8 @@ $(BUILT): pyproject.toml setup.py $(CSRC) build/.built-for | $(READY)
 	fi
 	touch $@
 
-# Python and torch share the name of the library that is built, so a change of either has to be noticed here.
+# The built library has the same name with any version of Python or torch, so this file records both: it changes, and
+# the library is built again, when either changes.
 build/.built-for: FORCE | $(READY)
 	@if [ '$(origin TORCH)' = 'command line' ] && [ -s '$(VENV)/.torch' ] && [ "$$(cat '$(VENV)/.torch')" != '$(TORCH)' ]; then \
 	  echo "$(VENV) was made with $$(cat '$(VENV)/.torch'), and TORCH is $(TORCH): remove $(VENV), or name another: make VENV=..." >&2; exit 1; \
@@ -120,8 +121,8 @@ $(VENV)/.torch: | check-tools
 	$(PY) -m pip install $(PIP_ARGS) $(TORCH)
 	echo '$(TORCH)' > $@
 
-# Not for every machine: where there is no wheel of them, the tests that need them skip themselves. The oldest Triton
-# that pyproject.toml allows has a folder of its own, where tests/kernels/test_kernel_constants.py looks for it.
+# Packages that not every machine has wheels for. Without them, tests that need them are skipped. The oldest Triton that
+# pyproject.toml allows goes into a folder of its own, where tests/kernels/test_kernel_constants.py looks for it.
 $(VENV)/.kernels: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
 	oldest=$$(sed -n 's/.*"triton>=\([0-9.]*\),.*/\1/p' pyproject.toml); \
@@ -139,10 +140,10 @@ check-tools:
 	@$(PYTHON) -c "$$CHECK_PYTHON"
 	@command -v $${CXX:-c++} > /dev/null || { echo "$${CXX:-c++}: no such C++ compiler. Install one (apt: g++; dnf: gcc-c++), or name another: make CXX=..." >&2; exit 1; }
 
-# VENV=: what PYTHON has is used as it is, so all that can be done is to name what is missing.
+# With `VENV=` nothing is installed, so this can only name missing packages.
 check-packages: check-tools
 	@$(PYTHON) -c "$$CHECK_PACKAGES" $(foreach package,$(PACKAGES),'$(package)')
-	@# The installed package maps fusedcomm.kernels to kernels/; used in place, a link does.
+	@# Installed, the package maps fusedcomm.kernels to kernels/. Used in place, it needs this link.
 	@ln -sfn ../kernels fusedcomm/kernels
 
 define CHECK_PYTHON
@@ -184,7 +185,7 @@ format: $(FORMATTERS)
 	ruff format .
 	clang-format -i $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h kernels/*.cu kernels/*.cuh)
 
-# The environment stays: remove $(VENV) by hand to have it made anew.
+# The environment is kept. To make it again, remove $(VENV) by hand.
 clean:
 	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache fusedcomm/*.so
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

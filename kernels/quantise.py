@@ -75,7 +75,7 @@ def stochastic_fp8_code(v, noise):
 def with_fp8_sign(v, bits, code, subnormal):
     """The code of `v`, given the code of its magnitude; adds the sign.
 
-    bits: magnitude_bits(v). code: the magnitude's code, limited here to that of 448. subnormal: has the code in its
+    bits: magnitude_bits(v). code: the magnitude's code, limited here to 448's code. subnormal: has the code in its
     lowest bits if `v` is below the least normal number.
     """
     code = tl.where(bits < FP8_LEAST_NORMAL, subnormal & FP8_SUBNORMALS, tl.minimum(code, FP8_GREATEST))
@@ -155,7 +155,7 @@ def spread(of_blocks, PER_BLOCK: tl.constexpr):
 def store_scales(out, scales, numel, VEC: tl.constexpr, BLOCK: tl.constexpr):
     """Writes the scales of the first `numel` elements' blocks.
 
-    The store has the shape of a matrix, of which only one column is written. The scales then stay with the threads that
+    The store has the shape of a matrix with only one column written. The scales then stay with the threads that
     computed them, and no barrier is needed to hand them over.
     """
     NUM_BLOCKS: tl.constexpr = scales.shape[0]

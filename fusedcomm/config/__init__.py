@@ -1,7 +1,7 @@
-"""What a user can choose: one configuration for every front end, checked when it is made.
+"""The options that a user can choose: one configuration for every front end, checked when it is made.
 
-``Config`` has what all ranks must share, in groups of options that belong together; ``LocalOptions`` what may differ
-from rank to rank. Each option is documented in its class's docstring and nowhere else.
+``Config`` has the options that all ranks must share, in groups that belong together. ``LocalOptions`` has those that
+may differ from rank to rank. Each option is documented in its class's docstring and nowhere else.
 """
 
 from fusedcomm.config.config import AUTO, Config, given, refuse_both

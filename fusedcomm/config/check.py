@@ -1,4 +1,4 @@
-"""Refusals that many options share. ValueError with the option, its value and what is possible."""
+"""Checks that many options share. Each raises ValueError with the option, its value and the possible values."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ def choice(option: str, value: object, choices: Sequence[str]) -> None:
 
 
 def whole(option: str, value: object, least: int, most: int, possible: str) -> None:
-    """A whole number from `least` to `most`, as `possible` says in words."""
+    """Requires a whole number from `least` to `most`; `possible` says so in words."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{option}={value!r} is not possible: use {possible}")
 
@@ -20,7 +20,7 @@ def flag(option: str, value: object) -> None:
 
 
 def positive(option: str, value: object, possible: str) -> None:
-    """A finite number greater than 0, as `possible` says in words."""
+    """Requires a finite number greater than 0; `possible` says so in words."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"{option}={value!r} is not possible: use {possible}")
 

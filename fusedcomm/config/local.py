@@ -1,4 +1,4 @@
-"""What may differ from rank to rank, and what is chosen where it is left open."""
+"""The options that may differ from rank to rank, and the values chosen for those that are left open."""
 
 import dataclasses
 import os
@@ -8,28 +8,29 @@ from fusedcomm.config import check
 from fusedcomm.native import _C
 
 MAX_CODEC_THREADS = 4
-"""By default."""
+"""Most threads of a codec stage by default."""
 MOST_CODEC_THREADS = 256
-"""That can be asked for."""
+"""Most threads of a codec stage that a user can ask for."""
 
 STALL_AFTER_S = 60.0
-"""By default a bucket that has been under way for so long without moving is a stall."""
+"""Seconds: by default a bucket in flight that has not moved for this long is a stall."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalOptions:
-    """What may differ from rank to rank, since no byte depends on it.
+    """Options that may differ from rank to rank, because no byte depends on them.
 
     Args:
-        isa: cpu only: instruction set of the codec; None: the environment, else the best this machine has.
-        codec_threads: cpu only: threads that share a codec stage; None: the environment, else by the host's cores.
-        sm_limit: cuda only: most multiprocessors that one kernel of ours uses. None: an eighth of the GPU's, and all of
-            them for the last bucket of a backward pass, beside which nothing is left to compute.
-        stall_after: seconds. If a bucket is under way and nothing has moved for so long, the ranks are asked what they
-            have under way, and each that waits warns once, naming the slow or missing rank, the step, the bucket and
-            the stage; training goes on. So it is if one moves, but has been the oldest under way for so long, as on a
-            link that crawls, and again when one takes twice as long. None: 60, or a third of the group's timeout if
-            that is less. A failure is explained in the same way, in the error's text.
+        isa: cpu only: the instruction set of the codec. None: FUSEDCOMM_ISA, else the best that this machine has.
+        codec_threads: cpu only: threads that share a codec stage. None: FUSEDCOMM_CODEC_THREADS, else half of this
+            rank's share of the host's cores, from 1 to 4.
+        sm_limit: cuda only: most multiprocessors that one of fusedcomm's kernels uses. None: an eighth of the GPU's;
+            for the last bucket of a backward pass all of them, because no computation runs beside it.
+        stall_after: seconds. If a bucket is in flight and nothing has moved for this long, the ranks are asked what
+            they have in flight. Each rank that waits then warns once and names the slow or missing rank, the step, the
+            bucket and the stage. Training goes on. The same happens if the oldest bucket in flight moves but takes this
+            long, as on a slow link, and again when one takes twice as long. None: 60, or a third of the group's timeout
+            if that is less. A failure is explained in the same way, in the error's text.
     """
 
     isa: str | None = None
@@ -38,7 +39,7 @@ class LocalOptions:
     stall_after: float | None = None
 
     def __post_init__(self) -> None:
-        # What this rank alone has wrong is refused when it attaches, so that the other ranks are told.
+        # Other errors of a single rank are raised when it attaches, so that the other ranks are told.
         for name in ("isa", "codec_threads"):
             value = getattr(self, name)
             if value is not None and self.sm_limit is not None:
@@ -49,7 +50,7 @@ class LocalOptions:
 
 
 def local_options(local: LocalOptions | None) -> LocalOptions:
-    """What a front end was given as `local`; ValueError for something else."""
+    """`local` as a front end is called with it, or the defaults. Raises ValueError if it is not a LocalOptions."""
     if local is None:
         return LocalOptions()
     check.kind("local", local, LocalOptions)
@@ -57,14 +58,17 @@ def local_options(local: LocalOptions | None) -> LocalOptions:
 
 
 def choose_isa(isa: str | None) -> str:
-    """The argument, else the environment. Raises ValueError for what this machine cannot run."""
+    """The argument, else FUSEDCOMM_ISA, else "auto". Raises ValueError for a set that this machine cannot run."""
     chosen = env.isa() if isa is None else isa
     check.choice("isa", chosen, ("auto", *_C.available_isas()))
     return chosen
 
 
 def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
-    """The argument, else the environment, else half of this rank's share of the cores, from 1 to 4."""
+    """The argument, else FUSEDCOMM_CODEC_THREADS, else half of this rank's share of the cores, from 1 to 4.
+
+    Raises ValueError if a given number is out of range.
+    """
     if codec_threads is None:
         codec_threads = env.codec_threads()
     if codec_threads is None:
@@ -77,7 +81,10 @@ def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
 
 
 def choose_stall_after(stall_after: float | None, timeout_s: float) -> float:
-    """The argument, else STALL_AFTER_S, or less, so that a report comes before a group's timeout of `timeout_s`."""
+    """Seconds: the argument, else STALL_AFTER_S, but at most a third of the group's timeout.
+
+    A report then comes before the timeout. Raises ValueError if a given number is not positive.
+    """
     if stall_after is None:
         return min(STALL_AFTER_S, timeout_s / 3)
     check.positive("stall_after", stall_after, "a number of seconds greater than 0")

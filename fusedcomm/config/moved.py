@@ -1,4 +1,4 @@
-"""Keywords of fusedcomm 0.1 and where each lives since 0.2. There are no aliases: a call with one is an error."""
+"""Keywords of fusedcomm 0.1 and the place of each since 0.2. There are no aliases: a call with one is an error."""
 
 import functools
 import inspect
@@ -26,18 +26,21 @@ NEW_PLACE = {
     "fallback_wire": "Config(checks=Checks(verify_every=…, fallback=Fallback(error=…, wire=…)))",
     "hosts": "Config(hosts=…)",
     "local_wire": "Config(hosts=TwoLevels(groups=…, local_wire=…))",
-    "wires": "Auto(wires=…), which takes the place of wire='auto' and has all that is not searched in base=Config(…)",
-    "tuned": "Auto(tuned=…), which takes the place of wire='auto' and has all that is not searched in base=Config(…)",
+    "wires": "Auto(wires=…) in place of wire='auto'; options that are not searched go into its base=Config(…)",
+    "tuned": "Auto(tuned=…) in place of wire='auto'; options that are not searched go into its base=Config(…)",
     "isa": "local=LocalOptions(isa=…)",
     "codec_threads": "local=LocalOptions(codec_threads=…)",
     "sm_limit": "local=LocalOptions(sm_limit=…)",
     "stall_after": "local=LocalOptions(stall_after=…)",
 }
-"""By old keyword."""
+"""The new place of each old keyword, in words."""
 
 
 def explains_moved(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates what took these keywords, by its public `name`: a call with one that has moved says where to."""
+    """Decorates a function that took these keywords: a call with one raises TypeError, which names the new place.
+
+    name: the function's public name, for the error.
+    """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         own = inspect.signature(function).parameters.keys()

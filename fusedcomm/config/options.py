@@ -1,4 +1,4 @@
-"""The groups of a configuration: options that only make sense together."""
+"""The groups of a configuration: options that make sense only together."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,14 +14,15 @@ SUMS = tuple(_C.SUMS)
 ROUNDINGS = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
 
+# The greatest int64.
 _MOST = 2**63 - 1
 
 ALWAYS_SHOWN = "always shown"
-"""In a field's metadata."""
+"""A key in a field's metadata: repr() shows the field even if it has its default."""
 
 
 class Options:
-    """A dataclass that is shown as one would write it: without most fields that are as by default."""
+    """Base of dataclasses whose repr() reads like the call that makes them: fields with their default are left out."""
 
     def __repr__(self) -> str:
         shown = []
@@ -36,14 +37,14 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Blocks(Options):
-    """How a wire with scales shares them.
+    """The blocks of a wire with scales.
 
     Args:
-        numel: elements that share a scale of `Config.wire`; a power of two from 32 to 4096. None: 128, for int4 32. The
-            wires of `Config.wires` have the default.
-        rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantised and by its inverse
-            afterwards, so that an outlier costs its block less. Helps int4 on heavy-tailed gradients
-            (docs/accuracy.md). An Inf or NaN becomes NaN in its whole run.
+        numel: elements that share a scale in `Config.wire`; a power of two from 32 to 4096. None: 128, or 32 for int4.
+            The wires of `Config.wires` always have the default.
+        rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantized, and by its inverse
+            after they are decoded. An outlier then costs its block less accuracy. This helps int4 on heavy-tailed
+            gradients (docs/accuracy.md). An Inf or NaN turns its whole run into NaN.
     """
 
     numel: int | None = None
@@ -63,9 +64,10 @@ class Rounding(Options):
     """How encoders round.
 
     Args:
-        kind: "nearest", or "stochastic": up or down by chance, such that the mean of many roundings is right. Nearest
-            has half the worst error; stochastic does not lose what is small in the same direction every time.
-        seed: for "stochastic" only: the same seed, step and buckets give the same bits, on any device.
+        kind: "nearest", or "stochastic": up or down at random, such that the mean of many roundings is exact. Nearest
+            has half the worst error. Stochastic does not round small values in the same direction every time.
+        seed: for "stochastic" only; from 0 to 2^64 - 1. The same seed, step and buckets give the same bits on any
+            device.
     """
 
     kind: str = "nearest"
@@ -76,23 +78,23 @@ class Rounding(Options):
         check.whole("Rounding(seed)", self.seed, 0, 2**64 - 1, "a whole number from 0 to 2^64 - 1")
         if self.seed and self.kind == "nearest":
             raise ValueError(
-                f"Rounding(kind='nearest', seed={self.seed}): rounding to nearest draws nothing, so the seed has no "
-                "effect: use kind='stochastic' with it, or leave the seed out"
+                f"Rounding(kind='nearest', seed={self.seed}): rounding to nearest draws no random numbers, so the seed "
+                "has no effect: use kind='stochastic' with it, or leave the seed out"
             )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Feedback(Options):
-    """Error feedback: what encoders leave out of a step is added to the next one, so that rounding delays gradients
-    instead of changing them.
+    """Error feedback: the encoders' errors of one step are added to the gradients of the next. Rounding then delays
+    gradients instead of changing them.
 
     Needs a two-shot or one-shot sum, which "auto" takes for all but small buckets. Residuals stay with their parameters
-    when DDP rebuilds its buckets, and are in ``state_dict()``. With `Config.hosts` a rank keeps those of what it sums
-    for its host (4 bytes divided by the host's ranks), and what the local wire leaves out is lost.
+    when DDP rebuilds its buckets, and are in ``state_dict()``. With `Config.hosts` a rank keeps residuals only for the
+    elements that it sums for its host, 1/L of the bucket with L ranks on a host; errors of the local wire are lost.
 
     Args:
-        format: what residuals are kept in: "fp32" (4 bytes for each element, and by two-shot as much again divided by
-            the ranks), or, in half of that, "bf16".
+        format: the dtype of residuals: "fp32" (4 bytes per element; with two-shot, 4 bytes divided by the world size in
+            addition), or "bf16" (half of that).
     """
 
     format: str = "fp32"
@@ -103,14 +105,15 @@ class Feedback(Options):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Chunks(Options):
-    """How a bucket is cut for its way. Scratch is about 2 · nbytes · in_flight, by one-shot world_size times it.
+    """How a bucket is cut into chunks. Scratch memory is about 2 · nbytes · in_flight; with one-shot, world_size times
+    that.
 
     Args:
-        nbytes: most bytes of a packed bucket that one collective carries, at least 4096. None: 16 MiB on cuda; on cpu
-            what takes 2 ms on the link, which is timed at attach (3 ms among more than two ranks, 4 ms by one-shot, 8
-            ms by "direct" of two): 32 KiB to 1 MiB for each rank, at most 8 MiB in all. A bucket summed exactly in its
-            own memory is not cut.
-        in_flight: chunks under way at once, 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
+        nbytes: most bytes of a packed bucket that one collective sends; at least 4096. None: 16 MiB on cuda. On cpu as
+            many as the link, timed at attach, sends in 2 ms: 32 KiB to 1 MiB for each rank, at most 8 MiB in all. The
+            time is 3 ms among more than two ranks, 4 ms with one-shot, and 8 ms with "direct" between two ranks. A
+            bucket that is summed exactly in its own memory is not cut.
+        in_flight: most chunks in flight at once, from 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
     """
 
     nbytes: int | None = None
@@ -125,16 +128,16 @@ class Chunks(Options):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fallback(Options):
-    """A more exact wire for buckets that turn out to be too far off.
+    """A more exact wire for buckets whose error is too large.
 
-    A bucket whose mean `Checks.verify_every` found to be off by more than `error` has its parameters sent in `wire`
-    from the second step after that on, those whose wire is less exact; said once, with the numbers. With
-    `Config.feedback` a result also contains what earlier steps left out. Attaching again, a restart or another process
-    group begin with `Config.wire` again.
+    A bucket falls back if `Checks.verify_every` finds that the error of its mean exceeds `error`. From the second step
+    after that on, its parameters with a less exact wire are sent in `wire`. A warning says so once, with the numbers.
+    With `Config.feedback` a result also contains residuals of earlier steps, which count as error here. After attaching
+    again, a restart or a change of the process group, all buckets start with `Config.wire` again.
 
     Args:
         error: the relative error beyond which a bucket falls back.
-        wire: "bf16", "fp16" or "fp32"; one that is more exact than `Config.wire`.
+        wire: "bf16", "fp16" or "fp32"; must be more exact than `Config.wire` or a wire of `Config.wires`.
     """
 
     error: float
@@ -147,15 +150,15 @@ class Fallback(Options):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Checks(Options):
-    """What is measured of the errors while training goes on, and what follows from it.
+    """Which errors are measured during training, and what follows from them.
 
     Args:
-        verify_every: in every so many steps one bucket, another each time, is also summed exactly, in fp32, and its
-            result compared: ``stats().verified`` has the errors. That step waits for the extra bytes. 0: never.
-        measure_every: in one of so many steps every bucket's relative quantisation error on this rank is measured:
-            ``stats().quantisation_error``. Takes one pass over the residual, and 4 bytes for each element where there
-            is no fp32 residual. 0: never.
-        fallback: a :class:`Fallback`. None: never; buckets keep their wire.
+        verify_every: steps between verifications. In such a step one bucket, another each time, is also summed exactly
+            in fp32 and compared; ``stats().verified`` has the errors. The step waits for the extra bytes. 0: never.
+        measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
+            rank is measured; ``stats().quantisation_error`` has the errors. It takes one pass over the residual, and 4
+            bytes for each element if there is no fp32 residual. 0: never.
+        fallback: a :class:`Fallback`. None: buckets keep their wire.
     """
 
     verify_every: int = 0
@@ -171,26 +174,27 @@ class Checks(Options):
         check.kind("Checks(fallback)", self.fallback, Fallback)
         if self.verify_every == 0:
             raise ValueError(
-                f"Checks(verify_every=0, fallback={self.fallback}): nothing is verified, so nothing is ever found to "
-                "be off: set verify_every to a number of steps, or leave fallback out"
+                f"Checks(verify_every=0, fallback={self.fallback}): no bucket is verified, so none can fall back: set "
+                "verify_every to a number of steps, or leave fallback out"
             )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TwoLevels(Options):
-    """Sums on two levels, for links between hosts that are slower than those within: first over the ranks of a host, in
-    `local_wire`, then over hosts, in `Config.wire`, so that each rank sends 1/L of what it would send to other hosts,
-    where L is the number of ranks on a host.
+    """Sums on two levels, for links between hosts that are slower than those within a host.
 
-    One host, or one rank on each, is one level, as the plan then says. Needs the two-shot sum, which "auto" takes for
-    all but small buckets; what is summed exactly goes over all ranks at once. The order of addition is another than
-    without.
+    Gradients are summed first over the ranks of a host, in `local_wire`, then over hosts, in `Config.wire`. With L
+    ranks on a host, each rank then sends to other hosts only 1/L of what it would send on one level.
+
+    With one host, or with one rank on each, there is one level, and the plan says so. Two levels need the two-shot sum,
+    which "auto" takes for all but small buckets. Exact sums have one level, over all ranks. Two levels add in another
+    order than one.
 
     Args:
-        groups: "auto": ranks with the same host name share a host; a number of consecutive ranks on each host; or a
-            list of each host's ranks, [[0, 1], [2, 3]]. Every host must have as many ranks.
-        local_wire: what travels within a host: "bf16", "fp16" or "fp32", rounded to nearest once more. None: "bf16", or
-            "fp32" with wire="fp32", which is not to be rounded on its way.
+        groups: "auto": ranks with the same host name share a host. A number n: each n consecutive ranks share a host.
+            A list has each host's ranks: [[0, 1], [2, 3]]. Every host must have the same number of ranks.
+        local_wire: the wire within a host: "bf16", "fp16" or "fp32". It adds one rounding, to nearest. None: "bf16", or
+            "fp32" with wire="fp32", which must not be rounded.
     """
 
     groups: str | int | Sequence[Sequence[int]] = hosts.AUTO
@@ -219,7 +223,7 @@ class TwoLevels(Options):
         ranks = [rank for group in self.groups for rank in group]
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         if twice or not ranks:
-            problem = f"rank(s) {twice} are on two hosts" if twice else "there is none"
-            raise ValueError(f"hosts={self.groups!r} is not possible: {problem}")
+            problem = f"rank(s) {twice} are on two hosts" if twice else "it has no ranks"
+            raise ValueError(f"hosts={self.groups!r} is not possible: {problem}. Put every rank on exactly one host")
         hosts.check_even({f"hosts[{index}]": len(group) for index, group in enumerate(self.groups)})
         return hosts.ordered(self.groups)

@@ -1,1 +1,1 @@
-"""Where codecs run: a file for each kind of device."""
+"""The devices that codecs run on: one file for each kind, and what compiles the kernels of GPUs."""

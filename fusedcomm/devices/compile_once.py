@@ -1,8 +1,9 @@
-"""Ranks of a host attach at the same time and need the same kernels: each kernel is compiled by one of them, while the
-others compile others, and all find the rest in the compiler's cache.
+"""Shares the compilation of kernels among the ranks of a host, which attach at the same time and need the same kernels.
 
-One file beside that cache has a byte for each kernel, which a rank locks while it compiles that. The system lets go of
-the locks of a process that dies. Where there can be no lock, every rank compiles for itself, as it would without this.
+One rank compiles a kernel while the other ranks compile others. Each then finds the rest in the compiler's cache.
+
+A lock file in the cache's folder has one byte for each kernel. A rank locks that byte while it compiles the kernel. The
+system releases the locks of a process that dies. If no lock can be had, every rank compiles every kernel itself.
 """
 
 import contextlib
@@ -14,17 +15,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 NAME = "fusedcomm.lock"
 PATIENCE_S = 120.0
-"""After which a rank compiles what another has had for so long: that may have been stopped. A kernel takes seconds."""
+"""Seconds without a new kernel after which a rank ignores the other ranks' locks: such a rank may have been stopped. A
+kernel takes seconds to compile."""
+# Seconds between two looks at locked kernels.
 POLL_S = 0.02
 
 
 def compiled(kernels: Iterable[Hashable], compile: Callable, folder: str | None = None) -> Iterator:
-    """``compile(kernel)`` for each of `kernels`, in the order in which they are there.
+    """``compile(kernel)`` for each of `kernels`, in the order in which the results are ready.
 
     Args:
-        kernels: their repr() tells them apart, and is the same in every process.
-        compile: finds in a cache what any process has compiled.
-        folder: of the cache; None: Triton's.
+        kernels: their repr() must tell them apart and be the same in every process.
+        compile: must find in a cache what any process has compiled.
+        folder: the cache's folder. None: Triton's.
     """
     waiting = list(kernels)
     until = time.monotonic() + PATIENCE_S
@@ -52,7 +55,7 @@ def _cache_folder() -> str:
 
 @contextlib.contextmanager
 def _open_lock_file(folder: str) -> Iterator[int | None]:
-    """Its descriptor; None if there can be none, as in a folder that cannot be written to."""
+    """The lock file's descriptor. None if it cannot be opened, as in a folder that cannot be written to."""
     try:
         os.makedirs(folder, exist_ok=True)
         file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -67,7 +70,7 @@ def _open_lock_file(folder: str) -> Iterator[int | None]:
 
 @contextlib.contextmanager
 def _locked(file: int | None, kernel: Hashable) -> Iterator[bool]:
-    """Whether nobody else compiles it; True where that cannot be known, as on some network file systems."""
+    """Whether no other process compiles the kernel. True also if locks do not work, as on some network file systems."""
     place = int.from_bytes(hashlib.sha256(repr(kernel).encode()).digest()[:4], "big")
     try:
         if file is not None:

@@ -1,5 +1,5 @@
-"""What makes the GPU's kernels: Triton, or NVRTC from the same kernels in CUDA C++. Both give the same bytes, so ranks
-may differ in it."""
+"""The compiler of the GPU's kernels: Triton, or NVRTC for the same kernels in CUDA C++. Both kinds give the same bytes,
+so ranks may use different ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compiler:
+    """A compiler of kernels that can be used here."""
+
     name: str  # with its version
-    reason: str  # for taking this one
-    # For a compute capability, e.g. 90; finds what it has made before.
+    reason: str  # why it was chosen, in words
+    # Compiles a kernel for a compute capability, 90 for example, or takes it from its cache.
     compile: "Callable[[_C.KernelKey, int], Compiled]"
-    folder: str | None  # where it keeps what it has made; None: where Triton does
+    folder: str | None  # of its cache; None: Triton's
 
 
 def choose() -> Compiler:
-    """What the user asks for, else Triton, else NVRTC.
+    """The compiler that FUSEDCOMM_KERNELS asks for. If it is not set: Triton if it can be used, else NVRTC.
 
-    RuntimeError if that is not there, or if Triton's way of launching kernels is not known. ValueError if the user asks
-    for something else.
+    Raises:
+        RuntimeError: the compiler asked for cannot be used, or neither can. Triton cannot be used if it is missing or
+            its version is not supported.
+        ValueError: FUSEDCOMM_KERNELS has an unknown value.
     """
     wanted = env.kernels()
     if wanted == "cuda":
@@ -40,7 +44,7 @@ def choose() -> Compiler:
     try:
         return _nvrtc(no_triton)
     except RuntimeError as error:
-        raise RuntimeError(f"fusedcomm: {no_triton}. Nor is there what would do instead: {error}") from error
+        raise RuntimeError(f"fusedcomm: {no_triton}. NVRTC cannot take its place: {error}") from error
 
 
 def _triton(reason: str) -> Compiler:

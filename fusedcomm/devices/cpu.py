@@ -1,4 +1,4 @@
-"""Gradients on CPU: the native codec on worker threads, over gloo contexts of our own."""
+"""Gradients on CPU: the native codec on worker threads, over gloo contexts of fusedcomm's own."""
 
 import torch
 import torch.distributed as dist
@@ -9,15 +9,14 @@ from fusedcomm.ranks import groups
 
 
 class CpuPath:
-    """What one rank brings before the ranks have agreed; ``connect`` makes the engine's device and transport of it.
+    """One rank's checked options, before the ranks have agreed. ``connect`` makes the engine's device and transport.
 
     Raises:
-        RuntimeError: the group does not move CPU tensors over gloo.
         ValueError: an option is out of range, or is for another device.
     """
 
     s_per_byte: float | None = None
-    """Of the link, once connected; see :func:`fusedcomm.chunks.resolved`."""
+    """Seconds that the link takes for a byte; None before connect(). See :func:`fusedcomm.chunks.resolved`."""
 
     def __init__(self, local: config.LocalOptions, world_size: int) -> None:
         if local.sm_limit is not None:
@@ -31,7 +30,7 @@ class CpuPath:
     def connect(
         self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
-        """A collective call, which also times the link."""
+        """The engine's device and transport. A collective call, which also times the link."""
         channels = groups.make_channels(process_group, device, store)
         self.s_per_byte = groups.time_link(channels.scatter)
         native = _C.CpuDevice(isa=self._isa, codec_threads=self._threads, forced_sync=env.sync())

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 DRIVER = "libcuda.so.1"
 
 LEAST_CAPABILITY = 75
-"""Of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
+"""Least compute capability of the GPU, as 10·major + minor: the oldest for which current torch builds have code."""
 
 NUM_STREAMS = 4
-"""That run side by side: the backward pass's and ours for packing, the wire and unpacking."""
+"""Streams that run side by side: the backward pass's, and fusedcomm's for packing, for the wire and for unpacking."""
 
 SM_SHARE = 8
-"""By default a kernel uses one in so many of the GPU's multiprocessors; the others go on with the backward pass. The
-last bucket's use all."""
+"""By default a kernel uses 1/SM_SHARE of the GPU's multiprocessors and leaves the others to the backward pass. The
+kernels of a step's last bucket use all."""
 
 
 class CudaPath:
-    """What one rank brings before the ranks have agreed: its kernels, compiled, loaded and launched once.
+    """One rank's device, before the ranks have agreed: its kernels are compiled, loaded and launched once.
 
     Raises:
-        RuntimeError: no driver, a GPU that is not supported, nothing to compile kernels by, or one that cannot be
-            loaded.
+        RuntimeError: there is no driver, the GPU is not supported, there is no compiler for kernels, or a kernel cannot
+            be compiled or loaded.
         ValueError: an option is out of range, or is for another device.
     """
 
     s_per_byte = None
-    """Of the link: chunks are as large whatever it is."""
+    """The link is not timed, because the size of chunks does not depend on it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CudaPath:
         sm_limit = choose_sm_limit(local.sm_limit, num_sms)
         limit_of_last = sm_limit_of_last(local.sm_limit, num_sms)
         with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes the device's context this thread's, which loading needs
+            torch.cuda.synchronize()  # makes the device's context current on this thread; loading needs that
             kernels, compiler = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
             self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(
@@ -73,7 +73,7 @@ class CudaPath:
                 register_memory=env.registered_memory(),
             )
             self._device.warm_up()
-        # NCCL leaves undefined what happens if some ranks' buffers are registered and others' are not.
+        # With NCCL the behavior is undefined if the buffers of some ranks are registered and those of others are not.
         self.must_agree = {"registered workspaces": self._device.registered_memory}
         where = "memory registered with the network" if self._device.registered_memory else "plain device memory"
         last = "" if limit_of_last == sm_limit else f" (a step's last bucket on {limit_of_last})"
@@ -86,20 +86,23 @@ class CudaPath:
 
 
 def check_capability(device: torch.device) -> int:
-    """10·major + minor of the GPU; RuntimeError for one that is too old."""
+    """The GPU's compute capability as 10·major + minor. Raises RuntimeError if it is too old."""
     major, minor = torch.cuda.get_device_capability(device)
     capability = 10 * major + minor
     if capability < LEAST_CAPABILITY:
         raise RuntimeError(
             f"fusedcomm: {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; "
-            f"{LEAST_CAPABILITY // 10}.{LEAST_CAPABILITY % 10} or later is supported. Leave DDP's default all-reduce "
-            "on it."
+            f"{LEAST_CAPABILITY // 10}.{LEAST_CAPABILITY % 10} or later is supported. Use DDP's default all-reduce on "
+            "this GPU."
         )
     return capability
 
 
 def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
-    """The argument, else one in SM_SHARE; ValueError for what the GPU does not have."""
+    """Multiprocessors for a kernel: the argument, else 1/SM_SHARE of the GPU's `num_sms`.
+
+    Raises ValueError if the argument is not from 1 to `num_sms`.
+    """
     if sm_limit is None:
         return max(1, num_sms // SM_SHARE)
     if isinstance(sm_limit, bool) or not isinstance(sm_limit, int) or not 1 <= sm_limit <= num_sms:
@@ -108,8 +111,10 @@ def choose_sm_limit(sm_limit: int | None, num_sms: int) -> int:
 
 
 def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
-    """For the last bucket of a backward pass, after which nothing is left that others could go on with: all of the GPU,
-    unless the user has set a limit."""
+    """Multiprocessors for a kernel of the last bucket of a backward pass: all, unless the user has set a limit.
+
+    No computation is left that could use the others.
+    """
     return num_sms if sm_limit is None else choose_sm_limit(sm_limit, num_sms)
 
 
@@ -138,15 +143,16 @@ def load_kernels(
     capability: int,
     announce: bool,
 ) -> tuple["_C.KernelLoader", str]:
-    """Every kernel that `cfg` can need for gradients of these dtypes, in the current context, and what made them."""
+    """Every kernel that `cfg` can need for gradients of these dtypes, loaded in the current context, and the name of
+    the compiler. announce: print what is compiled and why this compiler is used."""
     compiler = compilers.choose()
     from fusedcomm.kernels.variants import TILE
 
     variants = kernel_variants(cfg, world_size, grad_dtypes)
     if announce:
         print(
-            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} by {compiler.name}, as "
-            f"{compiler.reason} (some seconds the first time; they are kept)",
+            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} with {compiler.name}, because "
+            f"{compiler.reason} (takes some seconds the first time; compiled kernels are cached)",
             flush=True,
         )
     loader = _C.KernelLoader(driver, TILE)
@@ -157,14 +163,14 @@ def load_kernels(
 
 
 def load(loader: "_C.KernelLoader", compiled: "Compiled") -> None:
-    """Hands one compiled kernel to the engine. RuntimeError if its parameters are not what the engine packs."""
+    """Loads one compiled kernel. Raises RuntimeError if its parameters are not those that the engine passes."""
     key = compiled.variant
     expected = tuple(_C.kernel_params(key.kernel))
     if tuple(compiled.params) != expected or compiled.num_scratch_pointers > _C.MAX_SCRATCH_POINTERS:
         raise RuntimeError(
             f"fusedcomm: kernel {key.kernel} was compiled with parameters {compiled.params} and "
             f"{compiled.num_scratch_pointers} scratch pointers; the engine passes {expected} and at most "
-            f"{_C.MAX_SCRATCH_POINTERS}. Kernels and extension are of different versions: build fusedcomm again"
+            f"{_C.MAX_SCRATCH_POINTERS}. The kernels and the extension have different versions: rebuild fusedcomm"
         )
     loader.load(
         key=key,

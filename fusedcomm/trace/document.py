@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from fusedcomm.native import _C
 
 RANK_FIELD = "{rank}"
-"""In a path: replaced by the rank, so that every rank writes a file of its own."""
+"""In a path it is replaced by the rank, so that every rank writes a file of its own."""
 
 ABOUT = "fusedcomm"
-"""Under "otherData": what a document says of itself, see :func:`document`."""
+"""The key in "otherData" under which a document describes itself; see :func:`document`."""
 
-# One track a stage, in the order of a bucket's way; both collectives of a two-shot share the wire.
+# One track for each stage, in the order in which a bucket passes them. All collectives share the wire's track.
 _TRACKS = ("exposed", "bucket", "pack", "wire", "reduce", "unpack")
 _TRACK_OF_STAGE = {"all-to-all": "wire", "all-gather": "wire", "all-reduce": "wire"}
 
-# Where sums have two levels.
+# Further tracks of sums on two levels.
 _LOCAL_TRACKS = ("local wire", "local reduce")
 _TRACK_OF_STAGE.update({"local all-to-all": "local wire", "local all-gather": "local wire"})
 
 
 def path_for(path: str | Path, rank: int) -> Path | None:
-    """Where `rank` writes; None if it does not: without ``{rank}`` in the path only rank 0 does."""
+    """The file that `rank` writes. None if it writes none: without ``{rank}`` in the path only rank 0 writes."""
     if RANK_FIELD in str(path):
         return Path(str(path).replace(RANK_FIELD, str(rank)))
     return Path(path) if rank == 0 else None
@@ -40,11 +40,11 @@ def path_for(path: str | Path, rank: int) -> Path | None:
 def document(
     spans: Sequence["_C.TraceSpan"], rank: int, world_size: int, run: str, place: tuple[int, int]
 ) -> dict[str, object]:
-    """The spans as complete events, times in microseconds since this rank's trace began.
+    """One rank's trace: the spans as Chrome's complete events, in microseconds since this rank's trace began.
 
     Args:
-        run: the same on every rank, and another for every trace.
-        place: this rank's host and its place there; on one level every rank is a host.
+        run: names the trace: the same on every rank, and different for every trace.
+        place: this rank's host and its place on that host. On one level every rank is a host.
     """
     name = f"fusedcomm rank {rank} of {world_size}"
     events = [
@@ -88,7 +88,7 @@ def _name(span: "_C.TraceSpan") -> str:
 
 
 def check(path: Path) -> None:
-    """Makes its folder. Raises OSError where a file of that name cannot be written."""
+    """Makes the folder of `path`. Raises OSError if `path` cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a trace is a file, and this is a folder", str(path))

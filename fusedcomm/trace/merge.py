@@ -1,14 +1,15 @@
-"""One timeline of all ranks' traces. Their clocks need not agree: the collectives say how far they are apart.
+"""Merges all ranks' traces into one timeline. The ranks' clocks need not agree: their difference follows from the
+collectives.
 
-No rank's part in a collective can end before every rank of it has begun its own. So with o the offset to be added to a
-rank's times, for every collective and every two ranks a and b of it
+No rank's part in a collective can end before every rank of the collective has begun. Let o be the offset that is added
+to a rank's times. Then for every collective and every two of its ranks a and b
 
     end_a + o_a ≥ begin_b + o_b    that is    o_b − o_a ≤ end_a − begin_b
 
-The smallest right-hand side over all collectives is an edge from a to b; shortest paths from rank 0 are the largest
-offsets that are possible, those to it, negated, the smallest. Both meet all inequalities, and so does their mean, which
-is what is taken: half their difference is the most by which it can be wrong. (Medians would be right more often where
-delays are symmetric, but guarantee nothing, and might show a collective that ends before it has begun.)
+The smallest right-hand side over all collectives is the length of an edge from a to b. The shortest paths from rank 0
+are the largest possible offsets. The shortest paths to rank 0, negated, are the smallest. Both meet all inequalities,
+and so does their mean, which is used. Half their difference is the most by which the mean can be wrong. (Medians would
+be right more often if delays are symmetric, but they guarantee nothing: a collective could end before it begins.)
 """
 
 import json
@@ -23,23 +24,24 @@ from fusedcomm.ranks.peers import Peers
 from fusedcomm.trace import document as trace
 
 _PIECE_NBYTES = 1 << 20
-"""What one value in the store holds; a TCPStore takes up to 8 MiB."""
+"""Most bytes of one value in the store. A TCPStore takes up to 8 MiB."""
 
 
 class TimelineError(ValueError):
-    """Documents that do not make one timeline; the text says which and why."""
+    """The documents do not make one timeline. The text names the document at fault and the reason."""
 
 
 # ---- clocks
 
 
 def clock_offsets(documents: Sequence[dict]) -> tuple[list[float], list[float]]:
-    """Offset to rank 0's clock and its uncertainty, both in microseconds, by rank; documents in rank order.
+    """(offsets to rank 0's clock, their uncertainties), each by rank, in microseconds. Documents are in rank order.
 
-    Infinite uncertainty, and offset 0, for a rank without a collective in common with rank 0, directly or not.
+    A rank has offset 0 and infinite uncertainty if no chain of collectives connects it with rank 0.
     """
     bounds = _bounds(documents)
-    # Clocks whose rates differ contradict themselves in the end: then the bounds are taken that much less literally.
+    # If the clocks' rates differ, the bounds of a long trace contradict each other. They are then widened by `slack`
+    # microseconds, which doubles until they do not.
     slack, largest, negated_smallest = 0.0, None, None
     while largest is None:
         largest, negated_smallest = (_shortest(paths + slack) for paths in (bounds, bounds.T))
@@ -52,7 +54,10 @@ def clock_offsets(documents: Sequence[dict]) -> tuple[list[float], list[float]]:
 
 
 def _shortest(edges: torch.Tensor) -> torch.Tensor:
-    """From node 0, by float64 edges [n, n]; below 0 at node 0 if there is no shortest path."""
+    """Lengths of the shortest paths from node 0, float64 [n]; `edges`: float64 [n, n].
+
+    The length to node 0 itself is 0. It is negative if a cycle of negative length leaves no shortest path.
+    """
     distances = edges[0].clone()
     distances[0] = 0
     for _ in range(len(edges)):
@@ -65,7 +70,7 @@ def _shortest(edges: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(documents: Sequence[dict]) -> torch.Tensor:
-    """[a, b]: the least end_a − begin_b over all collectives of both; float64, infinite where there is none."""
+    """float64 [n, n]; [a, b] is the least end_a − begin_b over all collectives of both ranks, infinite without one."""
     num_ranks = len(documents)
     bounds = torch.full((num_ranks, num_ranks), torch.inf, dtype=torch.float64)
     for times in _collectives(documents).values():
@@ -78,7 +83,7 @@ def _bounds(documents: Sequence[dict]) -> torch.Tensor:
 
 
 def _collectives(documents: Sequence[dict]) -> dict[tuple, list[tuple[int, float, float]]]:
-    """Of each collective: rank, begin and end in microseconds of the rank's clock, for those that recorded it."""
+    """By collective: (rank, begin, end) of each rank that recorded it, in microseconds of the rank's clock."""
     collectives = {}
     for rank, document in enumerate(documents):
         about = document["otherData"][trace.ABOUT]
@@ -110,14 +115,14 @@ def _bucket_of(event: dict) -> tuple[int, str]:
 
 
 def merge(documents: Sequence[dict], names: Sequence[str] | None = None) -> dict:
-    """One document with a process for each rank, times since the first event on any.
+    """One document with a process for each rank. Times count from the first event of any rank.
 
     Args:
         documents: of all ranks of one run, in any order; see :func:`fusedcomm.trace.document.document`.
-        names: what to call them in errors.
+        names: the documents' names in errors.
 
     Raises:
-        TimelineError: one is no trace of fusedcomm's, or they are not all ranks of one trace.
+        TimelineError: a document is not a trace of fusedcomm, or they are not those of all ranks of one trace.
     """
     names = names or [f"document {index}" for index in range(len(documents))]
     documents = _in_rank_order(documents, names)
@@ -188,7 +193,12 @@ def _about(name: str, document: object) -> dict:
 
 
 def merge_files(paths: Sequence[Path], out: Path) -> dict:
-    """Writes the merged document, which it returns, to `out`. TimelineError also for what is no JSON, OSError."""
+    """Writes the merged document to `out` and returns it.
+
+    Raises:
+        TimelineError: as merge(), and if a file is not JSON.
+        OSError: a file cannot be read or written.
+    """
     documents = []
     for path in paths:
         try:
@@ -204,15 +214,16 @@ def merge_files(paths: Sequence[Path], out: Path) -> dict:
 
 
 def gather(peers: Peers, store: dist.Store, document: dict | None, problem: str) -> list[dict] | None:
-    """Every rank's document on rank 0, in rank order; None on the others, which wait for nobody.
+    """Every rank's document on rank 0, in rank order. None on the other ranks, which wait for no rank.
 
     Args:
-        store: for this call alone.
-        document: None if there is none because of the `problem`, which rank 0 then raises.
+        store: used by this call alone.
+        document: this rank's. None if it has none, because of `problem`; rank 0 then raises that.
+        problem: empty if there is a document.
 
     Raises:
-        RuntimeError: on rank 0: a rank has no document, or did not give it within the group's timeout.
-        PeerLostError: on rank 0: a rank that has not given it is lost.
+        RuntimeError: on rank 0: a rank has no document, or did not send it within the group's timeout.
+        PeerLostError: on rank 0: a rank that has not sent its document is lost.
     """
     text = json.dumps({"document": document, "problem": problem})
     packed = zlib.compress(text.encode())
@@ -227,8 +238,8 @@ def gather(peers: Peers, store: dist.Store, document: dict | None, problem: str)
     missing = peers.wait(store, counts, "gathering the traces of all ranks")
     if missing:
         raise RuntimeError(
-            f"fusedcomm: the traces of rank(s) {missing} did not come within {peers.timeout.total_seconds():.0f} s: "
-            "with all_ranks=True every rank has to trace"
+            f"fusedcomm: the traces of rank(s) {missing} did not arrive within {peers.timeout.total_seconds():.0f} s: "
+            "with all_ranks=True every rank must trace"
         )
     for other in counts:
         keys = [f"{other}/{index}" for index in range(int(store.get(f"{other}/count")))]

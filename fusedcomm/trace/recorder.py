@@ -1,4 +1,4 @@
-"""Traces of a running engine: this rank's into a file, or all ranks' into one, on rank 0."""
+"""Records traces of a running engine: this rank's trace to a file, or all ranks' traces to one file, on rank 0."""
 
 import contextlib
 import os
@@ -13,11 +13,11 @@ from fusedcomm.trace import merge as timeline
 
 
 class Recorder:
-    """What records the traces of one engine.
+    """Records the traces of one engine.
 
     Args:
-        store: of this engine; has the same text under "run" on every rank, which no other run has.
-        place: this rank's host and its place there.
+        store: of this engine. Its key "run" has a text that is the same on every rank and different in every run.
+        place: this rank's host and its place on that host.
     """
 
     def __init__(
@@ -34,9 +34,12 @@ class Recorder:
     def record(self, path: str | os.PathLike, all_ranks: bool) -> Iterator[None]:
         """See :meth:`fusedcomm.ddp.handle.Handle.trace`."""
         if all_ranks and trace.RANK_FIELD in str(path):
-            raise ValueError(f"path={str(path)!r} is for files of single ranks: all_ranks=True writes one, on rank 0")
+            raise ValueError(
+                f"path={str(path)!r} makes a file for each rank, but all_ranks=True writes one, on rank 0: leave "
+                "{rank} out of the path"
+            )
         own_path = trace.path_for(path, self._peers.rank)
-        self._num_gathered += all_ranks  # what one rank records by itself is no other's business
+        self._num_gathered += all_ranks  # ranks must agree on it, so a trace of a single rank does not count
         if own_path is None and not all_ranks:
             yield
             return
@@ -51,9 +54,9 @@ class Recorder:
                 spans = self._hook.stop_trace()
             document = self._document(spans, first_step)
         except BaseException as error:
-            # Of the user's block or of ours: rank 0 must not wait for a trace that does not come.
+            # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.
             if all_ranks and self._peers.rank != 0:
-                with contextlib.suppress(Exception):  # it is the error above that counts
+                with contextlib.suppress(Exception):  # the error to raise is the one above
                     self._gather(None, repr(error))
             raise
         documents = self._gather(document) if all_ranks else None
@@ -61,7 +64,7 @@ class Recorder:
             return
         try:
             trace.write(own_path, timeline.merge(documents) if all_ranks else document)
-        except OSError as error:  # a full disk: no reason to leave the other ranks
+        except OSError as error:  # a full disk, for example, must not end this rank's training
             warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
 
     def _document(self, spans: list, first_step: int) -> dict:

@@ -36,7 +36,7 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Config(checks=100), ["checks=100", "a fusedcomm.Checks(…)"]),
         (lambda: Config(hosts="by rack"), ["hosts='by rack'", "'auto'"]),
         (lambda: Config(hosts=[[0, "1"]]), ["hosts=[[0, '1']] is not possible", "use 'auto'"]),
-        (lambda: Config(hosts=[]), ["hosts=[]", "there is none"]),
+        (lambda: Config(hosts=[]), ["hosts=[]", "it has no ranks"]),
         (lambda: Config(hosts=0), ["hosts=0"]),
         (lambda: Config(hosts=[[0, 1], [1, 2]]), ["rank(s) [1] are on two hosts"]),
         (lambda: Config(hosts=[[0, 1], [2]]), ["hosts[0] has 2 ranks, hosts[1] 1"]),
