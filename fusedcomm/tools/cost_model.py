@@ -316,7 +316,7 @@ class _Simulation:
         return self._collective("gather", levels, self._round_ring((p - 1) / p * nbytes, per_host))
 
     def _round_ring(self, nbytes: float, per_host: int) -> dict[str, float]:
-        """Bytes sent if each rank sends `nbytes` around a ring. A host has one ring for each `per_host` of its ranks."""
+        """Bytes sent if each rank sends `nbytes` around a ring. A host has a ring for each `per_host` of its ranks."""
         return {"network": self.cluster.ranks_per_host // per_host * nbytes, "local": nbytes}
 
     def _collective(self, kind: str, levels: Mapping[str, Network], sent: Mapping[str, float]) -> list[_Stage]:
