@@ -60,7 +60,7 @@ def _start_ranks(options: Options) -> int:
     try:
         mp.spawn(_run_rank, args=(store.port, options), nprocs=options.ranks)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        print(f"fusedcomm demo: rank {error.error_index} failed, so the others were ended: {error}", file=sys.stderr)
+        print(f"fusedcomm demo: rank {error.error_index} failed; the others were ended: {error}", file=sys.stderr)
         return 1
     return 0
 
