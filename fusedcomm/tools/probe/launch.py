@@ -95,7 +95,7 @@ def check(settings: Settings) -> None:
 
 
 def _device() -> torch.device:
-    """The CPU, or with CUDA this rank's device, which becomes the current one. The ranks of a host take them in turn."""
+    """The CPU, or with CUDA this rank's device, which becomes the current one. Ranks of a host take them in turn."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
