@@ -371,7 +371,7 @@ class _Simulation:
         if self.cluster.cores is None:
             return self.cluster.slowdown * sum(overlap_s for overlap_s, _, _ in shares)
         # Communication threads are scheduled first and take the idle cores; only the rest of their work delays the
-        # backward pass. That makes up for it on the cores that it keeps busy, or on one if it keeps fewer busy.
+        # backward pass. The backward pass makes up for it on the cores that it keeps busy, or on one if fewer.
         work_s = sum(cpu_s * overlap_s / whole_s for overlap_s, whole_s, cpu_s in shares if whole_s > 0)
         free_cores = max(0.0, self.cluster.cores - busy_cores)
         return max(0.0, work_s - free_cores * (end_s - begin_s)) / max(busy_cores, min(1.0, self.cluster.cores))

@@ -100,8 +100,8 @@ class Hardware:
         hosts = f"{self.num_hosts} hosts × {self.ranks_per_host} GPUs"
         said = {
             "ranks": f"{self.ranks}: {hosts}, all alike and always equally fast",
-            "between hosts": f"{self.nic_gbps:g} Gbit/s each way per host, of which gradients can use "
-            f"{self.efficiency:g} (0.926: RoCE, 1024 payload bytes in 1106 on the wire); the switch is never the limit",
+            "between hosts": f"{self.nic_gbps:g} Gbit/s each way per host; gradients can use "
+            f"{self.efficiency:g} of it (0.926: RoCE, 1024 bytes in 1106 on the wire); the switch is never the limit",
             "latency between hosts": f"{self.nic_latency_us:g} µs a hop (9.6: NCCL's own model, src/graph/tuning.cc)",
         }
         if self.ranks_per_host > 1:
@@ -122,7 +122,7 @@ class Hardware:
             "memory": f"{self.memory_gbytes_per_s:g} GB/s; gradients are copied into buckets and out of them, each "
             "byte read and written at that rate (no gradient_as_bucket_view); fusedcomm's kernels reach "
             f"{self.codec_share:g} of it, and take {self.kernel_us:g} µs more each (assumed, not measured on a GPU)",
-            "slowdown": f"the backward pass is longer by {self.slowdown:g} of the time for which collectives and "
+            "slowdown": f"the backward pass is longer by {self.slowdown:g} of the time that collectives and "
             "kernels run beside it (0.4: roughly fitted to PyTorch's benchmarks/distributed/ddp/README.md)",
         }
         return said

@@ -22,7 +22,7 @@ HOROVOD_FUSION_NBYTES = 64 << 20
 
 P100_BATCH = 64
 P100_SAMPLES_PER_S = {"inception-v3": 142.0, "resnet50": 219.0, "resnet152": 91.8, "vgg16": 154.0}
-"""TensorFlow's published benchmarks of May 2017: one P100, batch 64, synthetic data."""
+"""Samples per second, from TensorFlow's published benchmarks of May 2017: one P100, batch 64, synthetic data."""
 
 V100_STEP_S = {"resnet50": 0.097}
 """Seconds of a step, from PyTorch's benchmarks/distributed/ddp/README.md: one V100, batch 32, without DDP."""

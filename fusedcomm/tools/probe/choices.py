@@ -1,4 +1,4 @@
-"""The choices of a user, how long a step takes with each, and which one to recommend."""
+"""The choices that a user has, how long a step takes with each, and which one to recommend."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -55,7 +55,7 @@ def collective(alone: Sequence[Point], together: Sequence[Point]) -> Cost:
 
     Args:
         alone: times of single collectives.
-        together: times of collectives of which several are in flight, divided by their number.
+        together: times of collectives with several in flight, divided by their number.
     """
     rate = theil_sen(together)
     largest, largest_s = max(together)

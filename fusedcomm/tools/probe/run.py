@@ -45,7 +45,7 @@ class Settings:
     accept: tuple[str, ...] = ACCEPT
     """The wires that may be recommended."""
     caps_mb: tuple[float, ...] = (5.0, 25.0, 100.0)
-    # Of this rank; None: they are counted.
+    # Cores of this rank; None: they are counted.
     cores: float | None = None
 
 
@@ -97,7 +97,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     def steps_alone() -> Workload:
         return timed("workload", measure_workload, team, task, budget_s["workload"] / 3)
 
-    # Three measurements, of which the fastest counts: a disturbance makes steps longer, never shorter.
+    # Three measurements. The fastest counts, because a disturbance makes steps longer, never shorter.
     workloads = [steps_alone()]
     hosts, uneven = hosts_of(team)
     network = timed("network", measure_network, team, budget_s["network"], hosts)
@@ -171,7 +171,7 @@ def _crossovers(found: list[Option], cap_mb: float, in_steps: tuple[Workload, Cl
 
 
 def _agree_on_settings(team: Team, settings: Settings) -> None:
-    """Raises ProbeError on every rank if settings differ. Only `script` and `cores` may be another on each rank."""
+    """Raises ProbeError on every rank if settings differ. Only `script` and `cores` may differ."""
     if team.device.type != "cpu" and any(team.gather(settings.cores is not None)):
         raise ProbeError("--cores has no effect on an accelerator: leave it out")
     own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("script", "cores")}

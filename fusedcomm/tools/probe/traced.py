@@ -20,7 +20,7 @@ BUCKET_NUMELS = (DEFAULT_CAP_NBYTES // 32, DEFAULT_CAP_NBYTES // 8, DEFAULT_CAP_
 STAGES = ("pack", "reduce", "unpack")
 """The engine's codec stages. Not all sums have a reduce. Without it, unpack may be the sum of all ranks' messages."""
 WARMUP_STEPS, STEPS = 3, 5
-# So large that DDP makes one bucket.
+# Large enough that DDP makes one bucket.
 ONE_BUCKET_MB = 1 << 20
 
 

@@ -83,7 +83,7 @@ def checked(task: object, device: torch.device) -> Task:
         if type(in_ddp).__name__ not in str(error):
             raise
         raise ProbeError(
-            f"step(model) needs more of the model than its forward pass ({error}): it also gets the model in DDP, where "
+            f"step(model) needs more of the model than its forward pass ({error}): it also gets the DDP model, where "
             'getattr(model, "module", model) is the model itself'
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
