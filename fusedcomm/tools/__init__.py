@@ -1,1 +1,1 @@
-"""The ``fusedcomm`` command and all that serves it. Nothing that training imports imports this."""
+"""The ``fusedcomm`` command and everything behind it. No module that training uses imports this package."""

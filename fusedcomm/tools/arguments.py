@@ -6,23 +6,32 @@ from collections.abc import Sequence
 from fusedcomm.tools.errors import UsageError
 
 COMPARED = ("bf16", "int8", "fp8", "int4")
-"""Compared unless the user names others."""
+"""Wires that both commands compare unless --wires names others."""
 
 ACCEPT = ("bf16", "int8")
-"""Wires that are recommended unless the user accepts others."""
+"""Wires that may be recommended unless --accept names others."""
 
 
 def accepted(wires: Sequence[str], accept: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of --wires that may be recommended. Raises UsageError for --accept with another."""
+    """The wires that may be recommended: `accept`, or those of ACCEPT that `wires` contains.
+
+    Args:
+        wires: the wires that --wires names.
+        accept: the wires that --accept names; None: the option is not given.
+
+    Raises:
+        UsageError: `accept` names a wire that `wires` lacks.
+    """
     if accept is None:
         return tuple(wire for wire in ACCEPT if wire in wires)
     missing = [wire for wire in accept if wire not in wires]
     if missing:
-        raise UsageError(f"--accept {missing[0]}: it is not among --wires {' '.join(wires)}: add it there")
+        raise UsageError(f"--accept {missing[0]}: it is not among --wires {' '.join(wires)}; add it to --wires")
     return tuple(accept)
 
 
 def add_accept_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --accept to `parser`."""
     parser.add_argument(
-        "--accept", nargs="+", metavar="WIRE", help=f"those of them that may be recommended ({' '.join(ACCEPT)})"
+        "--accept", nargs="+", metavar="WIRE", help=f"wires that may be recommended ({' '.join(ACCEPT)})"
     )

@@ -1,4 +1,5 @@
-"""The ``fusedcomm`` command. Each subcommand loads what it needs itself: ``doctor`` has to run on a broken install."""
+"""The ``fusedcomm`` command. Each subcommand imports what it needs when it runs: ``doctor`` has to work on a broken
+install."""
 
 import argparse
 import sys
@@ -10,6 +11,7 @@ from fusedcomm.tools.probe import command as probe_command
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command that `argv` names and returns its exit status. None: the arguments of this process."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -24,30 +26,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fusedcomm", description="Compressed gradient communication for PyTorch DDP.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="what this machine has, and what fusedcomm will do on it")
+    doctor = commands.add_parser("doctor", help="show what this machine has, and what fusedcomm does on it")
     doctor.set_defaults(run=_run_doctor, error=doctor.error)
 
     demo = commands.add_parser(
         "demo",
         help="train a small network under DDP and under each wire, and compare",
-        description="Trains a small convolutional network on handwritten digits under DDP, its fp16 hook and each "
-        "fusedcomm wire, from the same seeds, on local processes over gloo; or as a rank of torchrun.",
+        description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook and "
+        "under each fusedcomm wire, from the same seeds. Starts local processes over gloo, or joins those of torchrun.",
     )
-    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each run (300)")
-    demo.add_argument("--seeds", type=_positive, default=3, help="each run is repeated so often, from other seeds (3)")
+    demo.add_argument("--steps", type=_positive, default=300, help="training steps in each run (300)")
+    demo.add_argument("--seeds", type=_positive, default=3, help="seeds to repeat each run with (3)")
     demo.add_argument("--wires", nargs="+", metavar="WIRE", help="fusedcomm wires to run (all)")
-    demo.add_argument("--ranks", type=_positive, help="processes to start (2; under torchrun: its own)")
+    demo.add_argument("--ranks", type=_positive, help="processes to start (2; under torchrun: its world size)")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for demo.json and demo.png (out)")
     demo.set_defaults(run=_run_demo, error=demo.error)
 
     timeline = commands.add_parser(
         "timeline",
         help="merge the traces of all ranks into one",
-        description='Merges the files that each rank wrote with comm.trace("trace-{rank}.json") into one, and aligns '
+        description='Merges the files that ranks wrote with comm.trace("trace-{rank}.json") into one, and aligns '
         "the ranks' clocks by their collectives.",
     )
-    timeline.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="the file of each rank")
-    timeline.add_argument("-o", "--out", type=Path, required=True, help="the merged trace, for ui.perfetto.dev")
+    timeline.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="one trace file for each rank")
+    timeline.add_argument("-o", "--out", type=Path, required=True, help="the merged trace; open it at ui.perfetto.dev")
     timeline.set_defaults(run=_run_timeline, error=timeline.error)
     plan_command.add_to(commands)
     probe_command.add_to(commands)
@@ -55,13 +57,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not possible: use at least 1")
     return value
 
 
-_positive.__name__ = "whole number"  # how argparse names it in an error
+_positive.__name__ = "whole number"  # argparse puts this name into its error message
 
 
 def _run_doctor(args: argparse.Namespace) -> int:

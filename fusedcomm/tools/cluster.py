@@ -1,8 +1,8 @@
-"""What ranks, their network and their codec take: the costs that cost_model.py puts together into a step.
+"""The costs of single operations on a cluster: the inputs from which cost_model.py predicts a step.
 
-Each operation takes  fixed + units · per unit  seconds (:class:`Cost`): a collective α + β · bytes that a rank sends, a
-codec stage its own fixed part + γ · elements. What these are for a cluster is measured (``fusedcomm probe``) or assumed
-(``fusedcomm plan``).
+An operation on n units takes  fixed + n · per unit  seconds (:class:`Cost`). A collective takes α + β · bytes sent. A
+codec stage takes its own fixed part + γ · elements. ``fusedcomm probe`` measures these costs, and ``fusedcomm plan``
+assumes them.
 """
 
 import dataclasses
@@ -14,51 +14,56 @@ from fusedcomm.native import _C
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds of an operation on so many units."""
+    """The time of one operation, linear in its units: bytes sent, or gradient elements. All fields are seconds."""
 
     fixed_s: float
     per_unit_s: float
     occupied_s: float = 0.0
-    """Of the fixed part of a collective: the network is taken for so long, however few bytes the message has."""
+    """Collectives: the part of `fixed_s` that occupies the network, however short the message. The rest is latency."""
     cpu_s_per_unit: float | None = None
-    """Of a core, for a collective; None: the network's `cpu_s_per_byte`."""
+    """Collectives: core seconds per unit. None: the network's `cpu_s_per_byte` applies."""
     cpu_fixed_s: float = 0.0
-    """Of a core, for each message of a collective beside its bytes."""
+    """Collectives: core seconds per message, in addition to those per byte."""
 
     def __call__(self, units: float) -> float:
+        """Seconds for `units` units."""
         return self.fixed_s + units * self.per_unit_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """One level of the network, as all ranks see it that use it at once. Units are bytes that one rank sends."""
+    """The costs of one level of the network while all its ranks use it at once.
+
+    Units are bytes that one rank sends. For the network between hosts with several ranks each, units are bytes that one
+    host sends.
+    """
 
     all_reduce: Cost
-    """Of n bytes among p ranks, each sends 2(p−1)/p · n."""
+    """An all-reduce. For n bytes among p ranks each rank sends 2(p−1)/p · n."""
     exchange: Cost
-    """An all-to-all, or an all-gather, of a message of n bytes: each rank sends (p−1)/p · n."""
+    """An all-to-all, or an all-gather if `gather` is None. For a message of n bytes each rank sends (p−1)/p · n."""
     cpu_s_per_byte: float = 0.0
-    """Of a core, for each byte that a rank sends."""
+    """Core seconds for each byte that a rank sends."""
     tree: Cost | None = None
-    """Another all-reduce, of as many bytes, which is taken where it is faster."""
+    """A tree all-reduce that sends as many bytes; the model uses it where it is faster. None: there is no tree."""
     direct: Cost | None = None
-    """An all-reduce in a 16-bit wire; None: as `all_reduce` of as many bytes."""
+    """An all-reduce in a 16-bit wire. None: `all_reduce` of as many bytes applies."""
     gather: Cost | None = None
-    """An all-gather round a ring, which leaves each host once; None: it is an exchange."""
+    """An all-gather around a ring that leaves each host once. None: `exchange` applies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevels:
-    """What sums on two levels find in place of a cluster's networks: their collectives have fewer ranks."""
+    """The networks of sums on two levels. They replace the cluster's, because these collectives have fewer ranks."""
 
     network: Network
-    """Among ranks of which each is on another host; all ranks of a host at once."""
+    """Between hosts. A collective has one rank of each host; all ranks of a host run such collectives at once."""
     local: Network
-    """Among the ranks of a host."""
+    """Within a host. A collective has all ranks of the host."""
 
 
 def kind_of_all_reduce(wire: str) -> str:
-    """The field of :class:`Network` that has its cost."""
+    """The name of the :class:`Network` field with the cost of an all-reduce in this wire."""
     return "all_reduce" if wire == "fp32" else "direct"
 
 
@@ -70,69 +75,80 @@ COSTS_OF_OPERATIONS = {
     "unpack": "unpack",
     "sum": "sum",
 }
-"""By which of the costs of :class:`Codec` each of the codec's operations goes. Gradients in their own memory are scaled
-by the "fp32" codec's pack."""
+"""The :class:`Codec` field with the cost of each codec operation. Only sums of gradients in their own memory have a
+"scale"; the "fp32" codec's `pack` is its cost."""
 
 
 def codec_costs(plan: "_C.BucketPlan") -> list[str]:
-    """Of a chunk that travels by this plan, in the order of its steps."""
+    """The :class:`Codec` fields that a chunk of this plan uses, in the order of its steps."""
     return [COSTS_OF_OPERATIONS[step.operation] for step in plan.steps if not step.is_collective]
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """The stages of one wire; None: not known. Units are gradient elements: of the chunk for pack, unpack and sum, and
-    for reduce, which decodes one part of each rank, of all its parts together."""
+    """The costs of one wire's codec stages. None: the cost is unknown.
+
+    Units are gradient elements. For pack, unpack and sum they are the elements of the chunk. For reduce, which decodes
+    one part from each rank, they are the elements of all these parts together.
+    """
 
     pack: Cost
     reduce: Cost | None = None
     unpack: Cost | None = None
     sum: Cost | None = None
-    """Unpack where all ranks' messages are there."""
+    """Unpacks the messages of all ranks and adds them."""
 
     def seconds(self, stage: str, numel: float) -> float:
-        """Of one stage. ValueError if it is not known: what was measured are the stages that "auto" has there."""
+        """Seconds of one stage on `numel` elements.
+
+        Raises:
+            ValueError: the cost of the stage is unknown. The probe measures only stages that its sums have.
+        """
         cost: Cost | None = getattr(self, stage)
         if cost is None:
-            raise ValueError(f"how long the codec's {stage!r} takes is not known: predict a sum that does without it")
+            raise ValueError(f"how long the codec's {stage!r} takes is not known: choose a sum without this stage")
         return cost(numel)
 
     def whole_s(self, plan: "_C.BucketPlan", numel: float) -> float:
-        """Of all stages of a chunk that travels by this plan, on one level."""
+        """Seconds of all codec stages of a chunk of `numel` elements, for a plan on one level."""
         return math.fsum(self.seconds(cost, numel) for cost in codec_costs(plan))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Ranks, their network and their processors."""
+    """Ranks, their networks and their processors.
+
+    Raises:
+        ValueError: a field is out of range, or `local` is missing; names the values and what to change.
+    """
 
     world_size: int
     network: Network
     codecs: Mapping[str, Codec]
-    """By wire; "fp32" has what an exact sum does to a bucket in its own memory."""
+    """By wire. The pack of "fp32" scales a bucket in its own memory, which is the only codec stage of an exact sum."""
     copy_s_per_byte: float
-    """Of DDP's copies into and out of its buckets."""
+    """Seconds per byte of DDP's copies into and out of its buckets."""
     cores: float | None = None
-    """That each rank has for everything; None: ranks compute on accelerators, which do not move bytes."""
+    """Cores that each rank has for all its work. None: ranks compute on accelerators, which do not move bytes."""
     timed_s_per_byte: float | None = None
-    """As attach would time the link, by which it chooses the size of chunks; None: of 1 Gbit/s."""
+    """Seconds per byte as attach would time the link; it sets the size of chunks. None: that of 1 Gbit/s."""
     ranks_per_host: int = 1
-    """More than one: `network` is a host's, shared by its ranks, and its costs are for bytes that a host sends."""
+    """If more than one, the ranks of a host share `network`, and its costs are for bytes that a host sends."""
     local: Network | None = None
-    """Within a host; needed if hosts have several ranks."""
+    """The network within a host; required if hosts have several ranks."""
     two_levels: TwoLevels | None = None
-    """None: sums on two levels find what others do."""
+    """The networks of sums on two levels. None: `network` and `local` serve them, too."""
     link_bytes_s: float = math.inf
-    """What `network` has been seen to carry at most."""
+    """The highest rate at which `network` was seen to carry bytes; bytes per second."""
     slowdown: float = 0.0
-    """Of an accelerator's computing by what runs beside it: collectives and codec stages that take t during the
-    backward pass make that longer by slowdown · t."""
+    """How much communication slows an accelerator down: collectives and codec stages that run for t seconds during the
+    backward pass make it longer by slowdown · t."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.ranks_per_host < 1 or self.world_size % self.ranks_per_host:
             raise ValueError(
-                f"{self.world_size} ranks, {self.ranks_per_host} on each host, are not possible: use a multiple of the "
-                "ranks of a host"
+                f"{self.world_size} ranks, {self.ranks_per_host} on each host, are not possible: "
+                "world_size must be a positive multiple of ranks_per_host"
             )
         if self.ranks_per_host > 1 and self.local is None:
             raise ValueError(f"ranks_per_host={self.ranks_per_host} needs the network within a host: set local")
@@ -144,6 +160,7 @@ class Cluster:
         return self.world_size // self.ranks_per_host
 
     def codec(self, wire: str) -> Codec:
+        """The codec costs of `wire`. Raises ValueError if they are unknown."""
         if wire not in self.codecs:
             raise ValueError(f"no codec costs of wire {wire!r} are known, only of {', '.join(sorted(self.codecs))}")
         return self.codecs[wire]

@@ -1,10 +1,10 @@
-"""Code that commands recommend."""
+"""The code that commands recommend."""
 
 from fusedcomm.config import Config
 
 
 def attach_arguments(config: Config) -> str:
-    """What to give fusedcomm.attach beside the module."""
+    """The arguments of fusedcomm.attach after the module, as source text. Never empty."""
     if config == Config(config.wire):
         return f'wire="{config.wire}"'
     return f"fusedcomm.{config!r}".replace("'", '"')

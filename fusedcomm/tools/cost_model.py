@@ -1,18 +1,20 @@
-"""How long a training step takes: an α–β–γ model. Every assumption is listed here.
+"""Predicts how long a training step takes, with an α–β–γ model. This list has every assumption.
 
-cluster.py says how long one operation takes on a cluster. Here operations are put together as the engine does
+cluster.py gives the time of each operation on a cluster. This file schedules the operations as the engine does
 (csrc/engine/engine.h):
 
-- Gradients become ready during the backward pass, in order; a bucket is ready with its last gradient.
-- A bucket travels in chunks, each by the steps of its plan (csrc/engine/sums.h). A step says how many bytes it moves.
-- Each resource (the network, the network within a host, each codec lane) does one thing at a time, in the order in
-  which things become ready. What a collective sends out of a host and within it travels at once.
-- On CPU a collective's fixed part is latency: it delays its chunk and leaves the network free. On an accelerator the
-  collectives follow one another on one stream, fixed parts included, and sums share a stream with unpack.
-- As many chunks are under way as the configuration allows.
-- Where ranks compute on the cores that also move the bytes, a step cannot be shorter than the sum of all that work, by
-  the cores a rank has, and what finds no core that computing leaves free delays the backward pass; an accelerator may
-  compute more slowly while collectives run on it.
+- Gradients become ready during the backward pass, in order. A bucket is ready when its last gradient is.
+- A bucket is cut into chunks. Each chunk takes the steps of its plan (csrc/engine/sums.h), which say how many bytes
+  they move.
+- Each resource (the network between hosts, the network within a host, each codec lane) does one thing at a time, in the
+  order in which work becomes ready. A collective sends its bytes between hosts and within hosts at the same time.
+- On CPU the fixed part of a collective is latency, except its `occupied_s`: it delays the chunk and leaves the network
+  free. On an accelerator collectives follow one another on one stream, fixed parts included, and every codec stage
+  except pack shares a stream with unpack.
+- At most as many chunks are in flight as the configuration allows.
+- Where ranks compute on the cores that also move bytes, a step takes at least the core time of all work, divided by the
+  cores of a rank. Communication that finds no idle core delays the backward pass.
+- An accelerator may compute more slowly while collectives and codec stages run on it.
 - The step ends with the optimizer, which waits for every bucket.
 """
 
@@ -27,39 +29,43 @@ from fusedcomm.config import Config
 from fusedcomm.native import _C
 from fusedcomm.tools.cluster import COSTS_OF_OPERATIONS, Cluster, Cost, Network, kind_of_all_reduce
 
+# The cap of DDP's first bucket if bucket_cap_mb is DDP's default, in bytes.
 FIRST_BUCKET_NBYTES = 1 << 20
 DEFAULT_CAP_NBYTES = 25 << 20
-"""How DDP cuts its buckets unless it is told otherwise."""
+"""DDP's default bucket_cap_mb, in bytes."""
 WORTHWHILE = 0.03
-"""Of a step: a smaller gain is less than the model and a machine's moods can tell, and not worth a change."""
+"""Share of a step. A smaller gain is within the errors of the model and of measurements, and not worth a change."""
+# How often a prediction is repeated at most: a delayed backward pass overlaps with more stages, which delay it further.
 MAX_DELAYS = 4
 FEW_CORES = 3
-"""With fewer for each rank, the codec's lanes take turns on them instead of running side by side."""
+"""With fewer cores for each rank, the codec's lanes take turns on them instead of running side by side."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
+    """The gradient of one parameter."""
+
     numel: int
     ready_s: float
-    """Since the backward pass began, without any synchronisation."""
+    """Seconds from the start of the backward pass, in a step without synchronization."""
     exempt: bool = False
-    """It travels in fp32 whatever the wire."""
+    """Whether it is sent in fp32 whatever the wire."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One rank's step without synchronisation; fp32 gradients."""
+    """One rank's step without synchronization. Gradients are fp32."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float
     gradients: Sequence[Gradient]
-    """In the order in which they become ready: from the model's last parameter to its first."""
+    """In the order in which they become ready, usually from the model's last parameter to its first."""
     bucket_views: bool = False
-    """DDP's gradient_as_bucket_view: nothing is copied out of buckets."""
+    """DDP's gradient_as_bucket_view: gradients are views of buckets, so nothing is copied out of them."""
     busy_cores: float = 1.0
-    """Of a rank's, on average, where it computes on those that also move bytes; next to none if it waits for something
-    else."""
+    """Cores that computing keeps busy on average, where ranks compute on the cores that also move bytes. Near zero if
+    the step mostly waits for something else."""
 
     @property
     def numel(self) -> int:
@@ -72,33 +78,38 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a user can decide: a configuration of ours, or None for DDP's own all-reduce, and DDP's bucket_cap_mb."""
+    """What a user can decide."""
 
+    # None: DDP's own all-reduce.
     config: Config | None
+    # DDP's bucket_cap_mb, in bytes.
     cap_nbytes: int = DEFAULT_CAP_NBYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
+    """The predicted step of one choice."""
+
     step_s: float
     compute_s: float
-    """Of the same step without synchronisation."""
+    """Seconds of the same step without synchronization."""
     network_s: float
-    """The network is busy for so long, latencies not counted."""
+    """Seconds for which the network is busy, latencies excluded."""
     sent_nbytes: int
-    """By a rank; with several ranks on a host, by a host to others (none to itself)."""
+    """Bytes that a rank sends. With several ranks on a host: bytes that a host sends to other hosts."""
     num_buckets: int
     bound: str
-    """What the step is made of for the most part: "compute", "network", "codec", "latency" or "cores"."""
+    """The largest part of the step: "compute", "network", "codec" or "cores"; "latency" if none is half the step."""
 
     @property
     def exposed_s(self) -> float:
+        """Seconds that synchronization adds to the step."""
         return self.step_s - self.compute_s
 
 
 def cut_buckets(gradients: Sequence[Gradient], cap_nbytes: int) -> list[list[Gradient]]:
-    """As DDP cuts them: a bucket is full with the gradient that takes it to its cap; the first one's is 1 MiB where the
-    cap is DDP's own."""
+    """Cuts gradients into buckets as DDP does. A bucket ends with the gradient that takes it to its cap. The first
+    bucket's cap is 1 MiB if `cap_nbytes` is DDP's default."""
     caps = [FIRST_BUCKET_NBYTES, cap_nbytes] if cap_nbytes == DEFAULT_CAP_NBYTES else [cap_nbytes]
     buckets: list[list[Gradient]] = [[]]
     nbytes = 0
@@ -114,11 +125,18 @@ def cut_buckets(gradients: Sequence[Gradient], cap_nbytes: int) -> list[list[Gra
 def predict(
     workload: Workload, choice: Choice, cluster: Cluster, buckets: Sequence[Sequence[Gradient]] | None = None
 ) -> Prediction:
-    """One step of every rank, all alike and beginning together. buckets: if not as DDP cuts them."""
+    """Predicts one step. All ranks are alike and begin together.
+
+    Args:
+        buckets: the gradients of each bucket; None: as DDP cuts them.
+
+    Raises:
+        ValueError: `cluster` lacks the costs of a wire or of a codec stage that the choice needs.
+    """
     if buckets is None:
         buckets = cut_buckets(workload.gradients, choice.cap_nbytes)
     prediction, delay_s = _predict(workload, choice, cluster, buckets, stretch=1.0)
-    # On cores that also move bytes, what is moved while the backward pass is delayed delays it further.
+    # On cores that also move bytes, a delayed backward pass overlaps with more stages, which delay it further.
     for _ in range(1 if cluster.cores is None else MAX_DELAYS):
         if delay_s <= 0 or workload.backward_s <= 0:
             break
@@ -130,7 +148,11 @@ def predict(
 def _predict(
     workload: Workload, choice: Choice, cluster: Cluster, buckets: Sequence[Sequence[Gradient]], stretch: float
 ) -> tuple[Prediction, float]:
-    """With a backward pass that takes `stretch` times as long. Also: by how much what ran meanwhile makes it longer."""
+    """Predicts a step whose backward pass takes `stretch` times as long.
+
+    Returns:
+        The prediction, and the seconds by which the stages that run during the backward pass delay it.
+    """
     simulation = _Simulation(cluster, choice.config)
     copies_s = [4 * sum(gradient.numel for gradient in bucket) * cluster.copy_s_per_byte for bucket in buckets]
     copied_s = 0.0
@@ -162,39 +184,50 @@ def _predict(
     )
 
 
+# The resources that are networks. All others are codec lanes.
 _WIRES = ("network", "local", "wire stream")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stage:
+    """One operation on one chunk."""
+
     busy_s: Mapping[str, float]
-    """By resource: it begins with each as soon as that is free, and ends when all have ended."""
+    """Seconds by resource. The stage begins on each resource as soon as that is free, and ends when all have ended."""
+    # Seconds after the busy ones, in which no resource is busy.
     latency_s: float = 0.0
+    # Seconds for which the network is busy.
     network_s: float = 0.0
+    # Counted as in Prediction.
     sent_nbytes: float = 0.0
+    # Core seconds.
     cpu_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
+        """Seconds if no resource is busy with another stage."""
         return max(self.busy_s.values()) + self.latency_s
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
+    """A chunk of a bucket; or a whole bucket, for DDP's own all-reduce."""
+
     bucket: int
     ready_s: float
     stages: Sequence[_Stage]
+    # Whether it needs a workspace.
     takes_slot: bool
 
 
 class _Simulation:
-    """Chunks of buckets through the stages of the engine; DDP's all-reduces, which are one stage, too."""
+    """Takes the chunks of all buckets through the engine's stages. DDP's own all-reduce of a bucket is one stage."""
 
     def __init__(self, cluster: Cluster, config: Config | None) -> None:
         self.cluster, self.config = cluster, config
         self.busy_s: dict[str, float] = {}
         self.spans: list[tuple[float, float, float]] = []
-        """When each stage began and ended, and how long it kept a core busy."""
+        """(begin, end, core seconds) of each stage, in seconds."""
         self.network_s = self.sent_nbytes = self.cpu_s = 0.0
         self._on_streams = cluster.cores is None
         self._two_levels = bool(config and config.hosts is not None and 1 < cluster.ranks_per_host < cluster.world_size)
@@ -210,7 +243,7 @@ class _Simulation:
         self._num_buckets = 0
 
     def add(self, bucket: Sequence[Gradient], ready_s: float) -> None:
-        """Buckets in the order in which they become ready."""
+        """Adds a bucket that is ready at `ready_s`. Buckets are added in the order in which they become ready."""
         numel = sum(gradient.numel for gradient in bucket)
         exempt = sum(gradient.numel for gradient in bucket if gradient.exempt)
         index = self._num_buckets
@@ -221,18 +254,18 @@ class _Simulation:
             return
         plan = _C.plan_bucket(self._native, self.cluster.world_size, torch.empty(0), exempt, [numel - exempt])
         if plan.num_chunks == 0:
-            return  # of nothing
+            return  # the bucket is empty
         stages = [stage for step in plan.steps for stage in self._stages(plan, step, numel / plan.num_chunks)]
         self._chunks += [_Chunk(index, ready_s, stages, takes_slot=not plan.in_place)] * plan.num_chunks
 
     def _stages(self, plan: "_C.BucketPlan", step: "_C.Step", numel: float) -> list[_Stage]:
-        """Of one step of a chunk that has `numel` elements."""
+        """The stages of one step of a chunk that has `numel` elements."""
         layout = plan.host_layouts[0] if step.in_local_wire else plan.layout
         if step.is_collective:
             return self._of_collective(step, layout.wire)
         cost = COSTS_OF_OPERATIONS[step.operation]
         if cost == "reduce":
-            numel *= step.nbytes / layout.chunk_nbytes  # between hosts a rank has a part of the chunk
+            numel *= step.nbytes / layout.chunk_nbytes  # between hosts a rank reduces its part only
         return [self._codec_stage(step.stage, self.cluster.codec(layout.wire).seconds(cost, numel))]
 
     def _of_collective(self, step: "_C.Step", wire: str) -> list[_Stage]:
@@ -254,12 +287,12 @@ class _Simulation:
         return _Stage({lane: seconds}, cpu_s=seconds)
 
     def _levels(self, num_hosts: int, per_host: int) -> dict[str, Network]:
-        """What a collective of so many hosts and of so many ranks on each of them goes over."""
+        """The networks that a collective of `num_hosts` hosts with `per_host` ranks on each uses, by resource."""
         levels = {"network": self._network} if num_hosts > 1 else {}
         return {**levels, "local": self._local} if per_host > 1 else levels
 
     def _all_reduce(self, nbytes: float, num_hosts: int, per_host: int, kind: str = "all_reduce") -> list[_Stage]:
-        """Round a ring that leaves each host once."""
+        """An all-reduce around a ring that leaves each host once, or along a tree where that is faster."""
         levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
         sent = self._round_ring(2 * (p - 1) / p * nbytes, per_host)
         ways = [self._collective(kind, levels, sent)]
@@ -268,25 +301,30 @@ class _Simulation:
         return min(ways, key=lambda stages: sum(stage.alone_s for stage in stages))
 
     def _exchange(self, nbytes: float, num_hosts: int, per_host: int) -> list[_Stage]:
-        """Of a message of `nbytes` on every rank, among `num_hosts` hosts with `per_host` ranks each that take part."""
+        """An all-to-all of a message of `nbytes` on every rank, among `per_host` ranks of each of `num_hosts` hosts."""
         p = num_hosts * per_host
-        # The ranks of a host share what leads out of it, whether they take part in the same exchange or not.
+        # The ranks of a host share its link to other hosts, whether or not they take part in the same exchange.
         between = self.cluster.ranks_per_host * (p - per_host) / p * nbytes
         sent = {"network": between, "local": (per_host - 1) / p * nbytes}
         return self._collective("exchange", self._levels(num_hosts, per_host), sent)
 
     def _gather(self, nbytes: float, num_hosts: int, per_host: int) -> list[_Stage]:
+        """An all-gather around a ring, or as an exchange if the ring has no cost on one of the levels."""
         levels, p = self._levels(num_hosts, per_host), num_hosts * per_host
         if any(level.gather is None for level in levels.values()):
             return self._exchange(nbytes, num_hosts, per_host)
         return self._collective("gather", levels, self._round_ring((p - 1) / p * nbytes, per_host))
 
     def _round_ring(self, nbytes: float, per_host: int) -> dict[str, float]:
-        """Sent where each rank sends `nbytes` on: ranks of a host that are not in one ring have rings of their own."""
+        """Bytes sent if each rank sends `nbytes` around a ring. A host has a ring for each `per_host` of its ranks."""
         return {"network": self.cluster.ranks_per_host // per_host * nbytes, "local": nbytes}
 
     def _collective(self, kind: str, levels: Mapping[str, Network], sent: Mapping[str, float]) -> list[_Stage]:
-        """sent: bytes, by a host over "network" and by a rank over "local". With no level there is nothing to do."""
+        """The stage of one collective; empty if `levels` is.
+
+        Args:
+            sent: bytes that a host sends over "network" and a rank over "local".
+        """
         if not levels:
             return []
         busy_s, latency_s, cpu_s = {}, 0.0, 0.0
@@ -303,15 +341,15 @@ class _Simulation:
         return [_Stage(busy_s, latency_s, network_s, sent_nbytes, cpu_s)]
 
     def run(self) -> list[float]:
-        """When each bucket is done."""
+        """Simulates all chunks. Returns the time in seconds at which each bucket is done."""
         done_s = [0.0] * self._num_buckets
         free_s: dict[str, float] = {}
-        # A chunk has the workspace of the one that is so many before it.
+        # A chunk uses the workspace of the chunk that comes num_slots before it.
         slotted = [index for index, chunk in enumerate(self._chunks) if chunk.takes_slot]
         num_slots = self._num_slots if self.config else 0
         successors = dict(zip(slotted, slotted[num_slots:], strict=False))
         waiting = set(successors.values())
-        # By the time at which a chunk's next stage is ready: the order in which a resource serves them.
+        # A heap by the time at which a chunk's next stage is ready: resources serve stages in this order.
         events = [(chunk.ready_s, index, 0) for index, chunk in enumerate(self._chunks) if index not in waiting]
         heapq.heapify(events)
         while events:
@@ -328,17 +366,18 @@ class _Simulation:
         return done_s
 
     def delay_s(self, begin_s: float, end_s: float, busy_cores: float) -> float:
-        """Of a backward pass from begin_s to end_s, by the stages that ran meanwhile."""
+        """Seconds by which the stages that run during a backward pass from begin_s to end_s delay it."""
         shares = [(max(0.0, min(end, end_s) - begin), end - begin, cpu_s) for begin, end, cpu_s in self.spans]
         if self.cluster.cores is None:
             return self.cluster.slowdown * sum(overlap_s for overlap_s, _, _ in shares)
-        # What wakes up goes first, on what the model leaves free of the cores before what it computes on. What it loses
-        # it then makes up for on as much as it keeps busy, or on one core where it waits now and then.
+        # Communication threads are scheduled first and take the idle cores; only the rest of their work delays the
+        # backward pass. The backward pass makes up for it on the cores that it keeps busy, or on one if fewer.
         work_s = sum(cpu_s * overlap_s / whole_s for overlap_s, whole_s, cpu_s in shares if whole_s > 0)
         free_cores = max(0.0, self.cluster.cores - busy_cores)
         return max(0.0, work_s - free_cores * (end_s - begin_s)) / max(busy_cores, min(1.0, self.cluster.cores))
 
     def _serve(self, stage: _Stage, now: float, free_s: dict[str, float]) -> float:
+        """Runs a stage that is ready at `now`, and updates `free_s`. Returns when the chunk's next stage is ready."""
         begin_s, end_s = [], []
         for resource, seconds in stage.busy_s.items():
             begin_s.append(max(now, free_s.get(resource, 0.0)))

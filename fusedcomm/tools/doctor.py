@@ -1,6 +1,6 @@
-"""``fusedcomm doctor``: what this machine has, and what fusedcomm will do on it.
+"""``fusedcomm doctor``: shows what this machine has, and what fusedcomm does on it.
 
-Has to run where the extension is not built and where torch is broken: everything is imported late.
+It has to run where the extension is not built or torch is broken, so it imports everything late.
 """
 
 import importlib
@@ -31,7 +31,7 @@ def _print_lines(title: str, lines: list[tuple[str, str]]) -> None:
         print(f"  {name:<12} {value}")
 
 
-# ---- what there is
+# ---- this machine
 
 
 def _machine() -> list[tuple[str, str]]:
@@ -92,7 +92,7 @@ def _cuda() -> str:
 
 
 def _version_of(*packages: str) -> str:
-    """Of the first that is installed."""
+    """The version of the first of `packages` that is installed, with its name, or "not installed"."""
     for package in packages:
         try:
             return f"{importlib.metadata.version(package)} ({package})"
@@ -101,11 +101,11 @@ def _version_of(*packages: str) -> str:
     return "not installed"
 
 
-# ---- what follows
+# ---- what fusedcomm does here
 
 
 def _extension_error() -> str | None:
-    """Why the extension cannot be used, and what to do."""
+    """Why the extension cannot be used, and what to change; None if it can be used."""
     try:
         from fusedcomm import env
         from fusedcomm.native import _C
@@ -142,18 +142,18 @@ def _verdict(extension_error: str | None) -> list[tuple[str, str]]:
 
 
 def _kernels_verdict() -> str:
-    """Which kernels would run on a GPU, and why; whether there is one or not."""
+    """Which kernels run on a GPU, and why. Does not need a GPU."""
     from fusedcomm.devices import compilers
 
     try:
         compiler = compilers.choose()
     except RuntimeError as error:
         return f"none for CUDA: {error}"
-    return f"on CUDA by {compiler.name}, as {compiler.reason}"
+    return f"on CUDA by {compiler.name}, because {compiler.reason}"
 
 
 def _streams_verdict() -> list[tuple[str, str]]:
-    """Nothing where streams run side by side."""
+    """A warning if CUDA has too few queues for the streams to run side by side; else empty."""
     from fusedcomm import env
     from fusedcomm.devices import cuda
 
@@ -161,16 +161,16 @@ def _streams_verdict() -> list[tuple[str, str]]:
     if queues is None or queues >= cuda.NUM_STREAMS:
         return []
     what = "wait for each other" if queues == 1 else f"share {queues} queues, and wait for each other there"
-    told = f"on CUDA the backward pass and fusedcomm's streams {what}, so that little is overlapped"
-    cure = f"Unset it (8 queues), or set {cuda.NUM_STREAMS} or more, unless tensor parallelism needs it"
+    told = f"on CUDA the backward pass and fusedcomm's streams {what}, so little communication is overlapped"
+    cure = f"Unset it (then 8 queues), or set {cuda.NUM_STREAMS} or more, unless tensor parallelism needs this value"
     return [("streams", f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {told}. {cure}")]
 
 
 def _cuda_verdict(dist: types.ModuleType) -> str:
-    """By the checks that attach makes, short of compiling."""
+    """Whether CUDA is supported here, by the checks that attach makes, except compiling."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
-        return "nothing to do: this torch finds no CUDA device"
+        return "not used: this torch finds no CUDA device"
     if not (dist.is_available() and dist.is_nccl_available()):
         return "not supported: this torch has no NCCL backend"
     from fusedcomm.devices import compilers, cuda
@@ -184,4 +184,4 @@ def _cuda_verdict(dist: types.ModuleType) -> str:
         return f"not supported: {error}"
     names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
     has = f"{compiler.name} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
-    return f"over NCCL, tested without a GPU only (`make gpu` tests it on this one); {has}"
+    return f"over NCCL, tested only without a GPU (`make gpu` tests it on this one); {has}"

@@ -1,5 +1,5 @@
-"""What every command's main catches."""
+"""The error that the main function catches for every command."""
 
 
 class UsageError(Exception):
-    """The arguments ask for something impossible; the text says what and what to change."""
+    """The arguments ask for something impossible. The text says what it is, and what to change."""

@@ -1,4 +1,4 @@
-"""What commands write: refused before the work where it cannot be written, and how pictures are drawn."""
+"""The files that commands write. They are checked before the work begins; pictures are drawn with matplotlib."""
 
 import os
 from pathlib import Path
@@ -9,17 +9,19 @@ from fusedcomm.tools.errors import UsageError
 PICTURES = (".png", ".pdf", ".svg")
 BLACK, GREY = "#000000", "#8a8a8a"
 PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
-"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+"""Okabe and Ito's colors, which color-blind readers can tell apart."""
 
 
 def check(json: Path | None, plot: Path | None, options: tuple[str, str] = ("--json", "--plot")) -> None:
-    """Makes their folders. None: is not written.
+    """Checks that both files can be written, and creates their folders.
 
     Args:
-        options: that have named them.
+        json: the JSON file; None: none is written.
+        plot: the picture; None: none is written.
+        options: the options that named the two files, for error messages.
 
     Raises:
-        UsageError: one of them cannot be written, or is no picture's name.
+        UsageError: a file cannot be written, or the suffix of `plot` is not in PICTURES.
     """
     if plot is not None and plot.suffix.lower() not in PICTURES:
         raise UsageError(
@@ -41,12 +43,12 @@ def check(json: Path | None, plot: Path | None, options: tuple[str, str] = ("--j
 
 
 def pyplot() -> ModuleType:
-    """Matplotlib's, for files. Raises ImportError that says what to install."""
+    """matplotlib.pyplot, set up to draw files. Without matplotlib, raises ImportError that says what to install."""
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
-    matplotlib.use("Agg")  # a file is all that is drawn: no screen needed
+    matplotlib.use("Agg")  # draws files only, so no screen is needed
     from matplotlib import pyplot
 
     return pyplot

@@ -1,7 +1,7 @@
-"""Counts the bytes this process really sends over TCP, as the kernel's own socket counters say.
+"""Counts the bytes that this process sends over TCP, by the kernel's socket counters.
 
-A codec's own arithmetic says what it meant to send. This says what left, for any transport that uses TCP, whoever
-opened the sockets.
+A codec can only compute how many bytes it means to send. These counters show what was sent, by any transport that uses
+TCP, whichever library opened the sockets.
 """
 
 import os
@@ -9,25 +9,28 @@ import socket
 import stat
 import struct
 
-# struct tcp_info of linux/tcp.h. Payload bytes handed to the network, retransmissions included (Linux 4.19 and later);
-# `tcpi_bytes_acked`, at 120, would lag behind by what the peer has not acknowledged yet.
+# Offsets in bytes into struct tcp_info of linux/tcp.h. The first counts payload bytes handed to the network,
+# retransmissions included (Linux 4.19 and later). `tcpi_bytes_acked`, at 120, would lag behind by the bytes that the
+# peer has not acknowledged yet.
 _BYTES_SENT_OFFSET = 200
 _BYTES_RETRANSMITTED_OFFSET = 208
 _TCP_INFO_NBYTES = 256
 
 _last_seen: dict[int, int] = {}
-"""Bytes sent by each TCP socket met so far, by inode: a socket that has been closed since still counts."""
+"""Bytes sent by each TCP socket seen so far, by inode. A socket that has since closed still counts."""
 
 
 class _KernelTooOld(Exception):
+    """The kernel does not count the bytes that a socket sends."""
+
     pass
 
 
 def tcp_nbytes_sent() -> int | None:
-    """Payload bytes this process has sent over TCP sockets, counting each byte once however often it was retransmitted.
+    """Payload bytes that this process has sent over TCP. A byte counts once, however often it was retransmitted.
 
-    Only differences between two calls mean something: what a socket sent before it closed is known as of the last call.
-    None where the kernel does not tell (not Linux, or older than 4.19). Costs some microseconds for each open file.
+    None where the kernel does not count (not Linux, or older than 4.19). Use only the difference between two calls; it
+    lacks what a socket sent after the last call that saw it open. Costs some microseconds for each open file.
     """
     try:
         fds = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -48,8 +51,8 @@ def tcp_nbytes_sent() -> int | None:
 
 
 def _tcp_socket_nbytes_sent(fd: int) -> int | None:
-    """None if the socket is not a TCP socket."""
-    # A socket object closes its descriptor: give it one of its own.
+    """Payload bytes that the socket `fd` has sent, without retransmissions; None if it is not a TCP socket."""
+    # The socket object closes its descriptor, so it gets a duplicate.
     with socket.socket(fileno=os.dup(fd)) as sock:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
             return None

@@ -235,7 +235,7 @@ def test_only_accepted_wires_are_recommended_and_a_faster_one_is_named():
     found = recommendation(("bf16",), bf16=0.99, int4=0.30)
     assert found.line.startswith("leave it off: network-bound") and found.faster.wire == "int4"
     found = recommendation((), bf16=0.5)
-    assert found.line == "leave it off: no wire of ours was accepted" and found.faster.wire == "bf16"
+    assert found.line == "leave it off: no fusedcomm wire was accepted" and found.faster.wire == "bf16"
 
 
 # ---- the command
@@ -273,7 +273,7 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
         (paper_plan, "WORTHWHILE", 0.077, "shorter by more than 8%"),
         (cost_model, "FIRST_BUCKET_NBYTES", 7 << 20, "a first one of 7 MiB"),
         (cost_model, "DEFAULT_CAP_NBYTES", 77 << 20, "DDP's own, 77"),
-        (chunks, "_DEVICE_NBYTES", 7 << 20, "of 7 MiB, 4 under way"),
+        (chunks, "_DEVICE_NBYTES", 7 << 20, "of 7 MiB, 4 in flight"),
     ],
 )
 def test_every_constant_of_the_model_is_said(module, name, value, said, monkeypatch):

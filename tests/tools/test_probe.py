@@ -275,9 +275,9 @@ def test_stages_from_traces(ranks):
         (("--script", "no.py"), "--script no.py: there is no file no.py"),
         (
             ("--script", "no.py", "--params", "1e6"),
-            "--params 1e+06 is of the step without a script, and --script no.py",
+            "--params 1e+06 describes the synthetic step, and --script no.py",
         ),
-        (("--backward-ms", "0", "--script", "no.py"), "--backward-ms 0 is of the step without a script"),
+        (("--backward-ms", "0", "--script", "no.py"), "--backward-ms 0 describes the synthetic step"),
         (("--plot", "probe.txt"), "--plot probe.txt: a picture's name ends in one of .png, .pdf, .svg"),
         (("--json", "/dev/null/probe.json"), "--json /dev/null/probe.json: its folder cannot be made"),
         (("--json", "/"), "--json / is a folder"),

@@ -66,7 +66,7 @@ def test_left_off_where_bytes_are_nearly_free():
 
 def test_left_off_where_nothing_is_accepted():
     found = recommended(bytes_s=1e8, backward_s=0.0, accept=())
-    assert found.leave_off and "no wire of ours was accepted" in found.reason and found.faster.wire == "int4"
+    assert found.leave_off and "no fusedcomm wire was accepted" in found.reason and found.faster.wire == "int4"
 
 
 def test_another_bucket_size_may_be_all_that_helps():

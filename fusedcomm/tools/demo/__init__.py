@@ -1,5 +1,5 @@
-"""``fusedcomm demo``: does a compressed wire change what a model learns, and what does it save?
+"""``fusedcomm demo``: shows whether a compressed wire changes what a model learns, and what it saves.
 
-launch.py starts the ranks, training.py trains and measures, results.py sums up, report.py writes the table and the
-JSON, picture.py the picture.
+launch.py starts the ranks, training.py trains and measures, results.py summarizes, report.py writes the table and the
+JSON, picture.py draws the picture.
 """

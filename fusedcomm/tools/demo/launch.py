@@ -15,20 +15,27 @@ from fusedcomm.tools import output
 from fusedcomm.tools.errors import UsageError
 
 _DEFAULT_RANKS = 2
-_MAX_RANKS = 64  # more would leave some ranks less than half a batch of training digits
+_MAX_RANKS = 64  # a rank then has 19 of the 1257 training digits, a little more than half a batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    steps: int
-    seeds: int
+    """The arguments of the command."""
+
+    steps: int  # of each run
+    seeds: int  # how many
     wires: tuple[str, ...] | None  # None: all
-    ranks: int | None  # None: torchrun's, else the default
-    out: Path
+    ranks: int | None  # None: torchrun's world size, or _DEFAULT_RANKS without torchrun
+    out: Path  # the folder for demo.json and demo.png
 
 
 def launch(options: Options) -> int:
-    """Runs the demo to its end. Returns the exit status; what went wrong has been printed."""
+    """Runs the demo to its end. Returns the exit status; errors have been printed.
+
+    Raises:
+        UsageError: an option is impossible.
+        ImportError: a package is not installed.
+    """
     _check_packages()
     options = dataclasses.replace(options, wires=_checked_wires(options.wires))
     output.check(options.out / "demo.json", options.out / "demo.png", ("--out", "--out"))
@@ -48,12 +55,12 @@ def _join_torchrun(options: Options) -> int:
 
 
 def _start_ranks(options: Options) -> int:
-    # The server lives here, and takes a port that is free: nobody can take it between choosing and using.
+    # This process serves the store, on a free port that the system chooses, so no other program can take it first.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         mp.spawn(_run_rank, args=(store.port, options), nprocs=options.ranks)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        print(f"fusedcomm demo: rank {error.error_index} failed, the others were ended: {error}", file=sys.stderr)
+        print(f"fusedcomm demo: rank {error.error_index} failed; the others were ended: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -61,7 +68,7 @@ def _start_ranks(options: Options) -> int:
 def _run_rank(rank: int, port: int, options: Options) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks)
     if sys.platform == "linux":
-        # Otherwise gloo looks up this machine's host name, which does not always resolve.
+        # Without this, gloo looks up this machine's host name, which does not always resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
@@ -69,6 +76,7 @@ def _run_rank(rank: int, port: int, options: Options) -> None:
 
 
 def _train_and_report(options: Options) -> None:
+    """Runs on every rank; rank 0 reports. Ends the process group."""
     from fusedcomm.tools.demo.report import report
     from fusedcomm.tools.demo.training import run_specs, train
 
@@ -81,6 +89,7 @@ def _train_and_report(options: Options) -> None:
 
 
 def _check_packages() -> None:
+    """Raises ImportError that names all missing packages."""
     wanted = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm", "numpy": "numpy"}
     missing = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -100,5 +109,5 @@ def _checked_wires(wires: tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _checked_ranks(ranks: int) -> int:
     if not 2 <= ranks <= _MAX_RANKS:
-        raise UsageError(f"{ranks} ranks are not possible: the demo needs 2 to {_MAX_RANKS} that share its 1257 digits")
+        raise UsageError(f"{ranks} ranks are not possible: use 2 to {_MAX_RANKS}, which share 1257 training digits")
     return ranks

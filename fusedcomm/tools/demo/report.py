@@ -1,4 +1,4 @@
-"""What the demo says at its end: a table, ``demo.json`` and ``demo.png``."""
+"""What the demo writes at its end: a table, ``demo.json`` and ``demo.png``."""
 
 import dataclasses
 import json
@@ -16,6 +16,7 @@ from fusedcomm.tools.demo.training import SLICE_STEPS
 
 
 def report(results: list[RunResult], out: Path) -> None:
+    """Prints the table and writes both files to the folder `out`."""
     rows = summaries(results)
     print(table(rows, num_seeds(results)))
     (out / "demo.json").write_text(json.dumps(as_json(results, rows), indent=1) + "\n")
@@ -31,6 +32,7 @@ def num_seeds(results: list[RunResult]) -> int:
 
 
 def table(rows: list[Summary], seeds: int) -> str:
+    """The table with its footnotes. Never empty."""
     cells = [("", "test", "train", "wire bytes", "of", "step, ms", "", "exposed, ms")]
     cells.append(("run", "accuracy", "loss", "a step", "default", "p50", "p95", "p50"))
     cells += [table_row(row) for row in rows]
@@ -57,6 +59,7 @@ def table_row(row: Summary) -> tuple[str, ...]:
 
 
 def spread(values: Spread, form: str) -> str:
+    """The mean, and the range if there is one; `form` formats each number. Never empty."""
     text = form.format(values.mean)
     if values.low < values.high:
         text += f" ({form.format(values.low)} to {form.format(values.high)})"
@@ -70,15 +73,15 @@ def footnotes(rows: list[Summary], seeds: int) -> list[str]:
             f"Accuracy, loss: mean of {seeds} seeds (lowest to highest). {DEFAULT_NAME}'s range is the noise band."
         )
     else:
-        lines.append("Accuracy, loss: of one seed; how much is noise takes more of them to say (--seeds).")
+        lines.append("Accuracy, loss: of one seed. More seeds (--seeds) show how much of a difference is noise.")
     lines.append(
-        "Wire bytes: what one rank sent over TCP, as the kernel counted; gloo's own headers and barriers included."
+        "Wire bytes: sent over TCP by one rank, as the kernel counted, including gloo's headers and barriers."
     )
     lines.append(
-        "Exposed: from the last gradient of the backward pass to backward()'s return. All ranks' steps together."
+        "Exposed: time from the last gradient of the backward pass to the return of backward(). Steps of all ranks."
     )
     lines.append(
-        f"The runs took turns in slices of {SLICE_STEPS} steps, so what else this machine did slowed all of them alike."
+        f"The runs took turns in slices of {SLICE_STEPS} steps, so other load on this machine slowed all of them alike."
     )
     different = [row.name for row in rows if not row.ranks_identical]
     if different:

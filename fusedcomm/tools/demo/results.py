@@ -1,4 +1,4 @@
-"""What a run measured, and what the runs of all seeds say together."""
+"""The measurements of one run, and their summary over the runs of all seeds."""
 
 import dataclasses
 import math
@@ -11,28 +11,30 @@ STOCK_FP16_NAME = "DDP fp16 hook"
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
+    """A way of synchronizing, and a seed."""
+
     name: str
-    wire: str  # the dtype that travels
+    wire: str  # the wire dtype
     seed: int
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """Of all ranks together; the same on every rank."""
+    """The measurements of one run on all ranks; the same on every rank."""
 
     spec: RunSpec
-    accuracy: float  # on the digits held out
+    accuracy: float  # on the test digits
     final_loss: float  # on all training digits, after the last step
-    wire_bytes_per_step: float | None  # that left a rank over TCP, mean over ranks; None: cannot be measured here
+    wire_bytes_per_step: float | None  # sent by a rank over TCP, mean over ranks; None: not measurable here
     step_ms: np.ndarray  # every measured step of every rank
-    exposed_ms: np.ndarray  # as many
-    loss_curve: list[float]  # of each step's batch, mean over ranks
+    exposed_ms: np.ndarray  # one value for each value of step_ms
+    loss_curve: list[float]  # one loss for each step, on its batch, mean over ranks
     ranks_identical: bool  # every rank ended with the same parameters, bit for bit
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Over the seeds."""
+    """Mean and range of a value over the seeds."""
 
     mean: float
     low: float
@@ -47,14 +49,14 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One way of synchronising, over all seeds."""
+    """One way of synchronizing, over all seeds."""
 
     name: str
     wire: str
     accuracy: Spread
     final_loss: Spread
     wire_bytes_per_step: float | None
-    bytes_ratio: float | None  # over DDP's default
+    bytes_ratio: float | None  # wire_bytes_per_step, divided by that of DDP's default; None: not measured
     step_ms_p50: float
     step_ms_p95: float
     exposed_ms_p50: float
@@ -62,7 +64,7 @@ class Summary:
 
 
 def summaries(results: list[RunResult]) -> list[Summary]:
-    """In the order of the runs; DDP's default is among them."""
+    """One summary for each way of synchronizing, in the order of the runs. DDP's default must be among them."""
     names = dict.fromkeys(result.spec.name for result in results)
     by_name = {name: [result for result in results if result.spec.name == name] for name in names}
     default_nbytes = mean_nbytes(by_name[DEFAULT_NAME])
@@ -70,6 +72,7 @@ def summaries(results: list[RunResult]) -> list[Summary]:
 
 
 def summary(runs: list[RunResult], default_nbytes: float | None) -> Summary:
+    """Summarizes the runs of one way. default_nbytes: bytes per step of DDP's default; None: not measured."""
     nbytes = mean_nbytes(runs)
     return Summary(
         name=runs[0].spec.name,
@@ -84,12 +87,13 @@ def summary(runs: list[RunResult], default_nbytes: float | None) -> Summary:
 
 
 def mean_nbytes(runs: list[RunResult]) -> float | None:
+    """The mean of wire_bytes_per_step; None if a run lacks it."""
     nbytes = [run.wire_bytes_per_step for run in runs]
     return None if None in nbytes else sum(nbytes) / len(nbytes)
 
 
 def timings(runs: list[RunResult]) -> dict[str, float]:
-    """Percentiles over all steps, ranks and seeds together."""
+    """Percentiles over the steps of all ranks and seeds together."""
     step_ms = np.concatenate([run.step_ms for run in runs])
     exposed_ms = np.concatenate([run.exposed_ms for run in runs])
     return {

@@ -1,6 +1,6 @@
-"""Trains one network several ways at once, and measures each.
+"""Trains one network in several ways, and measures each.
 
-The runs take turns in short slices, so that whatever else this machine does slows all of them alike.
+The runs take turns in short slices, so other load on this machine slows all of them alike.
 """
 
 import dataclasses
@@ -26,13 +26,14 @@ from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 BATCH_PER_RANK = 32
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9
+# Steps of a run before it is the next run's turn.
 SLICE_STEPS = 20
-# Not measured: the first steps, in which DDP settles its buckets and caches and allocators fill.
+# The first steps are not measured: DDP rebuilds its buckets, and caches and allocators fill.
 WARMUP_STEPS = 10
 
 
 def run_specs(num_seeds: int, wires: tuple[str, ...]) -> list[RunSpec]:
-    """Every way of synchronising with every seed: what differs between the seeds of one way is noise."""
+    """Every way of synchronizing with every seed. Differences between the seeds of one way are noise."""
     ways = [(DEFAULT_NAME, "fp32"), (STOCK_FP16_NAME, "fp16")] + [(f"fusedcomm {wire}", wire) for wire in wires]
     return [RunSpec(name, wire, seed) for seed in range(num_seeds) for name, wire in ways]
 
@@ -42,13 +43,13 @@ def train(specs: list[RunSpec], num_steps: int) -> list[RunResult]:
     torch.set_num_threads(1)  # the ranks share the cores
     digits = Digits.of_this_rank()
     runs = [Run(spec, digits, num_steps) for spec in specs]
-    # A bar that a log keeps all of had better move seldom.
+    # A log file keeps every update of the bar, so there are few.
     seconds_between_updates = 0.1 if sys.stderr.isatty() else 5
     with tqdm(
         total=len(runs) * num_steps, unit="step", disable=dist.get_rank() != 0, mininterval=seconds_between_updates
     ) as bar:
         for turn, slice_steps, measured in _slices(num_steps):
-            for run in runs[turn % len(runs) :] + runs[: turn % len(runs)]:  # nobody always goes first
+            for run in runs[turn % len(runs) :] + runs[: turn % len(runs)]:  # no run always goes first
                 bar.set_description(f"{run.spec.name:<14}", refresh=False)
                 run.train_slice(slice_steps, measured)
                 bar.update(slice_steps)
@@ -56,7 +57,7 @@ def train(specs: list[RunSpec], num_steps: int) -> list[RunResult]:
 
 
 def _slices(num_steps: int) -> Iterator[tuple[int, int, bool]]:
-    """(turn, steps, whether they are measured), the warm-up first."""
+    """(turn, number of steps, whether they are measured) of each slice. The warm-up comes first."""
     warmup_steps = min(WARMUP_STEPS, num_steps // 2)
     if warmup_steps:
         yield 0, warmup_steps, False
@@ -68,7 +69,7 @@ def _slices(num_steps: int) -> Iterator[tuple[int, int, bool]]:
 class Digits:
     """scikit-learn's 8×8 handwritten digits. Images float32 [n, 1, 8, 8] in 0…1, labels int64 [n]."""
 
-    shard_images: Tensor  # this rank's training digits; as many on every rank
+    shard_images: Tensor  # this rank's training digits; every rank has the same number
     shard_labels: Tensor
     train_images: Tensor
     train_labels: Tensor
@@ -87,7 +88,7 @@ class Digits:
         return Digits(train_images[shard], train_labels[shard], train_images, train_labels, test_images, test_labels)
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless; a new order each epoch."""
+        """Yields (images, labels) of this rank without end, in a new order each epoch."""
         generator = torch.Generator().manual_seed(seed)
         batch = min(BATCH_PER_RANK, len(self.shard_labels))
         while True:
@@ -97,7 +98,7 @@ class Digits:
 
 
 def network() -> nn.Module:
-    """284,000 parameters: enough that headers and padding do not matter on the wire."""
+    """A convolutional network. With 284,000 parameters, headers and padding do not matter on the wire."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -112,7 +113,7 @@ def network() -> nn.Module:
 
 
 class Run:
-    """One network under one way of synchronising, and all that is measured of it on this rank."""
+    """One network under one way of synchronizing, and its measurements on this rank."""
 
     def __init__(self, spec: RunSpec, digits: Digits, num_steps: int):
         self.spec = spec
@@ -126,7 +127,7 @@ class Run:
         elif spec.name != DEFAULT_NAME:
             self._comm = fusedcomm.attach(self._ddp, wire=spec.wire, quiet=True)
         self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        # Down to nothing: at a constant rate, where a run ends is as much chance as the spike it had last.
+        # The learning rate falls to zero: at a constant rate the last loss spike would decide the final loss.
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1, 0, total_iters=num_steps)
 
         self._last_gradient_s = 0.0
@@ -139,7 +140,8 @@ class Run:
         self._sent_nbytes: int | None = 0
 
     def train_slice(self, num_steps: int, measured: bool) -> None:
-        # The barriers keep one run's bytes and stragglers out of the next one's.
+        """Takes `num_steps` steps. Collective over the default process group."""
+        # The barriers keep the bytes and slow ranks of one run out of the next run's measurements.
         dist.barrier()
         before = tcp_nbytes_sent()
         timings = [self._step() for _ in range(num_steps)]
@@ -154,6 +156,7 @@ class Run:
         self._sent_nbytes = self._sent_nbytes + after - before if countable else None
 
     def finish(self) -> RunResult:
+        """Evaluates the network and detaches fusedcomm. Collective over the default process group."""
         sent_nbytes = _of_all_ranks([-1 if self._sent_nbytes is None else self._sent_nbytes])
         result = RunResult(
             spec=self.spec,
@@ -173,7 +176,7 @@ class Run:
         self._last_gradient_s = time.perf_counter()
 
     def _step(self) -> tuple[float, float]:
-        """Returns the seconds of the step, and of the wait from the last gradient to the end of the backward pass."""
+        """Takes a step. Returns its seconds, and the seconds from the last gradient to the end of the backward pass."""
         images, labels = next(self._batches)
         begin_s = time.perf_counter()
         self._optimizer.zero_grad()
@@ -196,6 +199,7 @@ class Run:
         return F.cross_entropy(self._ddp.module(self._digits.train_images), self._digits.train_labels).item()
 
     def _ranks_identical(self) -> bool:
+        """Whether all ranks have the same parameters, bit for bit."""
         mine = nn.utils.parameters_to_vector(self._ddp.parameters()).detach()
         theirs = mine.clone()
         dist.broadcast(theirs, src=0)
@@ -204,7 +208,7 @@ class Run:
 
 
 def _of_all_ranks(values: list) -> np.ndarray:
-    """float64 [world_size, len(values)], the same on every rank."""
+    """The values of all ranks: float64 [world_size, len(values)], the same on every rank."""
     mine = torch.tensor(values, dtype=torch.float64)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)

@@ -1,1 +1,1 @@
-"""``fusedcomm plan``: step times predicted on paper."""
+"""``fusedcomm plan``: predicts step times on a cluster without running anything there."""

@@ -1,6 +1,8 @@
-"""Models that `fusedcomm plan` knows by name: for each parameter, in the order in which modules register them, its
-numel and how much there is to compute with it, from which follows when its gradient is ready. No weights, no
-torchvision."""
+"""The models that ``fusedcomm plan`` offers by name.
+
+A model is a list of parameters in the order in which modules register them. Each has its numel and its multiply-adds,
+which determine when its gradient is ready. No weights are needed, and no torchvision.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,15 +10,19 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
+    """One parameter: how much there is to send, and how much to compute."""
+
     numel: int
     multiply_adds: int
-    """That a sample's forward pass does with it; its backward pass does twice as many. 0 of what is looked up or added,
-    which costs memory's time alone."""
+    """Multiply-adds with it in a sample's forward pass; the backward pass does twice as many. 0 for a parameter that is
+    looked up or added, which costs memory time only."""
     one_dimensional: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
+    """A model's parameters in the order of registration. `sample` says in words what one sample is."""
+
     parameters: tuple[Parameter, ...]
     sample: str
 
@@ -26,7 +32,7 @@ class Architecture:
 
     @property
     def multiply_adds(self) -> int:
-        """Of one sample's forward pass, in convolutions and linear layers alone."""
+        """Multiply-adds of one sample's forward pass, in convolutions and linear layers only."""
         return sum(parameter.multiply_adds for parameter in self.parameters)
 
 
@@ -35,7 +41,8 @@ def _vector(numel: int) -> Parameter:
 
 
 def _weight(numel: int, uses: int) -> Parameter:
-    """Of a convolution with so many positions in its output, or a linear layer that a sample passes so often."""
+    """A weight that a sample uses `uses` times: a convolution once for each position of its output, a linear layer once
+    for each token."""
     return Parameter(numel, numel * uses)
 
 
@@ -45,7 +52,7 @@ def _linear(num_in: int, num_out: int, tokens: int = 1) -> Iterator[Parameter]:
 
 
 def _conv_norm(num_in: int, num_out: int, kernel: tuple[int, int] | int, side: int) -> Iterator[Parameter]:
-    """A convolution without bias, with an output of side², and a batch norm."""
+    """A convolution without bias, whose output has side² positions, and a batch norm."""
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     yield _weight(num_in * num_out * height * width, side * side)
     yield _vector(num_out)
@@ -65,7 +72,7 @@ def _vgg16() -> Iterator[Parameter]:
 
 
 def _resnet(*num_blocks: int) -> Iterator[Parameter]:
-    """With bottlenecks, the stride in their 3×3."""
+    """A ResNet of bottleneck blocks with the stride in the 3×3 convolution; images of 224²."""
     yield from _conv_norm(3, 64, 7, 112)
     num_in, side = 64, 56
     for stage, blocks in enumerate(num_blocks):
@@ -81,7 +88,8 @@ def _resnet(*num_blocks: int) -> Iterator[Parameter]:
     yield from _linear(num_in, 1000)
 
 
-# Inception V3's modules: branches of (channels, kernel) at one side; a kernel with a third number has another side.
+# A branch of one of Inception V3's modules: a list of (output channels, kernel), or of (output channels, kernel, side
+# of the output) where that differs from the module's side.
 _Branch = list[tuple]
 
 
@@ -100,7 +108,7 @@ def _inception_c(width: int) -> list[_Branch]:
 
 
 def _inception_v3() -> Iterator[Parameter]:
-    """Without the auxiliary classifier, for images of 299²."""
+    """Inception V3 without the auxiliary classifier; images of 299²."""
     for num_in, num_out, kernel, side in (
         (3, 32, 3, 149),
         (32, 32, 3, 147),
@@ -122,7 +130,7 @@ def _inception_v3() -> Iterator[Parameter]:
                 yield from _conv_norm(width, num_out, kernel, *(other_side or [side]))
                 width = num_out
     for num_in in (1280, 2048):
-        # Two of the branches fork at their end, so this one is not a list of branches.
+        # Two branches of this module fork at their ends, so it is a list of convolutions instead of branches.
         for width, num_out, kernel in (
             (num_in, 320, 1),
             (num_in, 384, 1),
@@ -149,7 +157,7 @@ def _transformer(width: int, num_layers: int, tokens: int, fused_qkv: bool) -> I
 
 
 def _bert(width: int, num_layers: int, tokens: int = 128) -> Iterator[Parameter]:
-    """With a pooler, without a pre-training head."""
+    """BERT with a pooler, without a pre-training head."""
     for rows in (30522, 512, 2):
         yield Parameter(rows * width, 0)
     yield from (_vector(width), _vector(width))
@@ -158,7 +166,7 @@ def _bert(width: int, num_layers: int, tokens: int = 128) -> Iterator[Parameter]
 
 
 def _gpt2(width: int, num_layers: int, tokens: int = 1024) -> Iterator[Parameter]:
-    """Its head is its embedding, whose gradient therefore is ready last."""
+    """GPT-2. Its head uses the weight of its embedding, so the gradient of that weight is ready last."""
     yield Parameter(50257 * width, 0)
     yield Parameter(1024 * width, 0)
     yield from _transformer(width, num_layers, tokens, fused_qkv=True)
@@ -181,5 +189,6 @@ NAMES = tuple(_ARCHITECTURES)
 
 
 def architecture(name: str) -> Architecture:
+    """The model with this name, one of NAMES. Raises KeyError for any other name."""
     sample, parameters = _ARCHITECTURES[name]
     return Architecture(tuple(parameters()), sample)

@@ -1,4 +1,4 @@
-"""The arguments and the output of ``fusedcomm plan``. Loads torch and the extension only when it is run."""
+"""The arguments and the output of ``fusedcomm plan``. Imports torch and the extension only when it runs."""
 
 import argparse
 import dataclasses
@@ -16,63 +16,71 @@ if TYPE_CHECKING:
 PRESETS = ("horovod-2018", "ddp-bucket-size")
 DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
 DEFAULT_BACKWARD_SHARE = 2 / 3
-DESCRIPTION = """What a training step would take on a cluster that nobody has at hand, by a model whose every assumption
-is printed, and which line of code would make it shorter. --preset compares the same model with published figures."""
+DESCRIPTION = """Predicts how long a training step takes on a cluster that need not be available, and recommends the
+line of code that makes it shorter. All assumptions are printed. --preset compares the model with published figures."""
 _HARDWARE = {
     "--ranks": (int, "number of GPUs"),
     "--ranks-per-host": (int, "GPUs on each host (1)"),
-    "--nic-gbps": (float, "Gbit/s of a host, all its NICs together, each way (25)"),
+    "--nic-gbps": (float, "line rate of a host, all its NICs together, each way, in Gbit/s (25)"),
     "--efficiency": (float, "share of the NICs' rate that gradients can use (0.926)"),
-    "--nic-latency-us": (float, "latency of a hop between hosts (9.6)"),
-    "--local-gbps": (float, "Gbit/s of a GPU to the others on its host: PCIe 4.0 about 200, NVLink 4 about 3000 (200)"),
-    "--local-latency-us": (float, "latency of a hop within a host (5.7)"),
-    "--memory-gbytes-per-s": (float, "memory rate of a GPU (1500)"),
-    "--slowdown": (float, "how much collectives slow the backward pass, as a share of their time (0.4)"),
+    "--nic-latency-us": (float, "latency of a hop between hosts, in µs (9.6)"),
+    "--local-gbps": (float, "Gbit/s from a GPU to others on its host: PCIe 4.0 about 200, NVLink 4 about 3000 (200)"),
+    "--local-latency-us": (float, "latency of a hop within a host, in µs (5.7)"),
+    "--memory-gbytes-per-s": (float, "memory rate of a GPU, in GB/s (1500)"),
+    "--slowdown": (float, "how much collectives lengthen the backward pass, as a share of their time (0.4)"),
 }
 _OF_A_PRESET = ("preset", "json", "plot", "command", "run", "error")
-"""Arguments that go together with --preset, which has what all others give."""
+"""Names of arguments that --preset can be combined with. A preset has its own values for all others."""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
-    parser = commands.add_parser("plan", help="predict a step on a cluster on paper", description=DESCRIPTION)
+    """Adds ``fusedcomm plan`` to the commands."""
+    parser = commands.add_parser("plan", help="predict a step without access to the cluster", description=DESCRIPTION)
     for name, (kind, text) in _HARDWARE.items():
         aliases = ("--gpus-per-host",) if name == "--ranks-per-host" else ()
         parser.add_argument(name, *aliases, type=kind, help=text)
-    parser.add_argument("--model", choices=architectures.NAMES, help="whose gradients are sent")
-    parser.add_argument("--params", type=float, help="or the number of elements, in parameters of equal size")
-    parser.add_argument("--step-ms", type=float, help="a step of one GPU, without synchronisation")
-    parser.add_argument("--samples-per-s", type=float, help="or its throughput, with --batch")
-    parser.add_argument("--batch", type=float, help="samples of one GPU in a step")
-    parser.add_argument("--backward-share", type=float, help=f"its share of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
-    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"what to compare ({' '.join(COMPARED)})")
+    parser.add_argument("--model", choices=architectures.NAMES, help="the model whose gradients are sent")
+    parser.add_argument("--params", type=float, help="or: number of gradient elements, in parameters of equal size")
+    parser.add_argument("--step-ms", type=float, help="time of a step on one GPU without synchronization")
+    parser.add_argument("--samples-per-s", type=float, help="or: throughput of one GPU; needs --batch")
+    parser.add_argument("--batch", type=float, help="samples of one GPU in a step; needs --samples-per-s")
+    parser.add_argument("--backward-share", type=float, help=f"backward share of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
+    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"wires to compare ({' '.join(COMPARED)})")
     add_accept_to(parser)
     caps = " ".join(map(str, DEFAULT_CAPS_MIB))
     parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help=f"bucket_cap_mb to try ({caps})")
     parser.add_argument("--preset", choices=PRESETS, help="compare the model with published figures")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write all of it there, too")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw it; needs matplotlib")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for all results")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="file for a picture of the steps; needs matplotlib")
     parser.set_defaults(run=run, error=parser.error)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Picture:
+    """What --plot draws."""
+
     label: str
-    """Of the values."""
+    """Label of the values' axis."""
     series: dict[str, dict[str, float]]
-    """By name: values by what is written below them."""
+    """By name in the legend: values by the text on the other axis."""
     ordered: bool = False
-    """What is written below is a scale: points are joined."""
+    """Whether the other axis is a scale, so that points are joined."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises UsageError for arguments that are impossible, ImportError where something is not installed."""
+    """Runs the command and returns its exit status.
+
+    Raises:
+        UsageError: an argument is impossible, or a file cannot be written.
+        ImportError: a package is not installed.
+    """
     from fusedcomm.tools import output
     from fusedcomm.tools.errors import UsageError
 
     _refuse_what_a_preset_has(args)
     output.check(args.json, args.plot)
     if args.plot is not None:
-        output.pyplot()  # before the work
+        output.pyplot()  # if matplotlib is missing, fail before the work
     try:
         if args.preset is None:
             written, picture = _plan(args)
@@ -91,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
+    """Raises UsageError if an argument is given that --preset would ignore."""
     from fusedcomm.tools.errors import UsageError
 
     if args.preset is None:
@@ -99,15 +108,16 @@ def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
         if value is not None and name not in _OF_A_PRESET:
             option = "--" + name.replace("_", "-")
             raise UsageError(
-                f"{option} would do nothing: --preset {args.preset} has clusters and models of its own; leave out one"
+                f"{option} would do nothing: --preset {args.preset} has its own clusters and models; leave out one"
             )
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
+    """Prints the prediction. Returns what --json and --plot write."""
     from fusedcomm.tools.plan import paper as paper_plan
 
     if args.ranks is None:
-        raise ValueError("how many GPUs? use --ranks, or --preset for a comparison with published figures")
+        raise ValueError("how many GPUs? Use --ranks, or --preset for a comparison with published figures")
     given = {name[2:].replace("-", "_") for name in _HARDWARE}
     hardware = paper_plan.Hardware(**{name: getattr(args, name) for name in given if getattr(args, name) is not None})
     parameters = _parameters(args)
@@ -121,8 +131,8 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     numel = sum(parameter.numel for parameter in parameters)
     assumptions = {
         "model": f"{args.model or 'unknown'}, {numel:,} fp32 gradients"
-        + (", ready by the multiply-adds of their layers" if args.model else ", of equal size, ready evenly"),
-        "compute": f"{step_s * 1e3:g} ms a step without synchronisation, {backward_share:.0%} of it backward",
+        + (", ready by the multiply-adds of their layers" if args.model else ", of equal size, evenly ready"),
+        "compute": f"{step_s * 1e3:g} ms a step without synchronization, {backward_share:.0%} of it the backward pass",
         **hardware.assumptions(),
         **hardware.assumptions_of_ways(),
     }
@@ -150,22 +160,22 @@ def _parameters(args: argparse.Namespace) -> Sequence[architectures.Parameter]:
     from fusedcomm.tools.plan.paper import even_parameters
 
     if (args.model is None) == (args.params is None):
-        raise ValueError("which gradients? use one of --model and --params")
+        raise ValueError("which gradients? Use exactly one of --model and --params")
     if args.model is not None:
         return architectures.architecture(args.model).parameters
     if not 1 <= args.params < 1e13:
-        raise ValueError(f"--params {args.params:g} is not possible: use a number of at least 1")
+        raise ValueError(f"--params {args.params:g} is not possible: use at least 1 and less than 1e13")
     return even_parameters(int(args.params))
 
 
 def _step_s(args: argparse.Namespace) -> float:
     if (args.step_ms is None) == (args.samples_per_s is None):
-        raise ValueError("how long does one GPU take? use one of --step-ms and --samples-per-s")
+        raise ValueError("how long does one GPU take? Use exactly one of --step-ms and --samples-per-s")
     if args.step_ms is not None:
         if args.batch is not None:
             raise ValueError(
                 f"--batch {args.batch:g} would do nothing beside --step-ms {args.step_ms:g}: it belongs to "
-                "--samples-per-s; leave out one"
+                "--samples-per-s; leave out one of the two"
             )
         if not 0 < args.step_ms < 1e12:
             raise ValueError(f"--step-ms {args.step_ms:g} is not possible: use a positive number")
@@ -178,6 +188,7 @@ def _step_s(args: argparse.Namespace) -> float:
 
 
 def _horovod() -> tuple[dict, _Picture]:
+    """Prints the comparison with Horovod's figures. Returns what --json and --plot write."""
     from fusedcomm.tools.plan import published
 
     rows, assumptions = published.horovod(), published.horovod_assumptions()
@@ -196,6 +207,7 @@ def _horovod() -> tuple[dict, _Picture]:
 
 
 def _bucket_size() -> tuple[dict, _Picture]:
+    """Prints predicted steps by DDP's bucket size. Returns what --json and --plot write."""
     from fusedcomm.tools.plan import published
 
     curves, assumptions = published.bucket_size(), published.bucket_assumptions()
@@ -205,12 +217,12 @@ def _bucket_size() -> tuple[dict, _Picture]:
         steps = "  ".join(f"{mib:g}: {step_s * 1e3:.1f}" for mib, step_s in curve.step_s_by_mib.items())
         print(f"{curve.model}, {curve.ranks} GPUs, best {curve.best_mib:g}:  {steps}")
     rows = [{**dataclasses.asdict(curve), "best_mib": curve.best_mib} for curve in curves]
-    # Relative to the best, so that both models fit on one axis.
+    # Steps relative to the best one, so that both models fit on one axis.
     lines = {
         f"{curve.model}, {curve.ranks} GPUs": {
             f"{mib:g}": step_s / curve.step_s_by_mib[curve.best_mib] for mib, step_s in curve.step_s_by_mib.items()
         }
-        for curve in reversed(curves)  # the one with the most sizes first: they are in its order on the axis
+        for curve in reversed(curves)  # the curve with the most sizes comes first: it sets the order on the axis
     }
     picture = _Picture("step, relative to the best, by MiB of a bucket", lines, ordered=True)
     return {"assumptions": assumptions, "rows": rows}, picture

@@ -1,11 +1,11 @@
-"""What others have published about clusters, beside what the model of ``fusedcomm plan`` says of the same.
+"""Published figures about clusters, beside the predictions of the model of ``fusedcomm plan`` for the same clusters.
 
-``horovod``: the scaling efficiencies in Horovod's README: 90% for Inception V3 and ResNet-101 and 68% for VGG-16 on 512
-GPUs (docs/benchmarks), 79% for VGG-16 on 128 (earlier README), on servers of four Pascal GPUs with 25 Gbit/s RoCE.
+``horovod``: the scaling efficiencies in Horovod's README, on servers with four Pascal GPUs and 25 Gbit/s RoCE. With 512
+GPUs: 90% for Inception V3 and ResNet-101, 68% for VGG-16 (docs/benchmarks). With 128: 79% for VGG-16 (earlier README).
 
-``bucket_size``: how a step's time depends on DDP's bucket size, in "PyTorch Distributed" (VLDB 2020, arXiv:2006.15704):
-over NCCL ResNet-50 is fastest with 10 to 25 MB, and slower without buckets and with very large ones; BERT, which is
-larger, is fastest with more. Its figures have no numbers that could be copied, so only the shape is compared.
+``bucket_size``: how a step's time depends on DDP's bucket size, in "PyTorch Distributed" (VLDB 2020, arXiv:2006.15704).
+Over NCCL, ResNet-50 is fastest with buckets of 10 to 25 MB, and slower without buckets or with very large ones. BERT,
+which is larger, is fastest with larger buckets. The figures there show no numbers, so only the shapes are compared.
 """
 
 import dataclasses
@@ -15,45 +15,49 @@ from fusedcomm.tools.cost_model import Choice, Gradient, Workload, predict
 from fusedcomm.tools.plan.architectures import architecture
 from fusedcomm.tools.plan.paper import Hardware, Training
 
+# Horovod's default HOROVOD_CYCLE_TIME until 0.21, in seconds.
 HOROVOD_CYCLE_S = 5e-3
 HOROVOD_FUSION_NBYTES = 64 << 20
-"""Horovod's defaults until 0.21: HOROVOD_CYCLE_TIME, HOROVOD_FUSION_THRESHOLD."""
+"""Horovod's default HOROVOD_FUSION_THRESHOLD until 0.21, in bytes."""
 
 P100_BATCH = 64
 P100_SAMPLES_PER_S = {"inception-v3": 142.0, "resnet50": 219.0, "resnet152": 91.8, "vgg16": 154.0}
-"""TensorFlow's published benchmarks of May 2017: one P100, batch 64, synthetic data."""
+"""Samples per second, from TensorFlow's published benchmarks of May 2017: one P100, batch 64, synthetic data."""
 
 V100_STEP_S = {"resnet50": 0.097}
-"""PyTorch's benchmarks/distributed/ddp/README.md: one V100, batch 32, without DDP."""
+"""Seconds of a step, from PyTorch's benchmarks/distributed/ddp/README.md: one V100, batch 32, without DDP."""
 BERT_STEP_S = 0.4
-"""Assumed: no batch is published. A step of four times as long as ResNet-50's, for thirteen times its gradients."""
+"""Seconds of a step. Assumed, as no batch size is published: four times ResNet-50's, for 13 times its gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
+    """A published scaling efficiency and the predicted one."""
+
     model: str
     ranks: int
     published: float
-    """Efficiency: a GPU's throughput among `ranks`, by that of one GPU alone."""
+    """Throughput of each of `ranks` GPUs, divided by the throughput of one GPU alone."""
     predicted: float
 
 
 def resnet101_samples_per_s() -> float:
-    """Not published; its time is between those of ResNet-50 and ResNet-152 as its multiply-adds are."""
+    """Not published: the time is interpolated between those of ResNet-50 and ResNet-152 by multiply-adds."""
     small, middle, large = (architecture(f"resnet{layers}").multiply_adds for layers in (50, 101, 152))
     fast, slow = 1 / P100_SAMPLES_PER_S["resnet50"], 1 / P100_SAMPLES_PER_S["resnet152"]
     return 1 / (fast + (slow - fast) * (middle - small) / (large - small))
 
 
 def horovod_hardware(ranks: int) -> Hardware:
-    """NCCL has trees since 2.4, of 2019."""
+    """The hardware of Horovod's figures. There is no tree: NCCL has had trees only since 2.4, of 2019."""
     return Hardware(
         ranks, ranks_per_host=4, nic_gbps=25, local_gbps=80, local_latency_us=5.7, tree=False, memory_gbytes_per_s=550
     )
 
 
 def fused(workload: Workload) -> list[list[Gradient]]:
-    """As Horovod fuses: what fits in its buffer, in order; sent when the last of it is there and half a cycle later."""
+    """Groups gradients as Horovod does: in order, as many as fit in its buffer. A group is ready half a cycle after its
+    last gradient."""
     groups: list[list[Gradient]] = [[]]
     nbytes = 0
     for gradient in workload.gradients:
@@ -68,7 +72,7 @@ def fused(workload: Workload) -> list[list[Gradient]]:
 
 
 def horovod(**changes: object) -> list[Scaling]:
-    """changes: of the hardware, to see what depends on it."""
+    """The published and the predicted efficiencies. changes: fields of the hardware to replace, to see their effect."""
     samples_per_s = {**P100_SAMPLES_PER_S, "resnet101": resnet101_samples_per_s()}
     found = []
     for model, ranks, published in (
@@ -89,16 +93,18 @@ def horovod_assumptions() -> dict[str, str]:
     rates = ", ".join(f"{model} {rate:g}" for model, rate in P100_SAMPLES_PER_S.items())
     return {
         "compute": f"TensorFlow's published P100 figures, batch {P100_BATCH}, samples/s: {rates}; resnet101 "
-        f"{resnet101_samples_per_s():.0f}, between them by multiply-adds; two thirds of a step are backward",
-        "horovod": f"groups of at most {HOROVOD_FUSION_NBYTES >> 20} MiB, full since TensorFlow enqueues its backward "
-        f"pass ahead of the GPU; each waits half a cycle of {HOROVOD_CYCLE_S * 1e3:g} ms (its defaults then)",
+        f"{resnet101_samples_per_s():.0f}, interpolated by multiply-adds; two thirds of a step are the backward pass",
+        "horovod": f"groups of at most {HOROVOD_FUSION_NBYTES >> 20} MiB, full because TensorFlow enqueues backward "
+        f"passes ahead of the GPU; each waits half a cycle of {HOROVOD_CYCLE_S * 1e3:g} ms (defaults at the time)",
         **horovod_hardware(512).assumptions(),
-        "calibrated on these figures": "nothing; slowdown is from another measurement, all else from the sources named",
+        "calibrated on these figures": "nothing; slowdown is from another measurement, the rest from the named sources",
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
+    """The predicted step by DDP's bucket size in MiB."""
+
     model: str
     ranks: int
     step_s_by_mib: dict[float, float]
@@ -108,6 +114,7 @@ class Curve:
         return min(self.step_s_by_mib, key=self.step_s_by_mib.get)
 
 
+# DDP's bucket sizes in MiB. With 0 every gradient is a bucket of its own.
 BUCKET_MIB = {
     "resnet50": (0, 1, 5, 10, 25, 50, 100),
     "bert-large": (0, 1, 5, 10, 25, 50, 100, 200, 400),
@@ -115,13 +122,14 @@ BUCKET_MIB = {
 
 
 def bucket_hardware(ranks: int) -> Hardware:
-    """That paper's: servers of eight V100 with NVLink and one NIC of 100 Gbit/s."""
+    """The paper's hardware: servers with eight V100, NVLink and one NIC of 100 Gbit/s."""
     return Hardware(
         ranks, ranks_per_host=8, nic_gbps=100, local_gbps=480, local_latency_us=3.4, memory_gbytes_per_s=750
     )
 
 
 def bucket_size(ranks: Sequence[int] = (16, 32)) -> list[Curve]:
+    """A curve for each model and each number of ranks."""
     curves = []
     for model, step_s in (*V100_STEP_S.items(), ("bert-large", BERT_STEP_S)):
         workload = Training(architecture(model).parameters, step_s).workload()
@@ -136,15 +144,18 @@ def bucket_assumptions() -> dict[str, str]:
     return {
         "compute": f"resnet50 {V100_STEP_S['resnet50'] * 1e3:g} ms a step (batch 32 on a V100, PyTorch's "
         f"benchmarks/distributed/ddp/README.md), bert-large {BERT_STEP_S * 1e3:g} ms (assumed); two thirds are "
-        "backward",
+        "the backward pass",
         **bucket_hardware(32).assumptions(),
-        "calibrated on these figures": "nothing; slowdown is fitted to how much slower 1 MB is than 25 in that README",
+        "calibrated on these figures": "nothing; slowdown is fitted to that README: 1 MB buckets against 25 MB",
     }
 
 
 def slowdown_fit(slowdown: float) -> list[tuple[str, int, float, float]]:
-    """(model, ranks, by how much of a step 1 MB buckets were slower than 25 MB ones, the same predicted): what the
-    default slowdown is fitted to. DGX-1 with V100 and four NICs of 100 Gbit/s."""
+    """The measurements to which the default slowdown is fitted, on DGX-1 with V100 and four NICs of 100 Gbit/s.
+
+    Returns:
+        (model, ranks, share by which a step with buckets of 1 MB was slower than with 25 MB, the predicted share)
+    """
     measured = {
         "resnet50": (0.097, {2: 0.010, 4: 0.016, 8: 0.026, 16: 0.038}),
         "resnet101": (0.162, {2: 0.021, 4: 0.020, 8: 0.026, 16: 0.001}),

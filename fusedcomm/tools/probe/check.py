@@ -1,4 +1,4 @@
-"""Predictions beside real steps through DDP, by its own all-reduce and by what may be recommended."""
+"""Compares predictions with real steps through DDP, for its own all-reduce and the choices that may be recommended."""
 
 import contextlib
 import dataclasses
@@ -14,39 +14,51 @@ from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.workload import Task, measure_workload, synthetic
 
 STEPS_OF_A_TURN = 2
-"""After one that does not count: the choice before has left other things in the caches."""
+"""Steps that count in a turn. One step before them does not count, because the previous choice has left other data in
+the caches."""
+# Turns of each choice.
 MIN_TURNS, MAX_TURNS = 2, 30
 MAX_BUCKETS_NBYTES = 2 << 30
-"""Of the buckets that DDP makes for choices which take turns: each has its own."""
+"""Limit for the buckets of all choices that take turns together: each choice has a DDP with its own buckets."""
+# Elements of the smallest synthetic model that takes the place of a model whose steps are too long.
 MIN_NUMEL = 1 << 20
 WARN_ERROR = 0.15
-"""A prediction that is further off is not to be relied on."""
+"""Relative error of a prediction above which the report warns against relying on it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One choice's step as it was predicted and as it was."""
+    """One choice's predicted and measured step."""
 
     option: Option
+    # Elements of the model that took the steps.
     numel: int
+    # The median of steps_s.
     measured_s: float
+    # Each step on the slowest rank.
     steps_s: list[float]
 
     @property
     def ratio(self) -> float:
-        """Of the predicted step to the measured one."""
+        """The predicted step, divided by the measured one."""
         return self.option.prediction.step_s / self.measured_s
 
 
 def check(
     team: Team, task: Task, workload: Workload, cluster: Cluster, chosen: Sequence[Option], budget_s: float
 ) -> list[Check]:
-    """Real steps of each, in turns; a collective call. Where steps are too long for the budget they are those of the
-    first and of the first of ours, and where these are, too, of a smaller, synthetic model: there bytes take most of
-    the time, which a model can tell."""
+    """Takes real steps with each of the `chosen`, in turns. A collective call.
+
+    If these steps do not fit the budget, only the first choice and the first fusedcomm choice are checked. If those two
+    do not fit either, a smaller synthetic model takes their place. Bytes take most of the time of its steps, which the
+    cost model predicts well.
+
+    Args:
+        chosen: the baseline first.
+    """
 
     def longest_and_fitting_s() -> tuple[float, float]:
-        """Of the chosen's steps the longest as predicted, and the longest for which there is time."""
+        """(the longest predicted step of the chosen, the longest step that fits the budget)"""
         num_steps = WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)
         return max(option.prediction.step_s for option in chosen), budget_s / len(chosen) / num_steps
 
@@ -69,10 +81,10 @@ def check(
 
 
 def in_turns(team: Team, task: Task, chosen: Sequence[Option], budget_s: float) -> list[list[float]]:
-    """Seconds of steps of the slowest rank, by choice. A collective call.
+    """Seconds of steps on the slowest rank, for each choice. A collective call.
 
-    Every choice has a DDP of its own around the same module: what a machine does for seconds meets all of them alike.
-    DDP's hooks on parameters do nothing unless it was its own forward pass that came before.
+    Every choice has its own DDP around the same module. The choices take turns, so a disturbance of seconds affects all
+    of them alike. A DDP's hooks on parameters do nothing unless the last forward pass was its own.
     """
     began = time.perf_counter()
     taken: list[list[float]] = [[] for _ in chosen]

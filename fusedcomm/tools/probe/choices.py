@@ -1,4 +1,4 @@
-"""What a user can choose, how long a step would take with each, and which one to take."""
+"""The choices that a user has, how long a step takes with each, and which one to recommend."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,18 @@ from fusedcomm.tools.code import attach_arguments
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE, Choice, Prediction, Workload, predict
 
 OFF = "off"
-"""DDP's own all-reduce."""
+"""Takes the place of a wire for DDP's own all-reduce."""
 AS_GOOD = 0.02
-"""Between choices this near to the fastest, a more exact wire and DDP's own bucket size win."""
+"""Share of a step. Among choices this near to the fastest, a more exact wire and DDP's own bucket size win."""
 NEAR, MAX_FINALISTS = 1.3, 3
-"""So much slower by prediction, and so many of ours, may turn out to be the fastest when they are measured."""
+"""A fusedcomm choice that is predicted to take up to NEAR times as long as the recommended one may still be the fastest
+when measured. At most MAX_FINALISTS of them are measured."""
 MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to synchronise gradients: `wire` is OFF, or with the others as of fusedcomm.Config."""
+    """A way to synchronize gradients: DDP's own all-reduce if `wire` is OFF, else these fields of fusedcomm.Config."""
 
     wire: str
     sum: str = "auto"
@@ -38,15 +39,17 @@ class Way:
 
     @property
     def config(self) -> Config | None:
+        """None for DDP's own all-reduce."""
         return None if self.wire == OFF else Config(wire=self.wire, sum=self.sum, hosts=self.hosts)
 
     def attach(self, ddp: DistributedDataParallel) -> Handle | None:
+        """Attaches fusedcomm to `ddp`. For DDP's own all-reduce does nothing and returns None."""
         return None if self.wire == OFF else attach(ddp, self.config, quiet=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One choice and what is predicted of it."""
+    """One choice, with the prediction for it."""
 
     way: Way
     cap_mb: float
@@ -66,7 +69,7 @@ class Option:
 
     @property
     def code(self) -> str:
-        """What to write; "model" is the user's module."""
+        """The code that makes this choice; "model" is the user's module. Never empty."""
         cap = "" if self.own_cap_mb is None else f", bucket_cap_mb={self.cap_mb:g}"
         wrap = f"ddp = DistributedDataParallel(model{cap})"
         config = self.way.config
@@ -74,14 +77,16 @@ class Option:
 
 
 def own_cap_mb(cap_mb: float) -> float | None:
-    """None where it is DDP's own: only then its first bucket is a small one."""
+    """The bucket_cap_mb to give to DDP. None for DDP's default: only then DDP makes its first bucket small."""
     return None if cap_mb * MIB == DEFAULT_CAP_NBYTES else cap_mb
 
 
+# The seconds of an option's step, predicted or measured.
 StepTime = Callable[[Option], float]
 
 
 def predict_option(workload: Workload, cluster: Cluster, way: Way, cap_mb: float) -> Option:
+    """The choice of this way and bucket size, with its prediction."""
     config, gradients = way.config, workload.gradients
     if config is not None and not config.exempts_1d:
         gradients = [dataclasses.replace(gradient, exempt=False) for gradient in gradients]
@@ -91,7 +96,7 @@ def predict_option(workload: Workload, cluster: Cluster, way: Way, cap_mb: float
 
 
 def ways(wires: Sequence[str], by_host: bool) -> list[Way]:
-    """DDP's own all-reduce and each wire, by each way to sum it; `by_host`: on two levels, too."""
+    """DDP's own all-reduce, and each wire with each way to sum it. by_host: includes sums on two levels."""
     found = [Way(OFF)]
     for wire in wires:
         found.append(Way(wire))
@@ -103,25 +108,29 @@ def ways(wires: Sequence[str], by_host: bool) -> list[Way]:
 
 
 def options(workload: Workload, cluster: Cluster, wires: Sequence[str], caps_mb: Sequence[float]) -> list[Option]:
-    """All ways, in buckets of each size."""
+    """Every way with every bucket size."""
     found = ways(wires, cluster.two_levels is not None)
     return [predict_option(workload, cluster, way, cap) for cap in caps_mb for way in found]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
+    """The result of :func:`recommend`."""
+
     option: Option
-    """Of DDP's own all-reduce where fusedcomm is better left off."""
+    """DDP's own all-reduce where fusedcomm is better left off."""
     baseline: Option
-    """DDP as it is without being told anything."""
+    """DDP's own all-reduce, with the bucket size nearest to DDP's default."""
+    # Never empty.
     reason: str
     faster: Option | None
-    """One that is predicted to be faster and worth a look, with a wire that was not accepted."""
+    """The fastest choice by prediction, if it is worthwhile and its wire was not accepted; else None."""
+    # Seconds of a step with `option`; the decision is based on it.
     step_s: float
     baseline_s: float
-    """Seconds of a step with either, by which this was decided."""
+    """Seconds of a step with `baseline`; the decision is based on it."""
     measured: bool
-    """Whether these were measured; otherwise they are predicted."""
+    """Whether `step_s` and `baseline_s` were measured; otherwise they are predicted."""
 
     @property
     def leave_off(self) -> bool:
@@ -129,18 +138,20 @@ class Recommendation:
 
     @property
     def gain(self) -> float:
-        """The share of the baseline's step that is saved."""
+        """The share of the baseline's step that `option` saves; less than 0 if it is slower."""
         return 1 - self.step_s / self.baseline_s
 
 
 def recommend(
     found: Sequence[Option], accepted: Sequence[str], measured: Mapping[Option, float] | None = None
 ) -> Recommendation:
-    """The fastest whose wire is accepted, unless DDP's own all-reduce is as good.
+    """Recommends the fastest option whose wire is accepted, unless DDP's own all-reduce is as good.
 
     Args:
-        measured: seconds of real steps, by option, DDP's own among them: it is chosen from these alone. None: by what
-            is predicted of all.
+        found: all options.
+        accepted: wires that may be recommended.
+        measured: seconds of real steps by option. Only these options are candidates; DDP's own all-reduce must be among
+            them. None: all options are candidates, by their predictions.
     """
     step_s = _predicted_s if measured is None else measured.__getitem__
     candidates = found if measured is None else list(measured)
@@ -151,7 +162,7 @@ def recommend(
     all_ours = [option for option in found if option.wire != OFF]
     fastest = min(all_ours, key=_predicted_s, default=None)
     if best is None or step_s(best) > (1 - WORTHWHILE) * step_s(best_off):
-        # Another bucket size has to be worth the change, too.
+        # Another bucket size, too, has to be worth the change.
         chosen = best_off if step_s(best_off) < (1 - WORTHWHILE) * step_s(baseline) else baseline
         reason = why_off(chosen, best, step_s)
     else:
@@ -169,8 +180,9 @@ def recommend(
 
 
 def why_off(off: Option, best: Option | None, step_s: StepTime) -> str:
+    """Why fusedcomm is better left off. Never empty. best: the best choice with an accepted wire, if any."""
     if best is None:
-        return "no wire of ours was accepted"
+        return "no fusedcomm wire was accepted"
     exposed_s = _exposed_s(off, step_s)
     if exposed_s < WORTHWHILE * step_s(off):
         return (
@@ -186,8 +198,12 @@ def why_off(off: Option, best: Option | None, step_s: StepTime) -> str:
 
 
 def finalists(found: Sequence[Option], recommendation: Recommendation, accepted: Sequence[str]) -> list[Option]:
-    """What is worth real steps: the baseline first, what is recommended, and what the model cannot tell from it; of
-    DDP's own, each wire and each sum the best bucket size. At least one of ours, to show that it is no faster."""
+    """The options that are worth real steps: the baseline first, then the recommended one, then those that the model
+    cannot tell from it.
+
+    DDP's own all-reduce and each way take part with their best bucket size. If a wire is accepted, at least one
+    fusedcomm option is included, to show that it is no faster.
+    """
     ways: dict[str, Option] = {}
     for option in sorted(found, key=_predicted_s):
         if option.wire == OFF or option.wire in accepted:
@@ -202,6 +218,7 @@ def finalists(found: Sequence[Option], recommendation: Recommendation, accepted:
 
 
 def _best(found: Sequence[Option], step_s: StepTime) -> Option:
+    """The preferred one of the options that are within AS_GOOD of the fastest."""
     limit_s = (1 + AS_GOOD) * min(map(step_s, found))
     good = [option for option in found if step_s(option) <= limit_s]
 
@@ -218,7 +235,7 @@ def _predicted_s(option: Option) -> float:
 
 
 def _exposed_s(option: Option, step_s: StepTime) -> float:
-    # A measured step can be shorter than what was predicted of its computation alone.
+    # A measured step can be shorter than the predicted time of its computation.
     return max(0.0, step_s(option) - option.prediction.compute_s)
 
 
@@ -226,22 +243,24 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-# ---- other links than the one that was measured
+# ---- links other than the measured one
 
 
 SLOWEST_BYTES_S, FASTEST_BYTES_S = 1e6, 1e11
-"""Of the links that are considered."""
+"""The range of links that are considered; bytes per second."""
 
 
 def link_bytes_s(cluster: Cluster) -> float:
-    """What the measured link carries, by the collective that makes the most of it."""
+    """Bytes per second of the measured link, by the collective that uses it best; at most FASTEST_BYTES_S."""
     return min(cluster.link_bytes_s, FASTEST_BYTES_S)
 
 
 def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
-    """The same ranks on a link that carries so many bytes a second. On a slower link all collectives are as slow as it;
-    on a faster one each is faster by as much, whatever else may hold it up then. Chunks are as long as attach would
-    make them there."""
+    """The same ranks on a link that carries `bytes_s` bytes per second.
+
+    On a slower link no collective is faster than the link. On a faster link every collective is faster by the same
+    factor; other limits are ignored. Chunks have the size that attach would choose on that link.
+    """
     gain = bytes_s / link_bytes_s(cluster)
 
     def scaled(cost: Cost | None) -> Cost | None:
@@ -267,8 +286,10 @@ def at_rate(cluster: Cluster, bytes_s: float) -> Cluster:
 
 
 def crossover_bytes_s(workload: Workload, cluster: Cluster, way: Way, cap_mb: float) -> float | None:
-    """On links up to this fast it makes a step shorter by WORTHWHILE at least: FASTEST_BYTES_S means on all, None
-    on none from SLOWEST_BYTES_S on."""
+    """The fastest link, in bytes per second, on which this way makes a step shorter by more than WORTHWHILE.
+
+    FASTEST_BYTES_S: it does so on all links that are considered. None: on none of them.
+    """
 
     def pays(bytes_s: float) -> bool:
         there = at_rate(cluster, bytes_s)

@@ -1,4 +1,4 @@
-"""Costs from times: fits that a few disturbed measurements do not move."""
+"""Fits costs to measured times. A few disturbed measurements do not move the fits."""
 
 import itertools
 import statistics
@@ -10,15 +10,19 @@ Point = tuple[float, float]
 """(units, seconds)"""
 
 MIN_SHARE_OF_BYTES = 0.05
-"""Of the time of the largest message: where bytes take less, their rate is lost in what every message takes."""
+"""The smallest share of the largest message's time that bytes are taken to need. With a smaller share their rate cannot
+be told from the fixed part of every message."""
 
 
 def theil_sen(points: Sequence[Point]) -> Cost:
-    """The median slope of all pairs of points, each counted by how far apart its points are, and the median of what it
-    leaves of each point; neither is negative. One point: a slope alone.
+    """A line through the points (Theil-Sen estimator).
+
+    The slope is the median of the slopes of all pairs of points, each weighted by the distance of its points in units.
+    The fixed part is the median of what the slope leaves of each point. Neither is negative. With one point the fixed
+    part is 0.
 
     Raises:
-        ValueError: there is no point, or all have the same units and there are several.
+        ValueError: there is no point, or several points all have the same units.
     """
     if len(points) == 1:
         units, seconds = points[0]
@@ -38,21 +42,28 @@ def theil_sen(points: Sequence[Point]) -> Cost:
 
 
 def with_slope(points: Sequence[Point], per_unit_s: float) -> Cost:
-    """The fixed part alone is fitted."""
+    """A line of the given slope: only the fixed part is fitted."""
     return Cost(max(0.0, statistics.median(seconds - units * per_unit_s for units, seconds in points)), per_unit_s)
 
 
 def collective(alone: Sequence[Point], together: Sequence[Point]) -> Cost:
-    """Of a collective, from times of single ones and from the time that each of several under way takes: the latter is
-    the network's, what a single one takes beyond it is latency. That is no less than the smallest one takes: single
-    ones begin after a pause, and after that a shaped link carries a burst faster than its line."""
+    """The cost of a collective.
+
+    The time of each of several in flight is the network's. What a single one takes beyond it is latency. The fixed part
+    is at least that of the smallest single one, since larger ones may seem too fast: they begin after a pause, and then
+    a shaped link carries a burst faster than its line rate.
+
+    Args:
+        alone: times of single collectives.
+        together: times of collectives with several in flight, divided by their number.
+    """
     rate = theil_sen(together)
     largest, largest_s = max(together)
     if rate.per_unit_s * largest < MIN_SHARE_OF_BYTES * largest_s:
         rate = with_slope(together, MIN_SHARE_OF_BYTES * largest_s / largest)
     least, least_s = min(alone)
     if rate.fixed_s > least_s:
-        # No message costs the network more than the smallest takes: disturbed ones did. The largest tells the rate.
+        # A fixed part above the time of the smallest message means a disturbance. The largest message gives the rate.
         rate = Cost(min(least_s, largest_s), max(0.0, largest_s - least_s) / largest)
     latency_s = max(with_slope(alone, rate.per_unit_s).fixed_s, least_s - least * rate.per_unit_s)
     return Cost(max(latency_s, rate.fixed_s), rate.per_unit_s, rate.fixed_s)

@@ -1,4 +1,4 @@
-"""Joins the ranks that torchrun started, or starts a few on this machine to show what the probe does."""
+"""Joins the ranks that torchrun started, or starts two on this machine to show what the probe does."""
 
 import dataclasses
 import math
@@ -19,28 +19,36 @@ from fusedcomm.tools.probe.run import Findings, Settings, probe
 from fusedcomm.tools.probe.team import ProbeError
 from fusedcomm.tools.probe.workload import script_path
 
+# Ranks to start without torchrun.
 LOCAL_RANKS = 2
+# The smallest --seconds.
 MIN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
+    """The arguments of the command."""
+
     settings: Settings
     json: Path
     plot: Path | None
-    """None: none is wanted."""
+    """None: no picture is wanted."""
 
 
 def launch(options: Options) -> int:
-    """Runs the probe to its end. Returns the exit status; what went wrong has been printed."""
+    """Runs the probe to its end. Returns the exit status; errors have been printed.
+
+    Raises:
+        UsageError: an option is impossible.
+    """
     check(options.settings)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) == 1:
             raise UsageError(
-                "torchrun started one rank, which has nobody to send gradients to: start at least two (--nnodes, "
-                "--nproc-per-node), or run it without torchrun to see two on this machine"
+                "torchrun started one rank, which cannot send gradients to another: start at least two (--nnodes, "
+                "--nproc-per-node), or run the probe without torchrun, which starts two on this machine"
             )
-        if os.environ["RANK"] == "0":  # which alone writes
+        if os.environ["RANK"] == "0":  # only rank 0 writes
             output.check(options.json, options.plot)
         device = _device()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -53,29 +61,29 @@ def launch(options: Options) -> int:
         raise UsageError(str(error)) from None
     print(
         f"fusedcomm probe: {LOCAL_RANKS} ranks on this machine's loopback, where bytes are nearly free. For a cluster, "
-        "on every host the same line:\n  torchrun --nnodes … --nproc-per-node … --rdzv-backend c10d --rdzv-id probe "
-        "--rdzv-endpoint … -m fusedcomm probe",
+        "run the same line on every host:\n  torchrun --nnodes … --nproc-per-node … --rdzv-backend c10d --rdzv-id "
+        "probe --rdzv-endpoint … -m fusedcomm probe",
         flush=True,
     )
-    # The server lives here, and takes a port that is free: nobody can take it between choosing and using.
+    # This process serves the store, on a free port that the system chooses, so no other program can take it first.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         mp.spawn(_run_local_rank, args=(store.port, options), nprocs=LOCAL_RANKS)
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        if getattr(error, "exit_code", None) != 2:  # else it has said why
-            print(f"fusedcomm probe: rank {error.error_index} failed, the others were ended: {error}", file=sys.stderr)
+        if getattr(error, "exit_code", None) != 2:  # with 2 the rank has printed why
+            print(f"fusedcomm probe: rank {error.error_index} failed; the others were ended: {error}", file=sys.stderr)
             return 1
         return 2
     return 0
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError for what is not possible, before any rank is started."""
+    """Raises UsageError for impossible settings, before any rank is started."""
     for name, wires in (("--wires", settings.wires), ("--accept", settings.accept)):
         for wire in wires:
             if wire not in WIRES:
                 raise UsageError(f"{name} {wire}: no such wire; use some of {', '.join(WIRES)}")
-    # Written so that no NaN passes.
+    # These conditions are written so that NaN does not pass.
     if not MIN_SECONDS <= settings.seconds < math.inf:
         raise UsageError(f"--seconds {settings.seconds:g} is not possible: use at least {MIN_SECONDS:g}")
     if not 1 <= settings.params < math.inf or not 0 <= settings.backward_s < math.inf:
@@ -83,11 +91,11 @@ def check(settings: Settings) -> None:
     if not settings.caps_mb or not all(0 < cap_mb < math.inf for cap_mb in settings.caps_mb):
         raise UsageError(f"--caps {' '.join(map(str, settings.caps_mb))}: bucket sizes are numbers of MiB above 0")
     if settings.cores is not None and not 0 < settings.cores < math.inf:
-        raise UsageError(f"--cores {settings.cores:g} is not possible: use the cores that a rank has for itself")
+        raise UsageError(f"--cores {settings.cores:g} is not possible: use the cores of each rank, more than 0")
 
 
 def _device() -> torch.device:
-    """CUDA where torch has it, one device for each rank of a host."""
+    """The CPU, or with CUDA this rank's device, which becomes the current one. Ranks of a host take them in turn."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -99,7 +107,7 @@ def _run_local_rank(rank: int, port: int, options: Options) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL_RANKS)
     torch.set_num_threads(max(1, torch.get_num_threads() // LOCAL_RANKS))
     if sys.platform == "linux":
-        # Otherwise gloo looks up this machine's host name, which does not always resolve.
+        # Without this, gloo looks up this machine's host name, which does not always resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=LOCAL_RANKS)
@@ -109,7 +117,7 @@ def _run_local_rank(rank: int, port: int, options: Options) -> None:
 
 
 def _run(options: Options, device: torch.device) -> int:
-    """On one rank. Rank 0 speaks for all."""
+    """Runs the probe on one rank. Returns the exit status. Only rank 0 prints."""
     is_first = dist.get_rank() == 0
     try:
         findings = probe(options.settings, dist.group.WORLD, device)
@@ -127,6 +135,7 @@ def _run(options: Options, device: torch.device) -> int:
 
 
 def _say(findings: Findings, options: Options) -> None:
+    """Prints the report and writes the files."""
     print(report.text(findings))
     report.write_json(findings, options.json)
     written = [str(options.json)]

@@ -1,5 +1,7 @@
-"""What happens on a rank itself: the codec's stages, DDP's copies, and how many cores a rank really has. All ranks at
-once, as in a step, since they may share memory and cores."""
+"""Measures what happens on a rank itself: the codec's stages, DDP's copies, and how many cores a rank has.
+
+All ranks measure at once, as in a step, because they may share memory and cores.
+"""
 
 import dataclasses
 import itertools
@@ -21,23 +23,27 @@ from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.traced import stage_points
 
 CHUNK_PARTS = (8, 2, 1)
-"""Chunks are measured at so many parts of the size that the engine gives them."""
+"""Chunks are measured at the size that the engine gives them, divided by each of these."""
+# Workspaces that take turns; few, so that they stay in the caches.
 NUM_WORKSPACES = 4
 NUM_BUCKETS = 4
-"""That take turns, so that none is still in a cache when it is its turn again."""
+"""Buckets that take turns; many, so that none is still in a cache when its turn comes again."""
+# Repetitions of each measurement.
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredLocal:
+    """The costs on a rank itself."""
+
     codecs: dict[str, Codec]
     points: dict[str, dict[str, list[Point]]]
-    """By wire and stage, those that sums of so many ranks have: (elements, seconds)."""
+    """(elements, seconds) by wire and by stage, for the stages that sums among this many ranks have."""
     copy_s_per_byte: float
     cores: float | None
-    """Of a rank; None: what computes does not move bytes."""
+    """Cores of each rank. None: ranks compute on accelerators, which do not move bytes."""
     codec: str
-    """What its stages run on."""
+    """What the codec's stages run on, in words."""
 
 
 def measure_local(
@@ -47,9 +53,13 @@ def measure_local(
     cores: float | None = None,
     s_per_byte: float | None = None,
 ) -> MeasuredLocal:
-    """A collective call. `cores`: of this rank, if it is known.
+    """Measures each of the `wires` and "fp32". A collective call.
 
-    On cuda, not yet run on a GPU: the stages are those of traces, and none of them takes a core of the model's.
+    On cuda, where this has not yet run on a GPU, stages are measured from traces and take no core of the model's.
+
+    Args:
+        cores: of this rank; None: they are counted.
+        s_per_byte: seconds per byte of the link as attach times it, for the size of chunks; None: not timed.
     """
     on_cpu = team.device.type == "cpu"
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
@@ -76,7 +86,7 @@ def _stages(
     s_per_byte: float | None,
     budget_s: float,
 ) -> dict[str, list[Point]]:
-    """On chunks of buckets as DDP makes them, which caches do not hold, and workspaces that they do hold."""
+    """(elements, seconds) of each stage, on chunks of DDP's buckets. Caches hold the workspaces but not the buckets."""
     if wire == "fp32":
         return _exact(team, codec, buckets[0], budget_s)
     points: dict[str, list[Point]] = {"pack": [], "unpack": []}
@@ -87,7 +97,7 @@ def _stages(
         config = Config(wire, wires={ONE_DIMENSIONAL: wire}, chunks=Chunks(max(default // parts, 4096)))
         native = chunks.native(config, team.world_size)
         plan = _C.plan_bucket(native, team.world_size, gradient[:0], 0, gradient.numel())
-        layout, num_messages = plan.layout, plan.steps[-1].num_ranks  # the last step unpacks
+        layout, num_messages = plan.layout, plan.steps[-1].num_ranks  # the last step unpacks this many
         slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
         sums = torch.zeros(layout.part_stride, dtype=torch.uint8)
         for chunk, slot in enumerate(slots):
@@ -116,7 +126,7 @@ def _stages(
 
         numel = gradient.numel() / layout.num_chunks
         stages = {"pack": pack, "reduce": reduce, "sum": sum, "unpack": unpack}
-        # Those that such sums have, and the unpack of 16-bit all-reduces.
+        # The stages of this plan, and the unpack of 16-bit all-reduces.
         stages = {name: stages[name] for name in dict.fromkeys((*codec_costs(plan), "unpack"))}
         for name, stage in stages.items():
             seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(stages))
@@ -125,7 +135,7 @@ def _stages(
 
 
 def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: float) -> dict[str, list[Point]]:
-    """A bucket in its own memory is scaled there, once."""
+    """(elements, seconds) of the only stage of an exact sum: it scales the bucket in place."""
     points = []
     for parts in (8, 1):
         part = gradient[: gradient.numel() // parts]
@@ -134,6 +144,7 @@ def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: floa
 
 
 def _copy_s_per_byte(team: Team, budget_s: float) -> float:
+    """Seconds per byte of a copy that is as long as one of DDP's buckets."""
     shape = (DEFAULT_CAP_NBYTES // 4,)
     pairs = [[torch.full(shape, value, device=team.device) for value in (0.0, 1.0)] for _ in range(NUM_BUCKETS)]
     turn = itertools.cycle(pairs)
@@ -146,7 +157,7 @@ def _copy_s_per_byte(team: Team, budget_s: float) -> float:
 
 
 def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float:
-    """The median, by as many rounds as there is time for."""
+    """The median seconds of `function`, over as many rounds as the budget allows."""
     (first_s,) = team.time(function, 1)
     rounds = min(max(int(budget_s / max(first_s, 1e-6)), MIN_ROUNDS), MAX_ROUNDS)
     return statistics.median([first_s, *team.time(function, rounds, warmup=0)])
@@ -156,20 +167,20 @@ def _timed(team: Team, function: Callable[[], object], budget_s: float) -> float
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Equal where ranks share a kernel, and thus its cores, also in containers and network namespaces with names of their
-own."""
+"""Equal on ranks that share a kernel and therefore its cores, even in containers and network namespaces with different
+host names."""
 
 
 def _agreed_cores(team: Team, own: float | None) -> float:
-    """The fewest of any rank: as its user says, or counted. A collective call."""
+    """The smallest number of cores of any rank: the one that its user gives, or the counted one. A collective call."""
     counted = cores_of_a_rank(team)
     return min(team.gather(counted if own is None else own))
 
 
 def cores_of_a_rank(team: Team) -> float:
-    """Those that this rank's machine lets its ranks use, by the number of these. A collective call.
+    """The cores that this machine lets its ranks use, divided by the number of these ranks. A collective call.
 
-    Counted and not measured: what another program takes meanwhile would count for good.
+    They are counted, not measured: a measurement would treat another program's momentary load as permanent.
     """
     machine = BOOT_ID.read_text().strip() if BOOT_ID.exists() else platform.node()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

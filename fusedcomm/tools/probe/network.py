@@ -1,6 +1,9 @@
-"""What the network costs, used as DDP and the engine use it: DDP's all-reduces on its own process group, a few buckets
-under way; the engine's all-to-alls and 16-bit all-reduces on its own channels, as many chunks under way as it has.
-Where hosts have several ranks, all-to-alls of sums on two levels, too."""
+"""Measures the costs of the network when it is used as DDP and the engine use it.
+
+DDP's all-reduces run on DDP's process group, with a few buckets in flight. The engine's all-to-alls and 16-bit
+all-reduces run on channels like the engine's, with as many chunks in flight as the engine has. Where hosts have several
+ranks, the all-to-alls of sums on two levels are measured, too.
+"""
 
 import dataclasses
 import math
@@ -21,34 +24,37 @@ from fusedcomm.tools.probe.fit import Point, collective, theil_sen
 from fusedcomm.tools.probe.team import Team, cpu_s
 
 PAIR_NBYTES = (4 << 10, 256 << 10)
-"""Messages that tell roughly how fast the network is, so that what follows is not too long for the budget."""
+"""Bytes of the first two messages. They show roughly how fast the network is, so that later ones fit the budget."""
+# Bytes of DDP's all-reduces.
 DDP_NBYTES = (64 << 10, 1 << 20, 5 << 20, DEFAULT_CAP_NBYTES)
 DDP_IN_FLIGHT = 2
-"""A gloo group works on two collectives at once."""
+"""A gloo group runs two collectives at once."""
 MIN_MESSAGES_OF_A_SLOT, MAX_MESSAGES_OF_A_SLOT = 3, 5
-"""So many one after the other: filling and draining a link is a small part of it."""
+"""Messages that follow one another on a slot: enough that filling and draining the link is a small part of the time."""
+# Repetitions of each measurement.
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
+# The kinds of collective that are measured, with their shares of the budget.
 ON_ONE_LEVEL = {"exchange": 0.3, "direct": 0.25, "all_reduce": 0.45}
 BETWEEN, WITHIN = "between hosts", "within hosts"
 ON_TWO_LEVELS = {"exchange": 0.2, "direct": 0.15, "all_reduce": 0.35, BETWEEN: 0.2, WITHIN: 0.1}
-"""What is measured, and its share of the time."""
+"""The same where sums can have two levels."""
 FREE = Cost(0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Seconds of so many collectives on messages of `nbytes`, at most `in_flight` of them under way: one value for each
-    round, the slowest rank's."""
+    """Times of rounds of collectives. A round has `num_messages` messages of `nbytes`, at most `in_flight` at once."""
 
     kind: str
     nbytes: int
     sent_nbytes: float
-    """For each message, by one rank; where hosts have several, as cluster.Network counts."""
+    """Bytes that one rank sends for each message; where hosts have several ranks, counted as in cluster.Network."""
     num_messages: int
     in_flight: int
+    # For each round, on the slowest rank.
     seconds: list[float]
     cpu_s: float = 0.0
-    """Of all threads of a rank, for all rounds together."""
+    """Core seconds of all threads of a rank for all rounds together; the mean of all ranks."""
 
     @property
     def median_s(self) -> float:
@@ -57,30 +63,36 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredNetwork:
+    """The costs of the network, and the samples that they are fitted to."""
+
     network: Network
     samples: list[Sample]
     s_per_byte: float | None
-    """As attach times the link, on cpu."""
+    """Seconds per byte of the link as attach times it; None on accelerators."""
     ranks_per_host: int = 1
-    """More than one: `network` is of bytes that a host sends, with what its ranks send each other included."""
+    """If more than one, `network` counts bytes that a host sends; its costs include messages within the host."""
     two_levels: TwoLevels | None = None
 
     def carried_bytes_s(self, kind: str) -> float:
-        """The most that collectives of this kind got out of the network. A cost's bytes can be cheaper: the rest of it,
-        which each message has, may be work done while others' bytes are on their way."""
+        """The highest rate of collectives of this kind, in bytes per second.
+
+        The rate of a fitted Cost can be higher: the fixed part of a message may overlap with other messages' bytes.
+        """
         several = [sample for sample in self.samples if sample.kind == kind and sample.in_flight > 1]
         return max(sample.num_messages * sample.sent_nbytes / sample.median_s for sample in several)
 
     @property
     def local(self) -> Network | None:
+        """The network within a host, which is free, because `network` includes it. None: sums have one level."""
         return None if self.two_levels is None else Network(all_reduce=FREE, exchange=FREE)
 
 
 def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> MeasuredNetwork:
-    """A collective call. Takes about `budget_s` where the smallest messages fit into that.
+    """Measures every kind of collective. A collective call.
 
     Args:
-        hosts: on which sums can have two levels.
+        budget_s: about how long it takes, if the smallest messages fit into that.
+        hosts: the hosts on which sums can have two levels; None: sums have one level.
     """
     bench = _Bench(team, hosts)
     found = {
@@ -99,10 +111,13 @@ def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> 
 
 
 def fit(samples: Sequence[Sample], num_senders: int = 1) -> Cost:
-    """Of samples of one kind, whose bytes are those of so many ranks.
+    """The cost of one kind of collective, from its samples.
 
-    Where small messages under way together stall each other (a shaped link's queue, delayed acknowledgements), what one
-    of them takes alone says more of what it costs the network.
+    Small messages in flight together may stall each other (a shaped link's queue, delayed acknowledgements). Then the
+    time of one alone describes better what it costs the network.
+
+    Args:
+        num_senders: ranks that send the bytes that a sample counts.
     """
     alone = points_alone(samples)
     several = sorted((sample for sample in samples if sample.in_flight > 1), key=lambda sample: sample.nbytes)
@@ -115,7 +130,7 @@ def fit(samples: Sequence[Sample], num_senders: int = 1) -> Cost:
 
 
 def with_cpu_of_messages(cost: Cost, samples: Sequence[Sample], num_senders: int) -> Cost:
-    """Told apart from that of bytes: on two levels messages are of many sizes, by the wire."""
+    """`cost` with separate core times for messages and bytes: on two levels each wire has messages of another size."""
     several = [sample for sample in samples if sample.in_flight > 1]
     points = [(s.sent_nbytes / num_senders, s.cpu_s / (len(s.seconds) * s.num_messages)) for s in several]
     line = theil_sen(points)
@@ -123,10 +138,13 @@ def with_cpu_of_messages(cost: Cost, samples: Sequence[Sample], num_senders: int
 
 
 def points_alone(samples: Sequence[Sample]) -> list[Point]:
+    """(bytes sent, seconds) of the samples with one message in flight."""
     return [(sample.sent_nbytes, sample.median_s) for sample in samples if sample.in_flight == 1]
 
 
 class _Bench:
+    """Runs collectives on channels like those of DDP and the engine."""
+
     def __init__(self, team: Team, hosts: Hosts | None) -> None:
         self.team, self.hosts = team, hosts
         backend, on_cpu = team.group._get_backend(team.device), team.device.type == "cpu"
@@ -134,16 +152,16 @@ class _Bench:
         self._channels = {"all_reduce": [backend], "direct": [backend], "exchange": [backend]}
         store = groups.private_store(team.group)
         if on_cpu:
-            # Kept whole: a channel let go of while another rank still connects it looks like a crash there.
+            # Both channels are kept: if one is destroyed while another rank still connects it, that rank sees a crash.
             self._own = own = groups.make_channels(team.group, team.device, store)
-            # Each of a chunk's collectives is on a channel of its own.
+            # Each collective of a chunk has its own channel.
             exchange = [getattr(own, step.channel) for step in self._plan.steps if step.is_collective]
             self._channels |= {"direct": [own.scatter], "exchange": exchange}
         if hosts is not None:
             of_hosts = groups.make_host_channels(team.group, team.device, store, hosts)
             self._channels[BETWEEN] = [of_hosts.cross_scatter, of_hosts.cross_gather]
             self._channels[WITHIN] = [of_hosts.local_scatter, of_hosts.local_gather]
-        # Gloo's messages are sent as the engine sends them.
+        # Over gloo the engine sends messages through an Exchange.
         kinds = {"exchange", BETWEEN, WITHIN} & set(self._channels) if on_cpu else ()
         self.s_per_byte = groups.time_link(self._channels["exchange"][0]) if on_cpu else None
         self._exchanges = {kind: [self._exchange(kind, channel) for channel in self._channels[kind]] for kind in kinds}
@@ -153,6 +171,7 @@ class _Bench:
         return _C.Exchange(channel, max_sending=max_sending)
 
     def measure(self, kind: str, budget_s: float) -> list[Sample]:
+        """Samples of one kind of collective, of several sizes, with one and with several messages in flight."""
         if kind == "all_reduce":
             sizes, in_flight, num_messages = DDP_NBYTES, DDP_IN_FLIGHT, 2 * DDP_IN_FLIGHT
         else:
@@ -166,7 +185,7 @@ class _Bench:
         for nbytes in sizes:
             expected_s = estimate(nbytes)
             if kind == "all_reduce" and nbytes > sizes[1] and MIN_ROUNDS * expected_s * num_messages > 2 * of_a_size_s:
-                continue  # this link is too slow for that; smaller ones tell its rate
+                continue  # the link is too slow for this size; smaller ones give its rate
             fits = int(of_a_size_s / (MIN_ROUNDS * expected_s))
             together = min(max(fits, MIN_MESSAGES_OF_A_SLOT * in_flight), num_messages)
             for count, under_way in ((1, 1), (together, in_flight)):
@@ -178,18 +197,19 @@ class _Bench:
         return samples
 
     def _chunk(self, kind: str) -> tuple[int, int]:
-        """(bytes of a message of the engine's, how many are under way)"""
+        """(bytes of one of the engine's messages, how many are in flight)"""
         config, per_host = Config(sum="direct") if kind == "direct" else Config(), 1
         if kind in (BETWEEN, WITHIN):
-            # Within a host the messages of the narrowest wire are the longest.
+            # Within a host messages are longest with the narrowest wire.
             config, per_host = Config(wire="bf16" if kind == BETWEEN else "int4", hosts=AUTO), self.hosts.ranks_per_host
         config = chunks.resolved(config, self.team.world_size, self.team.device.type, self.s_per_byte, per_host)
         num_parts = per_host if kind == BETWEEN else 1
-        # Where every rank's whole chunk is gathered, the message of a collective is that of all of them.
+        # An all-gather of whole chunks has the chunks of all ranks in its message.
         num_messages = self._plan.steps[-1].num_ranks if kind == "exchange" else 1
         return num_messages * config.chunks.nbytes // num_parts, config.chunks.in_flight
 
     def _sample(self, kind: str, nbytes: int, num_messages: int, in_flight: int, rounds: int) -> Sample:
+        """Times `rounds` rounds after one that does not count. A collective call."""
         channels, device = self._channels[kind], self.team.device
         p = channels[0].size()
         dtype = torch.bfloat16 if kind == "direct" else torch.float32
@@ -218,10 +238,10 @@ class _Bench:
         return Sample(kind, nbytes, self._sent_share(kind) * nbytes, num_messages, in_flight, seconds, taken_s)
 
     def _sent_share(self, kind: str) -> float:
-        """Of a message, in the cost model's units: by a host, or by a rank within it."""
+        """Bytes sent for each byte of a message, as the cost model counts: by a host, or within a host by a rank."""
         p, hosts = self.team.world_size, self.hosts
         if kind in ("all_reduce", "direct"):
-            return 2 * (p - 1) / p  # round a ring, which leaves each host once
+            return 2 * (p - 1) / p  # around a ring that leaves each host once
         per_host = 1 if hosts is None else hosts.ranks_per_host
         if kind == "exchange":
             return per_host * (p - per_host) / p
@@ -231,13 +251,13 @@ class _Bench:
 
 
 def _rotate(start: Callable, slots: list, num_messages: int) -> None:
-    """A message begins when the one that had its slot has ended."""
+    """Sends `num_messages` messages. A message begins when the one before it on its slot has ended."""
     under_way: list = [None] * len(slots)
     for index in range(num_messages):
         slot = index % len(slots)
         if under_way[slot] is not None:
             under_way[slot].wait()
-        # Slots change channels, if their number is even, so that both have as much to do.
+        # Messages alternate between channels, so all channels have as much to do.
         under_way[slot] = start(index, slots[slot])
     for work in under_way:
         if work is not None:

@@ -1,4 +1,4 @@
-"""The probe's picture: the predicted step by the speed of the link, for each wire, with the link that was measured."""
+"""The probe's picture: the predicted step by the rate of the link, for each wire, with the measured link marked."""
 
 import itertools
 from pathlib import Path
@@ -7,13 +7,14 @@ from fusedcomm.tools import output
 from fusedcomm.tools.probe.choices import OFF, at_rate, link_bytes_s, predict_option
 from fusedcomm.tools.probe.run import Findings
 
+# Links on each line.
 NUM_RATES = 25
 DECADES = 2.0
-"""To each side of the link that was measured."""
+"""Decades of link rates on each side of the measured link."""
 
 
 def picture(findings: Findings, path: Path) -> None:
-    """Raises ImportError where there is no matplotlib."""
+    """Draws the picture to the file `path`. Raises ImportError without matplotlib."""
     plt = output.pyplot()
     workload, cluster = findings.speed.of(findings.workload, findings.cluster)
     cap = findings.recommendation.option.cap_mb
@@ -45,7 +46,7 @@ def picture(findings: Findings, path: Path) -> None:
             axes.plot([8 * measured / 1e9], [check.measured_s * 1e3], "kx", markersize=8)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("link, Gbit/s (dotted: up to here the wire pays)")
+    axes.set_xlabel("link, Gbit/s (dotted: the wire pays on slower links)")
     axes.set_ylabel("predicted step, ms (crosses: measured)")
     axes.set_title(f"{findings.workload.numel:,} parameters, buckets of {cap:g} MiB", loc="left")
     axes.grid(alpha=0.25, which="both", linewidth=0.5)

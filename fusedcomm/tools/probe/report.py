@@ -1,4 +1,4 @@
-"""What the probe says: a table, a recommendation with its reason, and everything in JSON."""
+"""What the probe writes: a table, a recommendation with its reason, and all findings in JSON."""
 
 import dataclasses
 import json
@@ -12,11 +12,14 @@ from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
 from fusedcomm.tools.probe.network import BETWEEN, WITHIN
 from fusedcomm.tools.probe.run import Findings
 
+# Version of the JSON document.
 FORMAT_VERSION = 2
+# Names of the kinds of collective in the report.
 NAMES = {"all_reduce": "all-reduce (DDP)", "exchange": "all-to-all", "direct": "16-bit all-reduce"}
 
 
 def text(findings: Findings) -> str:
+    """The report. Never empty."""
     return "\n".join(
         [*_measured(findings), "", *_table(findings), "", *_recommended(findings), "", *_checked(findings)]
     )
@@ -29,8 +32,8 @@ def _measured(findings: Findings) -> list[str]:
     lines = [f"{environment['world_size']} ranks on {environment['device']}{of_each}; codec {environment['codec']}"]
     if cores is not None and cores < 1:
         lines.append(
-            "  fewer cores than ranks: threads wait for each other, which is not predicted; steps have been seen to "
-            "take up to 1.7 times as long: trust those that are measured"
+            "  fewer cores than ranks: threads wait for each other, which the model does not predict; steps have been "
+            "seen to take up to 1.7 times as long: trust the measured ones"
         )
     if environment["uneven_hosts"]:
         lines.append(f"  {environment['uneven_hosts']}")
@@ -43,15 +46,15 @@ def _measured(findings: Findings) -> list[str]:
         lines.append(f"  codec {wire:<12} {4 * numel / whole_s / 1e9:>9.2f} GB/s of gradients, pack to unpack")
     lines.append(
         f"step: {workload.numel:,} parameters; forward {ms(workload.forward_s)}, backward {ms(workload.backward_s)}, "
-        f"optimizer {ms(workload.optimizer_s)} without synchronisation"
+        f"optimizer {ms(workload.optimizer_s)} without synchronization"
     )
     if findings.settings.script is None:
-        lines.append("  (synthetic: --script takes a model of yours, --params and --backward-ms another synthetic one)")
+        lines.append("  (synthetic: --script measures your model, --params and --backward-ms another synthetic one)")
     return lines
 
 
 def _collectives(cluster: Cluster) -> list[tuple[str, str, Cost, str]]:
-    """(kind, name, cost, of whose bytes)"""
+    """(kind, name, cost, "host" or "rank": whose bytes the cost counts)"""
     sender = _sender(cluster)
     found = [(kind, name, getattr(cluster.network, kind), sender) for kind, name in NAMES.items()]
     if cluster.two_levels is not None:
@@ -61,6 +64,7 @@ def _collectives(cluster: Cluster) -> list[tuple[str, str, Cost, str]]:
 
 
 def _sender(cluster: Cluster) -> str:
+    """Whose bytes the costs of the network count: "host" or "rank"."""
     return "host" if cluster.ranks_per_host > 1 else "rank"
 
 
@@ -71,7 +75,7 @@ def _table(findings: Findings) -> list[str]:
     baseline_s = findings.recommendation.baseline.prediction.step_s
     sent = f"sent by a {_sender(findings.cluster)}"
     lines = [
-        f"predicted step, ms, by bucket size; at the best one: × DDP's default, {sent}, mostly bound by, pays up to"
+        f"predicted step, ms, by bucket size; at the best: × DDP's default, MB {sent}, bound, link up to which it pays"
     ]
     lines.append(f"{'':<16}" + "".join(f"{cap:>7g} MiB" for cap in caps) + f"{'×':>8}{'MB sent':>10}  {'bound':<9}")
     for name in names:
@@ -92,7 +96,7 @@ def _recommended(findings: Findings) -> list[str]:
     if found.leave_off:
         lines = [f"Leave it off: {found.reason}."]
         if found.option is not found.baseline:
-            lines.append(f"But DDP itself would be faster with other buckets: {found.option.code}")
+            lines.append(f"But DDP itself is faster with another bucket size: {found.option.code}")
     else:
         how = "measured" if found.measured else "predicted"
         lines = [
@@ -111,7 +115,7 @@ def _checked(findings: Findings) -> list[str]:
     lines = ["checked against real steps:"]
     for check in findings.checks:
         predicted = check.option.prediction.step_s
-        smaller = "" if check.numel == findings.workload.numel else f" (of {check.numel:,} parameters, to save time)"
+        smaller = "" if check.numel == findings.workload.numel else f" (with {check.numel:,} parameters, to save time)"
         lines.append(
             f"  {check.option.name:<16} bucket {check.option.cap_mb:g} MiB: predicted {ms(predicted)}, measured "
             f"{ms(check.measured_s)}: {check.ratio - 1:+.0%}{smaller}"
@@ -121,20 +125,20 @@ def _checked(findings: Findings) -> list[str]:
         factors = {"all": speed.cores} | {NAMES[kind]: factor for kind, factor in speed.collectives.items()}
         changed = [f"{what} {factor:.2f}" for what, factor in factors.items() if factor != 1]
         lines.append(
-            f"  Core time in these steps, times that measured by itself: {', '.join(changed)}; the table has it."
+            f"  Core time in these steps, × that measured outside a step: {', '.join(changed)}; the table includes it."
         )
     worst = max(abs(check.ratio - 1) for check in findings.checks)
     if worst > WARN_ERROR:
         lines.append(
-            f"  The model is {worst:.0%} off here: trust what was measured. Something else may have used these hosts "
-            "or links meanwhile; --seconds gives more time."
+            f"  The model is {worst:.0%} off here: trust the measured steps. Other programs may have used these hosts "
+            "or links; --seconds gives more time."
         )
     lines.append(f"took {findings.seconds['all']:.0f} s")
     return lines
 
 
 def as_json(findings: Findings) -> dict:
-    """Everything; seconds, bytes and elements unless a name says otherwise."""
+    """All findings, in seconds, bytes and elements unless a name says otherwise."""
     found = findings.recommendation
     return {
         "format": FORMAT_VERSION,
@@ -199,6 +203,7 @@ def write_json(findings: Findings, path: Path) -> None:
 
 
 def _bits(bytes_s: float | None) -> str:
+    """A link in bits per second; "any link" from FASTEST_BYTES_S on, "never" for None. Never empty."""
     if bytes_s is None or bytes_s >= FASTEST_BYTES_S:
         return "never" if bytes_s is None else "any link"
     bits_s = 8 * bytes_s

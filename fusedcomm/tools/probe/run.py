@@ -26,28 +26,32 @@ from fusedcomm.tools.probe.team import ProbeError, Team
 from fusedcomm.tools.probe.workload import Task, checked, load, measure_workload, synthetic
 
 SHARES = {"network": 0.4, "local": 0.12, "cpu": 0.1, "workload": 0.12, "check": 0.26}
-"""Of the time given. What is left over by one goes to the check."""
+"""Each part's share of the given time. The check also gets the time that other parts leave over."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What the user asked for."""
 
+    # PATH or PATH:FUNCTION; None: a synthetic step.
     script: str | None = None
+    # Without a script: elements of the synthetic model.
     params: float = 25_000_000
     backward_s: float = 0.0
-    """Without a script: of a step to be predicted."""
+    """Without a script: seconds of the synthetic model's backward pass."""
+    # About how long the probe may take.
     seconds: float = 60.0
     wires: tuple[str, ...] = ("bf16", "int8", "fp8", "int4")
     accept: tuple[str, ...] = ACCEPT
-    """Those of the wires that may be recommended."""
+    """The wires that may be recommended."""
     caps_mb: tuple[float, ...] = (5.0, 25.0, 100.0)
+    # Cores of this rank; None: they are counted.
     cores: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """All that there is to report. The same on every rank, but for raw times of a rank's own."""
+    """Everything to report. The same on every rank, except times that each rank measures for itself."""
 
     settings: Settings
     environment: dict
@@ -58,20 +62,25 @@ class Findings:
     options: list[Option]
     recommendation: Recommendation
     crossovers: dict[str, float | None]
-    """Bytes a second up to which a wire pays, by an option's name."""
+    """By an option's name: the link up to which its wire pays, see :func:`crossover_bytes_s`."""
     checks: list[Check]
-    """As was predicted before these steps."""
+    """Real steps, with the predictions that were made before them."""
     speed: Speed
-    """By these steps: what is predicted is of the workload and the cluster at it."""
+    """How much longer things take in these steps. `options` are predicted with it."""
     seconds: dict[str, float]
-    """That each part took."""
+    """Seconds that each part took, and "all" of them."""
 
 
 def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, task: Task | None = None) -> Findings:
-    """A collective call of all ranks of `group`. `task` is used in place of a script.
+    """Measures, predicts, recommends and checks. A collective call of all ranks of `group`.
+
+    Args:
+        device: the gradients' device.
+        task: takes the place of a script.
 
     Raises:
-        ProbeError: on every rank, if the script or what it returns cannot be used on one of them.
+        ProbeError: on every rank, if settings or models differ between ranks, or if a rank cannot use the script or
+            what it returns.
     """
     began = time.perf_counter()
     team = Team(group, device)
@@ -88,11 +97,11 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     def steps_alone() -> Workload:
         return timed("workload", measure_workload, team, task, budget_s["workload"] / 3)
 
-    # At three times: what disturbs a machine for seconds makes steps longer, never shorter.
+    # Three measurements. The fastest counts, because a disturbance makes steps longer, never shorter.
     workloads = [steps_alone()]
     hosts, uneven = hosts_of(team)
     network = timed("network", measure_network, team, budget_s["network"], hosts)
-    # Sums on two levels have a wire of their own within a host.
+    # Sums on two levels have another wire within a host.
     wires = settings.wires if hosts is None else tuple(dict.fromkeys((*settings.wires, Config().local_wire)))
     local = timed("local", measure_local, team, wires, budget_s["local"], settings.cores, network.s_per_byte)
     workloads.append(steps_alone())
@@ -101,7 +110,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         cluster = _of_rank_0(team, cluster)
         cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
     workload = min([*workloads, steps_alone()], key=lambda workload: workload.compute_s)
-    # Ranks agree on what is measured by taking the slowest; what is left are rounding and each rank's own CPU time.
+    # Times are the slowest rank's, so ranks agree on them except for rounding and each rank's own core time.
     cluster, workload = _of_rank_0(team, (cluster, workload))
     found = options(workload, cluster, settings.wires, settings.caps_mb)
     recommendation = recommend(found, settings.accept)
@@ -111,7 +120,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
     checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
     speed, in_steps = Speed(), (workload, cluster)
     if all(check.option in chosen for check in checks):
-        # Steps of the model itself: what was measured decides, not what was predicted, and says how fast the cores are.
+        # These are steps of the model itself: they decide instead of predictions, and show how fast the cores are.
         speed = speed_of(workload, cluster, checks)
         in_steps = speed.of(workload, cluster)
         found = options(*in_steps, settings.wires, settings.caps_mb)
@@ -153,7 +162,7 @@ def _cluster(world_size: int, network: MeasuredNetwork, local: MeasuredLocal) ->
 
 
 def _crossovers(found: list[Option], cap_mb: float, in_steps: tuple[Workload, Cluster]) -> dict[str, float | None]:
-    """By name of the options with this bucket cap: see crossover_bytes_s."""
+    """By name of the fusedcomm options with this bucket cap and sum="auto": see crossover_bytes_s."""
     return {
         option.name: crossover_bytes_s(*in_steps, option.way, cap_mb)
         for option in found
@@ -162,7 +171,7 @@ def _crossovers(found: list[Option], cap_mb: float, in_steps: tuple[Workload, Cl
 
 
 def _agree_on_settings(team: Team, settings: Settings) -> None:
-    """Raises ProbeError on every rank: what ranks measure together depends on all but a script's place and cores."""
+    """Raises ProbeError on every rank if settings differ. Only `script` and `cores` may differ."""
     if team.device.type != "cpu" and any(team.gather(settings.cores is not None)):
         raise ProbeError("--cores has no effect on an accelerator: leave it out")
     own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in ("script", "cores")}
@@ -177,7 +186,11 @@ def _agree_on_settings(team: Team, settings: Settings) -> None:
 
 
 def agreed_task(team: Team, settings: Settings, task: Task | None) -> Task:
-    """The task that was given, the script's, or a synthetic one; raises on every rank alike."""
+    """The given task, the script's, or a synthetic one.
+
+    Raises:
+        ProbeError: on every rank, if settings or models differ, or if a rank cannot use its task.
+    """
     _agree_on_settings(team, settings)
     error, what = "", "" if settings.script is None else f"--script {settings.script}: "
     try:
@@ -201,12 +214,15 @@ def agreed_task(team: Team, settings: Settings, task: Task | None) -> Task:
 
 
 def _of_rank_0(team: Team, value: object) -> object:
+    """Rank 0's value, on every rank. A collective call."""
     return team.gather(value)[0]
 
 
 def hosts_of(team: Team) -> tuple[Hosts | None, str]:
-    """Those on which sums can have two levels, or None; and what is said of hosts that are not alike. A collective
-    call."""
+    """(the hosts on which sums can have two levels, or None; why hosts are uneven, empty if they are not).
+
+    A collective call.
+    """
     try:
         hosts = of_names(team.gather(socket.gethostname()))
     except ValueError as error:
@@ -215,7 +231,7 @@ def hosts_of(team: Team) -> tuple[Hosts | None, str]:
 
 
 def describe(team: Team, local: MeasuredLocal, network: MeasuredNetwork, uneven: str) -> dict:
-    """What the figures depend on."""
+    """The environment that the findings depend on."""
     config = chunks.resolved(Config(), team.world_size, team.device.type, network.s_per_byte)
     return {
         "fusedcomm": fusedcomm.__version__,

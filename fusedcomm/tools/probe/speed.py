@@ -1,5 +1,8 @@
-"""How fast the cores are in real steps, by which predictions are corrected: what computes by itself has the caches for
-itself, a machine is not always as fast, and collectives wait for cores that compute."""
+"""How fast the cores are in real steps. Predictions are corrected by it.
+
+Operations that were measured alone had the caches to themselves, a machine's speed varies, and in a step collectives
+wait for cores that compute.
+"""
 
 import dataclasses
 import math
@@ -11,20 +14,25 @@ from fusedcomm.tools.probe.check import Check
 from fusedcomm.tools.probe.choices import Way, predict_option
 
 FACTORS = [1.05**exponent for exponent in range(-9, 10)]
-"""That are considered: from 0.64 to 1.55."""
+"""The factors that are tried, from 0.64 to 1.55."""
 PRIOR = 0.05
-"""The weight of a factor's own deviation from 1, beside that of a step from its prediction: costs by themselves are
-believed to be right within a fifth, medians of steps within a twentieth."""
+"""Weight of a factor's deviation from 1 beside a step's deviation from its prediction. It expresses that costs measured
+alone are right within a fifth, and medians of steps within a twentieth."""
 ROUNDS = 3
-"""Of looking for each factor, the others as they are."""
+"""Rounds of the fit. In a round each factor is fitted in turn, with the others fixed."""
+# Fields of the cost model's inputs that are a core's time. All costs of the codec are, too.
 OF_A_CORE = {"forward_s", "backward_s", "optimizer_s", "ready_s", "copy_s_per_byte"}
 OF_A_CORE |= {"cpu_s_per_byte", "cpu_s_per_unit", "cpu_fixed_s"}
-"""Fields of the cost model's inputs, besides all that the codec takes."""
+"""The second part has the core times of collectives."""
 
 
 def slowed(value: object, factor: float, everything: bool = False) -> object:
-    """A workload, a cluster, or both of them, in which all that a core does takes `factor` times as long, and what the
-    network does as long as before."""
+    """A copy of a workload, a cluster or both, in which a core's work takes `factor` times as long. The network's times
+    are unchanged.
+
+    Args:
+        everything: every float is a core's time, as in the costs of a codec.
+    """
     if isinstance(value, Mapping):
         return {key: slowed(inner, factor, everything) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -43,15 +51,16 @@ def slowed(value: object, factor: float, everything: bool = False) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How many times as long as by themselves things take in real steps."""
+    """How many times as long things take in real steps as when measured alone."""
 
     cores: float = 1.0
-    """All that a core does."""
+    """The factor of a core's work."""
     collectives: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Beyond that, by kind as cluster.Network has them: what a core does for one, or waits for another's core."""
+    """A further factor for each kind of collective, by its field in cluster.Network: of a core's work for it, and of
+    waiting for another rank's core."""
 
     def of(self, workload: Workload, cluster: Cluster) -> tuple[Workload, Cluster]:
-        """Both, as they are in real steps."""
+        """`workload` and `cluster` as they are in real steps."""
         workload, cluster = slowed((workload, cluster), self.cores)
         two_levels = cluster.two_levels
         if two_levels is not None:
@@ -64,7 +73,7 @@ class Speed:
 
 
 def collective_of(way: Way, world_size: int) -> str:
-    """What carries the bytes of buckets that are not small."""
+    """The field of cluster.Network with the collective that sends the bytes of large buckets."""
     config = way.config
     if config is None:
         return "all_reduce"
@@ -73,9 +82,14 @@ def collective_of(way: Way, world_size: int) -> str:
 
 
 def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> Speed:
-    """As these steps of `workload` have it: the factors f for which Σ log²(predicted(f) / measured) + PRIOR · Σ log² f
-    is least. One that the steps do not tell, since they wait for the network, is 1; a 16-bit all-reduce that is not
-    among them has DDP's own, which goes round the same ring."""
+    """The factors f that minimize  Σ log²(predicted(f) / measured) + PRIOR · Σ log² f.
+
+    A factor that the steps do not determine, because they wait for the network, is 1. If no step has a 16-bit
+    all-reduce, its factor is that of DDP's own all-reduce, which goes around the same ring.
+
+    Args:
+        checks: real steps of `workload`.
+    """
     kinds = [collective_of(check.option.way, cluster.world_size) for check in checks]
     factors = dict.fromkeys(("cores", *kinds), 1.0)
 
@@ -84,7 +98,7 @@ def speed_of(workload: Workload, cluster: Cluster, checks: Sequence[Check]) -> S
         return Speed(factors["cores"], collectives)
 
     def badness(name: str, factor: float) -> float:
-        """Of the steps that the factor of this name has a part in."""
+        """The terms of the sum that the factor of this name affects."""
         slow = speed(factors | {name: factor}).of(workload, cluster)
         errors = []
         for check, kind in zip(checks, kinds, strict=True):

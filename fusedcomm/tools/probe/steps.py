@@ -1,4 +1,4 @@
-"""Real steps through DDP: what predictions are checked by, and what moving bytes takes of the cores meanwhile."""
+"""Real steps through DDP. They check predictions, and show how much core time communication takes in a step."""
 
 import contextlib
 import copy
@@ -17,27 +17,29 @@ from fusedcomm.tools.probe.team import Team, cpu_s
 from fusedcomm.tools.probe.workload import Task, measure_workload, synthetic
 
 WARMUP_STEPS = 2
-"""DDP cuts its buckets anew after the first step."""
+"""DDP rebuilds its buckets after the first step."""
+# Range for the elements of the model whose steps show core time.
 MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 1_000_000
+# Rounds over all choices, and the steps of a choice that count in a round.
 MIN_CPU_ROUNDS, MAX_CPU_ROUNDS, CPU_STEPS = 4, 16, 2
 CPU_CHOICES = {
     "all_reduce": (Way(OFF),),
     "direct": (Way("bf16", sum="direct"),),
     "exchange": (Way("bf16"), Way("int8"), Way("int4")),
 }
-"""What tells the CPU time of a kind of collective; exchanges of several sizes tell what bytes take from what elements
-take."""
+"""The ways whose steps show the core time of each kind of collective. Exchanges of several sizes separate the core time
+of bytes from that of elements."""
 MAX_DEVIATION = 3.0
-"""What a collective takes in a step is at most so many times what it takes by itself, and at least so small a part of
-it: more or less would be something else."""
+"""A collective's core time within a step is trusted only within this factor of what it takes alone. A larger deviation
+has another cause."""
 MIN_CORE_USE = 0.85
-"""Of the cores, by steps that keep them busy. The rest is taken for them by the kernel, or lost where one rank waits
-for another's core, of which a ring's all-reduce has more than an all-to-all."""
+"""The smallest share of the cores that a step is taken to use. The rest is the kernel's time for the step, or is lost
+where one rank waits for another's core. A ring's all-reduce loses more than an all-to-all."""
 
 
 @contextlib.contextmanager
 def synchronised(team: Team, model: nn.Module, way: Way, cap_mb: float | None) -> Iterator[nn.Module]:
-    """The model in DDP, its gradients synchronised that way. cap_mb: None for DDP's own. A collective call."""
+    """The model in DDP, with gradients synchronized this way. cap_mb: None for DDP's default. A collective call."""
     ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=cap_mb)
     handle = way.attach(ddp)
     try:
@@ -46,11 +48,11 @@ def synchronised(team: Team, model: nn.Module, way: Way, cap_mb: float | None) -
         if handle is not None:
             handle.detach()
         model.zero_grad()
-        del ddp  # and with it its hooks on the parameters
+        del ddp  # this removes its hooks on the parameters, too
 
 
 def take_steps(team: Team, module: nn.Module, task: Task, num_steps: int) -> list[float]:
-    """Seconds of steps, of the rank for which that is most; all begin together. A collective call."""
+    """Seconds of each step on the slowest rank. All ranks begin a step together. A collective call."""
     _, step, optimizer = task
     seconds = []
     for _ in range(num_steps):
@@ -65,27 +67,30 @@ def take_steps(team: Team, module: nn.Module, task: Task, num_steps: int) -> lis
     return team.slowest(seconds)
 
 
-# ---- what of a core it takes
+# ---- core time of communication
 
 
 @dataclasses.dataclass(frozen=True)
 class CpuOfSteps:
-    """Of one choice's steps of a model of which so many elements are synchronised."""
+    """The core time of one choice's steps."""
 
+    # The kind of collective, a key of CPU_CHOICES.
     kind: str
     sent_nbytes: float
-    """By a rank; where hosts have several, its share of what its host sends."""
+    """Bytes that a rank sends in a step; where hosts have several ranks, its share of its host's bytes."""
     extra_s: float
-    """Of a core, beyond the same step alone, DDP's copies and the codec."""
+    """Core seconds of a step beyond the same step without synchronization, DDP's copies and the codec."""
 
 
 def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget_s: float) -> Cluster:
-    """The cluster with copies and collectives that take as much of a core as they do in a step. A collective call.
+    """`cluster` with the core time that copies and collectives take in a step. A collective call.
 
-    By themselves they take more or less: in a step buffers have left the caches, and threads hand over to each other.
-    A step of a synthetic model takes x · elements + y · bytes beyond the same step alone, DDP's copies and the codec: x
-    is put on the copies, y is the collective's. Telling them apart takes exchanges of more and of fewer bytes: unless
-    int8 and bf16 are among the `wires`, whose codecs have been measured, the cluster is returned as it is.
+    Alone they take more or less: in a step buffers have left the caches, and threads hand work over to each other. A
+    step of a synthetic model takes x · elements + y · bytes of core time beyond the step without synchronization, DDP's
+    copies and the codec. x is added to the copies, y is the collective's.
+
+    Separating x from y takes exchanges of more and of fewer bytes. If int8 or bf16 is not among the `wires`, whose
+    codecs have been measured, the cluster is returned unchanged.
     """
     if not {"int8", "bf16"} <= set(wires):
         return cluster
@@ -97,7 +102,7 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     steps = [_Steps() for _ in choices]
     alone = _Steps()
     with contextlib.ExitStack() as stack:
-        # All at hand, to take turns: a machine's moods change more than what is looked for.
+        # All choices exist at once and take turns: a machine's speed varies more than the differences to be measured.
         modules = [stack.enter_context(synchronised(team, copy.deepcopy(task[0]), way, None)) for _, way in choices]
         for module in modules:
             take_steps(team, module, task, WARMUP_STEPS)
@@ -124,7 +129,12 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
 
 
 def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> Cluster:
-    """See above; of steps that synchronise `numel` elements, exchanges of at least two sizes among them."""
+    """`cluster` with the core time of the measured steps, see :func:`with_cpu_of_steps`.
+
+    Args:
+        numel: elements that each step synchronizes.
+        measured: among others, exchanges of at least two sizes.
+    """
     network = cluster.network
 
     def bounded(kind: str, per_byte_s: float) -> Cost:
@@ -145,7 +155,7 @@ def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> 
     )
     two_levels = cluster.two_levels
     if two_levels is not None:
-        # As much more or less than by themselves as those of all ranks.
+        # Exchanges on two levels change by the same factor as those among all ranks.
         ratio = of_bytes_s / network.exchange.cpu_s_per_unit
 
         def exchanging(level: Network) -> Network:
@@ -158,14 +168,14 @@ def attributed(cluster: Cluster, numel: int, measured: Sequence[CpuOfSteps]) -> 
 
 
 class _Steps:
-    """Of one choice: what its steps take of a core and of the clock, by turns."""
+    """Core time and time of one choice's steps, taken in turns with other choices."""
 
     def __init__(self) -> None:
         self._cpu_s: list[float] = []
         self._wall_s: list[float] = []
 
     def take(self, team: Team, module: nn.Module, task: Task) -> None:
-        """A collective call."""
+        """One turn. A collective call."""
         take_steps(team, module, task, 1)
         before = cpu_s()
         self._wall_s += take_steps(team, module, task, CPU_STEPS)
@@ -173,11 +183,12 @@ class _Steps:
         self._cpu_s.append(taken_s)
 
     def medians(self) -> tuple[float, float]:
-        """(core, clock), seconds of a step."""
+        """(core seconds, seconds) of a step."""
         return statistics.median(self._cpu_s), statistics.median(self._wall_s)
 
 
 def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
+    """Core seconds of all codec stages of a step."""
     config = way.config
     if config is None:
         return 0.0
@@ -185,7 +196,7 @@ def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
 
 
 def _numel_for(cluster: Cluster, budget_s: float) -> int:
-    """Such that the steps fit the budget."""
+    """Elements of a model whose steps fit the budget."""
     slowest_s = cluster.network.all_reduce.per_unit_s
     fits = budget_s / (WARMUP_STEPS + MIN_CPU_ROUNDS * (1 + CPU_STEPS)) / (8 * slowest_s)
     return int(min(max(fits, MIN_CPU_NUMEL), MAX_CPU_NUMEL))

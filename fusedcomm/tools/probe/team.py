@@ -1,4 +1,4 @@
-"""What the probe asks of its ranks: act at the same time, and agree on what was seen."""
+"""The ranks of the probe. They act at the same time, and agree on what they measured."""
 
 import resource
 import time
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def cpu_s() -> float:
-    """Of all threads of this process so far."""
+    """Core seconds of all threads of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -18,7 +18,7 @@ class Team:
     """The ranks of a process group.
 
     Args:
-        device: of the gradients.
+        device: the gradients' device.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -26,41 +26,45 @@ class Team:
         self.rank, self.world_size = group.rank(), group.size()
 
     def barrier(self) -> None:
+        """Returns when all ranks have called it and this rank's accelerator is idle."""
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.settle()
 
     def settle(self) -> None:
-        """What was enqueued on an accelerator has ended."""
+        """Waits for everything that was enqueued on an accelerator."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """Of each value the greatest of all ranks. A collective call."""
+        """The largest of all ranks, for each value. A collective call."""
         values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values.tolist()
 
     def mean(self, values: list[float]) -> list[float]:
-        """Of each value the mean of all ranks. A collective call."""
+        """The mean of all ranks, for each value. A collective call."""
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(sums, group=self.group)
         return (sums / self.world_size).tolist()
 
     def gather(self, value: object) -> list:
-        """Every rank's, in rank order. A collective call."""
+        """The values of all ranks, in rank order. A collective call."""
         values: list = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def agree_on_errors(self, error: str) -> None:
-        """Raises ProbeError on every rank if one of them has an error text. A collective call."""
+        """Raises ProbeError on every rank if `error` is not empty on one of them. A collective call."""
         errors = [(rank, text) for rank, text in enumerate(self.gather(error)) if text]
         if errors:
             rank, text = errors[0]
             raise ProbeError(text if len(errors) == self.world_size else f"on rank {rank}: {text}")
 
     def time(self, function: Callable[[], object], rounds: int, warmup: int = 1) -> list[float]:
-        """Seconds of each of so many calls, all ranks at once; those of the slowest rank. A collective call."""
+        """Seconds of each of `rounds` calls of `function` on the slowest rank. All ranks make a call at the same time.
+
+        The `warmup` calls before them do not count. A collective call.
+        """
         seconds = []
         for index in range(-warmup, rounds):
             self.barrier()
@@ -73,4 +77,4 @@ class Team:
 
 
 class ProbeError(RuntimeError):
-    """Something that the user can change; the text says what was seen and what to do."""
+    """An error that the user can fix. The text says what was seen, and what to change."""

@@ -1,4 +1,4 @@
-"""The codec's stages where they cannot be called one by one: on an accelerator, by traces of the engine at work."""
+"""Measures the codec's stages on an accelerator. They cannot be called one by one there, so the engine traces them."""
 
 import json
 import statistics
@@ -15,15 +15,17 @@ from fusedcomm.tools.probe.fit import Point
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.workload import synthetic
 
+# Elements of the buckets that are traced.
 BUCKET_NUMELS = (DEFAULT_CAP_NBYTES // 32, DEFAULT_CAP_NBYTES // 8, DEFAULT_CAP_NBYTES // 4)
 STAGES = ("pack", "reduce", "unpack")
-"""Of the engine. Not all sums have a reduce; without it unpack may be the sum of all ranks' messages."""
+"""The engine's codec stages. Not all sums have a reduce. Without it, unpack may be the sum of all ranks' messages."""
 WARMUP_STEPS, STEPS = 3, 5
+# Large enough that DDP makes one bucket.
 ONE_BUCKET_MB = 1 << 20
 
 
 def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
-    """(elements of a chunk, seconds) by the codec's stages that sums of so many ranks have. A collective call."""
+    """(elements of a chunk, seconds) by codec stage, for the stages of sums among these ranks. A collective call."""
     points = _points(team, wire, "auto")
     if "sum" in codec_costs(Config(wire).plan_of_large_buckets(team.world_size)):
         points["sum"] = points.pop("unpack")
@@ -33,6 +35,7 @@ def stage_points(team: Team, wire: str) -> dict[str, list[Point]]:
 
 
 def _points(team: Team, wire: str, sum: str) -> dict[str, list[Point]]:
+    """(elements of a chunk, seconds on the slowest rank) by the engine's stage, with the given sum."""
     points: dict[str, list[Point]] = {}
     for numel in BUCKET_NUMELS:
         model, step, _ = synthetic(numel, 0.0, team.device)

@@ -1,4 +1,4 @@
-"""The step that is to be synchronised: a user's, from a script, or one of so many parameters and so much to compute."""
+"""The step whose gradients are synchronized: a user's, from a script, or a synthetic one."""
 
 import functools
 import importlib.util
@@ -16,29 +16,29 @@ from fusedcomm.tools.probe.team import ProbeError, Team, cpu_s
 
 Step = Callable[[nn.Module], Tensor]
 Task = tuple[nn.Module, Step, torch.optim.Optimizer | None]
-"""A model, a function that runs its forward pass on a batch and returns the loss, and what then updates it, if that is
-to be measured, too."""
+"""(model, step, optimizer). `step` runs the model's forward pass on a batch and returns the loss. The optimizer is None
+if its time is not to be measured."""
 
 SHAPE = "it must return (model, step), or (model, step, optimizer), where step(model) returns the loss"
 PARAMETER_NUMEL = 1 << 20
-"""Of the synthetic model's parameters."""
+"""Elements of each parameter of the synthetic model; its last one may have fewer."""
 
 
-# ---- a user's
+# ---- a user's step
 
 
 def load(script: str) -> Callable[[], Task]:
-    """What `PATH` or `PATH:FUNCTION` names; the function is make() unless it is named.
+    """The function that `PATH` or `PATH:FUNCTION` names. Without FUNCTION it is make().
 
     Raises:
-        ProbeError: there is no such file or function, or the file cannot be run; names what there is.
+        ProbeError: there is no such file or function, or running the file fails.
     """
     path, name = script_path(script)
     spec = importlib.util.spec_from_file_location("fusedcomm_probe_script", path)
     if spec is None:
         raise ProbeError(f"--script {script}: {path} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as for a script that Python runs
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -60,7 +60,7 @@ def script_path(script: str) -> tuple[str, str]:
 
 
 def checked(task: object, device: torch.device) -> Task:
-    """The same task, or ProbeError about what is wrong with it. Runs one step, on `device`."""
+    """`task` with three parts. Runs one step on `device`. Raises ProbeError that says what is wrong with the task."""
     if not isinstance(task, tuple) or len(task) not in (2, 3):
         raise ProbeError(f"make() returned {_described(task)}: {SHAPE}")
     model, step, optimizer = (*task, None)[:3]
@@ -69,10 +69,10 @@ def checked(task: object, device: torch.device) -> Task:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ProbeError(f"make()'s third result is a {type(optimizer).__name__}: leave it out, or return an Optimizer")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ProbeError("make()'s model has no parameter with requires_grad: there is nothing to synchronise")
+        raise ProbeError("make()'s model has no parameter with requires_grad: there is nothing to synchronize")
     dtypes = {str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad}
     if dtypes != {"torch.float32"}:
-        raise ProbeError(f"make()'s model has parameters of {', '.join(sorted(dtypes))}: the probe knows torch.float32")
+        raise ProbeError(f"make()'s model has parameters of {', '.join(sorted(dtypes))}: use torch.float32 only")
     elsewhere = [(name, p.device) for name, p in model.named_parameters() if p.device.type != device.type]
     if elsewhere:
         raise ProbeError(f"make()'s model has {elsewhere[0][0]} on {elsewhere[0][1]}: this rank's device is {device}")
@@ -83,8 +83,8 @@ def checked(task: object, device: torch.device) -> Task:
         if type(in_ddp).__name__ not in str(error):
             raise
         raise ProbeError(
-            f"step(model) needs more of the model than its forward pass ({error}): it is given the model in DDP, too, "
-            'where getattr(model, "module", model) is the model itself'
+            f"step(model) needs more of the model than its forward pass ({error}): it also gets the DDP model, where "
+            'getattr(model, "module", model) is the model itself'
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ProbeError(
@@ -93,8 +93,8 @@ def checked(task: object, device: torch.device) -> Task:
         )
     if not in_ddp.num_calls:
         raise ProbeError(
-            "step(model) does not call the model that it is given, but perhaps one that it has from elsewhere: DDP "
-            "could not synchronise that, and every choice would look like no communication at all"
+            "step(model) does not call the model that it is given. DDP cannot synchronize another model, and every "
+            "choice would seem to need no communication: call the model that is given"
         )
     loss.backward()
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
@@ -108,7 +108,7 @@ def checked(task: object, device: torch.device) -> Task:
 
 
 class _InPlaceOfDdp(nn.Module):
-    """Around a model as DDP will be: with none of its attributes."""
+    """Wraps a model as DDP does later: it has none of the model's attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -120,6 +120,7 @@ class _InPlaceOfDdp(nn.Module):
 
 
 def _described(value: object) -> str:
+    """What `value` is, for an error message. Never empty."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}{'' if value.requires_grad else ' without a gradient'}"
     if isinstance(value, tuple):
@@ -127,11 +128,11 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-# ---- one of so many parameters and so much to compute
+# ---- a synthetic step
 
 
 class Layer(torch.autograd.Function):
-    """Passes on what it gets; its backward calls `compute` and has a gradient at hand."""
+    """Returns a copy of its input. Its backward pass calls `compute` and gives `parameter` a copy of `gradient`."""
 
     @staticmethod
     def forward(context, value: Tensor, parameter: Tensor, gradient: Tensor, compute: Callable[[], object]) -> Tensor:
@@ -141,26 +142,26 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(context, output: Tensor) -> tuple:
         context.compute()
-        # Fresh memory, as a backward pass writes it.
+        # The copy is fresh memory, as in a real backward pass.
         return output, context.gradient.clone(), None, None
 
 
 def work(num_repeats: int, device: torch.device) -> None:
-    """Of a core, without reading or writing much."""
+    """Keeps a core busy, with little reading and writing of memory."""
     values = torch.ones(1 << 14, device=device)
     for _ in range(num_repeats):
         values.mul_(1.0)
 
 
 class Synthetic(nn.Module):
-    """Parameters of PARAMETER_NUMEL elements, `numel` in all, whose backward pass takes about `backward_s`."""
+    """A model of `numel` elements in parameters of PARAMETER_NUMEL. Its backward pass takes about `backward_s`."""
 
     def __init__(self, numel: int, backward_s: float, device: torch.device) -> None:
         super().__init__()
         numels = [PARAMETER_NUMEL] * (numel // PARAMETER_NUMEL)
         if numel % PARAMETER_NUMEL or not numels:
             numels.append(numel % PARAMETER_NUMEL or 1)
-        # Two dimensions: what has one is exempt from wires with scales.
+        # Two dimensions: parameters of one dimension are exempt from wires with scales.
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1, numel, device=device)) for numel in numels)
         self._gradients = [torch.randn(1, numel, device=device) for numel in numels]
         begin = time.perf_counter()
@@ -178,6 +179,7 @@ class Synthetic(nn.Module):
 
 
 def synthetic(numel: int, backward_s: float, device: torch.device) -> Task:
+    """The task of a Synthetic model, without an optimizer."""
     return Synthetic(numel, backward_s, device), lambda model: model(), None
 
 
@@ -185,7 +187,10 @@ def synthetic(numel: int, backward_s: float, device: torch.device) -> Task:
 
 
 def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
-    """Steps without synchronisation, of all ranks at once; the slowest rank's. A collective call."""
+    """Measures steps without synchronization, on all ranks at once. A collective call.
+
+    A step is as long as the slowest rank's. The shares of its parts are means over ranks.
+    """
     model, step, optimizer = task
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ready: dict[int, float] = {}
@@ -197,7 +202,7 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
     ]
     rows: list[list[float]] = []
     try:
-        _steps(team, model, step, optimizer, ready, len(parameters), 2)  # not timed
+        _steps(team, model, step, optimizer, ready, len(parameters), 2)  # does not count
         (first_s,) = team.slowest([sum(_steps(team, model, step, optimizer, ready, len(parameters), 1)[0][:3])])
         num_steps = min(max(int(budget_s / max(first_s, 1e-6)), 5), 50)
         rows = _steps(team, model, step, optimizer, ready, len(parameters), num_steps)
@@ -205,7 +210,7 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
         for handle in handles:
             handle.remove()
         model.zero_grad()
-    # A step of all ranks is as long as the slowest one's; its parts are shares of it.
+    # A step is as long as the slowest rank's; its parts are shares of that.
     steps_s = [sum(row[:3]) for row in rows]
     total_s = statistics.median(team.slowest(steps_s))
     shares = [
@@ -222,8 +227,8 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
 
 
 def _steps(team: Team, model: nn.Module, step: Step, optimizer, ready: dict, num_ready: int, num_steps: int) -> list:
-    """Rows of forward, backward and optimizer seconds, of the CPU time of all of them, and of the time at which each
-    gradient was ready."""
+    """A row for each step: seconds of forward, backward and optimizer, core seconds of all three, and for each gradient
+    the seconds from the start of the backward pass until it was ready."""
     rows = []
     for _ in range(num_steps):
         team.barrier()
@@ -240,7 +245,7 @@ def _steps(team: Team, model: nn.Module, step: Step, optimizer, ready: dict, num
             optimizer.step()
             team.settle()
         end, taken_cpu_s = time.perf_counter(), cpu_s() - begin_cpu_s
-        # One that got no gradient travels as zeros, at the end.
+        # A parameter without a gradient is sent as zeros, at the end.
         since = [ready.get(index, backward) - forward for index in range(num_ready)]
         rows.append([forward - begin, backward - forward, end - backward, taken_cpu_s, *since])
     return rows
