@@ -104,8 +104,8 @@ def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> N
         if other is not None:
             raise ValueError(
                 f"{rule} has no effect: all {len(matching)} parameters that it matches already match patterns before "
-                f"it, {other[0]!r} the {other[1]}, for example: put it before that pattern in wires (the default '1d' "
-                "comes first unless wires contains '1d'), or leave it out"
+                f"it: {other[0]!r} matches the {other[1]}, for example. Put it before that pattern in wires (the "
+                "default '1d' comes first unless wires contains '1d'), or leave it out"
             )
 
 

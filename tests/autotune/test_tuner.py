@@ -579,7 +579,7 @@ def test_a_choice_of_two_levels_is_taken_where_there_are_two(ranks):
     uneven = ranks.run(loaded_on_hosts, ["a", "a", "b"], world_size=3)
     assert all(not finished and "hosts × " not in plan for finished, plan, _, _ in uneven)
     (warning,), *others = (warned for _, _, _, warned in uneven)
-    assert "its sums have two levels" in warning and "searches anew" in warning and others == [[], []]
+    assert "its sums have two levels" in warning and "searches again" in warning and others == [[], []]
 
 
 def misfits(rank, world_size):
@@ -607,7 +607,7 @@ def misfits(rank, world_size):
 def test_a_choice_made_elsewhere_is_not_taken_and_why(ranks):
     first, second = ranks.run(misfits, world_size=2)
     words = {
-        "ranks": "it is of 7 ranks and these are 2",
+        "ranks": "it is for 7 ranks and these are 2",
         "device": "gradients on cuda and these are on cpu",
         "model": "a model with other parameters",
         "wires": "chosen int4, which wires=('int8',)",
@@ -615,7 +615,7 @@ def test_a_choice_made_elsewhere_is_not_taken_and_why(ranks):
     }
     for name, word in words.items():
         (message,) = first[name]
-        assert word in message and "searches anew" in message and second[name] == []
+        assert word in message and "searches again" in message and second[name] == []
 
 
 def given_to_one_rank(rank, world_size, path):
