@@ -83,8 +83,8 @@ def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
     if ranks_on_host is None or not 1 < ranks_on_host < world_size:
         return []
     return [
-        f'{ranks_on_host} ranks on a host each send to other hosts for themselves: with hosts="auto" they add up among '
-        f"themselves first, and send 1/{ranks_on_host} of that"
+        f'{ranks_on_host} ranks on a host each send to other hosts: with hosts="auto" they add up on their host first, '
+        f"and send 1/{ranks_on_host} of that"
     ]
 
 

@@ -24,8 +24,8 @@ T = TypeVar("T")
 _TAG = 0x66757365
 """Tag of messages that are never sent on the user's group; "fuse" in ASCII."""
 _FIRST_POLL_S, _POLL_S = 1e-3, 0.25
-"""Seconds between two requests of a waiting rank to the store: at first, and at most. _POLL_S is also the least time
-between two checks of the connections."""
+"""Seconds between two requests of a waiting rank to the store, at first and later; more if there are many ranks. The
+later interval also separates two checks of the connections."""
 _POLLS_PER_S = 500
 """Most requests of all waiting ranks together that the store gets in a second, in a long wait."""
 _GRACE_S = 1.0
