@@ -51,7 +51,7 @@ _UNDER_WAY_NBYTES = 4 << 20
 # Fewest and most chunks under way.
 _MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 16
 
-# Seconds a byte from which on a link counts as slow: 400 Mbit/s.
+# A link that takes at least this many seconds a byte is slow: 400 Mbit/s.
 _SLOW_S_PER_BYTE = 2e-8
 _MAX_SENDING_IF_SLOW = 2
 """Exchanges of one channel that may send at once, on a slow link of more than two ranks. TCP shares a line unevenly

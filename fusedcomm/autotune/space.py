@@ -68,7 +68,7 @@ class Space:
         """
         others = []
         if best.sum == "auto":
-            # With two ranks a two-shot sends as much as a one-shot, but later. With more ranks a one-shot sends more.
+            # With two ranks a two-shot sends as much as a one-shot but takes longer. With more, a one-shot sends more.
             of_codes = "one-shot" if self.config(best).is_one_shot(world_size) else "two-shot"
             names = ("exact", "direct", of_codes)
             others = [dataclasses.replace(best, sum=name) for name in names if name not in used]

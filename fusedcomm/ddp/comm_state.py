@@ -58,7 +58,7 @@ class CommState:
         self._module = module
         self._local = local_options(local)
         self._session: Session | None = None
-        self._has_seen_a_pass = False  # then every parameter has been in a bucket
+        self._has_seen_a_pass = False  # if so, every parameter has been in a bucket
         self._loaded: dict | None = None  # state to load once there is a session
         self._lost: list[str] = []  # if this is a copy: arguments that could not be copied
 
@@ -108,7 +108,7 @@ class CommState:
         return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
-        """As :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`. If called earlier, checks at the first bucket."""
+        """As :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`. Before the first bucket it only keeps `state`."""
         if self._session is None:
             self._loaded = state
         else:

@@ -124,9 +124,9 @@ class Handle:
     def state_dict(self, consolidated: bool = False) -> dict:
         """Returns the state by parameter name, independent of buckets, for a checkpoint. Call it between passes.
 
-        Without error feedback the state has only counts, and training does not need it. With error feedback it has this
-        rank's residuals, which differ between ranks: save every rank's state, as with sharded optimizers, to go on with
-        the same number of ranks. No residual is lost. The bits of the next steps differ from an uninterrupted run,
+        Without error feedback the state has only counts, and training does not depend on it. With error feedback it has
+        this rank's residuals, which differ between ranks: save every rank's state, as with sharded optimizers, to go on
+        with the same number of ranks. No residual is lost. The bits of the next steps differ from an uninterrupted run,
         because DDP begins with other buckets, and because a rank's residuals of means become residuals of its own.
 
         Args:
@@ -138,9 +138,8 @@ class Handle:
     def load_state_dict(self, state: dict) -> None:
         """Restores what :meth:`state_dict` returned. Call it on every rank between backward passes.
 
-        The wire may differ from the wire of the saved state. Residuals that another rank saved, or
-        that were saved with another number of ranks, are not loaded; a warning says so. At most the rounding of one
-        step is lost.
+        The wire may differ from the wire of the saved state. Residuals that another rank saved, or that were saved with
+        another number of ranks, are not loaded; a warning says so. At most the rounding of one step is lost.
 
         Raises:
             ValueError: the version is another, a key is missing, a value is of the wrong kind, the model does not have

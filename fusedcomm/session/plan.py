@@ -246,4 +246,4 @@ def _passthrough_row(
     sent = 2 * nbytes * (world_size - 1) // world_size
     between = (sent // hosts.ranks_per_host if hosts.num_hosts > 1 else 0) if hosts else None
     name = str(dtype).removeprefix("torch.")
-    return BucketRow(names, nbytes, name, "exact", 1, sent, "travels as it is", between)
+    return BucketRow(names, nbytes, name, "exact", 1, sent, "sent as it is", between)

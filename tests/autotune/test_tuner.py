@@ -343,7 +343,7 @@ def off_beside_default(rank, world_size):
 def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size):
     for same, stats, plan, scratch_nbytes, report in ranks.run(off_beside_default, world_size=world_size):
         assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
-        assert "off, DDP's own exact all-reduce" in plan and "travels as it is" in plan
+        assert "off, DDP's own exact all-reduce" in plan and "sent as it is" in plan
         assert "off chosen before by wire='auto' from 1 candidates" in plan
 
 
