@@ -2,7 +2,7 @@
 
     comm = fusedcomm.attach(ddp, wire="bf16")
 
-Names are loaded when first used, so that ``fusedcomm doctor`` can run where the extension is not built.
+Names are imported on first use, so that ``fusedcomm doctor`` also runs where the extension is not built.
 """
 
 import importlib
@@ -56,6 +56,7 @@ __all__ = [
     "simulate",
 ]
 
+# The submodule that defines each public name.
 _HOME = {
     "attach": "ddp.attach",
     "Handle": "ddp.handle",

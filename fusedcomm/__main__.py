@@ -1,4 +1,4 @@
-"""``python -m fusedcomm`` is the ``fusedcomm`` command, also from a checkout that is not installed."""
+"""``python -m fusedcomm`` runs the ``fusedcomm`` command, also from a checkout that is not installed."""
 
 from fusedcomm.tools.cli import main
 

@@ -1,4 +1,4 @@
-"""How large a bucket's chunks are, and how many of them are under way, where a configuration leaves that open."""
+"""Chooses the bytes of a bucket's chunks and how many chunks are under way, where a configuration leaves that open."""
 
 import dataclasses
 import math
@@ -6,47 +6,64 @@ import math
 from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
 
-# A chunk takes so long on the link, as it was timed at attach. Each costs some tenths of a millisecond beside its
-# bytes, and while it is on its way its codec stages wait. Speed-up over DDP's default on bench/hosts.py: 4 hosts, 100
-# Mbit/s, int4 in chunks of 512 KiB ×6.0, of 256 KiB ×6.2, of 128 KiB another 2%; 2 hosts, 10 Gbit/s, bf16 in chunks of
-# 512 KiB ×1.0, of 2 MiB ×1.4.
+# Seconds that one chunk takes on the link, which is timed at attach. Each chunk costs some tenths of a millisecond
+# beside its bytes, so small chunks waste time. The codec stages wait while a chunk is on the link, so large chunks
+# overlap less. Speed-up over DDP's default in bench/hosts.py: with 4 hosts, 100 Mbit/s and int4, ×6.0 in chunks of 512
+# KiB, ×6.2 in 256 KiB, 2% more in 128 KiB; with 2 hosts, 10 Gbit/s and bf16, ×1.0 in 512 KiB, ×1.4 in 2 MiB.
 _SECONDS = 2e-3
 _LARGER_IF_ONE_SHOT, _MIN_NBYTES_IF_ONE_SHOT = 2, 128 << 10
-"""It has one collective on its way. 2 hosts, 1 Gbit/s, chunks of 256 KiB instead of 128: a step of a ResNet takes 5%
-less with bf16, 3% with int4, as long with int8; synchronisation alone 1% less (bf16, int8) and 4% (int4). With 512 KiB
-bf16 takes more again. 100 Mbit/s, of 128 KiB instead of 32: the fastest of ten steps took 868.8 ms instead of 872.5
-with bf16, for 0.4% fewer bytes (the C++ fp16 hook: 869.5), 459.7 instead of 461.7 with int8."""
+"""Factor on _SECONDS for a one-shot, and the least bytes that a rank sends for one of its chunks. A one-shot chunk has
+a single collective, so larger chunks pay.
+
+With 2 hosts and 1 Gbit/s, in chunks of 256 KiB instead of 128 KiB, a step of a ResNet takes 5% less time with bf16, 3%
+less with int4 and the same with int8. Synchronization alone takes 1% less with bf16 and int8, 4% less with int4. With
+512 KiB bf16 is slower again. With 100 Mbit/s, in 128 KiB instead of 32 KiB, the fastest of ten steps took 868.8 ms
+instead of 872.5 ms with bf16 (torch's C++ fp16 hook: 869.5 ms), 459.7 ms instead of 461.7 ms with int8."""
 _LARGER_AMONG_MANY = 1.5
-"""A two-shot of more than two ranks, whose chunks cost more: each is a message to every other one. 4 hosts, 1 Gbit/s,
-all on two cores: bf16 in chunks of 128 KiB 886 ms a step, of 256 KiB 779, of 512 KiB 760; int8 546, 470, 474; int4 371,
-365, 331. That link is timed as 6 to 10 ns a byte: without this, chance chose between 256 and 128 KiB."""
+"""Factor on _SECONDS for a two-shot of more than two ranks. Its chunks cost more, because each is a message to every
+other rank.
+
+With 4 hosts and 1 Gbit/s, all on two cores, a step in chunks of 128, 256 and 512 KiB took 886, 779 and 760 ms with
+bf16; 546, 470 and 474 ms with int8; 371, 365 and 331 ms with int4. That link is timed as 6 to 10 ns a byte: without the
+factor, chance chose between 128 and 256 KiB."""
 _MIN_NBYTES_AMONG_MANY = 256 << 10
-"""4 hosts, 100 Mbit/s, instead of 128 KiB, of which only half as many bytes are under way: 1,316 ms instead of 1,324
-with bf16 (torch's fp16 hook: 1,303), 696 instead of 705 with int8, as long with int4; 128 KiB with as many bytes under
-way took 1,321, 706 and as long."""
+"""Least bytes of a chunk of such a two-shot. _MAX_IN_FLIGHT chunks of 128 KiB are only half of _UNDER_WAY_NBYTES.
+
+With 4 hosts and 100 Mbit/s, a step in chunks of 256 KiB instead of 128 KiB took 1,316 ms instead of 1,324 ms with bf16
+(torch's fp16 hook: 1,303 ms), 696 ms instead of 705 ms with int8, and the same with int4. Chunks of 128 KiB with as
+many bytes under way took 1,321 ms with bf16, 706 ms with int8 and the same with int4."""
 _LARGER_IF_DIRECT, _MIN_NBYTES_IF_DIRECT = 4, 1 << 20
-"""One all-reduce of two ranks cuts its message by itself and has one stage on its way: of larger chunks only the cost
-is less. Beside a step that computes, on 2 hosts at 1 Gbit/s: 0.24 ms of a core for each chunk. At 100 Mbit/s 256 KiB
-took 0.9% more time, and 1% more bytes, than 1 MiB; 2 MiB no less."""
+"""Factor on _SECONDS, and least bytes of a chunk, for a direct sum of two ranks. Its all-reduce cuts the message itself
+and is the chunk's only collective, so larger chunks only save the cost of a chunk.
+
+With 2 hosts and 1 Gbit/s, beside a step that computes, that cost is 0.24 ms of a core. With 100 Mbit/s, chunks of 256
+KiB took 0.9% more time and 1% more bytes than 1 MiB; 2 MiB took no less time."""
 _DEFAULT_S_PER_BYTE = 8e-9
-"""Of a link that nobody has timed: 1 Gbit/s."""
+"""Seconds a byte of a link that was not timed: 1 Gbit/s."""
+# Least and most bytes of each part of a chunk. A one-shot's chunk has one part.
 _MIN_NBYTES_PER_RANK, _MAX_NBYTES_PER_RANK = 32 << 10, 1 << 20
+# Most bytes of a chunk on CPU, if its size is chosen here.
 MAX_DEFAULT_NBYTES = 8 << 20
 
-# Many small ones: ranks do not get on equally fast, and a rank's link is idle while all its chunks wait for others'.
+# Bytes under way at once, in many small chunks: ranks differ in speed, and a rank's link is idle while every one of its
+# chunks waits for another rank.
 _UNDER_WAY_NBYTES = 4 << 20
+# Fewest and most chunks under way.
 _MIN_IN_FLIGHT, _MAX_IN_FLIGHT = 4, 16
 
+# A link that takes at least this many seconds a byte is slow: 400 Mbit/s.
 _SLOW_S_PER_BYTE = 2e-8
 _MAX_SENDING_IF_SLOW = 2
-"""Exchanges of a channel. TCP shares a line unevenly among connections, so that some ranks end a step later than
-others. 4 hosts, 100 Mbit/s, the slowest rank's first, second and third step after a barrier (torch's fp16 hook: 1,286,
-1,292 and 1,287 ms): with bf16 1,287, 1,291 and 1,289 ms, where three may send 1,293, 1,288 and 1,292, where all may
-1,303, 1,296 and 1,297. int8: 683, 684 and 681 ms instead of 692, 686 and 684; int4 no different. At 1 Gbit/s nothing
-that repeats; at 10 Gbit/s bf16 takes 4% longer for it."""
+"""Exchanges of one channel that may send at once, on a slow link of more than two ranks. TCP shares a line unevenly
+among connections; without a limit some ranks end a step later than others.
 
-# On an accelerator a chunk costs up to three launches and two collectives, so DDP's buckets (25 MiB of gradients) are
-# not cut: up to 32 MiB of fp32 gradients fit on a 16-bit wire, 62 MiB on int8.
+With 4 hosts and 100 Mbit/s, the slowest rank's first three steps after a barrier took 1,287, 1,291 and 1,289 ms with
+bf16; 1,293, 1,288 and 1,292 ms where three exchanges may send; 1,303, 1,296 and 1,297 ms without a limit (torch's fp16
+hook: 1,286, 1,292 and 1,287 ms). With int8 they took 683, 684 and 681 ms instead of 692, 686 and 684 ms; with int4
+there was no difference. With 1 Gbit/s no difference repeats; with 10 Gbit/s the limit makes bf16 4% slower."""
+
+# Bytes of a chunk on an accelerator, where each chunk costs up to three launches and two collectives. DDP's buckets (25
+# MiB of gradients) are not cut: a chunk holds 32 MiB of fp32 gradients on a 16-bit wire, 62 MiB on int8.
 _DEVICE_NBYTES = 16 << 20
 
 
@@ -57,37 +74,37 @@ def resolved(
     s_per_byte: float | None = None,
     ranks_per_host: int = 1,
 ) -> Config:
-    """`config` with numbers where its chunks were left open.
+    """Returns `config` with both numbers of its chunks: those that were open are chosen here.
 
     Args:
-        s_per_byte: seconds that the link takes for each byte a rank sends, the same on every rank; None: not timed.
-        ranks_per_host: more than one for sums on two levels.
+        s_per_byte: seconds that the link takes for each byte that a rank sends; equal on every rank. None: not timed.
+        ranks_per_host: ranks on each host for sums on two levels, 1 for sums on one level.
     """
     is_cpu = device_type == "cpu"
     nbytes, in_flight = config.chunks.nbytes, config.chunks.in_flight
     if nbytes is None:
         nbytes = _nbytes(config, world_size, s_per_byte, ranks_per_host) if is_cpu else _DEVICE_NBYTES
     if in_flight is None:
-        # On two levels a chunk has twice as many collectives to be in.
+        # On two levels a chunk goes through twice as many collectives.
         under_way_nbytes = _UNDER_WAY_NBYTES * (2 if ranks_per_host > 1 else 1)
         in_flight = min(max(under_way_nbytes // nbytes, _MIN_IN_FLIGHT), _MAX_IN_FLIGHT) if is_cpu else _MIN_IN_FLIGHT
     return dataclasses.replace(config, chunks=Chunks(nbytes, in_flight))
 
 
 def native(config: Config, world_size: int, device_type: str = "cpu", ranks_per_host: int = 1) -> "_C.WireConfig":
-    """For the engine; as :func:`resolved` for a link that nobody has timed."""
+    """The engine's configuration, with the chunks that :func:`resolved` chooses for a link that was not timed."""
     whole = resolved(config, world_size, device_type, ranks_per_host=ranks_per_host)
     return whole.native(whole.chunks, ranks_per_host)
 
 
 def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:
-    """Over CPU channels."""
-    # Where the transport adds, in an order that depends on the cuts, every run has to cut alike.
+    """Bytes of a chunk on CPU."""
+    # If the transport adds, the order of addition depends on the cuts. Every run must cut alike, whatever the link.
     transport_adds = not config.plan_of_large_buckets(world_size).sums_codes
     if world_size > 2 and transport_adds:
         s_per_byte = None
     p = world_size // ranks_per_host
-    # In a one-shot a chunk is what goes to each of the others, else a part of it is.
+    # A one-shot sends the whole chunk to each other rank; the other sums send each rank one part of it.
     is_one_shot = ranks_per_host == 1 and config.is_one_shot(world_size)
     num_parts = 1 if is_one_shot else p
     sent, least = _SECONDS / (s_per_byte or _DEFAULT_S_PER_BYTE), _MIN_NBYTES_PER_RANK * num_parts
@@ -101,21 +118,21 @@ def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per
     nbytes = 1 << math.floor(math.log2(max(1.0, sent * num_parts / max(1, p - 1))))
     nbytes = min(max(nbytes, least), _MAX_NBYTES_PER_RANK * num_parts)
     if ranks_per_host > 1:
-        # A chunk is as long between hosts as it would be among so many ranks. Within a host its message has all
-        # ranks' parts of it, mostly in a wider wire: 2 hosts × 2 ranks, 1 Gbit/s, int4, 10 M parameters: 214 ms
-        # where that message is 128 KiB, 78 where it is 2 MiB.
+        # Between hosts a message is as long as it would be among num_hosts ranks on one level. Within a host it holds
+        # the parts of every rank on the host, mostly in a wider wire. With 2 hosts × 2 ranks, 1 Gbit/s, int4 and 10 M
+        # parameters, a step took 214 ms where the message within a host is 128 KiB, 78 ms where it is 2 MiB.
         wider = nbytes_per_element(config.local_wire) / nbytes_per_element(config.wire)
         nbytes *= ranks_per_host * max(1, 1 << round(math.log2(wider)))
     return min(nbytes, MAX_DEFAULT_NBYTES)
 
 
 def max_sending(world_size: int, s_per_byte: float | None) -> int:
-    """How many exchanges of a channel send at once; 0: any number. `s_per_byte`: as of :func:`resolved`."""
+    """Returns how many exchanges of a channel may send at once; 0: any number. `s_per_byte`: see :func:`resolved`."""
     is_slow = world_size > 2 and s_per_byte is not None and s_per_byte >= _SLOW_S_PER_BYTE
     return _MAX_SENDING_IF_SLOW if is_slow else 0
 
 
 def nbytes_per_element(wire: str) -> float:
-    """On the wire, scales included."""
+    """Bytes of an element on the wire, scales included."""
     numel = 1 << 20
     return _C.bucket_layout(wire, _C.default_block_numel(wire), 1, 0, numel, 1 << 30).chunk_nbytes / numel

@@ -1,27 +1,30 @@
-"""Every environment variable that fusedcomm reads, and nothing else. ISA and CODEC_THREADS are for what ``attach`` is
-not told; QUIET or its argument may ask for quiet; the others have no argument."""
+"""fusedcomm's environment variables, and the functions that read them.
+
+ISA and CODEC_THREADS apply where :class:`fusedcomm.LocalOptions` leaves these open. QUIET has the same effect as the
+argument of ``attach``. The other variables have no argument.
+"""
 
 import os
 
 ISA = "FUSEDCOMM_ISA"
-"""Instruction set of the CPU codec: "auto" (the default) or one that ``fusedcomm doctor`` lists."""
+"""Instruction set of the CPU codec: "auto" (the default), or one that ``fusedcomm doctor`` lists."""
 
 CODEC_THREADS = "FUSEDCOMM_CODEC_THREADS"
-"""Threads that share one codec stage, at least 1. By default from the cores and the ranks on this host."""
+"""Threads that share one codec stage, at least 1. Default: half of this rank's share of the host's cores, 1 to 4."""
 
 QUIET = "FUSEDCOMM_QUIET"
 """1: rank 0 does not print the plan."""
 
 SYNC = "FUSEDCOMM_SYNC"
-"""1: every stage ends before the next begins, so that no race can happen and a fault is named where it happened. Slow,
-for hunting errors; the gradients must be the same bits."""
+"""1: every stage ends before the next begins. No race can happen, and a fault is reported at the stage that caused it.
+Slow, for debugging; the gradients must have the same bits."""
 
 REGISTERED_MEMORY = "FUSEDCOMM_REGISTERED_MEMORY"
-"""1: on cuda, workspaces come from the memory that the process group registers with the network, where it has some; on
-every rank or on none."""
+"""1: on cuda, workspaces come from memory that the process group registers with the network, if it has such memory. Set
+it on every rank or on none."""
 
 KERNELS = "FUSEDCOMM_KERNELS"
-"""Which of a GPU's kernels run: "triton", or "cuda" for those in CUDA C++. By default Triton's where it can be used."""
+"""GPU kernels that run: "triton", or "cuda" for the kernels in CUDA C++. Default: Triton's where Triton can be used."""
 
 
 def isa() -> str:
@@ -29,6 +32,7 @@ def isa() -> str:
 
 
 def codec_threads() -> int | None:
+    """None if CODEC_THREADS is not set. Raises ValueError if it is not a whole number, at least 1."""
     text = os.environ.get(CODEC_THREADS)
     if text is None:
         return None
@@ -38,7 +42,7 @@ def codec_threads() -> int | None:
 
 
 def kernels() -> str | None:
-    """None: not told."""
+    """None if KERNELS is not set or empty. Raises ValueError for an unknown name."""
     text = os.environ.get(KERNELS) or None
     if text not in (None, "triton", "cuda"):
         raise ValueError(f"{KERNELS}={text!r} is not possible: use 'triton' or 'cuda', or unset it")
@@ -46,7 +50,7 @@ def kernels() -> str | None:
 
 
 def cache_folder() -> str:
-    """Where kernels in CUDA C++ are kept once they are compiled."""
+    """The folder that keeps compiled kernels in CUDA C++."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedcomm")
 
 
@@ -63,12 +67,12 @@ def registered_memory() -> bool:
 
 
 def cuda_queues() -> int | None:
-    """Hardware queues that all streams of a GPU share, if CUDA is told; else it has 8."""
+    """Hardware queues that all streams of a GPU share, as set for CUDA. None if not set; CUDA then has 8."""
     text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     return int(text) if text and text.isdigit() else None
 
 
 def local_world_size() -> int | None:
-    """Ranks on this host, as torchrun tells them."""
+    """Ranks on this host, as torchrun sets them; None if not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE")
     return int(text) if text and text.isdigit() else None

@@ -1,8 +1,8 @@
-"""The one place that imports the compiled extension, so that one message says how to build it."""
+"""Imports the compiled extension. Every module imports it from here, so one message says how to build it."""
 
 from pathlib import Path
 
-import torch  # noqa: F401  (the extension links against torch's libraries, which this loads)
+import torch  # noqa: F401  (loads torch's libraries, which the extension links against)
 
 try:
     from fusedcomm import _C
@@ -11,7 +11,7 @@ except ImportError as error:
     if not any(folder.glob("_C.*")):
         raise ImportError(
             f"the native extension fusedcomm._C has not been built: there is none in {folder}. Build it there with: "
-            "make build   (or, if fusedcomm is installed, start Python in another folder: this one is found first)"
+            "make build   (or, if fusedcomm is installed, start Python in another folder: Python finds this one first)"
         ) from error
     raise ImportError(
         f"the native extension fusedcomm._C cannot be loaded with torch {torch.__version__} ({error}). Build it "

@@ -1,6 +1,7 @@
-"""The patterns of ``Config.wires``: which one a parameter goes by, and which ones no parameter goes by.
+"""The patterns of ``Config.wires``: finds the pattern of a parameter, and refuses patterns without effect.
 
-A tied parameter, as a language model's head that is its embedding, has several names; a pattern matches it by any.
+A tied parameter has several names: a language model's head and its embedding may be one parameter, for example. A
+pattern matches it if it matches any of its names.
 """
 
 import dataclasses
@@ -13,21 +14,22 @@ from collections.abc import Iterable, Sequence
 import torch
 
 ONE_DIMENSIONAL = "1d"
-"""The pattern of biases and norms."""
+"""The pattern of parameters with at most one dimension: biases and norms."""
 
+# Names that an error suggests.
 _NUM_CLOSEST = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One pattern, and the wire of what it matches."""
+    """One pattern, and the wire of the parameters that it matches."""
 
     origin: str
-    """"wires", or "default"."""
+    """The rule's source: "wires" or "default"."""
     pattern: str
     wire: str
     replaces_default: bool = False
-    """Without it the default pattern would come before all others."""
+    """Whether it takes the place of the default rule, which would otherwise come before all others."""
 
     def matches(self, name: str, parameter: torch.Tensor) -> bool:
         if self.pattern == ONE_DIMENSIONAL:
@@ -42,11 +44,11 @@ class Rule:
 
 
 def rule_for(rules: Sequence[Rule], names: Sequence[str], parameter: torch.Tensor) -> Rule | None:
-    """The first of `rules` that matches a name of the parameter's, None if none does.
+    """Returns the first of `rules` that matches any of the parameter's `names`; None if no rule does.
 
     Raises:
-        ValueError: the first rule that matches another of the names gives another wire, and no name has the two in
-            order. "*" after "lm_head.*" matches the head's name, too, and so is no disagreement.
+        ValueError: for another of the names, the first rule that matches gives another wire, and no name matches both
+            rules. "*" after "lm_head.*" is no such conflict: both match the head's name, so their order decides.
     """
     of_name = {name: [rule for rule in rules if rule.matches(name, parameter)] for name in names}
     first = next((rule for rule in rules if any(rule in matching for matching in of_name.values())), None)
@@ -64,7 +66,7 @@ def rule_for(rules: Sequence[Rule], names: Sequence[str], parameter: torch.Tenso
 
 
 def by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """All names of each tensor, in the order in which the tensors and their names first appear."""
+    """Returns every name of each tensor, in the order in which tensors and names first appear."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in named:
@@ -74,9 +76,15 @@ def by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[tuple[str
 
 
 def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError for a rule that has no effect on these parameters, tied ones by all their names: one that
-    matches none, as a typo does, or only what rules before it have given another wire; or as :func:`rule_for`. "1d"
-    and "*" may be for what another model has."""
+    """Raises ValueError for a rule without effect, and as :func:`rule_for` does.
+
+    A rule has no effect if it matches no parameter, because of a typo for example, or if earlier rules take all that it
+    matches and give one of them another wire. "1d" may match nothing. "*", and a "1d" that replaces the default, may
+    come too late. They may serve another model.
+
+    Args:
+        named: a tied parameter appears once under each of its names.
+    """
     parameters = by_tensor(named)
     chosen = [rule_for(rules, names, parameter) for names, parameter in parameters]
     for rule in rules:
@@ -87,7 +95,7 @@ def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> N
         ]
         if not matching and rule.pattern != ONE_DIMENSIONAL:
             raise ValueError(
-                f"{rule} matches none of the {len(parameters)} parameters that DDP synchronises; the closest names "
+                f"{rule} matches none of the {len(parameters)} parameters that DDP synchronizes; the closest names "
                 f"are {', '.join(_closest(rule.pattern, [names for names, _ in parameters]))}"
             )
         if rule.replaces_default or rule.pattern == "*" or any(used == rule for _, used in matching):
@@ -95,15 +103,15 @@ def check(rules: Sequence[Rule], named: Iterable[tuple[str, torch.Tensor]]) -> N
         other = next(((name, used) for name, used in matching if used.wire != rule.wire), None)
         if other is not None:
             raise ValueError(
-                f"{rule} has no effect: all {len(matching)} parameters that it matches have gone to patterns before "
-                f"it, {other[0]!r} to the {other[1]}, for example: put it before that in wires (the default '1d' comes "
-                "first unless it is written there, too), or leave it out"
+                f"{rule} has no effect: all {len(matching)} parameters that it matches already match patterns before "
+                f"it: {other[0]!r} matches the {other[1]}, for example. Put it before that pattern in wires (the "
+                "default '1d' comes first unless wires contains '1d'), or leave it out"
             )
 
 
 def _closest(pattern: str, parameters: Iterable[Sequence[str]]) -> list[str]:
-    """The names most like `pattern`, each with those tied to it; one of names that differ in numbers only, as those of
-    layers do."""
+    """Returns the names most like `pattern`, each with the names tied to it. Names that differ only in their numbers,
+    as the layers of a model do, count once."""
     alike: dict[str, tuple[str, Sequence[str]]] = {}
     for names in parameters:
         for name in names:

@@ -1,4 +1,4 @@
-"""``fusedcomm.simulate``: what many ranks would end with, in one process, by the codec that real ranks use."""
+"""``fusedcomm.simulate``: the mean that many ranks would get, computed in one process with the codec of real ranks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,10 +21,12 @@ from fusedcomm.ranks import hosts
 from fusedcomm.ranks.hosts import Hosts
 from fusedcomm.reference import FIRST_HOST, REDUCER
 
-# All ranks' encodings of one piece of the gradients are held at once, as its owner holds them. Results do not depend
-# on where pieces are cut, as long as it is between blocks.
+# Gradients are processed in pieces, to bound memory. Results do not depend on the cuts, which fall between blocks.
+# Bytes of all ranks' encodings of one piece, which are held at once, where the codec sums.
 _PIECES_NBYTES = 64 << 20
+# Elements of one piece, where the transport adds.
 _MAX_PIECE_NUMEL = 1 << 20
+# Bytes of a chunk that no piece exceeds.
 _ONE_CHUNK = 1 << 62
 
 
@@ -38,34 +40,36 @@ def simulate(
     step: int = 0,
     residuals: "Residuals | None" = None,
 ) -> torch.Tensor:
-    """The mean that every rank would end with if `grads` were one bucket's gradients on as many ranks.
+    """Returns the mean that every rank would get if `grads` were the gradients of one bucket, one tensor for each rank.
 
-    Use it to see what a wire does to your gradients, or to train as so many ranks would, without starting any. Beside
-    `grads` and the result it holds about 128 MiB at most, or a block for each rank where that is more.
+    Use it to see what a wire does to your gradients, or to train as many ranks would without starting them. Beside
+    `grads` and the result it needs at most about 128 MiB, or one block for each rank if that is more.
 
     Args:
         grads: one tensor for each rank, in rank order: fp32, bf16 or fp16, on cpu, all of one shape and dtype. They are
             not changed.
-        config: a :class:`fusedcomm.Config`, as for :func:`fusedcomm.attach`. sum="auto" decides as the engine does for
-            a bucket of this size on so many ranks, so fp32 gradients of up to 16 KiB are summed exactly whatever the
-            wire: use sum="two-shot" or "one-shot" to see the wire itself. All elements travel in `config.wire`, since
-            `config.wires` goes by parameters. Chunks and checks change no bit.
+        config: a :class:`fusedcomm.Config`, as for :func:`fusedcomm.attach`. sum="auto" chooses the sum as the engine
+            does for a bucket of this size on this number of ranks. fp32 gradients of at most 16 KiB are then summed
+            exactly, whatever the wire: use sum="two-shot" or "one-shot" to see the wire's effect. Every element is sent
+            in `config.wire`; `config.wires` is not used, because it selects parameters. Chunks and checks do not change
+            the result.
         wire: short for ``Config(wire)``.
-        exempt_mask: bool, in the gradients' shape: True where an element travels in fp32. None: nowhere (on wires with
-            scales attach() exempts biases and norms).
-        step: for stochastic rounding; the draws are those of a bucket that begins with the model's first parameter.
-        residuals: error feedback: what earlier steps left out is added, and what this one leaves out is kept in it.
-            None: there is no other step.
+        exempt_mask: bool tensor in the gradients' shape: True where an element is sent in fp32. None: nowhere. (On
+            wires with scales, attach() exempts biases and norms.)
+        step: number of the step, 0 to 2^32 - 1, for stochastic rounding. The draws are those of a bucket that begins
+            with the model's first parameter.
+        residuals: error feedback: the residuals of earlier steps are added to the gradients, and replaced by the
+            residuals of this step. None: there is no other step, and `config.feedback` has no effect.
 
     Returns:
-        A tensor in the gradients' shape and dtype. By "two-shot" and "one-shot" it has the bits that real ranks get. By
-        "exact" and "direct" the order of addition is the transport's own; here x_0 + x_1 + x_2 …, as round a ring that
-        starts at rank 0, in fp32 (exact) or rounded to the wire after each addition (direct): one of the possible
-        orders, and the only one for two ranks.
+        A tensor in the gradients' shape and dtype. With sum "two-shot" and "one-shot" it has the bits that real ranks
+        get. With "exact" and "direct" the transport of real ranks chooses the order of addition. Here the order is x_0
+        + x_1 + x_2 …, as in a ring that starts at rank 0, in fp32 (exact) or rounded to the wire after each addition
+        (direct). It is one of the possible orders, and the only one for two ranks.
 
     Raises:
-        ValueError: arguments that do not go together, or that attach() would refuse; says what is possible.
-        TypeError: something that is not a tensor.
+        ValueError: arguments that cannot be combined, or that attach() would refuse; the message says what is possible.
+        TypeError: `grads` is not a sequence of tensors, or `exempt_mask` is not a tensor.
     """
     config = given(config, wire)
     flats = _flats(grads)
@@ -94,7 +98,7 @@ def simulate(
             encoders = _Encoders(codec, of_one, chunk, config, step, residuals)
             parts = encoders.of_ranks(plan, flats, (lossy, exact), levels)
             encoders.write_mean(plan, parts, (lossy, exact), result)
-    else:  # what is exempt in a bucket that is summed exactly is no stream of its own
+    else:  # the transport adds the whole bucket in one dtype, exempt elements included
         for begin in range(0, numel, _MAX_PIECE_NUMEL):
             piece = slice(begin, begin + _MAX_PIECE_NUMEL)
             result[piece] = _added_by_transport(codec, plan, [flat[piece] for flat in flats])
@@ -102,15 +106,15 @@ def simulate(
 
 
 class Residuals:
-    """What a run of :func:`simulate` calls, one for each step of the same bucket, has left out so far.
+    """The residuals of one bucket, kept from one :func:`simulate` call to the next. Each call is one step.
 
     Args:
-        format: as of :class:`fusedcomm.Feedback`.
+        format: "fp32" or "bf16"; see :class:`fusedcomm.Feedback`.
     """
 
     def __init__(self, format: str = "fp32") -> None:
         self.format = Feedback(format).format
-        self._of_senders: list[torch.Tensor] = []  # ranks, or hosts in a sum on two levels
+        self._of_senders: list[torch.Tensor] = []  # one for each rank, or for each host with two levels
         self._of_means: torch.Tensor | None = None
         self._layout = ""
 
@@ -122,8 +126,8 @@ class Residuals:
             self._layout = _described(layout)
         if _described(layout) != self._layout or len(self._of_senders) != num_senders:
             raise ValueError(
-                f"these residuals are of {len(self._of_senders)} senders and {self._layout}, not of {num_senders} and "
-                f"{_described(layout)}: make a Residuals for each bucket"
+                f"these residuals are for {len(self._of_senders)} senders and {self._layout}, not for {num_senders} "
+                f"and {_described(layout)}: make one Residuals for each bucket"
             )
 
 
@@ -135,32 +139,32 @@ def _described(layout: "_C.BucketLayout") -> str:
 
 
 class _Places:
-    """Where the elements of a stream are in the gradients; None: they are all of them, in order."""
+    """The places of a stream's elements in the gradients. `indices` None: the stream is all of them, in order."""
 
     def __init__(self, indices: torch.Tensor | None, numel: int) -> None:
         self._indices, self.numel = indices, numel
 
     def of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The stream."""
+        """The stream's elements, as a list of one tensor; an empty list if the stream has none."""
         if self.numel == 0:
             return []
         return [flat if self._indices is None else flat[self._indices]]
 
     def write(self, flat: torch.Tensor, values: list[torch.Tensor], begin: int, end: int) -> None:
-        """Elements [begin, end) of the stream, from the stream's `values`."""
+        """Writes elements [begin, end) of the stream. Without indices `values` is `flat`, which has them already."""
         if begin < end and self._indices is not None:
             flat[self._indices[begin:end]] = values[0][begin:end]
 
 
 def _of_one_rank(layout: "_C.BucketLayout", world_size: int) -> "_C.BucketLayout":
-    """The bucket in chunks with one part, such that all ranks' encodings of a chunk are affordable."""
+    """The bucket in chunks with one part, so small that all ranks' encodings of a chunk fit in _PIECES_NBYTES."""
     streams = [(layout.wire, layout.block_numel, layout.rotated, layout.lossy_numel)]
     (of_one,) = _C.bucket_layouts(streams, 1, layout.exact_numel, max(_PIECES_NBYTES // world_size, 1))
     return of_one
 
 
 class _Encoders:
-    """What ranks do to one chunk of a sum that their codecs take, all ranks' parts taken together."""
+    """Encodes one chunk for every rank and takes its mean, where the codec sums. The chunk has every rank's part."""
 
     def __init__(
         self,
@@ -181,7 +185,7 @@ class _Encoders:
         places: tuple[_Places, _Places],
         levels: Hosts | None,
     ) -> torch.Tensor:
-        """uint8 [senders, layout.part_stride]: what each rank sends of the chunk; with levels, what each host does."""
+        """uint8 [senders, layout.part_stride]: the encoded chunk of each rank, or with `levels` of each host."""
         if levels is None:
             parts = self._parts(len(flats), self._layout)
             for rank, out in enumerate(parts):
@@ -199,8 +203,8 @@ class _Encoders:
     def write_mean(
         self, plan: "_C.BucketPlan", parts: torch.Tensor, places: tuple[_Places, _Places], result: torch.Tensor
     ) -> None:
-        """The mean, as the ranks that own it take it of `parts` and every rank decodes it; where no rank encodes it, as
-        every rank takes it."""
+        """Writes the chunk's mean into `result`. If the plan encodes sums, the mean of `parts` is encoded as its owners
+        do it and then decoded; otherwise it is taken from `parts` directly, as every rank does it."""
         layout, chunk = self._layout, self._chunk
         if plan.encodes_sums:
             mean = torch.empty(1, layout.part_stride, dtype=torch.uint8)
@@ -212,7 +216,7 @@ class _Encoders:
             stream.write(result, of_stream, *range_of(chunk, 0))
 
     def _encoding(self, source: int, sender: int | None) -> tuple:
-        """(noise, residual) of an encoder; of the means if there is no sender."""
+        """(noise, residual) of an encoder, each None if not used. `sender` None: the encoder of means."""
         noise = (self._config.rounding.seed, 0, self._step, source) if self._config.is_stochastic else None
         if self._residuals is None:
             return noise, None
@@ -247,7 +251,7 @@ class _Encoders:
 
 
 def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[torch.Tensor]) -> torch.Tensor:
-    """The mean, where the encodings themselves are added, in their dtype."""
+    """The mean of `slices` where the transport adds their encodings, in the wire dtype and in rank order."""
     layout, numel = plan.layout, slices[0].numel()
     (packed,) = _C.bucket_layouts([(layout.wire, layout.block_numel, False, numel)], 1, 0, _ONE_CHUNK)
     total, addend = torch.empty(2, packed.part.nbytes, dtype=torch.uint8)
@@ -265,12 +269,12 @@ def _added_by_transport(codec: "_C.Codec", plan: "_C.BucketPlan", slices: list[t
 
 
 def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
-    """Without residuals a step is the only one: what it leaves out goes nowhere."""
+    """None without residuals: a single step feeds nothing back."""
     if residuals is None:
         return None
     if config.feedback is not None and config.feedback.format != residuals.format:
         raise ValueError(
-            f"feedback={config.feedback!r} and residuals in {residuals.format!r}: use Residuals("
+            f"feedback={config.feedback!r} does not match residuals in {residuals.format!r}: use Residuals("
             f"{config.feedback.format!r}), or leave feedback out"
         )
     return Feedback(residuals.format)
@@ -282,7 +286,7 @@ def _levels(config: Config, world_size: int) -> Hosts | None:
     if groups is None:
         return None
     if groups == hosts.AUTO:
-        raise ValueError(f"hosts={groups!r} is not possible in one process: say how many ranks each host has")
+        raise ValueError(f"hosts={groups!r} is not possible in one process: give the number of ranks on each host")
     found = hosts.given(groups, world_size)
     return None if found.flat_reason else found
 

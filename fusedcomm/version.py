@@ -1,3 +1,3 @@
-"""The one place of fusedcomm's version; pyproject.toml reads it from here."""
+"""fusedcomm's version. pyproject.toml reads it from here."""
 
 __version__ = "0.2.0"

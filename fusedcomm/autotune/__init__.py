@@ -1,1 +1,1 @@
-"""``wire="auto"``: real steps under each candidate, and the fastest of them."""
+"""``wire="auto"``: runs real steps with each candidate and keeps the fastest."""

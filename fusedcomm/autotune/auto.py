@@ -1,4 +1,4 @@
-"""``Auto``: a search for the wire, in the place of a configuration."""
+"""``Auto``: a search for the wire, given in place of a configuration."""
 
 import dataclasses
 import os
@@ -9,27 +9,29 @@ from fusedcomm.config import WIRES, Config, Options, check
 from fusedcomm.native import _C
 
 EXACT_WIRE = "fp32"
-"""By default tried beside the wire of `Auto.base`, where that allows it."""
+"""The wire that is tried by default beside the wire of `Auto.base`, if `base` allows it."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Auto(Options):
-    """The first steps try DDP's own all-reduce, `wires` and, of the best of them, other sums and chunks where `base`
-    leaves those open; the ranks keep what makes their steps shortest, or the more exact if it is within 3%
-    (docs/autotune.md). ``wire="auto"`` is short for ``Auto()``.
+    """A search for the fastest way to send gradients, made in the first training steps.
+
+    These steps try DDP's own all-reduce and each of `wires`, then the best wire with other sums and chunks where `base`
+    leaves them open. The ranks keep the candidate with the shortest steps, or a more exact one that comes within 3% of
+    it (docs/autotune.md). ``wire="auto"`` is short for ``Auto()``.
 
     Args:
-        wires: what may travel beside DDP's own exact all-reduce, which is always tried. None: "fp32", unless `base` is
-            not for it, and the wire of `base`.
-        base: a :class:`fusedcomm.Config` that holds for all that is tried, but for its `wire`, which each of `wires`
-            replaces; unless it is the default, it has to be one of them. Where `base` has no `hosts` and no `feedback`,
-            sums on two levels are tried where they can be had. None: ``Config()``.
-        tuned: what ``tuning()`` has returned before, or the path where its ``save()`` has put it. Nothing is tried
-            then; unless it is of another number of ranks, model or device, or of wires that are not allowed, which a
-            warning says.
+        wires: the wires to try. DDP's own exact all-reduce is always tried, too. None: the wire of `base`, and "fp32"
+            if `base` can be combined with it.
+        base: a :class:`fusedcomm.Config` whose options apply to every candidate, except `wire`, which each of `wires`
+            replaces. If `base.wire` is not the default, `wires` must contain it. If `base` has neither `hosts` nor
+            `feedback`, sums on two levels are tried where the hosts allow them. None: ``Config()``.
+        tuned: what an earlier ``tuning()`` returned, or the path where its ``save()`` wrote it. Nothing is tried then.
+            If it does not fit the ranks, the model, the device or `wires`, rank 0 warns and the search is made.
 
     Raises:
-        ValueError: `wires` are none, `base` is not for one of them, or has a wire that is not among them; names both.
+        ValueError: `wires` is empty or names an unknown wire, `base` cannot be combined with one of `wires`, `wires`
+            lacks `base.wire`, or `tuned` is of another type. The message names the value.
     """
 
     wires: Sequence[str] | None = None
@@ -41,7 +43,7 @@ class Auto(Options):
             check.kind("base", self.base, Config)
         if self.tuned is not None and not isinstance(self.tuned, (str, os.PathLike, Tuning)):
             raise ValueError(
-                f"tuned={self.tuned!r} is not possible: use what tuning() returned, or the path of its save()"
+                f"tuned={self.tuned!r} is not possible: use what tuning() returned, or the path that its save() wrote"
             )
         if self.wires is not None:
             self._check_wires(self.wires)
@@ -66,18 +68,18 @@ class Auto(Options):
                 )
         if self.common.wire not in (*wires, Config().wire):
             raise ValueError(
-                f"base={self.base!r} has wire={self.base.wire!r}, and wires={tuple(wires)!r} does not: name it in "
-                "wires, too, or leave one of them out"
+                f"base={self.base!r} has wire={self.base.wire!r}, and wires={tuple(wires)!r} does not contain it: "
+                "add it to wires, or leave one of the two out"
             )
 
     @property
     def common(self) -> Config:
-        """`base`, in full."""
+        """`base`, or the default configuration."""
         return self.base or Config()
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """The wires, the most exact first."""
+        """The wires to try, the most exact first."""
         wires = self.wires
         if wires is None:
             wires = [self.common.wire]
@@ -86,11 +88,12 @@ class Auto(Options):
         return tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
 
     def config(self, wire: str) -> Config:
-        """How it is tried first. ValueError if it is not possible."""
+        """The configuration in which `wire` is tried first. Raises ValueError if it is not possible."""
         return dataclasses.replace(self.common, wire=wire)
 
 
 def is_possible(make: Callable[[], Config]) -> bool:
+    """Whether `make` returns a configuration, and does not raise ValueError."""
     try:
         make()
     except ValueError:

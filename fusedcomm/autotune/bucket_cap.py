@@ -1,8 +1,8 @@
-"""Which ``bucket_cap_mb`` DDP should have been made with, predicted from the buckets of a few steps.
+"""Predicts which ``bucket_cap_mb`` DDP should have been made with, from the buckets of a few steps.
 
-Buckets travel one after another, each in a + b · nbytes, which is fitted to those seen; one can start when the backward
-pass has made its last gradient, which is interpolated between the times at which buckets were handed over. What is left
-to wait for after the last gradient is the exposed time.
+The model: buckets are sent one after another, and each takes a + b · nbytes; a and b are fitted to the observed
+buckets. A bucket can start when the backward pass has made its last gradient; that time is interpolated between the
+observed hand-overs. The exposed time is what remains to wait for after the last gradient.
 """
 
 import dataclasses
@@ -11,17 +11,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+# Values of bucket_cap_mb, in MiB, that are compared.
 CAPS_MB = (1, 5, 10, 25, 50, 100)
 
 _LEAST_RATIO = 1.5
-"""Between the sizes of two buckets from which a time per byte can be told."""
+"""Ratio of two buckets' bytes above which the pair gives a time per byte."""
 _WORTH_SAYING = 0.02
-"""Of a step."""
+"""Least share of a step that another cap must save to be recommended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """One bucket of one pass; times since the pass's first hand-over."""
+    """One bucket of one pass. Times count from the pass's first hand-over; `done_ms` is NaN if the bucket failed."""
 
     nbytes: int
     handed_ms: float
@@ -30,14 +31,14 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class BucketCap:
-    """A prediction. Without `exposed_ms`, `unknown` says why there is none."""
+    """A prediction. If there is none, `exposed_ms` is empty and `unknown` says why; otherwise `unknown` is empty."""
 
     exposed_ms: tuple[tuple[int, float], ...] = ()
-    """(bucket_cap_mb, predicted exposed time), for CAPS_MB."""
+    """(bucket_cap_mb, predicted exposed time) for each of CAPS_MB."""
     now_ms: float | None = None
-    """The same for the buckets as they are."""
+    """Predicted exposed time of the buckets as they are."""
     step_ms: float | None = None
-    """Of a step as measured."""
+    """Measured time of a step."""
     unknown: str = ""
 
     @classmethod
@@ -50,7 +51,7 @@ class BucketCap:
 
     def __str__(self) -> str:
         if self.unknown:
-            return f"bucket_cap_mb: cannot be told, {self.unknown}"
+            return f"bucket_cap_mb: no prediction, {self.unknown}"
         table = ", ".join(f"{cap}: {ms:.3g}" for cap, ms in self.exposed_ms)
         best_ms = dict(self.exposed_ms)[self.best_mb]
         exposed = f"predicted ms exposed by bucket_cap_mb {{{table}}}, with the buckets as they are {self.now_ms:.3g}"
@@ -63,17 +64,19 @@ class BucketCap:
 
 
 def predict(passes: Sequence[Sequence[Bucket]], step_ms: float, cuts: Mapping[int, Sequence[int]]) -> BucketCap:
-    """From the buckets of some backward passes of `step_ms` each.
+    """Predicts the exposed time for each cap.
 
     Args:
-        cuts: by bucket_cap_mb, the bytes of the buckets that DDP would cut, in backward order.
+        passes: the observed buckets of some backward passes, each in the order of hand-over.
+        step_ms: the measured time of a step.
+        cuts: for each bucket_cap_mb, the bytes of the buckets that DDP would make, in backward order.
     """
     typical = _typical(passes)
     if len(typical) < 2:
         return BucketCap(unknown="all gradients are in one bucket: make DDP with a smaller bucket_cap_mb to see")
     wire = _fit(typical)
     if wire is None:
-        return BucketCap(unknown=f"the {len(typical)} buckets do not show what a bucket and what a byte takes")
+        return BucketCap(unknown=f"the {len(typical)} buckets do not tell the time of a bucket from the time of a byte")
     ready = _Readiness(typical)
 
     def exposed(nbytes_of_buckets: Sequence[int]) -> float:
@@ -87,7 +90,7 @@ def predict(passes: Sequence[Sequence[Bucket]], step_ms: float, cuts: Mapping[in
 
 
 def _typical(passes: Sequence[Sequence[Bucket]]) -> list[Bucket]:
-    """Medians over the passes that were cut as the last one was."""
+    """Each bucket's median times over the passes with the same buckets as the last. Ignores passes that failed."""
     passes = [buckets for buckets in passes if not any(math.isnan(bucket.done_ms) for bucket in buckets)]
     sizes = [bucket.nbytes for bucket in passes[-1]] if passes else []
     alike = [buckets for buckets in passes if [bucket.nbytes for bucket in buckets] == sizes]
@@ -102,7 +105,7 @@ def _typical(passes: Sequence[Sequence[Bucket]]) -> list[Bucket]:
 
 
 def _fit(buckets: Sequence[Bucket]) -> tuple[float, float] | None:
-    """(a, b) in ms and ms per byte, by the median slope; None if that is nothing."""
+    """(a, b) in ms and ms per byte, from the median slope. None if there is no slope or it is not positive."""
     times, before = [], float("-inf")
     for bucket in buckets:
         times.append((bucket.nbytes, bucket.done_ms - max(bucket.handed_ms, before)))
@@ -118,14 +121,14 @@ def _fit(buckets: Sequence[Bucket]) -> tuple[float, float] | None:
 
 
 class _Readiness:
-    """When the backward pass had made so many bytes of gradients, in its order."""
+    """The time at which the backward pass had made a number of bytes of gradients, in backward order."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         totals = itertools.accumulate(bucket.nbytes for bucket in buckets)
         self._points = [(total, bucket.handed_ms) for total, bucket in zip(totals, buckets, strict=True)]
 
     def at(self, nbytes: int) -> float:
-        """Between two buckets in proportion, before the first as between the first and the last."""
+        """In ms. Linear between two buckets; before the first, with the slope from the first to the last."""
         (first, first_ms), (last, last_ms) = self._points[0], self._points[-1]
         if nbytes <= first:
             return first_ms - (first - nbytes) * (last_ms - first_ms) / (last - first)

@@ -1,17 +1,18 @@
-"""``wire="auto"``: what is tried for how many steps and which of it is kept. No ranks, no clock and no engine in here.
+"""The search of ``wire="auto"``: what it tries, for how many steps, and what it keeps. No ranks, no clock, no engine.
 
-1. DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact one is preferred only if it is
-   faster by more than MARGIN, and any only if it is so much faster than off. If none comes NEAR to off, off it is.
-2. The best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
-3. In turn, in case the machine was busy with something else during step 1: off, or the exact one that beats it, what
-   is best by now, and the fastest other wire that came NEAR to it. Once more, what is not FAR behind. What is kept has
-   won here.
+1. The search tries DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact wire is preferred
+   only if it is faster by more than MARGIN, and any wire only if it is faster than off by more than MARGIN. If no wire
+   comes NEAR to off, off is kept.
+2. It tries the best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
+3. It tries the finalists again, in case the machine was busy during step 1: off, or the exact candidate that beats it;
+   the best candidate so far; and the fastest other wire that came NEAR to the best. Finalists that are not FAR behind
+   are tried once more. The winner of this step is kept.
 
-"fp32" is as exact as off, and can be faster: it divides on a thread of its own. It has to be by more than MARGIN, too:
-while the search goes on, off divides in a pass of its own, on the backward pass's thread; once it is kept, DDP does it
-in its copies, without a hook.
+"fp32" is as exact as off and can be faster, because it divides on a thread of its own. It, too, must be faster by more
+than MARGIN: during the search off divides in a separate pass on the backward pass's thread, but once off is kept, DDP
+divides while it copies, without a hook.
 
-Each of these is one trial: some steps to warm up and TIMED ones.
+Each try is one trial: some steps to warm up, then TIMED steps.
 """
 
 import dataclasses
@@ -25,36 +26,36 @@ from pathlib import Path
 from fusedcomm.autotune.bucket_cap import BucketCap
 
 WARM_UP = 4
-"""Steps at the beginning of a candidate's first trial that are not timed: DDP cuts its buckets anew after the first or
-second, connections and memory are used for the first time, and the third is measured (``measure_every``)."""
+"""Steps at the beginning of a candidate's first trial that are not timed. DDP rebuilds its buckets after the first or
+second step, connections and memory are used for the first time, and the third step is measured (``measure_every``)."""
 WARM_UP_AGAIN = 2
-"""Of a later trial: the first step still waits for what the trial before had sent."""
+"""The same for a later trial. Its first step still waits for what the trial before had sent."""
 TIMED = 5
-"""Steps of which a trial's time is the median; the largest of the ranks' medians counts."""
+"""Timed steps of a trial. Each rank takes their median; the trial's time is the largest of the medians."""
 
 MARGIN = 0.03
-"""Of a step: by so much something less exact, or of ours at all, has to be faster."""
+"""Share of a step by which a less exact candidate, or any candidate but off, must be faster."""
 NEAR = 0.1
-"""A wire that is slower than off by more than this is not going to be made faster by its chunks. One that is slower
-than another by less may have been unlucky."""
+"""Share of a step. If a wire is slower than off by more, other chunks will not make it faster. If it is slower than
+another wire by less, chance may have decided."""
 FAR = 0.3
-"""A difference that one look is enough for."""
+"""Share of a step. A finalist that is slower than the best by more is not tried once more."""
 MAX_ROUNDS, MAX_FINALISTS = 2, 3
-"""Of the last step."""
+"""Most rounds and finalists of step 3."""
 
 _FILE_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What the search can choose. None: as for :class:`fusedcomm.Chunks`."""
+    """One choice of the search. For None in the chunks' fields see :class:`fusedcomm.Chunks`."""
 
     wire: str
     sum: str = "auto"
     chunk_nbytes: int | None = None
     chunks_in_flight: int | None = None
     by_host: bool = False
-    """Sums on two levels although the user has not asked for them: ranks with the same host name share a host."""
+    """Sums on two levels that the user has not asked for: ranks with the same host name share a host."""
 
     @property
     def is_exact(self) -> bool:
@@ -79,37 +80,38 @@ OFF = Candidate("off")
 class Trial:
     candidate: Candidate
     step_ms: float
-    """The largest of the ranks' median steps; infinite if the candidate could not be made."""
+    """The largest of the ranks' median step times; infinite if the candidate could not be made."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What a search has found; ``str()`` of it is for people. The same on every rank, but for `bucket_cap`."""
+    """The result of a search. ``str()`` is for people. Equal on every rank, except `bucket_cap`."""
 
     finished: bool
     chosen: Candidate | None
     """None while the search goes on."""
     trials: tuple[Trial, ...]
     num_steps: int
-    """Training steps that the search has taken."""
+    """Training steps that the search has taken so far."""
     max_steps: int
-    """That it takes at most."""
+    """Most training steps that the search takes."""
     world_size: int
     device_type: str
     model: str
     """A digest of the parameters' names, shapes and dtypes."""
     bucket_cap: BucketCap | None = None
-    """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on."""
+    """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on or if it had no trials."""
     loaded: bool = False
-    """Whether it was given to :class:`fusedcomm.Auto`, and nothing was searched then."""
+    """Whether :class:`fusedcomm.Auto` was given this result, so that no search was made."""
 
     @property
     def step_ms(self) -> dict[Candidate, float]:
-        """By candidate, in the order of the first trials; of those that were looked at again, the mean of that."""
+        """Step time by candidate, in the order of first trials; of several trials, the mean of all but the first."""
         return {candidate: statistics.mean(times[1:] or times) for candidate, times in self._looks.items()}
 
     @property
     def _looks(self) -> dict[Candidate, list[float]]:
+        """Times of each candidate's trials, in their order."""
         looks: dict[Candidate, list[float]] = {}
         for trial in self.trials:
             looks.setdefault(trial.candidate, []).append(trial.step_ms)
@@ -121,6 +123,7 @@ class Tuning:
 
     @property
     def line(self) -> str:
+        """The choice, or how far the search is; never empty."""
         looks = self._looks
         times = _times({candidate: seen[0] for candidate, seen in looks.items()})
         if again := {candidate: statistics.mean(seen[1:]) for candidate, seen in looks.items() if seen[1:]}:
@@ -138,10 +141,10 @@ class Tuning:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes it as JSON, for ``Auto(tuned=path)``. Once: it is the same on every rank.
+        """Writes the result as JSON, for ``Auto(tuned=path)``. One rank is enough: all have the same result.
 
         Raises:
-            RuntimeError: the search goes on.
+            RuntimeError: the search has not ended.
         """
         if not self.finished:
             raise RuntimeError(
@@ -149,13 +152,13 @@ class Tuning:
             )
         fields = dataclasses.asdict(self)
         for trial in fields["trials"]:
-            if trial["step_ms"] == math.inf:  # which JSON does not have
+            if trial["step_ms"] == math.inf:  # JSON has no infinity
                 trial["step_ms"] = None
         Path(path).write_text(json.dumps({"fusedcomm tuning": _FILE_VERSION, **fields}, indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tuning":
-        """What :meth:`save` wrote. Raises ValueError, naming the path, for anything else."""
+        """Reads what :meth:`save` wrote. Raises ValueError, naming the path, for anything else."""
         try:
             fields = json.loads(Path(path).read_text())
             if fields.pop("fusedcomm tuning") != _FILE_VERSION:
@@ -175,7 +178,7 @@ class Tuning:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"tuned={os.fspath(path)!r} is not what Tuning.save() writes ({type(error).__name__}: {error}): save "
-                "it anew, or leave out tuned to search again"
+                "it again, or leave out tuned to search again"
             ) from error
 
 
@@ -186,11 +189,12 @@ def _times(step_ms: dict[Candidate, float]) -> str:
 
 
 class Search:
-    """Says which candidate to try next; is told how long its steps took. The same times, the same choice.
+    """Says which candidate to try next, and records how long its steps took. The same times give the same choice.
 
     Args:
-        wires: candidates beside off, the most exact first.
-        sums, chunks: given the best candidate so far, its alternatives, what to prefer first.
+        wires: the candidates beside off, the most exact first.
+        sums: returns alternatives to the best candidate so far with other sums, the preferred ones first.
+        chunks: the same with other chunks.
     """
 
     def __init__(
@@ -203,16 +207,16 @@ class Search:
         self.finished = False
         self._order = self._search(wires, (sums, chunks))
         self.candidate = next(self._order)
-        """To be tried now; once finished, the choice."""
+        """The candidate to try now; once finished, the choice."""
 
     @property
     def trial_steps(self) -> int:
-        """Of the candidate's trial."""
+        """Steps of the candidate's trial, those to warm up included."""
         again = any(trial.candidate == self.candidate for trial in self.trials)
         return (WARM_UP_AGAIN if again else WARM_UP) + TIMED
 
     def record(self, step_ms: float) -> None:
-        """The candidate's time."""
+        """Records the candidate's time and goes on to the next candidate."""
         self.trials.append(Trial(self.candidate, step_ms))
         try:
             self.candidate = self._order.send(step_ms)
@@ -253,7 +257,7 @@ class Search:
 
 
 def preferred(step_ms: dict[Candidate, float]) -> Candidate:
-    """Off, if none beats it by more than MARGIN; else the fastest exact one of which that is so, else the first."""
+    """Of the candidates that none beats by more than MARGIN: off, else the fastest exact one, else the first."""
     enough = min(step_ms.values()) / (1 - MARGIN)
     near = [candidate for candidate, ms in step_ms.items() if ms <= enough]
     if OFF in near:
@@ -262,7 +266,7 @@ def preferred(step_ms: dict[Candidate, float]) -> Candidate:
 
 
 def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:
-    """Of a search, with so many wires and alternatives."""
+    """Most steps of a search with these numbers of wires and alternatives."""
     num_candidates = 1 + num_wires + num_sums + num_chunks
     num_finalists = min(1 + num_wires, MAX_FINALISTS)
     return num_candidates * (WARM_UP + TIMED) + num_finalists * MAX_ROUNDS * (WARM_UP_AGAIN + TIMED)

@@ -1,4 +1,4 @@
-"""What ``wire="auto"`` may choose from: the candidates that a user's options allow, and the configuration of each."""
+"""The candidates of ``wire="auto"``: which ones the user's options allow, and the configuration of each."""
 
 import dataclasses
 
@@ -8,11 +8,11 @@ from fusedcomm.config import Checks, Chunks, Config
 from fusedcomm.ranks import hosts
 
 MAX_SUMS, MAX_CHUNKS = 3, 2
-"""Alternatives that a search tries."""
+"""Most alternative sums, two levels included, and most alternative chunks that a search tries."""
 
 
 class Space:
-    """What the user lets the search choose from."""
+    """The candidates that the user lets the search choose from."""
 
     def __init__(self, auto: Auto) -> None:
         self._auto, self._base = auto, auto.common
@@ -22,19 +22,19 @@ class Space:
 
     @property
     def config_of_off(self) -> Config:
-        """Of the session that stands for DDP's own all-reduce."""
+        """Configuration of the session that stands in for DDP's own all-reduce."""
         levels = self._base.two_levels
         if levels is not None:
-            levels = dataclasses.replace(levels, local_wire=None)  # which an exact wire may not have
+            levels = dataclasses.replace(levels, local_wire=None)  # an exact wire refuses one that rounds
         return Config("fp32", checks=Checks(measure_every=0), chunks=self._base.chunks, hosts=levels)
 
     def _first(self, wire: str) -> Candidate:
-        """How a wire is tried first."""
+        """The candidate with which a wire is tried first."""
         chunks = self._base.chunks
         return Candidate(wire, self._base.sum, chunks.nbytes, chunks.in_flight)
 
     def config(self, candidate: Candidate) -> Config:
-        """Raises ValueError if it is not possible."""
+        """The candidate's configuration. Raises ValueError if it is not possible."""
         return dataclasses.replace(
             self._base,
             wire=candidate.wire,
@@ -47,7 +47,7 @@ class Space:
         return is_possible(lambda: self.config(candidate))
 
     def allows(self, candidate: Candidate) -> bool:
-        """Whether a search may end with it."""
+        """Whether a search may end with this candidate."""
         if candidate == OFF:
             return True
         base = self._base
@@ -61,31 +61,40 @@ class Space:
         )
 
     def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
-        """With other sums than those that `best` uses for its buckets now."""
+        """Returns alternatives to `best` with other sums.
+
+        Args:
+            used: the sums that the buckets of `best` have now.
+        """
         others = []
         if best.sum == "auto":
-            # Of two ranks a two-shot sends what a one-shot does, later; of more a one-shot sends more.
+            # With two ranks a two-shot sends as much as a one-shot but takes longer. With more, a one-shot sends more.
             of_codes = "one-shot" if self.config(best).is_one_shot(world_size) else "two-shot"
             names = ("exact", "direct", of_codes)
             others = [dataclasses.replace(best, sum=name) for name in names if name not in used]
             others = [candidate for candidate in others if self.is_possible(candidate)][: MAX_SUMS - 1]
         by_host = dataclasses.replace(best, by_host=True)
-        # Residuals on two levels are other ranks': what is left out until then would be lost.
+        # On two levels other ranks keep the residuals, so the residuals so far would be lost.
         if can_have_two_levels and not self.keeps_residuals and self.allows(by_host):
             others.append(by_host)
         return others
 
     def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
-        """With smaller, more chunks, and with larger ones than `best` has in `running`, its effective configuration;
-        `num_chunks`: most that one of its buckets has now."""
+        """Returns alternatives to `best` with smaller and with larger chunks; none if the user has set their bytes or
+        no bucket is cut.
+
+        Args:
+            running: the effective configuration of `best`.
+            num_chunks: most chunks that a bucket of `best` has now.
+        """
         if best.chunk_nbytes is not None or num_chunks <= 1:
             return []
         nbytes, in_flight = running.chunks.nbytes, running.chunks.in_flight
         tried = [(max(4096, nbytes // 2), min(64, 2 * in_flight)), (4 * nbytes, max(1, in_flight // 2))][:MAX_CHUNKS]
-        if best.chunks_in_flight is not None:  # of the user
+        if best.chunks_in_flight is not None:  # set by the user
             tried = [(nbytes, best.chunks_in_flight) for nbytes, _ in tried]
         return [dataclasses.replace(best, chunk_nbytes=nbytes, chunks_in_flight=number) for nbytes, number in tried]
 
     def record(self) -> dict:
-        """What all ranks must share, JSON-serialisable."""
+        """What must be equal on all ranks, JSON-serializable."""
         return {"wires": self.wires, "base": self._base.record()}

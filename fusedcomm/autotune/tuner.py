@@ -1,4 +1,4 @@
-"""``wire="auto"`` on one rank: gives DDP's hook one candidate after another and keeps what the search chooses."""
+"""``wire="auto"`` on one rank: gives DDP's hook one candidate after another and keeps the search's choice."""
 
 import contextlib
 import dataclasses
@@ -27,20 +27,21 @@ from fusedcomm.session.state_dict import take_over
 
 
 class Tuner:
-    """The sessions of all candidates, over the channels of one that stands for off, and which of them runs.
+    """Keeps the sessions of all candidates and switches between them. They share the channels of the session that
+    stands in for off.
 
-    Made on every rank at the same time. The hook's target says when a backward pass begins; a trial ends there, when
-    nothing is under way: then the ranks share the largest of their times, so that all do the same next. A candidate
-    that cannot be made loses, on all ranks alike. Only what runs is watched for stalls; off is DDP's own.
+    Every rank makes its tuner at the same time. The hook's target reports when a backward pass begins. A trial ends
+    there, because nothing is under way then. The ranks share the largest of their times, so all go on with the same
+    candidate. A candidate that cannot be made loses on all ranks. Only the running session is watched for stalls; DDP's
+    own all-reduce is not.
 
     Args:
         announce: whether rank 0 may print.
-        also_agree: as for :class:`Session`.
-        tuned: what an earlier search has found, to begin with that.
-        problem: why this rank cannot take part.
-        caps: DDP's caps on buckets by now, in bytes, None when the module is gone.
+        caps: returns DDP's present caps on buckets, in bytes; None when the module is gone.
+        also_agree, problem: as for :class:`Session`.
+        tuned: the result of an earlier search, which then is not made again.
 
-    Raises: as :class:`Session`, if none of the wires can be had, or not what `tuned` has chosen.
+    Raises: as :class:`Session`, also if no wire can be made, or if the choice of `tuned` cannot.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class Tuner:
             problem=problem,
         )
         if tuned is not None and tuned.chosen.by_host and not self._off.can_have_two_levels:
-            tuned, misfit = None, "its sums have two levels, for which every host needs as many ranks, and several"
+            tuned, misfit = None, "its sums have two levels, which need several hosts with several ranks each"
         self.session = self._off
-        """Of the candidate that runs; for off, of what it has been handed over to keep."""
+        """Session of the running candidate. For off it only keeps the state that other candidates handed over."""
         if misfit is not None and self._off.rank == 0:
-            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches anew", stacklevel=6)
+            warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches again", stacklevel=6)
         self._sessions = {OFF: self._off}
         self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None
-        self._delivering = False  # what the last wire has left out goes with this pass, before off
+        self._delivering = False  # whether this pass sends the last wire's residuals, before off
         self._num_passes = self._num_steps = 0
         self._seen: dict[Candidate, list[list[bucket_cap.Bucket]]] = {}
         self._tuning = tuned
@@ -121,15 +122,15 @@ class Tuner:
 
     @property
     def is_off_for_good(self) -> bool:
-        """Nothing is called between DDP's buckets and its own all-reduce."""
+        """Whether off was chosen and no residuals are left to send, so that DDP needs no hook."""
         return self.is_off and self._tuning is not None and not self._delivering
 
     def start(self, target: "_C.HookSwitch") -> None:
-        """From now on `target` has the hook of whatever is to run."""
+        """Gives `target` the hook of the running candidate, now and whenever that changes."""
         self._target = target
         self._set_hook()
         if self._search is not None and not self._search.finished:
-            # The target must not keep what keeps the target.
+            # Weak: the target must not keep the tuner, which keeps the target.
             begin = weakref.WeakMethod(self._begin_pass)
             target.watch(self._off.native_device, lambda: (method := begin()) and method())
 
@@ -141,7 +142,7 @@ class Tuner:
             session.stop(reason)
 
     def moved(self, process_group: dist.ProcessGroup) -> "Tuner":
-        """The same on another group: what was chosen, or the search from its beginning."""
+        """Returns a tuner on another group, with the same choice, or with a search that begins again."""
         tuned = None
         if self._tuning is not None and self._tuning.trials:
             tuned = dataclasses.replace(self._tuning, world_size=process_group.size())
@@ -204,12 +205,12 @@ class Tuner:
             if not self._delivering:
                 self._free_losers()
             if self._announce and self._off.rank == 0:
-                # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
+                # A print that fails (closed pipe, missing encoding) must not stop this rank alone: the others go on.
                 with contextlib.suppress(Exception):
                     print(self.plan(), flush=True)
 
     def _can_be_had(self, candidate: Candidate) -> bool:
-        """Makes its session, unless there is one. A collective call, the same on every rank."""
+        """Makes the candidate's session if there is none. Returns whether it has one. A collective call."""
         if candidate in self._impossible:
             return False
         if candidate not in self._sessions:
@@ -218,8 +219,8 @@ class Tuner:
                 self._make(candidate)
             except PeerLostError:
                 raise
-            except Exception as error:  # on every rank, since a session is made on all of them or on none
-                self._impossible[candidate] = error.with_traceback(None)  # which has what was made until then
+            except Exception as error:  # on every rank: a session is made on all ranks or on none
+                self._impossible[candidate] = error.with_traceback(None)  # a traceback keeps what was made
                 if self._off.rank == 0:
                     warn_alone(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
                 return False
@@ -235,7 +236,7 @@ class Tuner:
 
     def _set_hook(self) -> None:
         uses_engine = not self.is_off or self._delivering
-        # DDP's own all-reduce goes unwatched, but at the end of its trial a rank can be waited for.
+        # DDP's own all-reduce is not watched. At the end of its trial, however, ranks wait for each other.
         is_watched = uses_engine or (self._search is not None and not self._search.finished)
         for session in {*self._sessions.values(), self.session}:
             if session is not self.session or not is_watched:
@@ -245,7 +246,7 @@ class Tuner:
         self._target.set(self.session.hook if uses_engine else None, self.session.process_group)
 
     def _free_losers(self) -> None:
-        """Ends the search: one session stays, of off only what it has counted."""
+        """Ends the search. Only the chosen session stays; if it stands in for off, only its state stays."""
         if self._target is not None:
             self._target.unwatch()
         for session in self._sessions.values():
@@ -264,7 +265,7 @@ class Tuner:
         config = self._space.config(candidate)
 
         def has_in_common(other: Candidate) -> tuple[bool, bool]:
-            # Channels between hosts; on an accelerator the kernels, of which there are some for each wire.
+            # The channels between hosts; on an accelerator also the kernels, which depend on the wire.
             return other.by_host == candidate.by_host, other.wire == candidate.wire
 
         beside = self._sessions[max(self._sessions, key=has_in_common)]
@@ -297,7 +298,7 @@ class Tuner:
     # ---- for people
 
     def plan(self) -> Plan:
-        """The running candidate's, with what it is because of."""
+        """The running candidate's plan, with what the search has found."""
         plan = self.session.plan(self._caps(), off=self.is_off)
         return dataclasses.replace(plan, tuning=self.tuning())
 
@@ -318,20 +319,20 @@ class Tuner:
         try:
             cuts = {cap: _cut(self._off.parameters, cap << 20) for cap in bucket_cap.CAPS_MB}
             cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
-        except Exception:  # this rank's own, and only advice: not worth ending the training of all
+        except Exception:  # only advice: an error here must not end the training
             cap = None
         return dataclasses.replace(tuning, bucket_cap=cap)
 
     def _misfit(self, tuned: Tuning, world_size: int, device: torch.device) -> str | None:
-        """Why `tuned` is not for these ranks, this model and these wires."""
+        """Why `tuned` does not fit these ranks, this model or these wires; None if it does."""
         if not tuned.finished:
             return "its search had not ended"
         if tuned.world_size != world_size:
-            return f"it is of {tuned.world_size} ranks and these are {world_size}"
+            return f"it is for {tuned.world_size} ranks and these are {world_size}"
         if tuned.device_type != device.type:
-            return f"it is of gradients on {tuned.device_type} and these are on {device.type}"
+            return f"it is for gradients on {tuned.device_type} and these are on {device.type}"
         if tuned.model != self._model:
-            return "it is of a model with other parameters"
+            return "it is for a model with other parameters"
         if not self._space.allows(tuned.chosen):
             return (
                 f"it has chosen {tuned.chosen}, which wires={self._space.wires!r} and the other arguments do not allow"
@@ -340,18 +341,20 @@ class Tuner:
 
 
 def model_digest(parameters: Sequence[NamedParameter]) -> str:
+    """16 hexadecimal digits that depend on names, shapes and dtypes of the parameters that require gradients."""
     described = [[p.name, list(p.tensor.shape), str(p.tensor.dtype)] for p in trainable(parameters)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
-    """Bytes of the buckets that DDP makes with such a bucket_cap_mb."""
+    """Bytes of the buckets that DDP makes with this cap, in backward order."""
     backwards = [p.tensor for p in trainable(parameters)][::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(backwards, [cap_nbytes])
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
 
 
 def _passes(seen: Sequence["_C.ObservedBucket"]) -> list[list["_C.ObservedBucket"]]:
+    """The buckets of each complete pass."""
     passes, buckets = [], []
     for bucket in seen:
         buckets.append(bucket)
@@ -362,6 +365,6 @@ def _passes(seen: Sequence["_C.ObservedBucket"]) -> list[list["_C.ObservedBucket
 
 
 def _since_first(buckets: Sequence["_C.ObservedBucket"]) -> list[bucket_cap.Bucket]:
-    """Without sparse ones, whose bytes change from step to step."""
+    """The buckets with times since the first. Leaves out sparse ones, whose bytes change from step to step."""
     begin = buckets[0].handed_ms
     return [bucket_cap.Bucket(b.nbytes, b.handed_ms - begin, b.done_ms - begin) for b in buckets if b.nbytes]

@@ -1,4 +1,4 @@
-"""``fusedcomm.attach``: one line that gives a DDP module the native hook."""
+"""``fusedcomm.attach``: gives a DDP module the native communication hook."""
 
 import contextlib
 import dataclasses
@@ -39,31 +39,31 @@ def attach(
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> Handle:
-    """Replaces DDP's gradient all-reduce by fusedcomm's, natively. Call it on every rank, before or between steps.
+    """Replaces DDP's gradient all-reduce by fusedcomm's native hook. Call it on every rank, before or between steps.
 
     Args:
-        ddp: the module that DistributedDataParallel wraps, parameters on cpu over a gloo group or on one cuda device
-            over an NCCL group.
-        config: how gradients travel, a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`, which searches for the
-            fastest way in the first steps. None: ``Config()``.
+        ddp: a DistributedDataParallel module, with its parameters on cpu over a gloo group, or on one cuda device over
+            an NCCL group.
+        config: how gradients are sent: a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`, which searches for
+            the fastest way in the first steps. None: ``Config()``.
         wire: short for ``Config(wire)``, or "auto" for ``Auto()``.
-        local: a :class:`fusedcomm.LocalOptions`: what may differ from rank to rank.
-        quiet: do not print the plan on rank 0.
+        local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
+        quiet: whether rank 0 does not print the plan.
 
     Returns:
         A handle with ``stats()``, ``plan()``, ``tuning()``, ``trace()``, ``nonfinite_report()``, ``detach()``,
         ``state_dict()`` and ``load_state_dict()``.
 
-    On cuda the kernels are compiled here, which takes some seconds the first time, and a training step cannot be
-    captured into a CUDA graph: the hook raises RuntimeError under capture.
+    On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
+    a CUDA graph: the hook raises RuntimeError under capture.
 
-    The mean is over the ranks of DDP's group: ``Join(divide_by_initial_world_size=False)`` cannot be seen by a hook.
+    The mean is over all ranks of DDP's group: a hook cannot see ``Join(divide_by_initial_world_size=False)``.
 
     Raises:
-        TypeError: `ddp` is not a DistributedDataParallel, or a keyword is of fusedcomm 0.1; names its new place.
-        ValueError: an argument is out of range, or two cannot go together.
-        RuntimeError: the module already has a hook or a DDP option that cannot combine, a device or backend has no
-            path, or the ranks do not agree; the last with the same text on every rank.
+        TypeError: `ddp` is not a DistributedDataParallel, or a keyword belongs to fusedcomm 0.1; names its new place.
+        ValueError: an argument is out of range, or two cannot be combined.
+        RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
+            device or backend, or the ranks do not agree (the same text on every rank).
     """
     chosen = _given(config, wire)
     local = local_options(local)
@@ -80,7 +80,7 @@ def attach(
         parameters = synchronised_parameters(named, configs)
         if space is not None:
             refuse_sparse(ddp, device)
-    except (RuntimeError, ValueError) as error:  # of this rank, maybe: the others have to know
+    except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
         problem = error
     if space is None:
         runs = Session(
@@ -99,14 +99,14 @@ def attach(
     handle = Handle(ddp, runs, target)
     handles[ddp] = handle
     if ddp.process_group.rank() == 0 and not quiet:
-        # The other ranks go on: where nobody reads what is printed, or it cannot be encoded, so must this one.
+        # A print that fails (closed pipe, missing encoding) must not stop this rank alone: the others go on.
         with contextlib.suppress(Exception):
             print(handle.plan(), flush=True)
     return handle
 
 
 def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwitch":
-    """What the module's reducer calls: registered if there is none yet. RuntimeError if it has another hook."""
+    """The switch that the module's reducer calls, registered if it has none. RuntimeError if it has another hook."""
     target = targets.get(ddp)
     if target is None:
         target = _C.HookSwitch(ddp.process_group)
@@ -115,8 +115,8 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
         except RuntimeError as error:
             runs.stop("its module refused the hook")
             raise RuntimeError(
-                "fusedcomm: this DDP module already has a built-in communication hook; a reducer takes one hook for "
-                "life, so wrap the model in a new DistributedDataParallel"
+                "fusedcomm: this DDP module already has a built-in communication hook; a reducer keeps its first "
+                "hook, so wrap the model in a new DistributedDataParallel"
             ) from error
         ddp.logger._set_comm_hook_name("fusedcomm")
         targets[ddp] = target

@@ -1,7 +1,7 @@
-"""The ecosystem's convention, ``ddp.register_comm_hook(state, hook)``, over the same engine.
+"""The same engine behind PyTorch's usual call, ``ddp.register_comm_hook(state, hook)``.
 
-For trainers that register hooks themselves (Lightning, Accelerate). The engine starts at the first bucket; each bucket
-costs one call from the reducer into Python.
+Use it with trainers that register hooks themselves (Lightning, Accelerate). The engine starts at the first bucket. Each
+bucket costs one call from the reducer into Python.
 """
 
 import copy
@@ -20,17 +20,17 @@ from fusedcomm.session.stats import Stats
 
 
 class CommState:
-    """Configuration, and once training has begun the engine, of :func:`comm_hook`. One for each DDP module.
+    """The state of :func:`comm_hook`: its configuration, and its engine once training has begun. One for each module.
 
     Args:
-        config, wire, local: as for :func:`fusedcomm.attach`, but for a search.
-        process_group: the group that DDP uses; None: the default group. After DDP's group has changed, set the
-            attribute of this name to the new one: a hook cannot see it.
-        module: the model, needed only if `Config.wires` has patterns of names: a hook sees parameters without names.
+        config, wire, local: as for :func:`fusedcomm.attach`, except that a search is refused.
+        process_group: the group that DDP uses. None: the default group. A hook cannot see that DDP's group changes: set
+            this object's attribute `process_group` to the new group then.
+        module: the model. Needed only if `Config.wires` has patterns of names, because a hook sees no names.
 
     Raises:
-        ValueError: an argument is out of range, or two cannot go together.
-        TypeError: a keyword is of fusedcomm 0.1; names its new place.
+        ValueError: an argument is out of range, or two cannot be combined.
+        TypeError: a keyword belongs to fusedcomm 0.1; names its new place.
     """
 
     @explains_moved("CommState")
@@ -45,7 +45,7 @@ class CommState:
     ) -> None:
         if wire == AUTO or isinstance(config, Auto):
             raise ValueError(
-                "wire='auto' switches between hooks, which a registered hook cannot: use "
+                "wire='auto' switches between hooks, which a registered hook cannot do: use "
                 "fusedcomm.attach(ddp, wire='auto') instead of register_comm_hook"
             )
         self.config = given(config, wire)
@@ -58,19 +58,23 @@ class CommState:
         self._module = module
         self._local = local_options(local)
         self._session: Session | None = None
-        self._has_seen_a_pass = False  # so that every parameter has been in a bucket
-        self._loaded: dict | None = None  # until there is a session
-        self._lost: list[str] = []  # of a copy: arguments that could not be copied
+        self._has_seen_a_pass = False  # if so, every parameter has been in a bucket
+        self._loaded: dict | None = None  # state to load once there is a session
+        self._lost: list[str] = []  # if this is a copy: arguments that could not be copied
 
     def session(self, device: torch.device) -> Session:
-        """The running engine. The first call, and the first after the group has changed, starts it on every rank.
+        """Returns the running session. The first call, and the first after the group has changed, starts it.
+
+        Every rank must make that call.
 
         Args:
-            device: where the bucket at hand is; the engine moves gradients on that device.
+            device: where the bucket is; the engine moves gradients on that device.
+
+        Raises: as :class:`Session`; RuntimeError if this object is a copy without its group or module.
         """
         if self._lost:
             raise RuntimeError(
-                f"this CommState is a copy, and {' and '.join(self._lost)} did not come along: make a new one with the "
+                f"this CommState is a copy, and {' and '.join(self._lost)} cannot be copied: make a new one with the "
                 "same arguments"
             )
         group = self.process_group if self.process_group is not None else dist.group.WORLD
@@ -79,7 +83,7 @@ class CommState:
             parameters, problem = None, None
             try:
                 parameters = self._parameters()
-            except ValueError as error:  # of this rank, maybe: the others have to know
+            except ValueError as error:  # perhaps on this rank alone: the session tells the others
                 problem = error
             self._session = Session(self.config, group, parameters, self._local, device, problem=problem)
             if old is not None:
@@ -92,26 +96,26 @@ class CommState:
         return self._session
 
     def look_at(self, bucket: dist.GradBucket) -> None:
-        """Refuses, in the first pass, what cannot be combined with a hook that sees no DDP module."""
+        """Raises RuntimeError in the first pass for DDP options that a hook without the DDP module cannot support."""
         if not self._has_seen_a_pass:
             refuse_delayed(bucket.parameters())
             self._has_seen_a_pass = bucket.is_last()
 
     def state_dict(self, consolidated: bool = False) -> dict:
-        """As :meth:`fusedcomm.ddp.handle.Handle.state_dict`; RuntimeError before the first bucket."""
+        """As :meth:`fusedcomm.ddp.handle.Handle.state_dict`. Raises RuntimeError before the first bucket."""
         if self._session is None:
             raise RuntimeError("a CommState has no state before the first backward pass")
         return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
-        """As :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`; before the first bucket, it is checked only then."""
+        """As :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`. Before the first bucket it only keeps `state`."""
         if self._session is None:
             self._loaded = state
         else:
             load_state_dict(self._session, state)
 
     def stats(self) -> Stats | None:
-        """Counts and times of this rank, or None before the first bucket."""
+        """Counts and times of this rank; None before the first bucket."""
         return None if self._session is None else self._session.stats()
 
     def _parameters(self) -> list[NamedParameter] | None:
@@ -121,7 +125,7 @@ class CommState:
         return named_parameters(named_tensors(self._module, ignored), [self.config])
 
     def __getstate__(self) -> dict:
-        # A copy is a configuration; the engine, the group and the model stay with the original.
+        # A copy has only the configuration. The engine, the group and the model stay with the original.
         state = copy.copy(self.__dict__)
         held = {"process_group": self.process_group, "module": self._module}
         lost = [name for name, value in held.items() if value is not None]
@@ -132,11 +136,11 @@ class CommState:
 def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(fusedcomm.CommState(wire="bf16"), fusedcomm.comm_hook)``.
 
-    Returns a future of the bucket's buffer (1-D, the bucket's dtype), holding the mean over the ranks.
+    Returns a future of the bucket's buffer (1-D, the bucket's dtype), which then holds the mean over the ranks.
 
     Raises:
         TypeError: `state` is not a CommState.
-        RuntimeError: called by compiled autograd's python reducer; or as :class:`fusedcomm.session.session.Session`.
+        RuntimeError: compiled autograd's python reducer called it. Also as :meth:`CommState.session`.
     """
     if not isinstance(state, CommState):
         raise TypeError(f"fusedcomm.comm_hook needs a fusedcomm.CommState as its state, not {type(state).__name__}")
@@ -147,7 +151,7 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
             "than 'python_reducer'"
         )
     state.look_at(bucket)
-    # The reducer takes nothing but a Python object from a hook that was registered in Python.
+    # From a hook that was registered in Python the reducer accepts only a Python object as the result.
     session = state.session(bucket.buffer().device)
     return _C.run_ddp_bucket(session.hook, bucket).then(_value)
 

@@ -1,4 +1,4 @@
-"""What ``fusedcomm.attach`` returns: one attachment of a DDP module, and the modules that have one."""
+"""The handle that ``fusedcomm.attach`` returns, and the tables of attached modules."""
 
 import contextlib
 import dataclasses
@@ -17,17 +17,19 @@ from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.session.stats import NonFinite, Stats
 
-# A reducer keeps its hook for life; detaching and attaching again reuse it.
+# The switch that each module's reducer calls. A reducer keeps its hook, so attaching again reuses the switch.
 targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookSwitch]" = weakref.WeakKeyDictionary()
+# The handle of each attached module.
 handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
 
 
 class Handle:
     """One attachment of fusedcomm to a DDP module; made by :func:`fusedcomm.attach`.
 
-    A copy of it, as in ``copy.deepcopy(trainer)`` or ``torch.save(ddp)`` where one of these holds the handle, is
-    attached to nothing, as the copied module is: ``detach()`` does nothing and all else raises RuntimeError. Call
-    ``attach`` on the copied module for a handle of its own. The original stays attached.
+    A copy of a handle is attached to nothing, like the copied module. ``copy.deepcopy(trainer)`` and
+    ``torch.save(ddp)`` make one if the trainer or module holds the handle. The copy's ``detach()`` does nothing; every
+    other method raises RuntimeError. Call ``attach`` on the copied module for a handle of its own. The original stays
+    attached.
     """
 
     def __init__(self, ddp: DistributedDataParallel, runs: Session | Tuner, target: "_C.HookSwitch") -> None:
@@ -35,51 +37,52 @@ class Handle:
         self._runs = runs
         self._target = target
         self._attached = True
-        self._is_hooked = True  # the reducer calls the target
+        self._is_hooked = True  # whether the reducer calls the target
         self._run_on(ddp)
-        # So that a second registration fails as users expect; see DistributedDataParallel.register_comm_hook.
+        # With this entry DDP refuses a second hook as usual; see DistributedDataParallel.register_comm_hook.
         self._registered = (native_hook, None)
         ddp._comm_hooks.append(self._registered)
-        # Stays when detached, and comes along with a copy.
+        # The guard stays after detach() and is copied with the module.
         if not any(isinstance(hook, _ForwardGuard) for hook in ddp._forward_pre_hooks.values()):
             ddp.register_forward_pre_hook(_ForwardGuard())
 
     def stats(self) -> Stats:
         """Counts and times of this rank since attach, or since the module moved to another process group.
 
-        On cuda it waits for the kernels under way, whose counts it reads. With wire="auto": since it last changed what
-        travels, and nothing while that is DDP's own all-reduce.
+        On cuda this waits for the kernels under way, whose counts it reads. With wire="auto" the counts begin again at
+        each change of candidate, and nothing is counted during DDP's own all-reduce.
         """
         stats = self._session.stats()
         return stats if self._tuner is None else dataclasses.replace(stats, off=self._tuner.is_off)
 
     def plan(self) -> Plan:
-        """What travels how; printable. By DDP's actual buckets once there has been a backward pass."""
+        """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass."""
         if self._tuner is not None:
             return self._tuner.plan()
         return self._session.plan(bucket_nbytes_caps(self._ddp()))
 
     def tuning(self) -> Tuning | None:
-        """What wire="auto" has found so far; printable, and once finished, saveable. None for other wires."""
+        """What wire="auto" has found so far; printable. Can be saved once it is finished. None for other wires."""
         return None if self._tuner is None else self._tuner.tuning()
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records when each stage of each bucket ran, and writes it as a Chrome trace for Perfetto at the end.
+        """Records when each stage of each bucket ran. Writes a Chrome trace for Perfetto when the block ends.
 
-        ``with comm.trace("trace-{rank}.json"): …a few steps…``. ``{rank}`` becomes the rank; without it only rank 0
-        records. On cuda the times are those of the streams; leaving the block waits for them.
+        ``with comm.trace("trace-{rank}.json"): …a few steps…``. On cuda the times are taken on the streams, and leaving
+        the block waits for them.
 
         Args:
-            all_ranks: rank 0 writes one trace of all ranks, a process each, their clocks aligned by what the
-                collectives tell; its "otherData" says to within how many microseconds. A collective call: every rank
-                traces the same steps. Of files with ``{rank}`` the command ``fusedcomm timeline`` makes the same.
+            path: ``{rank}`` becomes the rank. Without it only rank 0 records.
+            all_ranks: rank 0 writes one trace, in which each rank is a process. The collectives align the ranks'
+                clocks; "otherData" has the precision in microseconds. A collective call: every rank traces the same
+                steps. The command ``fusedcomm timeline`` makes the same trace of files with ``{rank}``.
 
         Raises:
-            ValueError: all_ranks, and the path has ``{rank}``.
-            OSError: when the block begins, on the rank that writes: that file cannot be written.
-            RuntimeError: all_ranks, on rank 0, when the block ends: another rank has left it with an error, or not at
-                all within the group's timeout. With wire="auto", on every rank: the search has not ended, or it has
-                chosen DDP's own all-reduce.
+            ValueError: all_ranks is set and the path has ``{rank}``.
+            OSError: the file cannot be written. Raised when the block begins, on the rank that writes.
+            RuntimeError: with wire="auto", on every rank: the search has not ended, or it has chosen DDP's own
+                all-reduce. With all_ranks, on rank 0, when the block ends: another rank left the block with an error,
+                or did not leave it within the group's timeout.
         """
         if self._tuner is not None and self._tuner.is_searching:
             raise RuntimeError(
@@ -88,16 +91,16 @@ class Handle:
             )
         if self._tuner is not None and self._tuner.is_off:
             raise RuntimeError(
-                "fusedcomm: DDP's own all-reduce is running: there is nothing of fusedcomm's to trace. Use "
-                "torch.profiler, or attach with the wire to be looked at, wire='bf16' for example"
+                "fusedcomm: DDP's own all-reduce is running, so fusedcomm has nothing to trace. Use "
+                "torch.profiler, or attach with the wire that you want to trace, wire='bf16' for example"
             )
         return self._session.trace(path, all_ranks)
 
     def detach(self) -> None:
-        """Ends the engine and gives the module back DDP's exact all-reduce. Call it on every rank between steps.
+        """Stops the engine and restores DDP's exact all-reduce. Call it on every rank between steps. Idempotent.
 
-        Idempotent. ``attach`` may be called on the module again. Sparse gradients then go through the backend's own
-        sparse all-reduce, as under DDP's default; NCCL has none.
+        ``attach`` may be called on the module again. After detach(), sparse gradients go through the backend's own
+        sparse all-reduce, as DDP's default does; NCCL has none.
         """
         if not self._attached:
             return
@@ -112,35 +115,36 @@ class Handle:
         self._runs.stop("fusedcomm was detached")
 
     def nonfinite_report(self) -> list[NonFinite]:
-        """Every rank's NaN and Inf counts by parameter, worst first. A collective call: on every rank.
+        """Every rank's NaN and Inf counts by parameter, worst first. A collective call.
 
-        Counting costs no host wait; asking waits for the kernels under way.
+        Counting does not make the host wait, but this call waits for the kernels under way.
         """
         return self._session.nonfinite_report()
 
     def state_dict(self, consolidated: bool = False) -> dict:
-        """State by parameter name, for a checkpoint: independent of buckets. Between backward passes.
+        """Returns the state by parameter name, independent of buckets, for a checkpoint. Call it between passes.
 
-        Without error feedback it is small and of no consequence. With it, it holds what this rank has left out of its
-        gradients so far, so each rank's is another: save all of them, as sharded optimizers do, to go on on as many
-        ranks. Nothing is lost; the next steps' bits are not those of an uninterrupted run, since DDP begins with other
-        buckets, and what a rank had left out of means is then its own.
+        Without error feedback the state has only counts, and training does not depend on it. With error feedback it has
+        this rank's residuals, which differ between ranks: save every rank's state, as with sharded optimizers, to go on
+        with the same number of ranks. No residual is lost. The bits of the next steps differ from an uninterrupted run,
+        because DDP begins with other buckets, and because a rank's residuals of means become residuals of its own.
 
         Args:
-            consolidated: a collective call, on every rank: the mean over the ranks, the same on each. Save it once and
-                load it on any number of ranks; nothing is lost.
+            consolidated: whether to return the mean of the residuals over the ranks, equal on every rank. A collective
+                call. Save it once and load it on any number of ranks; no residual is lost.
         """
         return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores what :meth:`state_dict` gave, between backward passes; on every rank, the wire may be another.
+        """Restores what :meth:`state_dict` returned. Call it on every rank between backward passes.
 
-        A residual that another rank saved, or this rank among another number of ranks, is not loaded but forgotten,
-        with a warning: at most what one step left out is lost.
+        The wire may differ from the wire of the saved state. Residuals that another rank saved, or that were saved with
+        another number of ranks, are not loaded; a warning says so. At most the rounding of one step is lost.
 
         Raises:
-            ValueError: another version, a missing key, a value of the wrong kind, a parameter this model does not have
-                or of another size, or residuals where this attachment has no error feedback. Nothing has changed then.
+            ValueError: the version is another, a key is missing, a value is of the wrong kind, the model does not have
+                a parameter or has it in another size, or there are residuals and this attachment has no error feedback.
+                Nothing has changed then.
         """
         load_state_dict(self._session, state)
 
@@ -167,7 +171,7 @@ class Handle:
                 old.parameters,
                 old.local,
                 old.device,
-                also_agree=options_to_agree(ddp),  # with ranks that attach only now
+                also_agree=options_to_agree(ddp),  # ranks that attach only now compare it
             )
             take_over(self._runs, old)
         old.stop("the module moved to another process group")
@@ -192,7 +196,7 @@ class Handle:
 
 
 class _CopiedHandle(Handle):
-    """What copying or pickling makes of a handle."""
+    """The result of copying or pickling a handle."""
 
     def __init__(self) -> None:
         self._attached = False
@@ -206,11 +210,11 @@ class _CopiedHandle(Handle):
 
 
 class _ForwardGuard:
-    """Forward pre-hook: notices, once a step, what a communication hook cannot see. Copied with the module."""
+    """Forward pre-hook: once a step, handles what a communication hook cannot see. It is copied with the module."""
 
     def __init__(self) -> None:
         self._warned = False
-        self._is_detached = False  # and the reducer has no hook of ours any more
+        self._is_detached = False  # whether the reducer no longer has fusedcomm's hook
 
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = handles.get(ddp)
@@ -219,7 +223,7 @@ class _ForwardGuard:
                 del targets[ddp]
                 self._is_detached = True
             else:
-                targets[ddp].set(None, ddp.process_group)  # as DDP's default would, follow its group
+                targets[ddp].set(None, ddp.process_group)  # follows DDP's group, as DDP's default does
         elif handle is None and not self._is_detached:
             self._warn_lost()
         elif handle is not None:

@@ -1,5 +1,5 @@
-"""What has to be known of a DDP module to attach to it, some of it in fields of DDP's own, and which modules cannot be
-attached to. One place for what another version of torch may change."""
+"""Everything that fusedcomm reads of a DDP module, partly from private fields, and refusals of modules that it cannot
+attach to. Another version of torch may need changes here and nowhere else."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from fusedcomm.session.parameters import NamedParameter, named_parameters
 
 
 def native_hook(state: object, bucket: object) -> None:
-    """Stands in ``ddp._comm_hooks`` for the native hook, which Python never calls."""
+    """Represents the native hook in ``ddp._comm_hooks``. Python never calls that hook."""
     raise RuntimeError(
         "fusedcomm: the hook was called from Python, as compiled autograd's python reducer does, and its result would "
         "be ignored: set torch._dynamo.config.optimize_ddp to something other than 'python_reducer'"
@@ -22,11 +22,11 @@ def native_hook(state: object, bucket: object) -> None:
 
 
 def refuse_options(ddp: DistributedDataParallel) -> None:
-    """Raises RuntimeError for a hook, or a DDP option that brings a hook or a reducer of its own, naming it."""
+    """Raises RuntimeError if the module has a hook, or a DDP option that fusedcomm cannot support; names it."""
     if ddp.mixed_precision is not None:
         raise RuntimeError(
             "fusedcomm: DDP's mixed_precision= registers a communication hook of its own and cannot be combined; use "
-            "torch.autocast, and choose what travels with wire="
+            "torch.autocast, and choose the dtype of sent gradients with wire="
         )
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters()):
         raise RuntimeError(
@@ -47,21 +47,21 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(
             "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
         )
-    # A copy brings the mark along, but not the hook.
+    # A copied module has the entry but not the hook.
     ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not native_hook]
     if ddp._comm_hooks:
         name = getattr(ddp._comm_hooks[0][0], "__qualname__", ddp._comm_hooks[0][0])
         raise RuntimeError(
-            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer takes one hook for life, "
+            f"fusedcomm: this DDP module already has the communication hook {name}; a reducer keeps its first hook, "
             "so wrap the model in a new DistributedDataParallel"
         )
 
 
 class DelayedAllReduce:
-    """DDP's tensor hook for ``delay_all_reduce_named_params``, with a backward pass that waits for what it starts.
+    """DDP's tensor hook for ``delay_all_reduce_named_params``, except that the backward pass waits for its all-reduce.
 
-    DDP drops the Work of that all-reduce: its buckets follow on the same group, and usually end later. Buckets that go
-    over other channels do not, and even DDP's own need not, on a group with several threads. Gradients that are read
+    DDP drops the Work of that all-reduce, because its buckets follow on the same group and usually end later. Buckets
+    on other channels may end earlier. Even DDP's own may, on a group with several threads. Gradients that are read
     before the all-reduce has ended differ between ranks.
     """
 
@@ -77,8 +77,8 @@ class DelayedAllReduce:
 
 
 def wait_for_delayed(ddp: DistributedDataParallel) -> None:
-    """Has every backward pass end only when the all-reduce of ``delay_all_reduce_named_params`` has. Idempotent; it
-    stays so when the module is detached. RuntimeError if this torch starts that all-reduce in a way that is not known.
+    """Makes every backward pass wait for the all-reduce of ``delay_all_reduce_named_params``, also after detach().
+    Idempotent. Raises RuntimeError if no parameter has a hook that starts that all-reduce.
     """
     if not getattr(ddp, "_delay_all_reduce_params", None):
         return
@@ -95,7 +95,7 @@ def wait_for_delayed(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_delayed(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises RuntimeError if nothing waits for an all-reduce that DDP starts when it meets one of these parameters."""
+    """Raises RuntimeError if one of these parameters starts DDP's delayed all-reduce and nothing waits for it."""
     if any(not isinstance(hook, DelayedAllReduce) for _, _, hook in _delaying_hooks(parameters)):
         raise RuntimeError(
             "fusedcomm: nothing waits for DDP's all-reduce of delay_all_reduce_named_params where a communication hook "
@@ -105,7 +105,7 @@ def refuse_delayed(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _delaying_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[OrderedDict, int, object]]:
-    """(a parameter's hooks, key, hook) of those that start DDP's delayed all-reduce: its own or a DelayedAllReduce."""
+    """Yields (a parameter's hooks, key, hook) for each hook that starts DDP's delayed all-reduce: DDP's or ours."""
     own = DistributedDataParallel._delayed_all_reduce_hook
     for parameter in parameters:
         hooks = parameter._backward_hooks or {}
@@ -115,7 +115,7 @@ def _delaying_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Ordere
 
 
 def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
-    """Raises ValueError where DDP's own all-reduce, which wire="auto" tries, is none."""
+    """Raises ValueError if gradients on cuda are sparse: NCCL cannot all-reduce them, as wire="auto" would."""
     if device.type == "cpu":
         return
     for name, module in ddp.module.named_modules():
@@ -123,16 +123,17 @@ def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
         if is_sparse and module.weight.requires_grad and f"{name}.weight" not in ddp.parameters_to_ignore:
             raise ValueError(
                 f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
-                "a wire, wire='bf16' for example, by which they travel exactly"
+                "a wire, wire='bf16' for example, with which they are sent exactly"
             )
 
 
 def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor]]:
-    """The parameters that DDP's reducer takes if they require gradients: all but the `ignored`. In the order of
-    named_parameters(), a tied parameter once by each of its names.
+    """Returns the parameters that DDP's reducer takes if they require gradients: all except the `ignored`.
 
-    As DDP does, it leaves out a tied parameter only if all its names are ignored, and, for a parameter of `module`
-    itself, looks for a name that begins with a dot.
+    They are in the order of named_parameters(). A tied parameter appears once under each of its names.
+
+    As in DDP, a tied parameter is left out only if all its names are ignored, and `ignored` must name a parameter of
+    `module` itself with a leading dot.
     """
     taken = {
         id(tensor)
@@ -144,19 +145,19 @@ def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tup
 
 
 def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
-    """Where the gradients are, or will be when parameters are no longer frozen."""
+    """The device of the gradients, or of frozen parameters if all are frozen; cpu if there are no parameters."""
     return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
 
 
 def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Those that require gradients, or all if none does: any may be trained later."""
+    """The tensors that require gradients, or all if none does, because any may be trained later."""
     return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
 
 
 def synchronised_parameters(
     named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
 ) -> list[NamedParameter]:
-    """What the reducer has; see :func:`fusedcomm.session.parameters.named_parameters`.
+    """The reducer's parameters; see :func:`fusedcomm.session.parameters.named_parameters`.
 
     Raises:
         RuntimeError: the gradients are on several devices.
@@ -168,11 +169,11 @@ def synchronised_parameters(
 
 
 def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:
-    """The options by which DDP decides what its ranks exchange, JSON-serialisable: where they differ, DDP fails or
-    waits for ever.
+    """Returns the options that decide what DDP's ranks exchange, JSON-serializable. If they differ between ranks, DDP
+    fails or waits for ever.
 
-    ``gradient_as_bucket_view`` and ``batched_grad_copy`` may differ, and so may ``bucket_cap_mb`` where DDP begins with
-    one bucket and rebuilds it as rank 0 does.
+    ``gradient_as_bucket_view`` and ``batched_grad_copy`` may differ. So may ``bucket_cap_mb`` if DDP begins with one
+    bucket and rebuilds it as rank 0 does.
     """
     options = {
         "bucket_cap_mb_list": _in_mib(ddp.bucket_bytes_cap_list),
@@ -180,23 +181,24 @@ def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:
         "static_graph": ddp.static_graph,
     }
     if next(ddp.module.buffers(), None) is not None:
-        # The second is its name in older versions of torch.
+        # Older versions of torch name it broadcast_buffers.
         name = "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers"
         options[name] = getattr(ddp, name)
     agreed: dict[str, object] = {"ddp": options}
     if ddp.find_unused_parameters and not ddp.static_graph:
-        # Not among `options`: these are compared first, so this is there on all ranks or on none.
+        # Not in `options`, which are compared first: all ranks have this key or none has it.
         agreed["ddp.bucket_cap_mb"] = _in_mib(dict.fromkeys(bucket_nbytes_caps(ddp)))
     return agreed
 
 
 def _in_mib(caps_nbytes: Iterable[int]) -> str:
-    """One for each bucket, the last for all that follow; empty if there are none."""
+    """The caps in MiB, separated by commas; empty if there are none."""
     return ", ".join(f"{nbytes / (1 << 20):.10g}" for nbytes in caps_nbytes)
 
 
 def bucket_nbytes_caps(ddp: DistributedDataParallel | None) -> list[int] | None:
-    """The caps by which DDP rebuilds its buckets: one for each bucket, the last for all that follow."""
+    """The caps, in bytes, with which DDP rebuilds its buckets: one for each bucket, the last for all that follow. None
+    if the module is gone."""
     if ddp is None:
         return None
     config = getattr(ddp, "_bucket_config", None)

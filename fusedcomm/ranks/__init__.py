@@ -1,1 +1,1 @@
-"""Ranks, hosts, process groups and their agreement."""
+"""Ranks: their agreement, their hosts, and the process groups that connect them."""

@@ -1,7 +1,7 @@
-"""Before the first step the ranks compare what they are about to do. Plain JSON through the store; no pickle.
+"""Lets ranks compare records before the first step, as JSON in the store (no pickle).
 
-Every rank publishes its record; rank 0 compares each with its own and publishes one verdict, so that all ranks fail
-alike, with the same text. What ranks decide by is in the verdict's fields; its text is for people.
+Every rank publishes its record. Rank 0 compares each with its own and publishes one verdict, so all ranks fail with the
+same text. Ranks decide by the verdict's fields; its text is for people.
 """
 
 import contextlib
@@ -13,40 +13,41 @@ import torch.distributed as dist
 
 from fusedcomm.ranks.peers import PeerLostError, Peers
 
-# The key of a record that says nothing but why its rank cannot attach.
+# Key of the reason why a rank cannot attach. Such a record has only PROBLEM and AT.
 PROBLEM = "problem"
-# Beside it: when, in seconds since the epoch. A later problem may have been caused by the first.
+# Key of the time of that problem, in seconds since the epoch. The first problem may have caused later ones.
 AT = "at"
 _MAX_SHOWN = 300  # characters of a value in an error
-# Rank 0 takes a moment to notice that a rank is missing and to publish it; the others wait this much longer.
+# How much longer than rank 0 the others wait: it takes a moment to notice and publish that a rank is missing.
 _MARGIN = datetime.timedelta(seconds=15)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What rank 0 has found, the same on every rank."""
+    """The result of rank 0's comparison, the same on every rank."""
 
     text: str = ""
-    """What prevents the ranks from going on, for people; empty if nothing does."""
+    """Why the ranks cannot go on, for people; empty if they can."""
     is_loss: bool = False
-    """A rank is lost."""
+    """Whether a rank is lost."""
     cause: str | None = None
-    """The problem of the rank that was first to have one, as that rank published it; None if no rank did."""
+    """The earliest problem of a rank, as that rank published it; None if no rank has one."""
 
     def raise_problem(self) -> None:
-        """See :func:`agree`."""
+        """Raises PeerLostError if a rank is lost, RuntimeError for another problem, and nothing without one."""
         if self.text:
             raise (PeerLostError if self.is_loss else RuntimeError)(self.text)
 
 
 def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:
-    """The verdict on whether all ranks have published an equal `record` (JSON-serialisable, the same keys everywhere).
-    If not, it names the first rank that differs, the field and both values; or the ranks that did not attach within
-    the group's timeout, or are lost; or the problem of the rank that was first to have one.
+    """Returns the verdict on whether all ranks have published an equal `record` (JSON-serializable, with equal keys).
+
+    If not, its text names the first rank that differs, the field and both values; or the ranks that are lost or did not
+    attach within the group's timeout; or the rank with the earliest problem, and that problem.
 
     Args:
-        store: for this call alone.
-        what: what a rank does meanwhile, "attaching" for example.
+        store: a store that only this call uses.
+        what: what this rank is doing, for reports; "attaching" for example.
 
     Raises:
         RuntimeError: rank 0 gave no verdict within the group's timeout, or the store has failed.
@@ -70,14 +71,15 @@ def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:
 
 
 def gather(peers: Peers, store: dist.Store, record: object, what: str, is_watched: bool = False) -> list[object]:
-    """Every rank's `record` (JSON-serialisable), in rank order. On every rank, each time with a store of its own.
+    """Returns every rank's `record` (JSON-serializable), in rank order. A collective call.
 
     Args:
+        store: a store that only this call uses.
         what, is_watched: as for :meth:`fusedcomm.ranks.peers.Peers.wait`.
 
     Raises:
-        RuntimeError: naming the ranks that did not call within the group's timeout. The call then counts as not made.
-        PeerLostError: a rank is lost that has not called.
+        RuntimeError: some ranks did not call within the group's timeout; names them. This rank's record is removed.
+        PeerLostError: a rank that has not called is lost.
     """
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
     store.set(keys[peers.rank], json.dumps(record))
@@ -92,14 +94,14 @@ def gather(peers: Peers, store: dist.Store, record: object, what: str, is_watche
 
 
 def forget(store: dist.Store, rank: int) -> None:
-    """Removes what this rank has published in a :func:`gather`, where the store can."""
+    """Removes this rank's record of a :func:`gather`, if the store can delete keys."""
     with contextlib.suppress(RuntimeError, NotImplementedError):
         store.delete_key(f"record/{rank}")
 
 
 def _compare(peers: Peers, store: dist.Store, own: dict, what: str) -> Verdict:
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
-    if PROBLEM in own:  # so no rank can attach; another may have had a problem before
+    if PROBLEM in own:  # no rank can attach; another rank's problem may be earlier
         return _first_problem([json.loads(store.get(key)) if store.check([key]) else {} for key in keys.values()])
     missing = peers.wait(store, keys, what)
     if missing:
@@ -107,7 +109,7 @@ def _compare(peers: Peers, store: dist.Store, own: dict, what: str) -> Verdict:
             f"fusedcomm: rank(s) {missing} did not attach within {peers.timeout.total_seconds():.0f} s: attach must be "
             "called on every rank of the process group, the same number of times"
         )
-    # Through JSON like the others' records, so that tuples and lists compare equal.
+    # The others' records went through JSON, which makes tuples lists. This one must, too, to compare equal.
     own = json.loads(json.dumps(own))
     records = [json.loads(store.get(key)) for key in keys.values()]
     if any(PROBLEM in record for record in records):
@@ -132,7 +134,7 @@ def _first_problem(records: list[dict]) -> Verdict:
 
 
 def _first_difference(left: object, right: object, field: str = "") -> tuple[str, object, object] | None:
-    """The path and the two values of the first difference between two JSON values."""
+    """The path and the two values of the first difference between two JSON values; None if they are equal."""
     if isinstance(left, dict) and isinstance(right, dict):
         for key in sorted({*left, *right}):
             found = _first_difference(left.get(key), right.get(key), f"{field}.{key}" if field else key)

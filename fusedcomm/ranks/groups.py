@@ -1,4 +1,4 @@
-"""Process-group plumbing: the user's group in, channels of our own over the same ranks, or some of them, out."""
+"""Process groups: reads the user's group, and makes fusedcomm's own channels over its ranks or some of them."""
 
 import contextlib
 import dataclasses
@@ -13,23 +13,25 @@ from torch.distributed import distributed_c10d as c10d
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts
 
-# Threads of one channel's gloo context: as many of its all-reduces move at once. One of 8–32 MiB uses half of a link,
-# four chunks in flight fill it.
+# Threads of one channel's gloo context: as many of its all-reduces run at once. One all-reduce of 8 to 32 MiB uses half
+# of a link; four chunks under way fill it.
 GLOO_THREADS = 4
 
 
 LINK_MESSAGES_NBYTES = ((2 << 10, 2 << 20), (128 << 10, 2 << 20), (1 << 20, 8 << 20))
-"""To each rank, and to all of them at most, when a link is timed: as many of these as it takes."""
+"""Messages that time a link, as (bytes to each rank, most bytes to all ranks). The first gives the fixed time of a
+message. The last is sent only if the second takes too little time."""
+# All-to-alls of each message.
 LINK_ROUNDS = 6
 LONG_ENOUGH_S = 1e-3
-"""Beyond what a small message takes: more than a busy machine adds by chance to most messages."""
+"""Seconds beyond the first message's time that suffice: a busy machine adds less than that to most messages."""
 MIN_S_PER_BYTE = 1e-11
-"""Faster than any link that bytes go through."""
+"""Least result, in seconds a byte: no link is faster."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Channels:
-    """Backends of our own, for a sum's first collective and a two-shot's second."""
+    """fusedcomm's own backends: `scatter` for the first collective of a sum, `gather` for the second of a two-shot."""
 
     scatter: dist.Backend
     gather: dist.Backend
@@ -37,7 +39,8 @@ class Channels:
 
 @dataclasses.dataclass(frozen=True)
 class HostChannels:
-    """Backends of our own for sums on two levels: over the ranks of a host, and over those with the same place."""
+    """fusedcomm's own backends for sums on two levels: `local` ones connect the ranks of a host, `cross` ones the ranks
+    with the same number on every host."""
 
     local_scatter: dist.Backend
     local_gather: dist.Backend
@@ -50,7 +53,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError unless fusedcomm has a path for this device over the group's backend for it."""
+    """Raises RuntimeError if fusedcomm cannot move gradients on this device over the group's backend."""
     wanted = _BACKENDS.get(device.type)
     if wanted is None:
         raise RuntimeError(
@@ -68,23 +71,23 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
 
 
 def private_store(process_group: dist.ProcessGroup) -> dist.Store:
-    """A prefix of the group's own store for this attachment; all ranks attach in the same order."""
+    """The group's store under a prefix for this attachment. Every rank must attach in the same order."""
     _, store = c10d._world.pg_map[process_group]
     ours = dist.PrefixStore(f"fusedcomm/{process_group.group_name}", store)
-    # Counted in the store and not in this process: a group made anew after another was destroyed starts again at 1.
+    # Counted in the store, not in this process: a new group begins at 1, also after another of its name was destroyed.
     count = ours.add(f"attachments/{process_group.rank()}", 1)
     return dist.PrefixStore(str(count), ours)
 
 
 def own_client(store: dist.Store) -> dist.Store:
-    """The same store through a connection of its own: a wait on it that never ends keeps nobody from using `store`."""
+    """The same store over its own connection, if it can be cloned: an endless wait there does not block `store`."""
     with contextlib.suppress(RuntimeError, NotImplementedError):  # stores written in Python need not have clone()
         return store.clone()
     return store
 
 
 def describe_store(process_group: dist.ProcessGroup) -> str:
-    """What the group's store is and, as far as can be known, whose process hosts it: the end of "It is …"."""
+    """Says what the group's store is and which process hosts it, if known: the end of "It is …". Never empty."""
     _, store = c10d._world.pg_map[process_group]
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -99,25 +102,26 @@ def describe_store(process_group: dist.ProcessGroup) -> str:
 
 
 def describe_process(process_group: dist.ProcessGroup) -> str:
-    """Which process this rank is, for whoever has to look for it."""
+    """Names this rank's process and host, for people. Never empty."""
     text = f"process {os.getpid()} on {socket.gethostname()}"
     return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
 
 
 def gloo_backend(process_group: dist.ProcessGroup) -> dist.Backend | None:
-    """The group's backend for CPU tensors, if that is gloo."""
-    with contextlib.suppress(RuntimeError):  # it has none for them
+    """The group's backend for CPU tensors if that is gloo, else None."""
+    with contextlib.suppress(RuntimeError):  # it has no backend for CPU tensors
         backend = process_group._get_backend(torch.device("cpu"))
         return backend if backend.name() == "gloo" else None
     return None
 
 
 def group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """The timeout of the group's backend for `device`. Raises RuntimeError if it has none."""
     return process_group._get_backend(device).options._timeout
 
 
 def make_channels(process_group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Channels:
-    """Connects the ranks of `process_group` twice more, with the group's own timeout. A collective call."""
+    """Connects the ranks of `process_group` over two new gloo backends, with the group's timeout. A collective call."""
     timeout = group_timeout(process_group, device)
     rank, world_size = process_group.rank(), process_group.size()
     scatter, gather = (_gloo(store, name, rank, world_size, timeout) for name in ("scatter", "gather"))
@@ -127,10 +131,10 @@ def make_channels(process_group: dist.ProcessGroup, device: torch.device, store:
 def make_host_channels(
     process_group: dist.ProcessGroup, device: torch.device, store: dist.Store, hosts: Hosts
 ) -> HostChannels:
-    """Connects this rank with those of its host, and with one on each other host. A collective call of all ranks.
+    """Connects this rank with the ranks of its host, and with one rank on each other host. A collective call.
 
-    On cuda both collectives of a level share a communicator, since they are enqueued on one stream. It is connected
-    when this returns.
+    On cuda both collectives of a level share a communicator, because they are enqueued on one stream. The communicators
+    are connected on return.
     """
     timeout = group_timeout(process_group, device)
     local_rank, host = hosts.place(process_group.rank())
@@ -149,21 +153,21 @@ def make_host_channels(
 
 
 def end_together() -> None:
-    """Ends the job's process group on all ranks, once each has come here. A collective call.
+    """Destroys the job's process group once every rank has called this. A collective call.
 
-    A rank that ends right after a collective may be ended with SIGABRT, by a thread of gloo's that has yet to let go of
-    it: with a DDP model, `destroy_process_group()` does not wait for those threads (torch 2.13). Nor does this, but
-    ranks that are done wait for the one that reports, or for the slowest: time enough but for a very busy machine.
+    A rank that exits right after a collective may get SIGABRT from a gloo thread that still holds it: with a DDP model,
+    `destroy_process_group()` does not wait for these threads (torch 2.13). This function does not wait for them either,
+    but ranks wait here for the slowest one, which takes long enough except on a very busy machine.
     """
     dist.barrier()
     dist.destroy_process_group()
 
 
 def time_link(backend: dist.Backend) -> float | None:
-    """Seconds for each byte that a rank sends in an all-to-all, roughly; the same on every rank. None: one rank.
+    """Roughly the seconds for each byte that a rank sends in an all-to-all; equal on every rank. None for one rank.
 
-    A collective call. It sends some 800 KiB to each rank, and 6 MiB more where that takes next to no time, but no more
-    than 60 MiB to all of them.
+    A collective call. It sends about 800 KiB to each rank, and 6 MiB more if that is too fast to measure, but at most
+    60 MiB to all of them.
     """
     p = backend.size()
     if p == 1:
@@ -185,13 +189,13 @@ def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.
 def _nccl(
     store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta, device: torch.device
 ) -> dist.Backend:
-    # Not new_group(), which every rank of the default group would have to call: DDP's may be one of several.
+    # Every rank of the default group would have to call new_group(), but DDP's group may be one of several.
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     backend = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)
-    # Or its communicator would be made by its first collective: seconds within the first backward pass, and a rank that
-    # cannot connect would be an error of that step, not of attach. DDP's own group has one by now, since DDP's
-    # constructor has broadcast the parameters over it.
+    # Otherwise the first collective would make the communicator. That would take seconds of the first backward pass,
+    # and a rank that cannot connect would fail there and not in attach. DDP's own group has its communicator by now,
+    # because DDP's constructor has broadcast the parameters over it.
     backend.eager_connect_single_device(device)
     return backend
 
@@ -199,7 +203,7 @@ def _nccl(
 def _gloo_options(timeout: datetime.timedelta) -> "dist.ProcessGroupGloo._Options":
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    # The same interfaces that torch gives a gloo group of the user's.
+    # The interfaces that torch gives to a gloo group.
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
         dist.ProcessGroupGloo.create_default_device()

@@ -1,4 +1,4 @@
-"""Which ranks share a host: what a sum on two levels is made of."""
+"""Which ranks share a host. A sum on two levels adds within hosts first, then between them."""
 
 import dataclasses
 import socket
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 AUTO = "auto"
-"""Ranks with the same host name share a host."""
+"""Value of ``hosts=``: ranks with the same host name share a host."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Equally many ranks on each host."""
+    """The ranks of each host, equally many on every host."""
 
     groups: tuple[tuple[int, ...], ...]
     """The ranks of each host in rank order, hosts in the order of their lowest ranks."""
@@ -27,22 +27,23 @@ class Hosts:
 
     @property
     def flat_reason(self) -> str:
-        """Why a sum has one level all the same; empty if it has two."""
+        """Why sums have one level although hosts are given; empty if they have two."""
         if self.num_hosts == 1:
             return f"all {self.ranks_per_host} ranks are on one host"
         return "every host has one rank" if self.ranks_per_host == 1 else ""
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(its number among the ranks of its host, its host's number)"""
+        """Returns (the rank's number within its host, the host's number)."""
         return next((group.index(rank), host) for host, group in enumerate(self.groups) if rank in group)
 
 
 def ordered(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """Sorts each host's ranks, and hosts by their lowest rank."""
     return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def checked(groups: tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
-    """`groups` of equal size, ordered, as the hosts of `world_size` ranks; ValueError if they are not all of these."""
+    """The hosts by ordered `groups` of equal size. Raises ValueError if these do not hold each rank once."""
     ranks = sorted(rank for group in groups for rank in group)
     if ranks != list(range(world_size)):
         missing, unknown = sorted({*range(world_size)} - {*ranks}), sorted({*ranks} - {*range(world_size)})
@@ -55,14 +56,14 @@ def checked(groups: tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
 
 
 def by_number(ranks_per_host: int, world_size: int) -> Hosts:
-    """Consecutive ranks share a host."""
+    """Hosts of `ranks_per_host` consecutive ranks. ValueError if that does not divide `world_size`."""
     if world_size % ranks_per_host:
         raise ValueError(f"hosts={ranks_per_host} ranks on each host are not possible with {world_size} ranks")
     return Hosts(ordered(range(first, first + ranks_per_host) for first in range(0, world_size, ranks_per_host)))
 
 
 def given(groups: int | tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
-    """What a user has said of `world_size` ranks; ValueError if it does not fit them."""
+    """The hosts that a user gave for `world_size` ranks. Raises ValueError if they do not fit the ranks."""
     return by_number(groups, world_size) if isinstance(groups, int) else checked(groups, world_size)
 
 
@@ -73,31 +74,32 @@ def check_even(sizes: dict[str, int]) -> None:
         if other != size:
             raise ValueError(
                 f"sums on two levels need as many ranks on every host, and {first} has {size} "
-                f"rank{'s' if size > 1 else ''}, {name} {other}: leave out hosts, or even them out"
+                f"rank{'s' if size > 1 else ''}, {name} {other}: leave out hosts, or give all the same number of ranks"
             )
 
 
 def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
-    """A line for ranks whose two-shot sums have one level although `ranks_on_host` of them share a host; or none."""
+    """Lines for people if two-shot sums have one level and several ranks share a host; an empty list otherwise."""
     if ranks_on_host is None or not 1 < ranks_on_host < world_size:
         return []
     return [
-        f'{ranks_on_host} ranks on a host each send to other hosts for themselves: with hosts="auto" they add up among '
-        f"themselves first, and send 1/{ranks_on_host} of that"
+        f'{ranks_on_host} ranks on a host each send to other hosts: with hosts="auto" they add up on their host first, '
+        f"and send 1/{ranks_on_host} of that"
     ]
 
 
 def publish_name(store: dist.Store, rank: int) -> None:
+    """Publishes this rank's host name for :func:`by_name`."""
     store.set(f"host/{rank}", socket.gethostname())
 
 
 def by_name(store: dist.Store, world_size: int) -> Hosts:
-    """The hosts by the names that every rank has published before. Raises ValueError if they are uneven."""
+    """The hosts by the names from :func:`publish_name`, which every rank has called. Raises as :func:`of_names`."""
     return of_names([store.get(f"host/{rank}").decode() for rank in range(world_size)])
 
 
 def of_names(names: Sequence[str]) -> Hosts:
-    """The hosts by their names on every rank, in rank order. Raises ValueError if they are uneven."""
+    """The hosts by the host name of each rank. Raises ValueError if hosts have different numbers of ranks."""
     groups: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         groups.setdefault(f"host {name}", []).append(rank)

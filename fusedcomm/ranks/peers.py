@@ -1,8 +1,8 @@
-"""The other ranks of a group while this rank waits for them outside of a step: attaching, searching, saving.
+"""Waits for other ranks outside of a step: while attaching, searching or saving.
 
 Within a step the transport notices that a rank is lost, and the watch says which one is slow (csrc/watch/watch.h).
-Everywhere else a wait for other ranks goes through here. It ends when a rank that it needs is lost, and is reported
-when it takes long; both texts say what that rank was last seen doing.
+Every other wait for ranks is made here. It ends when a rank that it needs is lost, and is reported when it takes long.
+Both texts say what that rank was last seen doing.
 """
 
 import datetime
@@ -22,31 +22,31 @@ from fusedcomm.ranks import groups
 T = TypeVar("T")
 
 _TAG = 0x66757365
-"""Of messages that nobody sends on the user's group ("fuse")."""
+"""Tag of messages that are never sent on the user's group; "fuse" in ASCII."""
 _FIRST_POLL_S, _POLL_S = 1e-3, 0.25
-"""Between two requests of a waiting rank to the store, at first and in the end; the latter between two looks at
-connections, too."""
+"""Seconds between two requests of a waiting rank to the store, at first and later; more if there are many ranks. The
+later interval also separates two checks of the connections."""
 _POLLS_PER_S = 500
-"""Most requests of all waiting ranks together, in the end."""
+"""Most requests of all waiting ranks together that the store gets in a second, in a long wait."""
 _GRACE_S = 1.0
-"""A rank that leaves when it has given what others wait for is no loss: what they wait for may just be arriving."""
+"""Seconds that a wait goes on after a rank is lost. The rank may have done its part, which is then still arriving."""
 _ANSWER_S = 2.0
-"""For the store to say what ranks were doing: it may be silent."""
+"""Seconds that the store has to say what ranks were doing, because it may never answer."""
 
 _connections: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections]" = weakref.WeakKeyDictionary()
 
 
 class PeerLostError(RuntimeError):
-    """A rank that this one waits for is lost."""
+    """Another rank that this rank waits for is lost."""
 
 
 class Peers:
-    """The ranks of one group, as long as fusedcomm is attached there; made on every rank.
+    """The ranks of one group while fusedcomm is attached there. Every rank makes one.
 
     Args:
-        store: of this attachment alone.
-        timeout: of the group, after which a wait is given up.
-        stall_after_s: a wait that takes longer is reported once.
+        store: a store that only this attachment uses.
+        timeout: the group's timeout, after which a wait ends.
+        stall_after_s: seconds after which a wait is reported, once.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Peers:
             self._store.set(f"who/{self.rank}", groups.describe_process(process_group))
 
     def doing(self, what: str) -> None:
-        """What this rank is doing from now on, for the others' reports."""
+        """Publishes what this rank is doing from now on, for the reports of other ranks."""
         if self.world_size > 1:
-            with suppress(RuntimeError):  # the store is gone: whoever needs it next says so
+            with suppress(RuntimeError):  # the store has failed: its next use reports that
                 self._store.set(f"doing/{self.rank}", what)
 
     def wait(
@@ -74,14 +74,15 @@ class Peers:
         timeout: datetime.timedelta | None = None,
         is_watched: bool = False,
     ) -> list[int]:
-        """Waits until `store` has every key, each of which the rank that it is given for sets.
+        """Waits until `store` has every key.
 
         Args:
-            what: what this rank does meanwhile, "attaching" for example.
-            timeout: None: the group's.
-            is_watched: the engine's watch reports it if it takes long.
+            keys: for each awaited rank, the key that it sets.
+            what: what this rank is doing, for reports; "attaching" for example.
+            timeout: None: the group's timeout.
+            is_watched: whether the engine's watch reports a long wait, so that this function does not.
 
-        Returns: ranks whose keys were still missing when the time was up; empty when all are there.
+        Returns: the ranks whose keys were missing at the timeout; empty if every key was there in time.
 
         Raises:
             PeerLostError: a rank whose key is missing is lost.
@@ -94,7 +95,7 @@ class Peers:
             return [rank for rank, key in keys.items() if not store.check([key])]
 
         def wait_for_all() -> list[int]:
-            # Not store.wait(), of whose time-outs a TCPStore writes lines to stderr.
+            # A TCPStore would write to stderr when store.wait() times out.
             began, pause_s = time.monotonic(), _FIRST_POLL_S
             while not given_up.is_set():
                 waited_s = time.monotonic() - began
@@ -125,17 +126,18 @@ class Peers:
         is_watched: bool = False,
         was_given_up: Callable[[], bool] | None = None,
     ) -> T:
-        """The result of `function`, which may wait for other ranks and is called on a thread of its own. It is left
-        alone, to end by itself, where this raises an error of a lost rank.
+        """Returns the result of `function`, which may wait for other ranks and is called on a thread of its own.
+
+        If this raises because of a lost rank, the thread is left to end by itself.
 
         Args:
-            needed: says which ranks it waits for now. None: for all.
+            needed: returns the ranks that `function` waits for now. None: it waits for all.
             what, is_watched: as for :meth:`wait`.
             was_given_up: asks the store whether another rank has said that it will not take part.
 
         Raises:
-            PeerLostError: a rank that it needs is lost.
-            RuntimeError: another rank has given up.
+            PeerLostError: a rank that `function` needs is lost.
+            RuntimeError: another rank will not take part.
         """
         if self.world_size == 1:
             return function()
@@ -151,7 +153,7 @@ class Peers:
                 self._report_stall(what, needed, waited_s)
         try:
             return errand.result()
-        except (RuntimeError, dist.DistStoreError) as error:  # of the transport, maybe, which names no rank
+        except (RuntimeError, dist.DistStoreError) as error:  # perhaps from the transport, which names no rank
             lost = self._connections.lost()
             if not lost or isinstance(error, PeerLostError):
                 raise
@@ -180,14 +182,14 @@ class Peers:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         ranks = _answer(needed) if needed is not None else others
         if ranks is None:
-            about = "the store is silent, so that it cannot be said for whom"
+            about = "for ranks that are not known, because the store does not answer"
         elif needed is None:
             seen = [f"{self._name(rank)}: {self._last_seen(rank)}" for rank in others[:8]]
             about = f"for one or more of {'; '.join(seen)}"
         else:
             awaited = [rank for rank in sorted(ranks) if rank != self.rank]
             if not awaited:
-                return  # it has come meanwhile
+                return  # every awaited rank has come meanwhile
             about = "for " + "; ".join(f"{self._name(rank)}: {self._last_seen(rank)}" for rank in awaited[:8])
             about += f"; and for {len(awaited) - 8} more" if len(awaited) > 8 else ""
         warn_alone(
@@ -203,18 +205,18 @@ class Peers:
     def _last_seen(self, rank: int) -> str:
         doing = _answer(lambda: _text(self._store, f"doing/{rank}"))
         if doing is None:
-            return "What it was doing cannot be said, since the store does not answer"
+            return "What it was doing is not known, because the store does not answer"
         return f"It was last seen {doing}" if doing else "It has not come to attach"
 
 
 def warn_alone(text: str, stacklevel: int) -> None:
-    """On one rank, which must not fail alone where warnings are errors. stacklevel: of warnings.warn, here."""
+    """Warns. Never raises, even if warnings are errors: this rank must not fail alone. stacklevel: of warnings.warn."""
     with suppress(Warning):
         warnings.warn(text, stacklevel=stacklevel)
 
 
 class _Errand:
-    """A function on a daemon thread."""
+    """Runs a function on a daemon thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._value: T | None = None
@@ -240,7 +242,7 @@ class _Errand:
 
 
 class _Connections:
-    """Whether a group's connections stand: of gloo alone, which keeps one with every rank."""
+    """Tells which connections of a group are lost. Only gloo can tell; `backend` None: none is ever lost."""
 
     def __init__(self, backend: dist.Backend | None) -> None:
         self._sentinels = None if backend is None else _C.PeerSentinels(backend=backend, tag=_TAG)
@@ -248,7 +250,7 @@ class _Connections:
         self._lock = threading.Lock()
 
     def lost(self) -> dict[int, str]:
-        """By rank of the group: what has become of its connection."""
+        """For each lost rank, what the backend says about its connection."""
         with self._lock:
             if self._sentinels is not None:
                 self._lost.update(self._sentinels.look())
@@ -264,7 +266,7 @@ def _connections_of(process_group: dist.ProcessGroup) -> _Connections:
 
 
 def _answer(function: Callable[[], T]) -> T | None:
-    """What the store answers; None if it does not soon."""
+    """Returns what `function` gets from the store; None if the store fails or does not answer within _ANSWER_S."""
     errand = _Errand(function)
     if not errand.has_ended_within(_ANSWER_S):
         return None
@@ -274,4 +276,5 @@ def _answer(function: Callable[[], T]) -> T | None:
 
 
 def _text(store: dist.Store, key: str) -> str:
+    """The text of a key; empty if the key is not set."""
     return store.get(key).decode() if store.check([key]) else ""

@@ -1,1 +1,1 @@
-"""What one process group agrees on and keeps for the buckets of its parameters."""
+"""Sessions: one engine on one process group, with its parameters, plan, statistics and state."""

@@ -1,4 +1,4 @@
-"""The parameters that an engine synchronises: their names, and the wires that they travel in."""
+"""The parameters that an engine synchronizes: their names and their wires."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -14,21 +14,23 @@ class NamedParameter:
     name: str
     tensor: torch.Tensor
     wire: int
-    """Its number, see csrc/engine/config.h."""
+    """Number of its wire; see csrc/engine/config.h."""
     other_names: tuple[str, ...] = ()
-    """Of a tied parameter. Patterns know it by them, too; state, plan and the ranks by `name` alone."""
+    """Further names of a tied parameter. Only patterns use them; everything else uses `name`."""
 
 
 def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequence[Config]) -> list[NamedParameter]:
-    """Those that require gradients first, then the others, which DDP may have had from before they were frozen. Wires
-    by the first of `configs`.
+    """Returns the parameters with the wires that the first of `configs` gives them.
+
+    Parameters that require gradients come first. Frozen ones follow, because DDP may have taken them before they were
+    frozen.
 
     Args:
-        named: a tied parameter once by each of its names.
+        named: names and tensors; a tied parameter appears once under each of its names.
 
     Raises:
-        ValueError: a pattern has no effect on parameters that require gradients (on any, if all are frozen), or two
-            disagree over a tied one, whichever of `configs` is used.
+        ValueError: under every one of `configs`, a pattern has no effect on parameters that require gradients (on any,
+            if all are frozen), or two patterns disagree over a tied parameter.
     """
     named = sorted(named, key=lambda pair: not pair[1].requires_grad)
     checked = [(name, tensor) for name, tensor in named if tensor.requires_grad] or named
@@ -45,10 +47,10 @@ def named_parameters(named: Iterable[tuple[str, torch.Tensor]], configs: Sequenc
 
 
 def numbered(parameters: Sequence[NamedParameter], config: Config) -> list[NamedParameter]:
-    """With the wires that they have by `config`."""
+    """Returns `parameters` with the wires that `config` gives them."""
     return [dataclasses.replace(p, wire=config.wire_number(p.name, p.tensor, p.other_names)) for p in parameters]
 
 
 def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParameter]:
-    """Those that require gradients now."""
+    """Returns the parameters that require gradients now; an empty list for None."""
     return [p for p in parameters or [] if p.tensor.requires_grad]

@@ -1,4 +1,4 @@
-"""What fusedcomm will do, in words: printed by rank 0 at attach and returned by ``Handle.plan()``."""
+"""The plan: what fusedcomm does with each bucket. Rank 0 prints it at attach; ``Handle.plan()`` returns it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class BucketRow:
-    """One bucket. `wire` is what its lossy elements travel in, e.g. "int4+bf16", `sum` the algorithm."""
+    """One bucket. `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm."""
 
     parameters: tuple[str, ...]
     grad_nbytes: int
@@ -25,24 +25,24 @@ class BucketRow:
     sum: str
     num_chunks: int
     sent_nbytes: int
-    """Bytes this rank sends for it in one step; for sparse gradients, what a dense one would send."""
+    """Bytes that this rank sends for the bucket in one step; for sparse gradients, the bytes of a dense bucket."""
     reason: str
-    """Why it does not travel in the configured wire; empty if it does."""
+    """Why the bucket is not sent in the configured wire; empty if it is."""
     sent_between_hosts_nbytes: int | None = None
-    """Those of the sent bytes that go to other hosts, None without ``hosts=``. An all-reduce is counted as a ring that
-    leaves each host once."""
+    """The sent bytes that go to other hosts; None without ``hosts=``. An all-reduce counts as a ring that leaves each
+    host once."""
 
 
 class Found(Protocol):
-    """What a plan says of a search for the wire; :class:`fusedcomm.autotune.search.Tuning` is one."""
+    """What a plan shows of a search for the wire. :class:`fusedcomm.autotune.search.Tuning` is one."""
 
     @property
     def line(self) -> str:
-        """What has been chosen, or how far the search is."""
+        """The choice, or how far the search is; never empty."""
 
     @property
     def bucket_cap(self) -> object | None:
-        """The bucket_cap_mb that it predicts, printable; None while the search goes on."""
+        """The predicted bucket_cap_mb, printable; None while the search goes on and if there is no prediction."""
 
     @property
     def has_tried_two_levels(self) -> bool: ...
@@ -53,25 +53,25 @@ class Plan:
     """The effective plan. ``str(plan)`` is what rank 0 prints."""
 
     config: Config
-    """Its chunks have been chosen."""
+    """The effective configuration: both numbers of its `chunks` are set."""
     world_size: int
     device_type: str
     codec: str
-    """What the codec stages run on, and where the workspaces are."""
+    """What the codec stages run on; on cuda also where the workspaces are."""
     scratch_nbytes: int
     exempt: tuple[str, ...]
     buckets: tuple[BucketRow, ...]
     predicted: bool
-    """True before the first backward pass, and when off: DDP may cut its buckets differently when it rebuilds them."""
+    """Whether `buckets` is a prediction: before the first backward pass, and when `off`. DDP may cut others."""
     hosts: Hosts | None = None
     off: bool = False
-    """Whether gradients go through DDP's own all-reduce, since wire="auto" has not found, or not yet tried, better."""
+    """Whether gradients go through DDP's own all-reduce, because wire="auto" tries it now or has chosen it."""
     tuning: Found | None = None
-    """What wire="auto" has found."""
+    """What wire="auto" has found; None for other wires."""
     ranks_on_host: int | None = None
-    """As torchrun says; None: nobody said."""
+    """Ranks on this host, as torchrun sets them; None if not set."""
     frozen: bool = False
-    """Whether no parameter requires gradients now. There are no buckets then, or those of the last backward pass."""
+    """Whether no parameter requires gradients now. `buckets` is then empty, or shows the last backward pass."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -163,12 +163,13 @@ def predicted_rows(
     parameters: Sequence[NamedParameter],
     bucket_nbytes_caps: list[int],
 ) -> tuple[BucketRow, ...]:
-    """Rows for `parameters` cut as DDP cuts them: from the last parameter to the first.
+    """Rows for the buckets that DDP is expected to make of `parameters`, from the last parameter to the first.
 
     Args:
-        native: None for DDP's own all-reduce.
+        native: the engine's configuration; None for DDP's own all-reduce.
+        bucket_nbytes_caps: most bytes of each bucket; the last entry holds for all that follow.
     """
-    if not parameters:  # of which torch's function makes an assertion fail
+    if not parameters:  # torch's function fails an assertion on an empty list
         return ()
     backwards = parameters[::-1]
     indices, _ = dist._compute_bucket_assignment_by_size([p.tensor for p in backwards], bucket_nbytes_caps)
@@ -245,4 +246,4 @@ def _passthrough_row(
     sent = 2 * nbytes * (world_size - 1) // world_size
     between = (sent // hosts.ranks_per_host if hosts.num_hosts > 1 else 0) if hosts else None
     name = str(dtype).removeprefix("torch.")
-    return BucketRow(names, nbytes, name, "exact", 1, sent, "travels as it is", between)
+    return BucketRow(names, nbytes, name, "exact", 1, sent, "sent as it is", between)

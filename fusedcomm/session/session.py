@@ -1,4 +1,4 @@
-"""One attachment's native side: channels made, ranks agreed, engine running. Shared by both ways to integrate."""
+"""A session: the channels, the ranks' agreement and the engine of one attachment, however it was attached."""
 
 import atexit
 import contextlib
@@ -29,7 +29,7 @@ from fusedcomm.trace.recorder import Recorder
 T = TypeVar("T")
 
 _GIVEN_UP = "given up"
-"""A key that is there once a rank cannot attach, for those that are connecting and would wait for it."""
+"""Store key that a rank sets if it cannot attach. Ranks that are connecting then stop waiting for it."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -39,19 +39,20 @@ class Session:
 
     Args:
         process_group: the group that DDP uses; every rank of it makes a Session at the same time.
-        parameters: the module's, first those that require gradients, then those that may have done so when DDP was
-            made; or None if they are not known; then parameters are recognised by their shapes.
+        parameters: the module's parameters: first those that require gradients, then those that may have required them
+            when DDP was made. None: not known; parameters are then named by their shapes as they appear in buckets.
         device: where the gradients are.
-        announce: whether rank 0 may print what takes a while.
-        beside: another session on the same group, whose channels, hosts and store serve this one, too; its ranks have
-            agreed on both. Only one of them may have buckets under way.
-        also_agree: what else (JSON-serialisable) all ranks must share.
-        watched: whether stalls are reported from now on; else from :meth:`watch` on.
-        problem: why this rank cannot take part; raised when the others know.
+        announce: whether rank 0 may print that something takes a while.
+        beside: another session on the same group, whose channels, hosts and store this session uses, too. The ranks
+            have already agreed there. Only one of the two sessions may have buckets under way.
+        also_agree: further values (JSON-serializable) that must be equal on all ranks.
+        watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
+        problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
     Raises:
-        RuntimeError: no path for the device over the group's backend, or the ranks do not agree (the same text on
-            every rank).
+        RuntimeError: fusedcomm has no path for the device over the group's backend, or the ranks do not agree (the same
+            text on every rank).
+        ValueError: an option does not fit the device, the machine or the ranks.
         PeerLostError: a rank is lost before it has attached.
     """
 
@@ -71,7 +72,7 @@ class Session:
     ) -> None:
         self.config = cfg
         self.keeps_residuals = cfg.feedback is not None
-        self.is_off = False  # gradients go through DDP's own all-reduce, for good
+        self.is_off = False  # whether DDP's own all-reduce was chosen for good
         self.local = local
         self.device = device
         self.process_group = process_group
@@ -115,9 +116,9 @@ class Session:
         }
         try:
             self.peers.doing("attaching: its engine is ready")
-            self._agree(self._store, "ready", found, problem)  # nobody's workspaces were refused
+            self._agree(self._store, "ready", found, problem)  # raises if any rank could not make its engine
         except Exception:
-            if hook is not None:  # not with the error, which somebody may keep
+            if hook is not None:  # freed now, because a caller may keep the error and with it the hook
                 hook.stop("another rank has no engine")
                 hook.free_workspaces()
             raise
@@ -133,11 +134,11 @@ class Session:
     def _agree_on_plan(
         self, announce: bool, also_agree: dict | None, problem: Exception | None
     ) -> "CpuPath | CudaPath":
-        """Sets the session's store and hosts, too."""
+        """Returns this rank's path once the ranks have agreed. Sets the session's stores, peers and hosts."""
         self._store = store = groups.private_store(self.process_group)
-        # What is wrong on this rank alone is told to the others, which would wait for it otherwise.
+        # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
         record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
-        with contextlib.suppress(Exception):  # the group has no backend for the device, which is the problem
+        with contextlib.suppress(Exception):  # no backend for the device: check_backend says so below
             timeout = groups.group_timeout(self.process_group, self.device)
         try:
             if problem is not None:
@@ -152,7 +153,7 @@ class Session:
         self.peers.doing("attaching: comparing its configuration with the others'")
         hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
-        # The ranks have agreed, and so has each published its name: none waits for another from here on.
+        # The ranks have agreed, so each has published its host name: reading the names does not wait.
         self._names_store = store
         self.hosts = self._hosts()
         return path
@@ -170,7 +171,7 @@ class Session:
         return self._connect_hosts()
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
-        """What `connect` returns, unless another rank is lost, or says that it cannot attach."""
+        """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
         return self.peers.call(
             connect,
             "connecting with the other ranks to attach",
@@ -178,7 +179,7 @@ class Session:
         )
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
-        """For threads: which device is the current one is a matter of each."""
+        """Makes the device current on this thread: every thread has its own current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
@@ -193,8 +194,11 @@ class Session:
         return beside.hook.transport if self.hosts == beside.hosts else self._connect_hosts()
 
     def watch(self) -> None:
-        """From now on stalls are reported and failures explained. That takes two threads and a connection to the store:
-        of sessions on the same channels only the one that runs needs it."""
+        """Reports stalls and explains failures from now on. Idempotent.
+
+        A watch takes two threads and a connection to the store. Of several sessions on the same channels only the
+        running one needs it.
+        """
         if self.world_size == 1 or self._is_watched:
             return
         try:
@@ -206,19 +210,19 @@ class Session:
             )
         except (RuntimeError, NotImplementedError) as error:
             # A store written in Python need not have clone().
-            warn_alone(f"fusedcomm: stalls will not be reported, since no store can be had: {error}", stacklevel=6)
+            warn_alone(f"fusedcomm: stalls will not be reported: no connection to the store: {error}", stacklevel=6)
             return
         self._is_watched = True
 
     def unwatch(self) -> None:
-        """See :meth:`watch`. Idempotent."""
+        """Ends what :meth:`watch` began. Idempotent."""
         if self._is_watched:
             self._is_watched = False
             self.hook.unwatch()
 
     @property
     def ranks_per_host(self) -> int:
-        """1 unless sums have two levels."""
+        """Ranks on each host if sums have two levels, else 1."""
         return 1 if self.hosts is None or self.hosts.flat_reason else self.hosts.ranks_per_host
 
     @property
@@ -228,11 +232,11 @@ class Session:
 
     @property
     def effective_config(self) -> Config:
-        """With the size of chunks that suits the link."""
+        """The configuration with the chunks that suit the link."""
         return chunks.resolved(self.config, self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
 
     def _hosts(self) -> hosts.Hosts | None:
-        """The same on every rank, or the same ValueError."""
+        """The hosts of sums on two levels, None without ``hosts=``. Every rank gets the same result or ValueError."""
         given = self.config.groups
         if given is None:
             return None
@@ -242,14 +246,14 @@ class Session:
 
     @property
     def can_have_two_levels(self) -> bool:
-        """Whether ranks share hosts, and all of them equally."""
+        """Whether there are several hosts, each with the same number of ranks, at least two."""
         try:
             return not hosts.by_name(self._names_store, self.world_size).flat_reason
         except ValueError:
             return False
 
     def _connect_hosts(self) -> "_C.C10dTransport":
-        """The transport, with channels for sums on two levels if there are to be two."""
+        """The transport; if sums have two levels, with channels for both."""
         if self.ranks_per_host == 1:
             return self._transport
         store = groups.own_client(self._store)
@@ -273,11 +277,11 @@ class Session:
         )
 
     def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
-        """Raises this rank's own `problem`, another's, or a difference of the records, on every rank."""
+        """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
         if problem is not None:
             record = {agreement.PROBLEM: str(problem), agreement.AT: time.time()}
             if what == "ready":
-                with contextlib.suppress(RuntimeError):  # the store is gone, too
+                with contextlib.suppress(RuntimeError):  # the store has failed, too
                     self._store.set(_GIVEN_UP, "")
                 warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
         verdict = None
@@ -287,7 +291,7 @@ class Session:
         except RuntimeError as error:
             if problem is None:
                 raise
-            # Another rank's earlier problem may have caused this rank's, unless it is the same one.
+            # Another rank's earlier problem may have caused this one, unless both are the same.
             is_same = verdict is not None and verdict.cause == record[agreement.PROBLEM]
             raise problem from (None if is_same else error)
 
@@ -300,7 +304,7 @@ class Session:
         )
 
     def _record(self) -> dict:
-        """What all ranks must share. What LocalOptions has may differ: the bytes do not depend on it."""
+        """What must be equal on all ranks. LocalOptions may differ: the bytes do not depend on them."""
         record = {
             "versions": {
                 "fusedcomm": version.__version__,
@@ -329,17 +333,17 @@ class Session:
         return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
 
     def gather(self, what: str, record: object, call: str) -> list:
-        """Every rank's `record` (JSON-serialisable), in rank order. A collective call.
+        """Returns every rank's `record` (JSON-serializable), in rank order. A collective call.
 
         Args:
-            what: the records are, for the store.
-            call: the user has made, for reports.
+            what: names the records in the store.
+            call: the user's call that needs them, for reports.
         """
         store = dist.PrefixStore(f"{what}/{self._num_gathered + 1}", self._store)
         with self.calling(call):
             everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
         self._num_gathered += 1
-        # All ranks have made this call, so each has read what the one before it needed.
+        # All ranks have made this call, so each has read the records of the call before, which can be removed.
         if self._gathered is not None:
             agreement.forget(self._gathered, self.rank)
         self._gathered = store
@@ -347,7 +351,7 @@ class Session:
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Around what every rank has to do between steps: other ranks and the watch see that this one is there."""
+        """Context of a collective call between steps. Tells the other ranks and the watch that this rank takes part."""
         self.peers.doing(f"in {what}")
         call = self.hook.begin_call(what)
         has_ended = False
@@ -359,7 +363,7 @@ class Session:
             self.peers.doing(f"in training, after step {self.hook.step - 1}" if self.hook.step else "in training")
 
     def sum_over_ranks(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """In place, in fp32 or float64. A collective call of all ranks; `what` it is, for reports."""
+        """Sums fp32 or float64 tensors over the ranks, in place. A collective call; `what` names it in reports."""
 
         def reduce() -> None:
             for tensor in tensors:
@@ -369,13 +373,14 @@ class Session:
             if self.device.type == "cpu":
                 self.peers.call(reduce, f"in {what}", is_watched=self._is_watched)
             else:
-                reduce()  # is enqueued, and waits for nobody
+                reduce()  # only enqueues, and does not wait
 
     def plan(self, bucket_nbytes_caps: list[int] | None, off: bool = False) -> plan.Plan:
-        """The plan by the buckets seen, or, before the first, by how DDP is expected to cut them.
+        """The plan for the buckets of the last backward pass; before the first, for those that DDP is expected to make.
 
         Args:
-            off: the buckets do not come here but go through DDP's own all-reduce.
+            bucket_nbytes_caps: DDP's caps on the bytes of its buckets. None: not known; no buckets are predicted.
+            off: whether the buckets go through DDP's own all-reduce and not through this session.
         """
         now = trainable(self.parameters)
         rows = () if off else plan.actual_rows(self.world_size, self.hosts, self.hook)
@@ -403,33 +408,33 @@ class Session:
         return self._recorder.record(path, all_ranks)
 
     def max_over_ranks(self, value: float, what: str) -> float:
-        """A collective call, between backward passes. `what` it is, for the report if a rank does not come."""
+        """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""
         return self.hook.max_over_ranks(value, what)
 
     def say_notices(self) -> None:
-        """Warns of what the engine has to say since the last time."""
+        """Emits the engine's notices since the last call as warnings."""
         for text in self.hook.take_notices():
             warn_alone(text, stacklevel=4)
 
     def _kernels_of(self, config: Config) -> dict:
-        """What of a configuration an accelerator's kernels depend on, at most."""
+        """Everything in a configuration that an accelerator's kernels may depend on."""
         fields = config.record()
         for name in ("sum", "chunks"):
             del fields[name]
         return {**fields, "one_shot": config.is_one_shot(self.world_size)}
 
     def stop(self, reason: str) -> None:
-        """Ends the engine; buckets under way fail with `reason`. Idempotent."""
+        """Stops the engine; buckets under way fail with `reason`. Idempotent."""
         self.hook.stop(reason)
 
 
 @atexit.register
 def _leave_all() -> None:
     # Worker threads must not outlive the interpreter.
-    for session in list(_made):  # also those that have been stopped: they have channels yet
+    for session in list(_made):  # also the stopped ones, which still have channels
         session.hook.leave("the process is exiting")
 
 
-# A child has none of the threads.
+# A forked child has none of the threads.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_made.clear)

@@ -1,4 +1,4 @@
-"""What an engine has counted and left out so far, by parameter name: saved, loaded, and taken over by the next."""
+"""An engine's state (step, non-finite counts, residuals), by parameter name: saved, loaded, and taken over."""
 
 import warnings
 
@@ -37,14 +37,14 @@ def load_state_dict(session: Session, state: dict) -> None:
             stacklevel=3,
         )
         residuals = {}
-    # Each checks its names before it changes anything; what can be wrong with the rest has been checked.
+    # Each call checks its names before it changes anything. _check has checked everything else.
     session.hook.restore_residuals(residuals)
     session.hook.restore_nonfinite(state["nonfinite"])
     session.hook.step = state["step"]
 
 
 def take_over(session: Session, old: Session) -> None:
-    """What `old`, on another group or in another wire, has counted and left out. Between backward passes."""
+    """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes."""
     known = {parameter.name for parameter in session.parameters or []}
 
     def is_known(name: str) -> bool:
@@ -55,7 +55,7 @@ def take_over(session: Session, old: Session) -> None:
     counts = old.hook.nonfinite_by_parameter()
     session.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
     session.hook.step = old.hook.step
-    # A gradient now counts for one in another number: what is left out of it has to, too.
+    # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
     ratio = session.world_size / old.world_size
     residuals = old.hook.residuals()
     session.hook.restore_residuals({name: ratio * values for name, values in residuals.items() if is_known(name)})
@@ -89,12 +89,12 @@ def _check(session: Session, state: dict) -> None:
         raise ValueError(
             f"the state has residuals that were kept with error_feedback={saved_in!r}, which this fusedcomm does not "
             f"have (it has {', '.join(map(repr, RESIDUALS))}). A state's values are fp32 whatever they were kept in: "
-            "set state['error_feedback'] = 'fp32' to load them, or empty state['residuals'] to forget them"
+            "set state['error_feedback'] = 'fp32' to load them, or empty state['residuals'] to drop them"
         )
     if state["residuals"] and not session.keeps_residuals:
         why = "feedback=None): attach with feedback=fusedcomm.Feedback(…), or"
         if session.is_off:
-            why = "wire='auto' has chosen DDP's own all-reduce, which leaves nothing out):"
+            why = "wire='auto' has chosen DDP's own all-reduce, which has no residuals):"
         raise ValueError(
             f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
             f"({why} empty state['residuals']"
@@ -106,7 +106,7 @@ def _is_count(value: object) -> bool:
 
 
 def _mean_over_ranks(session: Session, residuals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By parameter name; one that some ranks lack counts there as zeros. A collective call."""
+    """The mean by parameter name, where a residual that a rank lacks counts as zeros. A collective call."""
     what = "state_dict(consolidated=True)"
     sizes = {name: values.numel() for name, values in residuals.items()}
     sizes = {name: numel for theirs in session.gather("residuals", sizes, what) for name, numel in theirs.items()}

@@ -1,4 +1,4 @@
-"""What the engine has seen and done, summed up for a person or a log."""
+"""Statistics of the engine, for people and logs."""
 
 import dataclasses
 import statistics
@@ -8,32 +8,34 @@ from fusedcomm.native import _C
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """One bucket's result beside an exact all-reduce of the same gradients. Equal on every rank."""
+    """The error of one bucket's result, against an exact all-reduce of the same gradients. Equal on every rank."""
 
     step: int
     bucket: str
     relative_error: float
-    """‖result − exact‖₂ / ‖exact‖₂; 0 where both are zeros. Inf where an element of one is finite and that of the other
-    is not; NaN where gradients were not finite, and are not in the result either."""
+    """‖result − exact‖₂ / ‖exact‖₂; 0 if both are all zeros. Inf if only the exact sum is, or if an element is
+    finite in one of them and not in the other. NaN if gradients were not finite and the result is not finite there
+    either."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """Whose gradients were NaN or Inf."""
+    """A rank's count of NaN and Inf in the gradients of one parameter."""
 
     rank: int
     bucket: str
-    """Where the parameter is now; empty if it is in none."""
+    """The bucket that holds the parameter now; empty if none does."""
     parameter: str
     count: int
-    """Elements, since attach."""
+    """Elements that were NaN or Inf, since attach."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Of this rank, since attach. Times in milliseconds; medians are over the last 512 steps, None before the first.
+    """Statistics of this rank since attach. Times are in milliseconds. Medians cover the last 512 steps, and are None
+    before the first.
 
-    A step ends with DDP's last bucket. Sparse and float64 buckets count as buckets but not as bytes.
+    A step ends with DDP's last bucket. `buckets` counts sparse and float64 buckets, but no bytes are counted for them.
     """
 
     steps: int
@@ -41,32 +43,36 @@ class Stats:
     grad_nbytes: int
     """Gradient bytes handed to the hook."""
     sent_nbytes: int
-    """Bytes this rank gave to the transport to send."""
+    """Bytes that this rank gave to the transport to send."""
     sent_between_hosts_nbytes: int
-    """Of these, those to other hosts: every rank is one, unless :func:`fusedcomm.attach` was told otherwise."""
+    """The sent bytes that go to other hosts. On one level, every rank counts as a host."""
     wire_ratio: float | None
-    """sent_nbytes over what an all-reduce of the gradients in their own dtype would have sent."""
+    """sent_nbytes divided by the bytes of an all-reduce of the gradients in their own dtype. None if that is 0."""
     exposed_ms_p50: float | None
-    """From the last bucket's hand-over to its completion: what the step waits for."""
+    """Median time from handing over the last bucket to its completion: what the step waits for."""
     busy_ms_p50: float | None
-    """Time in a step during which at least one bucket was under way."""
+    """Median time of a step during which at least one bucket was under way."""
     overlap: float | None
-    """Share of the busy time that was hidden behind the backward pass."""
+    """Share of the busy time that the backward pass hid. None before the first step."""
     nonfinite: int
     """Elements of local gradients that were NaN or Inf when packed."""
     nonfinite_by_parameter: dict[str, int]
     quantisation_error: dict[str, float]
-    """By bucket, when it was last measured (``measure_every`` of :class:`fusedcomm.Checks`): ‖g − ĝ‖₂ / ‖g‖₂ of this
-    rank's gradients g, and ĝ, what the other ranks got for them; with error feedback they had got some of it earlier.
-    With ``hosts`` it is of this rank's share of its host's sum, against its own gradients: as large for independent
-    gradients, √(ranks on a host) times for equal ones. Buckets that are summed exactly are not there."""
+    """By bucket, the relative error ‖g − ĝ‖₂ / ‖g‖₂ that was last measured (``measure_every`` of
+    :class:`fusedcomm.Checks`): g is this rank's gradient, ĝ what the other ranks received for it. With error feedback
+    the numerator is the norm of the residual after the step.
+
+    With ``hosts`` the numerator is the error of the part of its host's sum that this rank encodes. The ratio is then as
+    large as without for independent gradients, and √(ranks on a host) times as large for equal ones. Buckets that are
+    summed exactly are missing."""
     verified: tuple[Verified, ...]
-    """The last 256 buckets that were compared, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
+    """The last 256 compared buckets, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
     off: bool = False
-    """Whether gradients go through DDP's own all-reduce now, because of wire="auto": then nothing is counted."""
+    """Whether wire="auto" sends gradients through DDP's own all-reduce now. Nothing is counted then."""
 
 
 def collect(hook: "_C.Synchroniser", world_size: int) -> Stats:
+    """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
     native = hook.stats()
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
     uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
@@ -101,7 +107,7 @@ def _ratio(error: float, norm: float) -> float:
 
 
 def nonfinite_rows(hook: "_C.Synchroniser", rank: int) -> list[NonFinite]:
-    """This rank's share of a report."""
+    """This rank's rows of a report: one for each parameter that has had NaN or Inf gradients."""
     bucket_of = {name: bucket.label for bucket in hook.buckets() for name in bucket.parameters}
     counts = hook.nonfinite_by_parameter()
     return [NonFinite(rank, bucket_of.get(name, ""), name, count) for name, count in counts.items()]

@@ -343,7 +343,7 @@ def off_beside_default(rank, world_size):
 def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size):
     for same, stats, plan, scratch_nbytes, report in ranks.run(off_beside_default, world_size=world_size):
         assert all(same) and stats.off and stats.sent_nbytes == 0 and scratch_nbytes == 0 and report == []
-        assert "off, DDP's own exact all-reduce" in plan and "travels as it is" in plan
+        assert "off, DDP's own exact all-reduce" in plan and "sent as it is" in plan
         assert "off chosen before by wire='auto' from 1 candidates" in plan
 
 
@@ -579,7 +579,7 @@ def test_a_choice_of_two_levels_is_taken_where_there_are_two(ranks):
     uneven = ranks.run(loaded_on_hosts, ["a", "a", "b"], world_size=3)
     assert all(not finished and "hosts × " not in plan for finished, plan, _, _ in uneven)
     (warning,), *others = (warned for _, _, _, warned in uneven)
-    assert "its sums have two levels" in warning and "searches anew" in warning and others == [[], []]
+    assert "its sums have two levels" in warning and "searches again" in warning and others == [[], []]
 
 
 def misfits(rank, world_size):
@@ -607,7 +607,7 @@ def misfits(rank, world_size):
 def test_a_choice_made_elsewhere_is_not_taken_and_why(ranks):
     first, second = ranks.run(misfits, world_size=2)
     words = {
-        "ranks": "it is of 7 ranks and these are 2",
+        "ranks": "it is for 7 ranks and these are 2",
         "device": "gradients on cuda and these are on cpu",
         "model": "a model with other parameters",
         "wires": "chosen int4, which wires=('int8',)",
@@ -615,7 +615,7 @@ def test_a_choice_made_elsewhere_is_not_taken_and_why(ranks):
     }
     for name, word in words.items():
         (message,) = first[name]
-        assert word in message and "searches anew" in message and second[name] == []
+        assert word in message and "searches again" in message and second[name] == []
 
 
 def given_to_one_rank(rank, world_size, path):
@@ -839,7 +839,7 @@ def traced_at(rank, world_size, path):
 def test_only_what_has_been_chosen_can_be_traced(ranks, tmp_path):
     for searching, off, chosen in ranks.run(traced_at, str(tmp_path / "trace.json"), world_size=2):
         assert "still searching" in searching and "wait for comm.tuning().finished" in searching
-        assert "DDP's own all-reduce is running: there is nothing of fusedcomm's to trace" in off
+        assert "DDP's own all-reduce is running, so fusedcomm has nothing to trace" in off
         assert chosen == "traced"
     assert (tmp_path / "trace.json").exists()
 

@@ -73,7 +73,7 @@ def test_a_search_is_for_attach_alone():
 
 
 def test_a_simulation_with_residuals_of_another_format_is_refused_with_both():
-    with pytest.raises(ValueError, match=r"feedback=Feedback\(\) and residuals in 'bf16'"):
+    with pytest.raises(ValueError, match=r"feedback=Feedback\(\) does not match residuals in 'bf16'"):
         config = Config("int8", "two-shot", feedback=Feedback())
         fusedcomm.simulate([torch.zeros(3)] * 2, config, residuals=fusedcomm.Residuals("bf16"))
 

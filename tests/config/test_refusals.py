@@ -69,7 +69,7 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: fusedcomm.Auto(()), ["wires=()", "leaves nothing to try"]),
         (lambda: fusedcomm.Auto(("fp7",)), ["wires=('fp7',)", "'fp8'"]),
         (lambda: fusedcomm.Auto(("off",)), ["wires=('off',)", "DDP's own all-reduce is always tried"]),
-        (lambda: fusedcomm.Auto(tuned=5), ["tuned=5", "path of its save()"]),
+        (lambda: fusedcomm.Auto(tuned=5), ["tuned=5", "path that its save() wrote"]),
         (lambda: fusedcomm.Auto(base="int8"), ["base='int8'", "a fusedcomm.Config(…)"]),
     ],
     ids=words_of,

@@ -62,7 +62,7 @@ def test_comm_state_needs_the_module_for_names():
 
 def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
     state = fusedcomm.CommState(Config(wires={"0.weight": "fp32"}), module=torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    with pytest.raises(RuntimeError, match="is a copy, and module did not come along"):
+    with pytest.raises(RuntimeError, match="is a copy, and module cannot be copied"):
         copy.deepcopy(state).session(torch.device("cpu"))
 
 

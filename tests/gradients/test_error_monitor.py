@@ -315,7 +315,7 @@ def test_a_pattern_that_matches_nothing_is_refused(ranks):
         ({"wires": {"norm.*": "bf16"}}, ["'norm.*'", "all 2", "'norm.weight'", "default pattern '1d'"]),
         (
             {"wires": {"head*": "bf16", "head.w*": "fp16", "1d": "int8"}},
-            ["'head.w*'", "all 1", "'head.weight'", "wires pattern 'head*'", "put it before"],
+            ["'head.w*'", "all 1", "'head.weight'", "wires pattern 'head*'", "Put it before"],
         ),
         (
             {"wire": "bf16", "wires": {"norm.*": "fp32", "head.bias": "int8", "1d": "fp16"}},

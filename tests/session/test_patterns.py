@@ -157,7 +157,7 @@ def test_of_three_names_the_two_that_disagree_are_named():
 
 def test_a_pattern_behind_another_of_the_same_name_has_no_effect_on_a_tied_weight():
     config = Config(wire="int8", wires={"*.weight": "fp16", "lm_head.*": "bf16"})
-    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' to the wires"):
+    with pytest.raises(ValueError, match=r"'lm_head.\*' has no effect: all 1 .* 'embed_tokens.weight' matches"):
         config.check_patterns(names_of(LanguageModel()))
 
 
