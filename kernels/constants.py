@@ -1,6 +1,6 @@
 """Constants that the kernels, their launchers and the ahead-of-time compiler share.
 
-The wires' names come from csrc/wire/names.h, their numbers from csrc/wire/layout.h.
+The wires' names and numbers come from csrc/wire/wires.h.
 """
 
 import triton.language as tl
@@ -19,8 +19,8 @@ IN_PAIRS = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if _C.code_nbits(wire) 
 CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
 """Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4, of two."""
 
-SCALE_NBYTES = {wire: _C.scale_nbytes(wire) for wire in _C.WIRES}
-"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. Wires without scales have 4, too."""
+SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
+"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. For wires without scales 4: their kernels take a pointer, too."""
 
 BF16_SCALES = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if SCALE_NBYTES[wire] == 2)
 

@@ -57,7 +57,7 @@ std::pair<int64_t, int64_t> bounds(const Range& range) { return {range.begin, ra
 
 py::tuple names_of_wires() {
   py::list names;
-  for (const NamedWire& known : kWires) names.append(known.name);
+  for (const WireRow& known : kWires) names.append(known.name);
   return py::tuple(names);
 }
 

@@ -77,7 +77,7 @@ struct KernelTable {
   const char* isa;
   ConvertFn convert[kNumFormats][kNumFormats];  // [source][destination]
   ScaleFn scale[kNumFormats];
-  SumFn sum[kNumFormats];  // [source]
+  SumFn sum[kNumFormats];                // [source]
   BlockKernels blocks[kNumScaledWires];  // [scaled_index(wire)]
   NoiseFn noise;
   RoundFn round_stochastic[kNumFormats];  // null for fp32

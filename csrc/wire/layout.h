@@ -23,6 +23,8 @@
 #include <string>
 #include <vector>
 
+#include "wire/wires.h"
+
 namespace fusedcomm {
 
 // Raise this version whenever the same gradients would give other bytes. Ranks compare it at attach.
@@ -31,52 +33,6 @@ inline constexpr int kWireLayoutVersion = 3;
 // Alignment in bytes. NCCL and vector units both need it to be fast: one misaligned pointer has been seen to make NCCL
 // twelve times slower.
 inline constexpr int64_t kAlignNbytes = 16;
-
-// Elements of a block. Each block has one scale. See default_block_numel() for int4.
-inline constexpr int64_t kDefaultBlockNumel = 128;
-inline constexpr int64_t kMinBlockNumel = 32;
-inline constexpr int64_t kMaxBlockNumel = 4096;
-
-// kFp8 is e4m3. The value 5 was e5m2 and is not used again. names.h has the names for people; fusedcomm/reference
-// defines the meaning of the codes.
-enum class Wire : uint8_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4, kInt4 = 6 };
-
-// Wire dtypes that quantize have one scale for each block of elements.
-inline constexpr bool has_scales(Wire wire) { return wire >= Wire::kInt8; }
-
-// Orders the wire dtypes: a greater value means a smaller loss. For two pairs the order depends on the gradients; there
-// fp16 is above bf16, and int8 above fp8.
-inline constexpr int exactness(Wire wire) {
-  switch (wire) {
-    case Wire::kFp32:
-      return 5;
-    case Wire::kFp16:
-      return 4;
-    case Wire::kBf16:
-      return 3;
-    case Wire::kInt8:
-      return 2;
-    case Wire::kFp8:
-      return 1;
-    default:
-      return 0;
-  }
-}
-
-// Bits of one element.
-inline constexpr int64_t code_nbits(Wire wire) {
-  return wire == Wire::kFp32 ? 32 : !has_scales(wire) ? 16 : wire == Wire::kInt4 ? 4 : 8;
-}
-// Bytes of `numel` elements. For int4 `numel` must be even: byte k has element 2k in its low half.
-inline constexpr int64_t codes_nbytes(Wire wire, int64_t numel) { return numel * code_nbits(wire) / 8; }
-
-// Bytes of one scale. Scales are fp32, but bf16 for int4, where fp32 scales would be a fifth of the payload.
-inline constexpr int64_t scale_nbytes(Wire wire) { return wire == Wire::kInt4 ? 2 : 4; }
-inline constexpr int64_t scales_nbytes(Wire wire, int64_t num_blocks) {
-  return has_scales(wire) ? num_blocks * scale_nbytes(wire) : 0;
-}
-
-inline constexpr int64_t default_block_numel(Wire wire) { return wire == Wire::kInt4 ? 32 : kDefaultBlockNumel; }
 
 // Elements that one rotation mixes; see fusedcomm/reference. Divides every block size.
 inline constexpr int64_t kRotationNumel = 32;

@@ -1,4 +1,4 @@
-// The names of the wire dtypes for users and Python. Only this file maps between names and values.
+// The names of wire dtypes and residual formats, for users and Python.
 #pragma once
 
 #include <iterator>
@@ -9,27 +9,13 @@
 
 namespace fusedcomm {
 
-struct NamedWire {
-  Wire wire;
-  const char* name;
-};
-
-// Every wire dtype, in the order in which texts list them.
-inline constexpr NamedWire kWires[] = {{Wire::kFp32, "fp32"}, {Wire::kBf16, "bf16"}, {Wire::kFp16, "fp16"},
-                                       {Wire::kInt8, "int8"}, {Wire::kFp8, "fp8"},   {Wire::kInt4, "int4"}};
-
 // Throws std::invalid_argument if `wire` is none of kWires.
-inline std::string wire_name(Wire wire) {
-  for (const NamedWire& known : kWires) {
-    if (known.wire == wire) return known.name;
-  }
-  throw std::invalid_argument("not a wire");
-}
+inline std::string wire_name(Wire wire) { return row_of(wire).name; }
 
 // Returns "fp32, bf16, …", for messages. Never empty.
 inline std::string wire_names(bool with_scales_only = false) {
   std::string names;
-  for (const NamedWire& known : kWires) {
+  for (const WireRow& known : kWires) {
     if (with_scales_only && !has_scales(known.wire)) continue;
     names += std::string(names.empty() ? "" : ", ") + known.name;
   }
@@ -38,7 +24,7 @@ inline std::string wire_names(bool with_scales_only = false) {
 
 // Throws std::invalid_argument for an unknown name.
 inline Wire wire_from_name(const std::string& name) {
-  for (const NamedWire& known : kWires) {
+  for (const WireRow& known : kWires) {
     if (name == known.name) return known.wire;
   }
   throw std::invalid_argument("wire='" + name + "' is not possible: use one of " + wire_names());
