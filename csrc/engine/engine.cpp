@@ -109,7 +109,7 @@ bool Engine::begin(const std::shared_ptr<BucketJob>& job) {
   std::exception_ptr error = failure_->get();
   if (!error) {
     try {
-      check_fits_workspaces(job->plan);
+      check_fits_workspaces(*job->plan);
     } catch (...) {
       error = failure_->fail(*job, "planning", 0, std::current_exception());
     }
@@ -137,15 +137,15 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
 }
 
 EventPtr Engine::submit_chunks(const std::shared_ptr<BucketJob>& job) {
-  const int64_t num_chunks = job->plan.num_chunks();
-  const size_t num_steps = job->plan.steps->size();
+  const int64_t num_chunks = job->plan->num_chunks();
+  const size_t num_steps = job->plan->steps->size();
   EventPtr end;
   std::deque<Underway> underway;
   for (int64_t chunk = 0; chunk < num_chunks || !underway.empty(); ++chunk) {
     // Enqueue the first leg of a new chunk, then the next leg of every older chunk, the newest of these first.
     const size_t num_older = underway.size();
     if (chunk < num_chunks) {
-      underway.push_back(take_slot(job->plan, chunk));
+      underway.push_back(take_slot(*job->plan, chunk));
       submit_leg(job, &underway.back());
     }
     for (size_t i = num_older; i-- > 0;) submit_leg(job, &underway[i]);
@@ -190,7 +190,7 @@ Engine::Underway Engine::take_slot(const BucketPlan& plan, int64_t chunk) {
 }
 
 void Engine::submit_leg(const std::shared_ptr<BucketJob>& job, Underway* underway) {
-  const std::vector<Step>& steps = *job->plan.steps;
+  const std::vector<Step>& steps = *job->plan->steps;
   do {
     underway->event = submit_step(job, steps[underway->num_ordered++], underway);
   } while (underway->num_ordered < steps.size() && !steps[underway->num_ordered].begins_leg);
@@ -203,10 +203,10 @@ EventPtr Engine::submit_step(const std::shared_ptr<BucketJob>& job, const Step& 
   const int64_t from_nbytes = step.operation == Operation::kAllGather ? step.nbytes / step.num_ranks : step.nbytes;
   const WireSpan from = span(job, underway->slot, step.from, from_nbytes);
   const WireSpan to = span(job, underway->slot, step.to, step.nbytes);
-  Lane& lane = lane_of(job->plan, step);
+  Lane& lane = lane_of(*job->plan, step);
   // The step belongs to the job's plan, and both stages below keep the job.
   if (is_collective(step.operation)) {
-    const Wire dtype = job->plan.layouts.front().wire;
+    const Wire dtype = job->plan->layouts.front().wire;
     return lane.start(std::move(underway->event),
                       wire_stage(job, step.stage, chunk, [this, &step, dtype, from, to](Lane::Completion done) {
                         start_collective(step, dtype, from, to, std::move(done));
@@ -229,14 +229,14 @@ Lane& Engine::lane_of(const BucketPlan& plan, const Step& step) const {
 WireSpan Engine::span(const std::shared_ptr<BucketJob>& job, const Slot* slot, Buffer buffer, int64_t nbytes) const {
   switch (buffer) {
     case Buffer::kGradients:
-      if (!job->plan.in_place) return {};
+      if (!job->plan->in_place) return {};
       return {static_cast<std::byte*>(job->payloads.front().streams.lossy.slices().front().data), nbytes, job};
     case Buffer::kOutgoing:
       return {slot->outgoing.get(), nbytes, slot->outgoing};
     case Buffer::kIncoming:
       return {slot->incoming.get(), nbytes, slot->incoming};
     case Buffer::kOwnMessage:
-      return {slot->incoming.get() + rank() * job->plan.chunk_nbytes(), nbytes, slot->incoming};
+      return {slot->incoming.get() + rank() * job->plan->chunk_nbytes(), nbytes, slot->incoming};
   }
   return {};
 }
@@ -270,27 +270,27 @@ void Engine::run_codec(BucketJob& job, const Step& step, int64_t chunk, const st
 }
 
 void Engine::scale(BucketJob& job) {
-  job.num_nonfinite = device_->scale_in_place(job.payloads.front().streams, job.plan.pack_scale, job.is_last);
+  job.num_nonfinite = device_->scale_in_place(job.payloads.front().streams, job.plan->pack_scale, job.is_last);
   if (job.num_nonfinite != 0 && job.on_nonfinite) job.on_nonfinite(job, 0);
 }
 
 void Engine::pack(BucketJob& job, int64_t chunk, std::byte* out) {
   if (chunk == 0 && job.before_pack) job.before_pack();
   int64_t count = 0;
-  const std::vector<BucketLayout>& layouts = job.plan.packed_layouts();
+  const std::vector<BucketLayout>& layouts = job.plan->packed_layouts();
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
-    count += device_->pack({layouts[i], chunk, payload.streams, job.plan.pack_scale, out, payload.pack, job.is_last});
+    count += device_->pack({layouts[i], chunk, payload.streams, job.plan->pack_scale, out, payload.pack, job.is_last});
   }
   job.num_nonfinite += count;
   if (count != 0 && job.on_nonfinite) job.on_nonfinite(job, chunk);
-  const bool is_first_encoder = !job.plan.on_two_levels();
-  if (is_first_encoder && chunk == job.plan.num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
+  const bool is_first_encoder = !job.plan->on_two_levels();
+  if (is_first_encoder && chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
 }
 
 void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
-    ReduceArgs args{job.plan.host_layouts[i], parts, 1, job.plan.layouts[i], out};
+    ReduceArgs args{job.plan->host_layouts[i], parts, 1, job.plan->layouts[i], out};
     args.num_parts = place_.num_hosts;
     args.chunk = chunk;
     args.first_part = place_.local_rank * place_.num_hosts;
@@ -298,15 +298,15 @@ void Engine::local_reduce(const BucketJob& job, int64_t chunk, const std::byte* 
     args.is_last = job.is_last;
     device_->reduce(args);
   }
-  if (chunk == job.plan.num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
+  if (chunk == job.plan->num_chunks() - 1 && job.after_first_encoder) job.after_first_encoder();
 }
 
 void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts, std::byte* out) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
-    const BucketLayout& to = job.plan.layouts[i];
+    const BucketLayout& to = job.plan->layouts[i];
     BucketLayout from = to;
     from.num_parts = place_.num_hosts;  // on one level, the number of ranks
-    ReduceArgs args{from, parts, job.plan.reduce_scale, to, out};
+    ReduceArgs args{from, parts, job.plan->reduce_scale, to, out};
     args.chunk = chunk;
     args.first_part = place_.part();
     args.encoding = job.payloads[i].reduce;
@@ -319,7 +319,7 @@ void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts,
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& streams = payload.unpacked ? *payload.unpacked : payload.streams;
-    device_->unpack({job.plan.layouts[i], chunk, parts, job.plan.unpack_scale, streams, num_messages, job.is_last});
+    device_->unpack({job.plan->layouts[i], chunk, parts, job.plan->unpack_scale, streams, num_messages, job.is_last});
   }
 }
 
@@ -354,8 +354,8 @@ void Engine::account(const BucketJob& job, const StampPtr& done) {
   bucket.num_steps = job.is_last ? 1 : 0;
   bucket.num_buckets = 1;
   bucket.grad_nbytes = job.grad_nbytes;
-  bucket.sent_nbytes = sent_nbytes(job.plan);
-  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(job.plan, place_.ranks_per_host);
+  bucket.sent_nbytes = sent_nbytes(*job.plan);
+  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(*job.plan, place_.ranks_per_host);
   bucket.num_nonfinite = job.num_nonfinite;
   stats_.add(bucket, job.submitted, done);
 }

@@ -25,13 +25,20 @@ struct Payload {
   Encoding pack, local_reduce, reduce;
 };
 
+// The plan of a bucket that is not planned, because the codec does not carry it.
+inline const BucketPlanPtr& no_plan() {
+  static const BucketPlanPtr kNone = std::make_shared<const BucketPlan>();
+  return kNone;
+}
+
 // One bucket under way.
 struct BucketJob {
-  BucketPlan plan;
+  // Not null. It is shared with the jobs of the bucket's later passes.
+  BucketPlanPtr plan = no_plan();
   // Keeps the gradients alive as long as the job. After a failure or a stop, the transport may still use their memory
   // after on_done.
   std::shared_ptr<void> owner;
-  // One for each of plan.layouts. If the bucket is summed in place, all elements are in the first one's lossy stream.
+  // One for each of plan->layouts. If the bucket is summed in place, all elements are in the first one's lossy stream.
   std::vector<Payload> payloads;
   std::shared_ptr<const BucketLabel> label;
   bool is_last = false;  // whether it is the last bucket of its backward pass
@@ -50,7 +57,7 @@ struct BucketJob {
   std::function<void(std::exception_ptr)> on_done;
 
   // At least 1, also for a bucket that is empty or not planned.
-  int64_t num_chunks() const { return std::max<int64_t>(1, plan.num_chunks()); }
+  int64_t num_chunks() const { return std::max<int64_t>(1, plan->num_chunks()); }
 
   StampPtr submitted;
   int64_t step = 0;

@@ -49,6 +49,8 @@ struct BucketPlan {
   int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
 };
 
+using BucketPlanPtr = std::shared_ptr<const BucketPlan>;
+
 // With Sum::kAuto, fp32 buckets of at most this many gradient bytes are summed exactly. For buckets of 4 KiB an exact
 // all-reduce takes as long as the two collectives of a two-shot, and 1.3 times as long as the one of a one-shot
 // (bench/hook_overhead.py --ranks 2). Exact sums cost so little time there that they are worth it.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <utility>
 
 #include "wire/layout.h"
@@ -14,17 +13,14 @@ std::byte* address_of(const at::Tensor& tensor) { return static_cast<std::byte*>
 
 }  // namespace
 
-Gradients::Gradients(at::Tensor flat, const std::vector<int64_t>& numels)
-    : tensors_({std::move(flat)}), in_one_run_(true), numels_(numels) {
-  offsets_.reserve(numels.size());
-  for (const int64_t numel : numels) {
-    offsets_.push_back(numel_);
-    numel_ += numel;
-  }
+Gradients::Gradients(at::Tensor flat, std::vector<GradientPlace> places)
+    : in_one_run_(true), places_(std::move(places)) {
+  tensors_.push_back(std::move(flat));
+  for (const GradientPlace& place : places_) numel_ += place.numel;
   if (!is_sparse()) origin_ = address_of(front());
 }
 
-Gradients::Gradients(std::vector<at::Tensor> apart) : tensors_(std::move(apart)), in_one_run_(false) {
+Gradients::Gradients(std::vector<at::Tensor> apart) : tensors_(apart.begin(), apart.end()), in_one_run_(false) {
   TORCH_CHECK_VALUE(!tensors_.empty(), "fusedcomm: a bucket has no gradients");
   uintptr_t lowest = UINTPTR_MAX;
   for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -37,26 +33,22 @@ Gradients::Gradients(std::vector<at::Tensor> apart) : tensors_(std::move(apart))
                       "fusedcomm: gradient ", i, " of a bucket is ", tensor.scalar_type(), " on ", tensor.device(),
                       ", the first is ", front().scalar_type(), " on ", front().device(),
                       ": a bucket has one dtype and one device");
-    numels_.push_back(tensor.numel());
     numel_ += tensor.numel();
     if (tensor.numel() != 0) lowest = std::min(lowest, reinterpret_cast<uintptr_t>(address_of(tensor)));
   }
   if (lowest == UINTPTR_MAX) lowest = 0;
   origin_ = reinterpret_cast<std::byte*>(lowest - lowest % kAlignNbytes);
   const auto element_nbytes = static_cast<int64_t>(front().element_size());
+  places_.reserve(tensors_.size());
   for (const at::Tensor& tensor : tensors_) {
-    offsets_.push_back(tensor.numel() == 0 ? 0 : (address_of(tensor) - origin_) / element_nbytes);
+    places_.push_back({tensor.numel() == 0 ? 0 : (address_of(tensor) - origin_) / element_nbytes,
+                       static_cast<int64_t>(tensor.numel())});
   }
 }
 
-std::vector<at::Tensor> Gradients::storages() const {
-  if (is_sparse()) return {front()._indices(), front()._values()};
-  return tensors_;
-}
-
 at::Tensor Gradients::view(size_t index) const {
-  if (in_one_run_) return front().narrow(0, offsets_[index], numels_[index]);
-  return tensors_[index].as_strided({numels_[index]}, {1});
+  if (in_one_run_) return front().narrow(0, places_[index].offset, places_[index].numel);
+  return tensors_[index].as_strided({places_[index].numel}, {1});
 }
 
 at::Tensor Gradients::flattened() const {
@@ -70,22 +62,19 @@ at::Tensor Gradients::flattened() const {
 void Gradients::assign(const at::Tensor& flat) const {
   int64_t begin = 0;
   for (size_t i = 0; i < size(); ++i) {
-    view(i).copy_(flat.narrow(0, begin, numels_[i]));
-    begin += numels_[i];
+    view(i).copy_(flat.narrow(0, begin, places_[i].numel));
+    begin += places_[i].numel;
   }
 }
 
-Bucket::Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters, GradientsPtr where)
-    : index(index_in_pass), is_last(is_last_of_pass), gradients(std::move(where)) {
-  const std::vector<int64_t>&numels = gradients->numels(), &offsets = gradients->offsets();
-  TORCH_CHECK_VALUE(parameters.size() == numels.size(), "fusedcomm: bucket ", index, " has ", parameters.size(),
-                    " parameters and ", numels.size(), " gradients");
-  const auto element_nbytes = static_cast<int64_t>(gradients->front().element_size());
-  pieces.reserve(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    std::byte* const origin = gradients->origin();
-    pieces.push_back({std::move(parameters[i]), origin ? origin + offsets[i] * element_nbytes : nullptr, numels[i]});
-  }
+Bucket::Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters_in_order,
+               GradientsPtr where)
+    : index(index_in_pass),
+      is_last(is_last_of_pass),
+      parameters(std::move(parameters_in_order)),
+      gradients(std::move(where)) {
+  TORCH_CHECK_VALUE(parameters.size() == gradients->size(), "fusedcomm: bucket ", index, " has ", parameters.size(),
+                    " parameters and ", gradients->size(), " gradients");
 }
 
 }  // namespace fusedcomm

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <functional>
@@ -10,13 +11,19 @@
 
 namespace fusedcomm {
 
+// Where a gradient lies, in elements of the gradients' dtype. A complex element counts twice.
+struct GradientPlace {
+  int64_t offset = 0;  // from Gradients::origin()
+  int64_t numel = 0;
+};
+
 // The memory of a bucket's gradients: one contiguous run that holds them all, or a tensor for each. A job keeps it
 // until the job ends.
 class Gradients {
  public:
-  // One run. flat: [sum of numels], or a sparse tensor of one parameter. numels: elements of each gradient, in the
-  // order of the run.
-  Gradients(at::Tensor flat, const std::vector<int64_t>& numels);
+  // One run. flat: [sum of the numels], or a sparse tensor of one parameter. places: those of the gradients in the run,
+  // one after another.
+  Gradients(at::Tensor flat, std::vector<GradientPlace> places);
   // A tensor for each gradient: dense, with its dimensions in any order, all of one dtype and on one device. A complex
   // gradient counts as twice as many real elements. Throws ValueError, whose text names the gradient that does not fit.
   explicit Gradients(std::vector<at::Tensor> apart);
@@ -25,19 +32,17 @@ class Gradients {
   bool is_sparse() const { return tensors_.front().is_sparse(); }
   at::ScalarType dtype() const { return tensors_.front().scalar_type(); }
   c10::Device device() const { return tensors_.front().device(); }
-  size_t size() const { return numels_.size(); }
+  size_t size() const { return places_.size(); }
   int64_t numel() const { return numel_; }  // of all gradients
   int64_t nbytes() const { return numel_ * static_cast<int64_t>(tensors_.front().element_size()); }
 
   // The address that offsets count from; null if sparse. For one run it is the run's, for separate tensors a multiple
   // of 16 bytes.
   std::byte* origin() const { return origin_; }
-  // Elements from the origin to each gradient, and elements of each.
-  const std::vector<int64_t>& offsets() const { return offsets_; }
-  const std::vector<int64_t>& numels() const { return numels_; }
+  const std::vector<GradientPlace>& places() const { return places_; }
 
-  // The tensors that own the memory: the run (if it is sparse, its indices and values), or each gradient.
-  std::vector<at::Tensor> storages() const;
+  // The run, or each gradient. They own the memory.
+  at::ArrayRef<at::Tensor> tensors() const { return tensors_; }
   // The run, or the first of separate tensors. It represents the bucket where one tensor is needed.
   const at::Tensor& front() const { return tensors_.front(); }
   // A view of gradient `index`: [numel of the gradient], in the order of its memory.
@@ -48,29 +53,23 @@ class Gradients {
   void assign(const at::Tensor& flat) const;
 
  private:
-  std::vector<at::Tensor> tensors_;
+  c10::SmallVector<at::Tensor, 1> tensors_;
   const bool in_one_run_;
   std::byte* origin_ = nullptr;
-  std::vector<int64_t> offsets_, numels_;
+  std::vector<GradientPlace> places_;
   int64_t numel_ = 0;
 };
 
 using GradientsPtr = std::shared_ptr<const Gradients>;
 
-// The gradient of one parameter.
-struct Piece {
-  at::Tensor parameter;
-  std::byte* address = nullptr;  // null if sparse
-  int64_t numel = 0;             // a complex parameter counts twice
-};
-
 struct Bucket {
-  // where: the gradients of `parameters`, in the same order. Throws ValueError if there are more or fewer of them.
-  Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters, GradientsPtr where);
+  // Throws ValueError if there are more or fewer gradients than parameters.
+  Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tensor> parameters_in_order, GradientsPtr where);
 
   size_t index;  // in the backward pass; the same on every rank
   bool is_last;  // whether it is the last bucket of the backward pass
-  std::vector<Piece> pieces;
+  std::vector<at::Tensor> parameters;
+  // Of the parameters, in the same order.
   GradientsPtr gradients;
   // Called when the bucket is new or has other parameters than before. Throws if the front end finds that these are not
   // the gradients of its parameters. May be empty.

@@ -159,15 +159,15 @@ bool BucketRecord::is_of(const Bucket& bucket) const {
   if (is_stale || dtype != gradients.dtype() || passthrough == is_carried(gradients)) return false;
   if (in_one_run != gradients.in_one_run() || numel != gradients.numel()) return false;
   return std::equal(
-      parameters.begin(), parameters.end(), bucket.pieces.begin(), bucket.pieces.end(),
-      [](c10::TensorImpl* known, const Piece& piece) { return known == piece.parameter.unsafeGetTensorImpl(); });
+      parameters.begin(), parameters.end(), bucket.parameters.begin(), bucket.parameters.end(),
+      [](c10::TensorImpl* known, const at::Tensor& parameter) { return known == parameter.unsafeGetTensorImpl(); });
 }
 
 bool BucketRecord::lies_as(const Gradients& gradients) const {
   if (in_one_run || std::none_of(streams.begin(), streams.end(), [](const Payload& s) { return s.tables; }))
     return true;
-  return std::equal(members.begin(), members.end(), gradients.offsets().begin(), gradients.offsets().end(),
-                    [](const Member& member, int64_t offset) { return member.offset == offset; });
+  return std::equal(members.begin(), members.end(), gradients.places().begin(), gradients.places().end(),
+                    [](const Member& member, const GradientPlace& place) { return member.offset == place.offset; });
 }
 
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
@@ -179,12 +179,13 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
   record->dtype = gradients.dtype();
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
-  for (size_t i = 0; i < bucket.pieces.size(); ++i) {
-    const at::Tensor& parameter = bucket.pieces[i].parameter;
-    BucketRecord::Member member{parameters->state_of(parameter), gradients.offsets()[i]};
+  for (size_t i = 0; i < bucket.parameters.size(); ++i) {
+    const at::Tensor& parameter = bucket.parameters[i];
+    const GradientPlace& place_of_gradient = gradients.places()[i];
+    BucketRecord::Member member{parameters->state_of(parameter), place_of_gradient.offset};
     member.numel = member.state->numel();
-    TORCH_CHECK(record->passthrough || member.numel == bucket.pieces[i].numel, "fusedcomm: bucket ", bucket.index,
-                " has a gradient of ", bucket.pieces[i].numel, " elements for ", member.state->name, ", which has ",
+    TORCH_CHECK(record->passthrough || member.numel == place_of_gradient.numel, "fusedcomm: bucket ", bucket.index,
+                " has a gradient of ", place_of_gradient.numel, " elements for ", member.state->name, ", which has ",
                 member.numel);
     record->numel += member.numel;
     record->parameters.push_back(parameter.unsafeGetTensorImpl());
@@ -205,24 +206,24 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
 std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,
                                            Parameters* parameters) {
   auto moved = std::make_shared<BucketRecord>(record);
-  for (size_t i = 0; i < moved->members.size(); ++i) moved->members[i].offset = gradients.offsets()[i];
+  for (size_t i = 0; i < moved->members.size(); ++i) moved->members[i].offset = gradients.places()[i].offset;
   prepare(device, parameters, moved.get());
   return moved;
 }
 
 void attribute_nonfinite(const BucketRecord& record, const Gradients& gradients, const BucketJob& job, int64_t chunk) {
   // Gradients that are summed in place have been scaled already.
-  const float scale = job.plan.in_place ? 1.0F : job.plan.pack_scale;
+  const float scale = job.plan->in_place ? 1.0F : job.plan->pack_scale;
   // Elements of the members so far, by payload: lossy and exact.
   std::vector<std::array<int64_t, 2>> seen(record.streams.size(), {0, 0});
   for (size_t i = 0; i < record.members.size(); ++i) {
     const BucketRecord::Member& member = record.members[i];
     int64_t& before = seen[member.payload][member.exact];
-    const Range range = of_chunk(job.plan.layouts[member.payload], chunk, member.exact);
+    const Range range = of_chunk(job.plan->layouts[member.payload], chunk, member.exact);
     const int64_t begin = std::max(range.begin, before);
     const int64_t end = std::min(range.end, before + member.numel);
     if (begin < end) {
-      const int64_t from = gradients.offsets()[i] + begin - before;
+      const int64_t from = gradients.places()[i].offset + begin - before;
       member.state->num_nonfinite += count_nonfinite(gradients, from, end - begin, scale);
     }
     before += member.numel;

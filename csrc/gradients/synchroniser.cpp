@@ -16,24 +16,6 @@
 namespace fusedcomm {
 namespace {
 
-// The future has a device: completing it records an event there, and waiting for it waits for that event.
-FuturePtr make_future(c10::Device device) {
-  std::vector<c10::Device> devices;
-  if (!device.is_cpu()) devices.push_back(device);
-  return c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get(), std::move(devices));
-}
-
-// `result` is read when the job is done: by then a sparse bucket has another tensor.
-std::function<void(std::exception_ptr)> completing(FuturePtr future, std::shared_ptr<at::Tensor> result) {
-  return [future = std::move(future), result = std::move(result)](std::exception_ptr error) {
-    if (error) {
-      future->setError(std::move(error));
-    } else {
-      future->markCompleted(*result);
-    }
-  };
-}
-
 // The first encoder with error feedback and noise: a message within a host has neither.
 Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
   return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
@@ -121,7 +103,7 @@ void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& err
 std::string Synchroniser::text_of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<BucketRecord::Member> members;
-  for (const Piece& piece : bucket.pieces) members.push_back({parameters_.state_of(piece.parameter)});
+  for (const at::Tensor& parameter : bucket.parameters) members.push_back({parameters_.state_of(parameter)});
   return make_label(bucket.index, members, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
@@ -146,17 +128,17 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   lock.unlock();
 
   auto future = make_future(device_);
-  for (const at::Tensor& part : gradients->storages()) engine_->device().will_use(part);
   auto job = make_job(record, gradients, step);
-  auto result = std::make_shared<at::Tensor>(gradients->front());
-  job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
   job->is_last = bucket.is_last;
-  job->on_done = completing(future, result);
-
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, result);
+    submit_passthrough(std::move(job), gradients, future);
     return future;
   }
+  for (const at::Tensor& tensor : gradients->tensors()) engine_->device().will_use(tensor);
+  job->owner = std::const_pointer_cast<Gradients>(gradients);
+  job->on_done = [future, gradients](std::exception_ptr error) {
+    complete(*future, gradients->front(), std::move(error));
+  };
   if (monitor_.is_measured(pass)) measure(job.get(), record, gradients, pass);
   if (monitor_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
     monitor_.submit_verified(std::move(job), gradients, pass, record);
@@ -170,9 +152,16 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
 }
 
 void Synchroniser::submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
-                                      const std::shared_ptr<at::Tensor>& result) {
+                                      const FuturePtr& future) {
+  // Read when the job is done: a sparse bucket then has another tensor.
+  auto result = std::make_shared<at::Tensor>(gradients->front());
+  job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
+  job->on_done = [future, result](std::exception_ptr error) { complete(*future, *result, std::move(error)); };
   if (gradients->is_sparse()) {
+    for (const at::Tensor& part : {result->_indices(), result->_values()}) engine_->device().will_use(part);
     TORCH_WARN_ONCE("fusedcomm: ", job->label->text, " is sparse and is summed exactly, uncompressed");
+  } else {
+    for (const at::Tensor& tensor : gradients->tensors()) engine_->device().will_use(tensor);
   }
   PassthroughStages stages =
       gradients->is_sparse() ? sparse_stages(transport_, *result, result) : dense_stages(transport_, gradients);
@@ -226,7 +215,7 @@ std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const Bu
   job->label = record->label;
   if (record->passthrough) return job;
   job->grad_nbytes = gradients->nbytes();
-  job->plan = record->plan;
+  job->plan = BucketPlanPtr(record, &record->plan);
   job->on_nonfinite = [record, gradients](const BucketJob& packed, int64_t chunk) {
     attribute_nonfinite(*record, *gradients, packed, chunk);
   };
@@ -259,7 +248,7 @@ std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const Bu
     const BucketRecord::Member& member = record->members[i];
     BucketSlices& streams = job->payloads[member.payload].streams;
     SliceList& stream = member.exact ? streams.exact : streams.lossy;
-    stream.append(origin + gradients->offsets()[i] * grad_nbytes(dtype), member.numel, dtype);
+    stream.append(origin + gradients->places()[i].offset * grad_nbytes(dtype), member.numel, dtype);
   }
   for (size_t i = 0; i < record->streams.size(); ++i) {
     if (!record->streams[i].unpack_tables) continue;
@@ -359,7 +348,7 @@ double Synchroniser::max_over_ranks(double value, const std::string& what) const
   auto job = std::make_shared<BucketJob>();
   job->counted = false;
   job->label = std::make_shared<const BucketLabel>(what, what);
-  job->on_done = completing(future, std::make_shared<at::Tensor>(values));
+  job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
   PassthroughStages stages;
   stages.scatter = [transport = transport_, values](Lane::Completion done) {
     transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));

@@ -7,14 +7,13 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
 #include "gradients/error_monitor.h"
 #include "transport/c10d_transport.h"
 #include "watch/watch.h"
 
 namespace fusedcomm {
-
-using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class Synchroniser {
  public:
@@ -89,8 +88,7 @@ class Synchroniser {
   // Rethrows the exception that is being handled. On accelerators adds the bucket's name to its text if that is
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
-  void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
-                          const std::shared_ptr<at::Tensor>& result);
+  void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const FuturePtr& future);
   std::string text_of(const Bucket& bucket);
   // Call it before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();

@@ -398,7 +398,7 @@ class Rank {
   void submit_passthrough(std::shared_ptr<BucketJob> job) {
     const auto& bucket = buckets_[0];
     const auto numel = static_cast<int64_t>(bucket->gradients.size());
-    job->plan = {};
+    job->plan = no_plan();
     job->payloads.clear();
     BucketSlices streams;
     streams.origin = bucket->gradients.data();

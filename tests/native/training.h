@@ -62,12 +62,12 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   const auto numel = static_cast<int64_t>(bucket->gradients.size());
   auto job = std::make_shared<BucketJob>();
   job->owner = bucket;
-  job->plan = plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32, bucket->exact_numel,
-                          {numel - bucket->exact_numel});
+  job->plan = std::make_shared<const BucketPlan>(plan_bucket(engine.config(), engine.world_size(), GradDtype::kFloat32,
+                                                             bucket->exact_numel, {numel - bucket->exact_numel}));
   Payload payload;
   BucketSlices& streams = payload.streams;
   streams.origin = bucket->gradients.data();
-  SliceList& head = job->plan.exact_numel() != 0 ? streams.exact : streams.lossy;
+  SliceList& head = job->plan->exact_numel() != 0 ? streams.exact : streams.lossy;
   head.append(bucket->gradients.data(), bucket->exact_numel, GradDtype::kFloat32);
   streams.lossy.append(bucket->gradients.data() + bucket->exact_numel, numel - bucket->exact_numel,
                        GradDtype::kFloat32);

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 namespace fusedcomm {
@@ -65,12 +64,15 @@ c10::intrusive_ptr<c10::ivalue::Future> all_reduce_mean(c10d::ProcessGroup& proc
 
 Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   std::vector<at::Tensor> parameters = grad_bucket.getParameters();
-  std::vector<int64_t> numels;
-  numels.reserve(parameters.size());
-  // A complex bucket holds real numbers, two for each element.
-  for (const at::Tensor& p : parameters) numels.push_back(p.numel() * (p.is_complex() ? 2 : 1));
+  std::vector<GradientPlace> places;
+  places.reserve(parameters.size());
+  int64_t numel = 0;
+  for (const at::Tensor& parameter : parameters) {
+    // A complex bucket holds real numbers, two for each element.
+    places.push_back({numel, parameter.numel() * (parameter.is_complex() ? 2 : 1)});
+    numel += places.back().numel;
+  }
   const at::Tensor& buffer = grad_bucket.getBuffer();
-  const int64_t numel = std::accumulate(numels.begin(), numels.end(), int64_t{0});
   if (!buffer.is_sparse() && buffer.numel() != numel) {
     check_gradients(grad_bucket);
     TORCH_CHECK(false, "fusedcomm: bucket ", grad_bucket.getIndex(), " holds ", buffer.numel(),
@@ -78,7 +80,7 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
                 ": this layout of buckets is not supported. Please report it with your DDP options.");
   }
   Bucket bucket(grad_bucket.getIndex(), grad_bucket.isLast(), std::move(parameters),
-                std::make_shared<const Gradients>(buffer, numels));
+                std::make_shared<const Gradients>(buffer, std::move(places)));
   bucket.check = [&grad_bucket] { check_gradients(grad_bucket); };
   return bucket;
 }
