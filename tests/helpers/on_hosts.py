@@ -17,8 +17,8 @@ needs_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def printed_by(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture, ends_well: bool = True, num_hosts: int = 2
 ) -> str:
-    """Runs `script` with one rank on each of `num_hosts` hosts and returns what the ranks print. Fails unless the
-    script succeeds exactly if `ends_well`."""
+    """Runs `script` with one rank on each of `num_hosts` hosts and returns what the ranks print. The script must
+    succeed if `ends_well`, and must fail otherwise."""
     path = tmp_path / "script.py"
     path.write_text(script)
     with hosts.make(num_hosts, "100mbit") as cluster:
