@@ -82,7 +82,7 @@ inline void fiber_main() {
 template <class T>
 const uint64_t* exchange(Op op, unsigned mask, T value) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a slot");
-  if (mask != 0xFFFFFFFFu) fault("only whole warps take part");
+  if (mask != 0xFFFFFFFFu) fault("a shuffle or vote of only a part of a warp");
   Fiber& fiber = fibers[current];
   uint64_t* slots = warps[current / 32].slots[fiber.num_exchanges++ % 2];
   std::memcpy(&slots[current % 32], &value, sizeof(value));

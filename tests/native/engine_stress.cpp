@@ -157,7 +157,7 @@ void watch(Board& board, const std::atomic<bool>& trained) {
     const Board::View view = board.view(Board::Clock::now());
     REQUIRE(view.num_ended <= view.num_handed && (view.num_ended < view.num_handed) == bool(view.label),
             "%ld of %ld buckets ended", (long)view.num_ended, (long)view.num_handed);
-    REQUIRE(before.num_ended <= view.num_ended && before.last_step <= view.last_step, "the board went back");
+    REQUIRE(before.num_ended <= view.num_ended && before.last_step <= view.last_step, "the board's counts decreased");
     before = view;
     std::this_thread::sleep_for(std::chrono::microseconds(500));
   }

@@ -193,7 +193,7 @@ RollCall garbled() {
   };
   Answers answers(4);
   answers.read(fetch, [] { return 0.0; }, 1);
-  REQUIRE(answers.are_known(1), "an answer that cannot be read is one");
+  REQUIRE(answers.are_known(1), "an unreadable answer must count as an answer");
   RollCall call = scene("network");
   call.answers.clear();
   answers.put_into(&call, 1, 2);
@@ -417,7 +417,7 @@ int main(int argc, char** argv) {
   } else if (what == "garbled") {
     print_report(garbled());
   } else if (what == "words") {
-    REQUIRE(argc == 3, "which scene?");
+    REQUIRE(argc == 3, "words needs a scene");
     check_words(argv[2]);
   } else if (what == "round trip") {
     check_round_trips();

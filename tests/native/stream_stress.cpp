@@ -168,7 +168,7 @@ class Network {
       meeting.kind = kind;
       meeting.nbytes = part.nbytes;
     }
-    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld is another one on rank %ld",
+    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld differs on rank %ld",
             static_cast<long>(sequence), static_cast<long>(group.index));
     meeting.parts[static_cast<size_t>(group.index)] = part;
     if (++meeting.num_there == group.size) {
@@ -357,7 +357,7 @@ class Rank {
       outcome->threw = true;
       outcome->error = std::current_exception();
     }
-    REQUIRE(compute() == before, "the caller's stream is another one after submit()");
+    REQUIRE(compute() == before, "submit() changed the caller's stream");
     REQUIRE(outcome->ended || outcome->threw, "submit() did not end the job");
     return outcome;
   }
@@ -827,7 +827,7 @@ void lane_streams() {
   const EventPtr before = first.end();
   std::promise<void> gate;
   first.go_on();
-  REQUIRE(recorded() == 2, "the stream goes on, and what it had been given before cannot be waited for");
+  REQUIRE(recorded() == 2, "go_on() did not record the event, which is still held");
   sim::launch(first.stream(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
   second.wait_for(static_cast<StreamEvent&>(*before));
   second.stream().synchronize();  // does not return if the stream waits for the gate
