@@ -12,11 +12,11 @@ from ranks import Ranks
 from sampling import sampled
 
 if not torch.cuda.is_available():
-    # Triton asks when a kernel is defined: without a GPU it is interpreted, on CPU tensors.
+    # Without a GPU, Triton interprets kernels on CPU tensors. It reads this variable when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # there is a worker for each core; threads of several would wait for each other
+    torch.set_num_threads(1)  # every core has a worker already; more threads would only wait for each other
 
 measure_slowness()
 
@@ -25,17 +25,17 @@ NUM_NOT_SAMPLED = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     group = parser.getgroup("fusedcomm")
-    group.addoption("--side-by-side", action="store_true", help="only tests beside which others may run (for -n)")
-    group.addoption("--alone", action="store_true", help="only the others, marked alone")
-    group.addoption("--all", action="store_true", help="every case of the matrices that are marked sampled")
-    group.addoption("--rest", action="store_true", help="only the cases that are left out without --all")
-    group.addoption("--every-kernel", action="store_true", help="look for wrong constants in all kernels: half an hour")
-    group.addoption("--oldest-triton", metavar="FOLDER", help="where pip has installed the oldest supported Triton")
+    group.addoption("--side-by-side", action="store_true", help="run only tests that may run in parallel (for -n)")
+    group.addoption("--alone", action="store_true", help="run only the tests marked alone")
+    group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
+    group.addoption("--rest", action="store_true", help="run only the cases that need --all")
+    group.addoption("--every-kernel", action="store_true", help="check the constants of every kernel (half an hour)")
+    group.addoption("--oldest-triton", metavar="FOLDER", help="folder with the oldest supported Triton")
 
 
-@pytest.hookimpl(trylast=True)  # chooses among what -k and -m have left
+@pytest.hookimpl(trylast=True)  # after -k and -m have made their selection
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what the options above do."""
+    """Deselects the tests that the options above exclude."""
     left_out = []
     wanted = {True: config.getoption("--alone"), False: config.getoption("--side-by-side")}
     if any(wanted.values()):
@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    """One of pytest-xdist's workers tells the process that prints the summary; all have collected the same."""
+    """A pytest-xdist worker sends its count to the process that prints the summary. All workers collect the same
+    tests, so any worker's count is right."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["num_not_sampled"] = session.config.stash.get(NUM_NOT_SAMPLED, 0)
 
@@ -70,8 +71,8 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """made_once(name, make): a folder of that name after make(folder), which one process calls for all that run tests
-    side by side; the others wait for it."""
+    """A function made_once(name, make) that returns a folder of that name, which make(folder) has filled. One process
+    calls `make`; the other processes of the test run wait for it and use the same folder."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
@@ -90,7 +91,7 @@ def made_once(tmp_path_factory):
 
 @pytest.fixture
 def bench_modules(monkeypatch):
-    """Lets a test import what lies in bench/."""
+    """Lets a test import the modules in bench/."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
 
 

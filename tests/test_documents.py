@@ -1,4 +1,5 @@
-"""README.md and docs/: their commands can be given, and have given what stands below; their links lead somewhere."""
+"""README.md and docs/: their commands are valid and have produced the results below them, and their links lead to
+existing files."""
 
 import inspect
 import json
@@ -23,7 +24,7 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for path in DOCUMENTS:
         text = path.read_text().replace("\\\n", " ")
-        # In a sentence it is quoted, and else a line of its own.
+        # A command is either quoted within a sentence or a line of its own.
         for pattern in (rf"`{OURS.pattern}`", rf"(?m)^(?:    |torchrun .*-m |\.?\S*python\S* -m )?{OURS.pattern}"):
             found += [(path.name, match.strip()) for match in re.findall(pattern, text)]
     return sorted(set(found))
@@ -37,7 +38,7 @@ def test_there_are_commands_to_check():
 def test_commands_can_be_given(document, command):
     arguments = [word for word in shlex.split(command) if word != "…"]
     if arguments == ["timeline"] or arguments == ["plan"]:
-        return  # only its name
+        return  # the text only names the command
     cli._parser().parse_args(arguments)
 
 

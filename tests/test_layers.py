@@ -1,4 +1,4 @@
-"""No arrow runs upward and none in a circle: every #include of csrc/ and every import of fusedcomm/ and kernels/."""
+"""The layers of csrc/, fusedcomm/ and kernels/: no #include and no import goes to a higher layer or closes a circle."""
 
 import ast
 import importlib.util
@@ -10,10 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A layer includes only itself and what stands below it.
+# The layers of csrc/, top to bottom. A layer includes only itself and lower layers.
 CSRC = ("bindings", "frontends", "gradients", "watch", "engine", "devices", "transport", "codec", "lanes", "wire")
+# The layers of csrc/ that must not use torch.
 WITHOUT_TORCH = ("engine", "codec", "lanes", "wire")
 
+# The layers of fusedcomm/ and kernels/, top to bottom.
 FUSEDCOMM = (
     "__main__",
     "tools",
@@ -37,10 +39,11 @@ FUSEDCOMM = (
 )
 
 Arrow = tuple[str, str]
-"""From a file or module to one that it includes or imports."""
+"""A file or module, and one that it includes or imports."""
 
 
 def upward(arrows: list[Arrow], layers: tuple[str, ...], layer_of) -> list[str]:
+    """A text for each arrow to a higher layer; empty if there is none. `layers` are ordered from top to bottom."""
     found = []
     for source, target in arrows:
         above, below = layer_of(source), layer_of(target)
@@ -52,7 +55,7 @@ def upward(arrows: list[Arrow], layers: tuple[str, ...], layer_of) -> list[str]:
 
 
 def circle(arrows: list[Arrow]) -> list[str]:
-    """The files of one circle, in its order; empty if there is none."""
+    """The files of one circle in their order, with the first one again at the end; empty if there is no circle."""
     targets: dict[str, list[str]] = {}
     for source, target in arrows:
         if source != target:
@@ -82,7 +85,7 @@ def includes(folder: Path) -> list[Arrow]:
 
 
 def imports(path: Path, module: str) -> Iterator[str]:
-    """The modules of ours that a module imports, wherever in it; not those for type checkers alone."""
+    """The fusedcomm modules that a module imports anywhere in its code, except under TYPE_CHECKING."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     tree = ast.parse(path.read_text())
     skipped = {
@@ -137,7 +140,7 @@ def test_no_include_runs_upward_or_in_a_circle():
 
 
 def test_the_engine_knows_no_torch():
-    """Which is what lets the sanitizers build it alone."""
+    """The sanitizers build the engine without torch."""
     for layer in WITHOUT_TORCH:
         for path in (ROOT / "csrc" / layer).rglob("*"):
             if path.is_file():

@@ -1,4 +1,4 @@
-"""The engine from end to end: real ranks over gloo, gradients through DDP's reducer, results known exactly."""
+"""The engine from end to end: real ranks over gloo, gradients from DDP's reducer, results that are known exactly."""
 
 import os
 import pickle
@@ -113,7 +113,7 @@ def test_bf16_two_shot_gives_the_bits_of_the_reference_on_three_ranks(ranks):
 
 
 def absorbed(rank, world_size, sum):
-    """256 on rank 0 and 1 on the others: in bf16, 256 + 1 is 256 again."""
+    """The mean of 256 on rank 0 and 1 on the others. In bf16, 256 + 1 rounds to 256."""
     ddp = DistributedDataParallel(Gradients((20000,)))
     fusedcomm.attach(ddp, Config("bf16", sum=sum))
     (seen,) = synchronise(ddp, [torch.full((20000,), 256.0 if rank == 0 else 1.0)])
@@ -121,7 +121,7 @@ def absorbed(rank, world_size, sum):
 
 
 def test_sums_are_accumulated_in_fp32(ranks):
-    # (256 + 1 + 1) / 3 = 86, which bf16 holds; rounding after each addition would give 256/3 → 85.5.
+    # (256 + 1 + 1) / 3 = 86 is exact in bf16. Rounding after each addition would give 256 / 3 → 85.5.
     assert ranks.run(absorbed, "two-shot", world_size=3) == [[86.0]] * 3
     assert ranks.run(absorbed, "one-shot", world_size=3) == [[86.0]] * 3
     assert ranks.run(absorbed, "auto", world_size=3) == [[86.0]] * 3
@@ -157,7 +157,7 @@ def test_bf16_gradients_are_summed_in_fp32_under_an_fp32_wire(ranks):
     assert ranks.run(half_gradients_fp32_wire, world_size=3) == [[86.0]] * 3
 
 
-# --- independence of chunks, slots, threads and instruction set; determinism ----------------------------------------
+# --- results do not depend on chunks, slots, threads or instruction set ---------------------------------------------
 
 
 def random_result(rank, world_size, wire, kwargs, local=None):
@@ -245,7 +245,7 @@ def test_exempt_parameters_are_exact_and_travel_with_the_others(ranks):
         for _, seen, _, exempt in outcome:
             assert torch.equal(seen[index], mean) == exact
             assert exempt == ("weights.0", "weights.2")
-    # One bucket, one chunk: nothing travels beside the payload.
+    # One bucket of one chunk: the exempt parameters need no message of their own.
     assert outcome[0][2] == [1]
 
 
@@ -280,7 +280,7 @@ def test_nan_and_inf_on_one_rank_reach_every_rank_and_are_attributed(ranks, wire
 
 
 def scaler_steps(rank, world_size, wire):
-    """A GradScaler must skip the step on all ranks if one rank overflowed."""
+    """Takes a step whose loss overflows on rank 1. Returns whether the weights are unchanged, and the new scale."""
     torch.manual_seed(1)
     ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
     fusedcomm.attach(ddp, wire=wire)
@@ -314,7 +314,8 @@ def shapes_result(rank, world_size, wire):
 
 @pytest.mark.parametrize("wire", CODEC_WIRES)
 def test_empty_single_and_odd_sized_parameters(ranks, wire):
-    # Ranks hold -1, 1, 3, 5: equal values quantise without error even in blocks, the mean is 2. int4's scale is bf16.
+    # Ranks hold -1, 1, 3, 5, so the mean is 2. A block of equal values is quantized without error, except in int4,
+    # whose scale is rounded to bf16.
     mean = [constant(2.0, wire)]
     for on_rank in ranks.run(shapes_result, wire):
         assert on_rank == [[], mean, mean, [], mean, [], mean]
@@ -345,7 +346,7 @@ def test_one_bucket_after_another_is_compared_with_an_exact_sum(ranks, wire, low
     for (seen, verified, num_buckets), (unchecked, nothing, as_many) in zip(checked, plain, strict=True):
         assert torch.equal(seen, unchecked) and num_buckets == as_many and nothing == []
         assert verified == checked[0][1]
-        # The first step has other buckets than the rest, which are two.
+        # Every step after the first has the same two buckets: DDP rebuilds them after the first step.
         assert [step for step, _, _ in verified] == [0, 2, 4, 6, 8]
         assert [name for _, name, _ in verified][1:] == ["bucket 1", "bucket 0", "bucket 1", "bucket 0"]
         assert all(low < error < high for _, _, error in verified)
@@ -359,16 +360,16 @@ def test_a_comparison_shows_what_is_not_finite_and_nothing_where_all_is_exact(ra
         assert len(verified) == 9 and all(error < 1e-6 for _, _, error in verified)
 
 
-# --- the wire as the process group and the sockets see it -----------------------------------------------------------
+# --- the wire dtype as the process group and the sockets see it -----------------------------------------------------
 
 HEADERS_NBYTES = 4096
-"""More than gloo's, of a step's few messages."""
+"""More bytes than gloo's headers take for the few messages of a step."""
 
 
 def recorded_step(rank, world_size, wire, kwargs, numel):
     ddp = DistributedDataParallel(Gradients((numel,)), init_sync=False)
     fusedcomm.attach(ddp, Config(wire, **kwargs))
-    synchronise(ddp, [integers(rank, (numel,))], steps=3)  # past the rebuilding of buckets, which broadcasts
+    synchronise(ddp, [integers(rank, (numel,))], steps=3)  # DDP rebuilds the buckets here, which needs a broadcast
     dist.barrier()
     before, sent_before = len(flight_record()), tcp_nbytes_sent()
     synchronise(ddp, [integers(rank, (numel,))])
@@ -384,7 +385,7 @@ def flight_record() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def recording_ranks():
-    """Two ranks whose torch records every collective that a gloo backend is given (its flight recorder)."""
+    """Two ranks on which torch's flight recorder records every collective of a gloo backend."""
     import os
 
     from ranks import Ranks
@@ -407,7 +408,8 @@ NUMEL = 1 << 16
         ("fp32", {}, [("gloo:all_reduce", "Float", NUMEL)], 4 * NUMEL),
         ("bf16", {"sum": "direct"}, [("gloo:all_reduce", "BFloat16", NUMEL)], 2 * NUMEL),
         ("fp16", {"sum": "direct"}, [("gloo:all_reduce", "Half", NUMEL)], 2 * NUMEL),
-        # Messages are no collectives of torch's. Of two ranks each sends half of them twice, or all of them once.
+        # The flight recorder does not record messages. With two ranks, a two-shot sends half of a bucket twice, and a
+        # one-shot sends all of it once.
         ("bf16", {"sum": "two-shot"}, [], 2 * NUMEL),
         ("int8", {"sum": "two-shot", "wires": {"1d": "int8"}}, [], NUMEL + 4 * NUMEL // 128),
         ("int4", {"sum": "two-shot", "wires": {"1d": "int4"}}, [], NUMEL // 2 + 2 * NUMEL // 32),
@@ -422,7 +424,7 @@ def test_the_wire_that_was_asked_for_travels(recording_ranks, wire, kwargs, expe
         assert nbytes <= sent_nbytes < nbytes + HEADERS_NBYTES
 
 
-# --- small things that would hurt -----------------------------------------------------------------------------------
+# --- collectives of the user ----------------------------------------------------------------------------------------
 
 
 def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
@@ -445,7 +447,7 @@ def nbytes_at_the_socket(rank, world_size, wire, kwargs, steps):
         return None
     synchronise(ddp, [gradient], steps=steps)
     sent = tcp_nbytes_sent() - before
-    dist.barrier()  # a rank that leaves closes its end of our sockets
+    dist.barrier()  # a rank that leaves closes its end of the sockets
     return sent / steps, comm.plan().sent_nbytes
 
 
@@ -463,7 +465,7 @@ def nbytes_at_the_socket(rank, world_size, wire, kwargs, steps):
     ids=str,
 )
 def test_what_leaves_the_sockets_is_what_the_plan_says(ranks, wire, kwargs, most, world_size):
-    """Of an fp32 ring's bytes, headers of the transport included."""
+    """`most`: the upper bound as a fraction of the bytes of an fp32 ring. The transport's headers count."""
     of_fp32 = 2 * 4 * (1 << 20) * (world_size - 1) / world_size
     for counted in ranks.run(nbytes_at_the_socket, wire, kwargs, 5, world_size=world_size):
         if counted is None:

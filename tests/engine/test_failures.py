@@ -1,4 +1,4 @@
-"""When a rank dies, leaves, stops or differs: a clear error on every surviving rank within the group's timeout."""
+"""If a rank dies, leaves, stops or differs, every other rank raises a clear error within the group's timeout."""
 
 import dataclasses
 import datetime
@@ -24,13 +24,14 @@ from fusedcomm.config import Blocks, Config, LocalOptions
 from fusedcomm.ranks import groups, peers
 from fusedcomm.session import session
 
-# The ranks also start, attach and take three steps under it, perhaps beside other programs.
+# Seconds; the timeout of the process group. It must also be enough for ranks to start, attach and take three steps
+# while other programs use the cores.
 TIMEOUT_S = patient(12)
 
 
 def train_until_error(rank, world_size, wire, fate, through_state):
-    """Trains; in step 3 the last rank meets its fate in the middle of the backward pass. Returns the survivors' error
-    and how long they waited for it."""
+    """Trains. In step 3 the last rank is killed or stopped in the middle of the backward pass. Returns the error of a
+    surviving rank and the seconds that the rank waited for it."""
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     group = dist.new_group(list(range(world_size)), timeout=timeout)
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
@@ -56,7 +57,7 @@ def train_until_error(rank, world_size, wire, fate, through_state):
         synchronise(ddp, gradients)
     except RuntimeError as error:
         waited = time.monotonic() - started
-        # The error stays: no later step may pass as if nothing had happened.
+        # The error is permanent: every later step must fail, too.
         with pytest.raises(RuntimeError, match="fusedcomm: rank"):
             if through_state:
                 raise error
@@ -69,8 +70,8 @@ def train_until_error(rank, world_size, wire, fate, through_state):
 
 
 def bucket_error_again(ddp, gradients):
-    """A reducer that raised in backward is not usable, a new module over the same engine target is not made: the
-    engine itself must refuse, which its hook shows without the reducer."""
+    """Hands the engine another bucket after the failure; it must raise. The hook is called directly, because a reducer
+    cannot be used again after it has raised in the backward pass."""
     zero_buckets = ddp.reducer._get_zeros_like_grad_buckets()
     ddp.reducer._run_comm_hook(zero_buckets[0]).wait()
 
@@ -91,7 +92,7 @@ def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, wire, fate
 
 
 def disagree(rank, world_size, field):
-    """Rank 1 differs in one field; returns the error's text."""
+    """Attaches with one field that differs on rank 1. Returns the error's text."""
     config = Config("int8", blocks=Blocks(128))
     shapes = [(5000,), (10, 10)]
     if rank == 1:
@@ -131,7 +132,7 @@ def test_a_rank_with_another_configuration_is_named_on_every_rank(ranks, field, 
     assert len(set(errors)) == 1
     assert "rank 0" in errors[0] and "rank 1" in errors[0]
     if field == "wire":
-        named = ["rank 1"]  # they differ in blocks, too, and the first difference is the one reported
+        named = ["rank 1"]  # these wires also differ in blocks, and only the first difference is reported
     for word in named:
         assert word in errors[0]
 
@@ -154,7 +155,7 @@ def absent(rank, world_size):
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=patient(2)))
     ddp = DistributedDataParallel(Gradients((5,)), process_group=group)
     if rank == 1:
-        dist.barrier()  # which the others come to when they have given it up
+        dist.barrier()  # the other ranks reach this barrier after their attach has failed
         return None
     try:
         fusedcomm.attach(ddp)
@@ -170,7 +171,7 @@ def test_a_rank_that_does_not_attach_is_named(ranks):
 
 
 def stopped_under_way(rank, world_size):
-    """Detaching or exiting with buckets under way ends them with an error instead of hanging."""
+    """Detaches while a bucket waits for rank 1. Returns the bucket's error."""
     ddp = DistributedDataParallel(Gradients((300000,)))
     comm = fusedcomm.attach(ddp, wire="int8")
     synchronise(ddp, [torch.ones(300000)])
@@ -192,7 +193,7 @@ def test_detaching_with_a_bucket_under_way_fails_that_bucket(ranks):
 
 
 def prevented(rank, world_size, when):
-    """The last rank cannot get ready, for a reason that no Python of ours raises."""
+    """The last rank cannot attach. The reason is an error that comes from outside fusedcomm."""
 
     class Prevented(session.CpuPath):
         def __init__(self, *args) -> None:
@@ -213,7 +214,7 @@ def prevented(rank, world_size, when):
     try:
         fusedcomm.attach(ddp, wire="bf16")
     except (OSError, MemoryError, RuntimeError) as error:
-        # Nobody is attached: the module goes on with DDP's default.
+        # No rank is attached: the module still works, with DDP's default all-reduce.
         return f"{type(error).__name__}: {error}", synchronise(ddp, [torch.full((1000,), float(rank))])[0][0].item()
     finally:
         session.CpuPath = own
@@ -232,7 +233,8 @@ def test_what_prevents_one_rank_prevents_all_by_name(ranks, when, own):
 
 
 def prevented_from_connecting(rank, world_size):
-    """The last rank fails where the others wait for it, until they give up. What each raises, and its cause."""
+    """The last rank fails while it connects, and the others wait for it until their timeout. Returns a rank's error,
+    its cause and its warnings."""
 
     class Prevented(session.CpuPath):
         def connect(self, *args):
@@ -257,12 +259,12 @@ def prevented_from_connecting(rank, world_size):
 def test_what_keeps_one_rank_from_connecting_is_the_reason_that_all_are_told(ranks):
     first, second, last = ranks.run(prevented_from_connecting, world_size=3)
     reason = "fusedcomm: rank 2 cannot attach: no memory for channels"
-    assert last == ("MemoryError: no memory for channels", "None", [reason])  # said before the others have given up
+    assert last == ("MemoryError: no memory for channels", "None", [reason])  # it warns while the others still wait
     assert first[1] == second[1] == reason
 
 
 def with_problems_of_their_own(rank, world_size, problems):
-    """Rank 1 has a problem, and then rank 0 has one, too. What each raises, and its cause."""
+    """Rank 1 has a problem, and later rank 0 has one, too. Returns a rank's error and its cause."""
     store = groups.private_store(dist.group.WORLD)
     attaching = types.SimpleNamespace(
         peers=peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=60), 60), rank=rank, _store=store
@@ -286,8 +288,8 @@ def test_a_rank_with_a_problem_is_told_of_an_earlier_one_unless_that_is_the_same
 
 
 def let_go(rank, world_size, wire, how):
-    """In the second step the last rank stops, and the others fail by themselves and let go of everything. How long that
-    took, and what they said."""
+    """After two steps the last rank stops, and the others raise an error of the user's and release everything. Returns
+    the seconds that the release took and what it wrote to stderr."""
     group = dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=patient(25)))
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3, process_group=group)
     comm = fusedcomm.attach(ddp, Config(wire, sum=how))
@@ -321,7 +323,7 @@ def test_messages_are_given_up_while_a_peer_is_silent(ranks):
 
 
 def test_channels_are_let_go_of_while_a_peer_is_silent(ranks):
-    """An all-reduce cannot be given up."""
+    """Unlike a message, an all-reduce cannot be aborted, so its channel is closed only after a while."""
     outcomes = ranks.outcomes(let_go, "bf16", "direct", world_size=2, lost=1)
     kind, (taken_s, text) = outcomes[0]
     assert kind == "value" and 9 < taken_s < patient(15), outcomes

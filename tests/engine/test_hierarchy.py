@@ -1,4 +1,4 @@
-"""Sums on two levels: real ranks over gloo, of which some pretend to share a host; results known exactly."""
+"""Sums on two levels: real ranks over gloo, some of which pretend to share a host; results that are known exactly."""
 
 import os
 import signal
@@ -193,7 +193,7 @@ def test_one_stage_at_a_time_gives_identical_bits(ranks, chunks_in_flight):
 
 
 def over_the_other_transport(rank, world_size, *args):
-    """What is enqueued on streams, NCCL's calls, over gloo: each ends before the next begins."""
+    """Runs result() over StreamTransport, which serves NCCL, on gloo. Each collective ends before the next begins."""
     from fusedcomm.session import session
 
     class Path(session.CpuPath):
@@ -304,7 +304,8 @@ def test_stochastic_rounding_has_the_noise_of_the_reference(ranks):
 
 
 def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
-    """Sums, in float64, of what every step should have given, and gave; and the residuals at the end."""
+    """Returns three lists, with one entry for each parameter: the float64 sum of this rank's gradients, the float64 sum
+    of the means that it received, and the residuals at the end."""
     shapes = ((40, 100), (900,), (30, 101))
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02)
     hosts = TwoLevels(TWO_BY_TWO, "fp32")
@@ -338,14 +339,14 @@ def delivered_and_left_out(rank, world_size, wire, kwargs, num_steps, reload):
     ids=str,
 )
 def test_what_was_delivered_and_what_is_left_out_are_all_there_was(ranks, wire, kwargs, reload):
-    """In fp32 inside a host nothing else is rounded: Σ means · ranks + Σ residuals = Σ gradients."""
+    """Σ means · ranks + Σ residuals = Σ gradients, because nothing else is rounded: sums inside a host are in fp32."""
     outcome = ranks.run(delivered_and_left_out, wire, kwargs, 8, reload)
     for index in range(3):
         given = sum(of_rank[0][index] for of_rank in outcome).flatten()
         left_out = sum(of_rank[2][index].double() for of_rank in outcome)
         delivered = outcome[0][1][index].flatten() * len(outcome)
         assert (given - delivered - left_out).norm() < 1e-5 * given.norm()
-        # And without residuals it would not be so.
+        # The equation does not hold without the residuals.
         assert left_out.norm() > 1e-3 * given.norm()
 
 
@@ -373,7 +374,8 @@ def test_collectives_of_the_models_own_hooks_do_not_interleave_with_ours(ranks):
 
 
 class Mixed(torch.nn.Module):
-    """Buckets summed on two levels, in place over all ranks, as float64, and sparse, in one backward pass."""
+    """A model whose backward pass has buckets of four kinds: summed on two levels, summed in place over all ranks,
+    float64, and sparse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +419,8 @@ def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks, verify_ever
 
 
 def train_until_error(rank, world_size, lost):
-    """In the fourth step one rank is killed in the middle of its backward pass."""
+    """Trains. In the fourth step one rank is killed in the middle of its backward pass. Returns a rank's error, None if
+    there is none, and the seconds that the rank waited."""
     ddp = DistributedDataParallel(Gradients((400, 300), (500, 600)), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("int8", sum="two-shot", chunks=Chunks(16384), hosts=TWO_BY_TWO))
     gradients = [torch.ones(400, 300), torch.ones(500, 600)]
@@ -450,7 +453,7 @@ def test_a_rank_lost_in_mid_step_is_an_error_on_every_survivor(ranks, lost):
 
 
 def attached(rank, world_size, kwargs):
-    """(error's type, its text) or (None, the plan's text, its hosts)."""
+    """Attaches and takes a step. Returns (the error's type, its text) or (None, the plan's text, the plan's hosts)."""
     ddp = DistributedDataParallel(Gradients((5000,)))
     try:
         comm = fusedcomm.attach(ddp, Config(**{"wire": "int8", "wires": {"1d": "int8"}, **kwargs}))
@@ -491,7 +494,7 @@ def in_a_subgroup(rank, world_size):
     if rank not in members:
         return None
     ddp = DistributedDataParallel(Gradients((30000,)), process_group=group)
-    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, hosts=INTERLEAVED))  # ranks of the group
+    comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, hosts=INTERLEAVED))  # ranks in the group
     gradient = torch.randn(30000, generator=torch.Generator().manual_seed(rank))
     (seen,) = synchronise(ddp, [gradient], steps=2)
     return gradient, seen, comm.plan().hosts.groups
@@ -584,7 +587,9 @@ def test_a_comm_state_has_hosts_too(ranks):
 
 
 def sent(rank, world_size, wire, hosts, numel, num_steps):
-    """Bytes over TCP in one step, as the kernel counts them, and as planned; all ranks are on this machine."""
+    """Takes steps. Returns the bytes sent over TCP in one step as the kernel counts them, as planned, and as planned
+    between hosts, and the bytes of all steps in the statistics. The kernel counts the bytes inside a host, too, because
+    all ranks are on this machine."""
     ddp = DistributedDataParallel(Gradients((numel,)))
     comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}, hosts=hosts))
     gradients = [torch.ones(numel)]
@@ -595,7 +600,7 @@ def sent(rank, world_size, wire, hosts, numel, num_steps):
     synchronise(ddp, gradients, steps=num_steps)
     dist.barrier()
     counted = (transport.tcp_nbytes_sent() - before) / num_steps
-    dist.barrier()  # a rank that leaves closes its end of our sockets
+    dist.barrier()  # a rank that leaves closes its end of the sockets
     plan = comm.plan()
     return counted, plan.sent_nbytes, plan.sent_between_hosts_nbytes, (comm.stats().sent_nbytes - stats_before)
 
@@ -607,7 +612,8 @@ def test_the_network_carries_what_was_planned(ranks, wire, nbytes):
     for counted, planned, between, in_stats in ranks.run(sent, wire, TWO_BY_TWO, numel, steps):
         assert counted == pytest.approx(planned, rel=0.03)
         assert in_stats == steps * planned
-        # 2 (H − 1) / H of an L-th, in the wire; the rest is (L − 1) / L, in the local wire and in the wire.
+        # With H hosts of L ranks, a rank sends between hosts 2 (H − 1) / H of its L-th part in the wire dtype. Inside a
+        # host it sends (L − 1) / L of the bucket in the local wire dtype, and as much in the wire dtype.
         assert between == pytest.approx(2 * 0.5 * nbytes / 2 * numel, rel=0.01)
         assert planned - between == pytest.approx(0.5 * (2.0 + nbytes) * numel, rel=0.01)
     for counted, planned, between, _ in ranks.run(sent, wire, None, numel, steps):
@@ -632,7 +638,7 @@ def test_a_trace_shows_the_stages_of_both_levels_in_order(ranks, tmp_path):
     for rank in range(4):
         chunks = {}
         for event in read(trace.path_for(tmp_path / "{rank}.json", rank)):
-            if event["args"]["stage"] not in ("bucket", "exposed"):  # of a chunk
+            if event["args"]["stage"] not in ("bucket", "exposed"):  # the stages of a chunk
                 chunks.setdefault((event["args"]["bucket"], event["args"]["chunk"]), []).append(event)
         assert len(chunks) > 1
         for events in chunks.values():

@@ -1,5 +1,5 @@
-"""The engine over streams, where there is no GPU: compiles tests/native/stream_stress.cpp, whose accelerator is
-simulated, against the installed c10 and runs it."""
+"""The engine over streams, without a GPU: compiles tests/native/stream_stress.cpp, which simulates an accelerator,
+against the installed c10 and runs it."""
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

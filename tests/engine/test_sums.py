@@ -1,6 +1,7 @@
-"""Every sum's list of steps: what the ranks end with if they do just that, and the bytes that it takes.
+"""The list of steps of every sum: its result if ranks do exactly these steps, and the bytes that they send.
 
-The lists are walked here by ranks that keep, in place of bytes, whose gradients each piece of a message is made of.
+Simulated ranks perform the lists here. In place of bytes they record the ranks whose gradients each piece of a message
+contains.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
 
 
 def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
-    """Of every sum, with world size, ranks on a host and what it is."""
+    """Yields plans of every sum, each with the world size, the ranks per host and a description."""
     for world_size in (1, 2, 3, 4, 6, 8, 12):
         for per_host in (1, 2, 3, 4):
             if world_size % per_host or (per_host > 1 and world_size == per_host):
@@ -41,7 +42,7 @@ def plans() -> Iterator[tuple["_C.BucketPlan", int, int, str]]:
 
 
 def choices(per_host: int) -> Iterator[tuple[str, str, int, torch.Tensor]]:
-    """(sum, wire, exempt elements, gradients of that dtype)"""
+    """Yields (sum, wire dtype, number of exempt elements, a tensor of the gradients' dtype)."""
     sums = ("exact", "direct", "two-shot", "one-shot") if per_host == 1 else ("two-shot",)
     assert set(sums) <= set(SUMS) and (per_host > 1 or {"auto", *sums} == set(SUMS))
     for sum in sums:
@@ -66,12 +67,12 @@ def test_there_are_plans_of_every_sum_on_one_level_and_on_two():
     }
 
 
-# --- ranks that do what the steps say -------------------------------------------------------------------------------
+# --- ranks that perform the steps -----------------------------------------------------------------------------------
 
 
 class Ranks:
-    """Of `world_size` ranks, those of a host one after the other: what their buffers hold. A message is a list of
-    pieces, one for each part of a chunk; a piece counts the ranks whose gradients have been added to it."""
+    """The buffers of `world_size` ranks. The ranks of a host are consecutive. A message is a list of pieces, one for
+    each part of a chunk. A piece counts, for each rank, how often that rank's gradients have been added to it."""
 
     def __init__(self, plan: "_C.BucketPlan", world_size: int, per_host: int) -> None:
         self.world_size, self.per_host = world_size, per_host
@@ -88,7 +89,7 @@ class Ranks:
         return list(range(self.world_size))
 
     def do(self, step: "_C.Step") -> None:
-        read = [dict(buffers)[step.reads] for buffers in self.buffers]  # KeyError: it has not been written
+        read = [dict(buffers)[step.reads] for buffers in self.buffers]  # KeyError if it has not been written
         for rank, buffers in enumerate(self.buffers):
             if step.is_collective:
                 group = self.group(rank, step.channel)
@@ -96,14 +97,14 @@ class Ranks:
                 written = self.received(step, rank, group, read)
             else:
                 written = added(step, read[rank])
-            # A message is read once; gradients that are sent from where they are stay.
+            # A message is read only once. Gradients that are summed in place are written again below.
             del buffers[step.reads]
             buffers[step.writes] = written
 
     def received(self, step: "_C.Step", rank: int, group: list[int], read: list) -> list:
         own, n = group.index(rank), len(group)
         if step.operation == "all-reduce":
-            self.sent_nbytes[rank] += Fraction(2 * step.nbytes * (n - 1), n)  # round a ring
+            self.sent_nbytes[rank] += Fraction(2 * step.nbytes * (n - 1), n)  # a ring
             return [sum(pieces, Counter()) for pieces in zip(*(read[peer] for peer in group), strict=True)]
         if step.operation == "all-gather":
             self.count(rank, group, step.nbytes // n)
@@ -113,7 +114,7 @@ class Ranks:
         return [piece for peer in group for piece in parts(read[peer], n)[own]]
 
     def count(self, rank: int, group: list[int], nbytes: int) -> None:
-        """Of what a rank sends to each of the others."""
+        """Counts `nbytes` that a rank sends to each other rank of its group."""
         for peer in group:
             self.sent_nbytes[rank] += nbytes if peer != rank else 0
             self.between_hosts_nbytes[rank] += nbytes if peer // self.per_host != rank // self.per_host else 0
@@ -126,7 +127,8 @@ def parts(message: list, count: int) -> list[list]:
 
 
 def added(step: "_C.Step", message: list) -> list:
-    """By the codec: the parts, or whole messages, of `num_ranks` ranks."""
+    """The result of a codec step: sums add the parts, or the whole messages, of `num_ranks` ranks; other steps keep the
+    message."""
     if step.operation in ("local reduce", "reduce", "sum"):
         return [sum(pieces, Counter()) for pieces in zip(*parts(message, step.num_ranks), strict=True)]
     assert step.operation in ("scale", "pack", "unpack") and step.num_ranks == 1
@@ -162,9 +164,9 @@ def test_the_bytes_of_a_plan_are_those_that_its_ranks_send_each_other():
 # --- the formulae ---------------------------------------------------------------------------------------------------
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8 + 32 / 128, "int8": 8 + 32 / 128, "int4": 4 + 16 / 32}
-"""Of an element on the wire: its code, and its share of the scale that its block has."""
+"""By wire dtype: bits of an element, including its share of its block's scale."""
 NUMEL = 4 * 12 * 1024
-"""Four chunks of a part for each rank: whole blocks among 1, 2, 3, 4, 6 or 12 ranks, so that nothing is padded."""
+"""Elements of a bucket. In 4 chunks for 1, 2, 3, 4, 6 or 12 ranks, every part has whole blocks: nothing is padded."""
 SUMS_OF_WIRES = [("exact", "fp32"), ("direct", "bf16"), ("direct", "fp16")]
 SUMS_OF_WIRES += [(sum, wire) for sum in ("two-shot", "one-shot") for wire in BITS]
 
@@ -178,15 +180,16 @@ def message_nbytes(wire: str) -> int:
 
 
 def wires_beside(local_wire: str) -> list[str]:
-    """An fp32 wire rounds nothing, so nothing may be rounded within a host either."""
+    """The wire dtypes that this local wire dtype may accompany. An fp32 wire rounds nothing, so its local wire dtype
+    must be fp32, too."""
     return [wire for wire in BITS if wire != "fp32" or local_wire == "fp32"]
 
 
 def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire: str = "bf16") -> tuple[int, int]:
-    """Bytes that one rank sends for NUMEL elements, and those of them that go to other hosts.
+    """Bytes that one rank sends for NUMEL elements, and how many of them go to other hosts.
 
-    Of a message of n bytes among p ranks an all-to-all or an all-gather sends (p−1)/p · n and an all-reduce round a
-    ring 2(p−1)/p · n. A ring of all ranks leaves each host once.
+    Among p ranks, for a message of n bytes, an all-to-all or an all-gather sends (p−1)/p · n, and a ring all-reduce
+    sends 2(p−1)/p · n. A ring of all ranks leaves each host once.
     """
     n, p = Fraction(message_nbytes(wire)), world_size
     if per_host > 1 and sum == "two-shot":
@@ -194,7 +197,7 @@ def formula(sum: str, wire: str, world_size: int, per_host: int = 1, local_wire:
         within = Fraction(per_host - 1, per_host) * (message_nbytes(local_wire) + n)
         between = 2 * Fraction(num_hosts - 1, num_hosts) * n / per_host
     else:
-        # In a one-shot every rank has the messages of all, p · n, in the end.
+        # A one-shot is an all-gather of p · n bytes: in the end every rank has the messages of all ranks.
         within, between = 0, (p - 1) * n if sum == "one-shot" else 2 * Fraction(p - 1, p) * n
     assert Fraction(within).denominator == between.denominator == 1
     return int(within + between), int(between)
@@ -231,7 +234,8 @@ def test_bytes_of_two_levels_are_those_of_the_formula(world_size, per_host, loca
 
 
 def test_bytes_of_padded_messages_are_those_of_the_formula():
-    """Of the messages as the layouts have them, several wires and exempt parameters in one, cut unevenly."""
+    """The messages have the layouts' sizes. Several wire dtypes and exempt parameters share a message, and chunks are
+    uneven."""
     for plan, p, per_host, what in ALL:
         n = 4 * plan.layout.lossy_numel if plan.in_place else plan.num_chunks * plan.layout.chunk_nbytes
         if plan.host_layouts:
@@ -290,7 +294,8 @@ def test_messages_are_those_of_the_layouts():
 
 
 def test_a_leg_after_the_first_begins_with_a_collective_or_is_the_unpack():
-    """What it waits for is work of the codec or, of a sum that has no more to send, the collective before."""
+    """A leg that begins with a collective follows work of the codec. A leg that begins with the unpack is the last
+    step."""
     for plan, _, _, what in ALL:
         steps = plan.steps
         assert not steps[0].begins_leg and not steps[0].is_collective, what
@@ -321,9 +326,9 @@ def test_stages_are_what_traces_call_them():
 
 
 def counted_by_engines(rank, world_size, num_steps, configs):
-    """For each of `configs`, of a bucket of NUMEL elements: how it was summed, the most that an element of the
-    result is off, and what the engine's statistics count in `num_steps` steps."""
-    # Multiples of the number of ranks, by which an exact sum is divided beforehand.
+    """Trains with a bucket of NUMEL elements. Returns for each of `configs`: the sum, the number of chunks, the largest
+    error of an element, and the bytes that the engine's statistics count in `num_steps` steps."""
+    # Multiples of the world size, because an exact sum is divided by it beforehand.
     values = world_size * (torch.arange(NUMEL, dtype=torch.float32) % 15 - 7)
     gradient, mean = values * (rank + 1), values * (world_size + 1) / 2
     found = []
@@ -384,7 +389,8 @@ SHAPES = ((512, 512), (1 << 15,))
 
 
 def counted(rank, world_size, kwargs, num_steps):
-    """Bytes over TCP in one step, as the kernel counts them, and as the plan and the statistics add them up."""
+    """Takes steps. Returns the bytes sent over TCP in one step, as the kernel counts them and as planned, and the bytes
+    of all steps in the statistics."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     comm = fusedcomm.attach(ddp, Config(**kwargs))
     gradients = [torch.ones(shape) for shape in SHAPES]
@@ -394,7 +400,7 @@ def counted(rank, world_size, kwargs, num_steps):
     synchronise(ddp, gradients, steps=num_steps)
     dist.barrier()
     over_tcp = (tcp_nbytes_sent() - before) / num_steps
-    dist.barrier()  # a rank that leaves closes its end of our sockets
+    dist.barrier()  # a rank that leaves closes its end of the sockets
     return over_tcp, comm.plan().sent_nbytes, comm.stats().sent_nbytes - stats_before
 
 

@@ -1,4 +1,4 @@
-"""Gradients that lie anywhere in memory give the bits of those that lie in one run, on the CPU's path and on CUDA's."""
+"""Gradients in separate tensors give the same bits as gradients in one buffer, on the CPU's and on the CUDA path."""
 
 import contextlib
 
@@ -14,33 +14,36 @@ from fusedcomm.native import _C
 
 SHAPES = [(1 + 7 * i % 61,) if i % 3 else (3, 1 + i % 17) for i in range(300)]
 CONFIGS = {
-    "fp32": Config("fp32"),  # in one run the all-reduce works in place; what lies apart is packed
+    "fp32": Config("fp32"),  # one buffer is summed in place; separate tensors are packed
     "bf16": Config("bf16", "two-shot", chunks=Chunks(4096)),
     "fp16 direct": Config("fp16", "direct"),
     "int8": Config("int8", "two-shot"),
     "int8 fed back": Config("int8", "two-shot", feedback=Feedback()),
-    "small": Config("int8"),  # and so summed exactly
+    "small": Config("int8"),  # too small for int8: summed exactly
     "int4 one-shot": Config("int4", "one-shot", wires={"weights.1*": "bf16"}),
 }
 
 
 def gradients_of(rank, step):
-    """Signed, other ones on every rank."""
+    """Signed integers, different on every rank."""
     return [normal(rank, 1000 * step + i, shape).mul(8).round() for i, shape in enumerate(SHAPES)]
 
 
 def means(rank, world_size, library, config, apart):
-    """(bits after three steps, bytes sent, non-finite counts by parameter)"""
+    """Takes three steps. Returns the bits of their results, the bytes sent and the non-finite counts by parameter.
+
+    `apart`: whether every gradient is a separate tensor; otherwise they are in DDP's buffer.
+    """
     model = Gradients(*SHAPES)
     ddp = DistributedDataParallel(model)
     device = fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext()
     seen = []
     with device:
         comm = fusedcomm.attach(ddp, config, quiet=True)
-        for _ in range(2):  # DDP's second pass has the only bucket in its final order
+        for _ in range(2):  # from the second pass on, DDP's only bucket is in its final order
             synchronise(ddp, gradients_of(rank, 0))
         hook = comm._session.hook
-        hook.restore_residuals({})  # which both runs begin anew
+        hook.restore_residuals({})  # both runs start without residuals
         (record,) = hook.buckets()
         order = [int(name.rpartition(".")[2]) for name in record.parameters]
         for step in range(1, 4):
@@ -50,7 +53,7 @@ def means(rank, world_size, library, config, apart):
             if not apart:
                 seen.append(synchronise(ddp, gradients))
                 continue
-            # New memory in every step, at addresses that follow no order.
+            # The memory is new in every step, and its addresses are in no order.
             lying = [gradient.clone() for gradient in gradients]
             bucket = _C.Bucket(
                 index=0,

@@ -1,4 +1,4 @@
-"""How large chunks become where a configuration leaves it open."""
+"""The size of chunks if a configuration leaves it open."""
 
 import pytest
 import torch
@@ -9,25 +9,25 @@ from fusedcomm.native import _C
 
 KIB, MIB = 1 << 10, 1 << 20
 MBIT, GBIT = 8e-6, 8e-9
-"""Seconds a byte of a link that carries so much a second."""
+"""Seconds per byte of a link with 1 Mbit/s, and with 1 Gbit/s."""
 
 
 @pytest.mark.parametrize(
     ("world_size", "s_per_byte", "nbytes", "in_flight"),
     [
-        (2, MBIT / 100, 64 * KIB, 16),  # no less than 32 KiB to each rank
-        (4, MBIT / 100, 256 * KIB, 16),  # among more than two no less than this
-        (2, GBIT, 256 * KIB, 16),  # a rank sends half of it: 250 kB take 2 ms
+        (2, MBIT / 100, 64 * KIB, 16),  # at least 32 KiB for each rank
+        (4, MBIT / 100, 256 * KIB, 16),  # at least 256 KiB with more than two ranks
+        (2, GBIT, 256 * KIB, 16),  # a collective sends half of a chunk, at most the 250 kB that take 2 ms
         (2, GBIT / 2, 512 * KIB, 8),
         (4, GBIT / 2, 512 * KIB, 8),
-        (2, GBIT / 10, 2 * MIB, 4),  # no more than 1 MiB to each rank
-        (4, 0.7 * GBIT, 512 * KIB, 8),  # 4 hosts at 1 Gbit/s, as it is timed
-        (4, 1.3 * GBIT, 256 * KIB, 16),  # … and by chance
+        (2, GBIT / 10, 2 * MIB, 4),  # at most 1 MiB for each rank
+        (4, 0.7 * GBIT, 512 * KIB, 8),  # the usual timing of 4 hosts with 1 Gbit/s
+        (4, 1.3 * GBIT, 256 * KIB, 16),  # … and a chance one
         (8, GBIT / 100, 8 * MIB, 4),
         (64, GBIT / 100, 8 * MIB, 4),
         (64, MBIT / 100, 2 * MIB, 4),
         (1, None, 128 * KIB, 16),
-        (2, None, 256 * KIB, 16),  # as 1 Gbit/s
+        (2, None, 256 * KIB, 16),  # the same as with 1 Gbit/s
     ],
 )
 def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
@@ -47,7 +47,7 @@ def test_chunks_suit_the_link(world_size, s_per_byte, nbytes, in_flight):
     ],
 )
 def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte, nbytes, in_flight):
-    """Twice as much at a time as of a two-shot on the same link, whose chunks leave a part behind."""
+    """A rank sends twice as much at a time as in a two-shot on the same link, where it keeps one part of each chunk."""
     resolved = chunks.resolved(Config(wire="int8", sum="one-shot"), world_size, "cpu", s_per_byte)
     assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
     if world_size <= 2:
@@ -70,16 +70,16 @@ def test_a_chunk_of_a_one_shot_goes_to_each_of_the_others(world_size, s_per_byte
 def test_chunks_are_larger_where_two_ranks_need_one_all_reduce(options, s_per_byte, nbytes, in_flight):
     resolved = chunks.resolved(Config(**options), 2, "cpu", s_per_byte)
     assert (resolved.chunks.nbytes, resolved.chunks.in_flight) == (nbytes, in_flight)
-    of_many = 256 * KIB if options.get("sum") == "direct" else 512 * KIB  # a two-shot's are half as long again
+    of_many = 256 * KIB if options.get("sum") == "direct" else 512 * KIB  # a two-shot's time is 1.5 times as long
     assert chunks.resolved(Config(**options), 3, "cpu", GBIT).chunks.nbytes == of_many
 
 
 @pytest.mark.parametrize(
     ("options", "s_per_byte", "nbytes", "in_flight"),
     [
-        ({"wire": "bf16"}, GBIT, 512 * KIB, 16),  # two ranks' of two hosts', as 256 KiB among two ranks
+        ({"wire": "bf16"}, GBIT, 512 * KIB, 16),  # 256 KiB, as between two ranks, for each of a host's two ranks
         ({"wire": "int8"}, GBIT, MIB, 8),
-        ({"wire": "int4"}, GBIT, 2 * MIB, 4),  # in bf16 four times as long
+        ({"wire": "int4"}, GBIT, 2 * MIB, 4),  # messages inside a host are in bf16, four times as long as in int4
         ({"wire": "int4", "hosts": TwoLevels("auto", "fp32")}, GBIT, 4 * MIB, 4),
         ({"wire": "fp32", "hosts": TwoLevels("auto", "fp32")}, GBIT, 512 * KIB, 16),
         ({"wire": "int4"}, MBIT / 100, 512 * KIB, 16),
@@ -100,7 +100,7 @@ def test_chunks_on_two_levels_are_as_long_between_hosts_as_among_as_many_ranks(o
 
 @pytest.mark.parametrize("options", [{"sum": "direct"}, {"wire": "fp32", "sum": "exact"}, {"wire": "fp32"}])
 def test_where_the_transport_adds_every_run_cuts_alike(options):
-    """The last bits of three ranks' sum depend on the cuts then; of two ranks' they do not."""
+    """If the transport adds, the last bits of a sum of three ranks depend on the cuts. Those of two ranks do not."""
     by_link = [chunks.resolved(Config(**options), 3, "cpu", s_per_byte) for s_per_byte in (None, GBIT / 10, MBIT / 100)]
     assert by_link[0] == by_link[1] == by_link[2]
     for config, world_size in ((Config(**options), 2), (Config(wire="bf16"), 3)):

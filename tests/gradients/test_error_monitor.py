@@ -1,4 +1,4 @@
-"""What watches the wire: measured quantisation errors, buckets that fall back, and whose gradients were not finite."""
+"""The error monitor: measured quantization errors, buckets that fall back, and reports of non-finite gradients."""
 
 import datetime
 import warnings
@@ -20,19 +20,19 @@ NUMEL = 20000
 
 
 def smooth(rank, step, numel=NUMEL):
-    """Every wire is good at it."""
+    """Normal values, which every wire dtype represents well."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def spiky(rank, step, numel=NUMEL):
-    """One outlier in every block of 32, so large that int4 has few steps left for the rest."""
+    """Normal values with an outlier in every block of 32. It is so large that int4 has few codes for the rest."""
     x = smooth(rank, step, numel)
     x[::32] = 12 * x[::32].sign()
     return x
 
 
 def two_buckets(group=None):
-    """Bucket 0 has weights.1, bucket 1 weights.0."""
+    """A DDP module with two buckets: bucket 0 has weights.1, bucket 1 has weights.0."""
     return DistributedDataParallel(Gradients((NUMEL,), (NUMEL,)), bucket_cap_mb=0.05, process_group=group)
 
 
@@ -53,7 +53,7 @@ def test_quantisation_errors_are_those_of_the_oracle(ranks, wire):
     name, _, rotated = wire.partition(" ")
     kwargs = {"wire": name, "sum": "two-shot", "blocks": Blocks(rotate=bool(rotated))}
     for rank, (errors, results) in enumerate(ranks.run(measured, kwargs, 4, world_size=2)):
-        # Measured in steps 1, 3, …; DDP has its buckets in their final order from step 1 on.
+        # Steps 1, 3, … are measured. From step 1 on DDP's buckets are in their final order.
         for bucket, gradient in (("bucket 0", spiky(rank, 3)), ("bucket 1", smooth(rank, 3))):
             y = reference.rotate(gradient) if rotated else gradient
             block = _C.default_block_numel(name)
@@ -61,7 +61,7 @@ def test_quantisation_errors_are_those_of_the_oracle(ranks, wire):
             sent = reference.unrotate(sent) if rotated else sent
             expected = (gradient.double() - sent.double()).norm() / gradient.double().norm()
             assert errors[bucket] == pytest.approx(expected.item(), rel=1e-4)
-        # Measuring does not change a bit of what is sent.
+        # Measuring does not change the results.
         for result, gradients in zip(
             results, ([smooth(r, 3) for r in (0, 1)], [spiky(r, 3) for r in (0, 1)]), strict=True
         ):
@@ -82,7 +82,8 @@ def test_buckets_that_are_summed_exactly_have_no_error(ranks):
 
 
 def wires_by_step(rank, world_size, fallback, num_steps, feedback=None):
-    """(wire of each bucket after each step, results, warnings)"""
+    """Trains. Returns the wire and sum of each bucket after each step, the results, the warnings, the sums of the
+    results, and the consolidated residuals."""
     ddp = two_buckets()
     checks = Checks(verify_every=1, fallback=fallback)
     comm = fusedcomm.attach(ddp, Config("int4", wires={"1d": "int4"}, feedback=feedback, checks=checks), quiet=True)
@@ -107,7 +108,7 @@ def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fall
     outcome = ranks.run(wires_by_step, Fallback(0.2, wire=fallback_wire), num_steps, world_size=3)
     for wires, results, _, _, _ in outcome:
         assert wires[1] == [("int4", "two-shot")] * 2
-        assert wires[-1] == [row, ("int4", "two-shot")]  # the other one loses no more than int4 does
+        assert wires[-1] == [row, ("int4", "two-shot")]  # the error of bucket 1 is below the threshold
         assert [torch.equal(a, b) for a, b in zip(results[-1], outcome[0][1][-1], strict=True)] == [True, True]
         exact = sum(spiky(rank, num_steps - 1) for rank in range(3)) / 3
         assert (results[-1][1] - exact).norm() / exact.norm() < 0.005
@@ -120,7 +121,7 @@ def test_a_bucket_that_loses_too_much_falls_back_on_every_rank_alike(ranks, fall
 
 @pytest.mark.parametrize(("world_size", "sum_of_codes"), [(2, "one-shot"), (3, "two-shot")])
 def test_a_fallback_takes_residuals_along(ranks, world_size, sum_of_codes):
-    """Into the next wire's, or, where there is none, into the gradients at hand."""
+    """They become residuals of the next wire. Under fp32, which has no residuals, they are added to the gradients."""
     for fallback_wire in ("bf16", "fp32"):
         args = (Fallback(0.2, wire=fallback_wire), 8, Feedback())
         wires, _, _, delivered, residuals = ranks.run(wires_by_step, *args, world_size=world_size)[0]
@@ -131,7 +132,8 @@ def test_a_fallback_takes_residuals_along(ranks, world_size, sum_of_codes):
 
 
 def only_once(rank, world_size):
-    """bf16 is further off than the threshold, too; then steps without gradients."""
+    """Trains with a threshold that the error of bf16 exceeds, too. The last four steps have zero gradients. Returns the
+    warnings and the buckets' wires."""
     ddp = two_buckets()
     kwargs = {"feedback": Feedback(), "checks": Checks(verify_every=1, fallback=Fallback(1e-6))}
     comm = fusedcomm.attach(ddp, Config("int8", wires={"weights.0": "fp16", "1d": "int8"}, **kwargs), quiet=True)
@@ -178,7 +180,7 @@ def zero_gradients(rank, world_size):
 
 
 def test_a_step_without_gradients_is_no_reason_to_fall_back(ranks):
-    """What is left out is sent then, which is infinitely far from an exact zero."""
+    """Such a step sends the residuals, while the exact mean is zero: the relative error is infinite."""
     assert ranks.run(zero_gradients, world_size=2) == [["int4", "int4"]] * 2
 
 
@@ -199,7 +201,7 @@ def test_ranks_decide_alike_though_one_has_loaded_a_state(ranks):
     assert wires == others_wires and wires[0] == "bf16"
 
 
-# ---- whose gradients were not finite
+# ---- reports of non-finite gradients
 
 
 def reported(rank, world_size):
@@ -228,7 +230,7 @@ def report_by_one_rank(rank, world_size):
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not take part within .* collective call"):
             comm.nonfinite_report()
-    dist.barrier()  # rank 1 does not leave before: then it would be lost
+    dist.barrier()  # keeps rank 1 from leaving early, since it would then count as lost
 
 
 def test_a_report_that_not_every_rank_asks_for_is_an_error(ranks):
@@ -273,7 +275,8 @@ def in_another_order(rank, world_size):
 
 
 def test_the_order_of_wires_is_agreed_on(ranks):
-    """The first pattern that matches counts, and the wires' order is that of the bytes."""
+    """The order matters: a parameter's wire comes from the first pattern that matches, and the bytes of a message are
+    in the order of the wires."""
     ranks.run(in_another_order, world_size=2)
 
 
@@ -336,13 +339,13 @@ def test_a_pattern_that_some_of_its_parameters_are_left_to_is_not_refused():
     config = Config(wire="int8", wires={"head.*": "bf16"})
     config.check_patterns(parameters)
     assert [config.wire_number(*pair) for pair in parameters] == [1, _C.EXACT_WIRE]
-    Config(wire="int8", wires={"1d": "bf16"}).check_patterns(parameters[:1])  # a model may have none
+    Config(wire="int8", wires={"1d": "bf16"}).check_patterns(parameters[:1])  # "1d" may match no parameter
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"wires": {"*.bias": "fp32"}},  # as "1d" gives them already
+        {"wires": {"*.bias": "fp32"}},  # the same wire that "1d" gives them by default
         {"wires": {"head.bias": "bf16", "*.bias": "bf16", "1d": "int8"}},
         {"wires": {"*.weight": "bf16", "*.bias": "fp16", "*": "fp8", "1d": "int8"}},
         {"wires": {"*.bias": "fp32", "*.weight": "bf16", "1d": "fp32"}},
@@ -355,7 +358,7 @@ def test_a_pattern_that_gives_what_is_given_already_or_all_that_is_left_is_not_r
 
 
 def test_a_pattern_is_not_refused_if_one_of_several_wires_needs_it():
-    """As with wire="auto": int8 exempts biases by default, bf16 does not."""
+    """wire="auto" has several wires: int8 exempts biases by default, bf16 does not."""
     named = list(torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)}).named_parameters())
     configs = [Config(wire=wire, wires={"*.bias": "fp16"}) for wire in ("int8", "bf16")]
     assert [p.wire for p in named_parameters(named, configs)] == [0, _C.EXACT_WIRE]

@@ -1,5 +1,5 @@
-"""A NaN on one side of a comparison with a reference is a failure: in verify_every, in the fallback, and in the figures
-of benchmarks and demo."""
+"""A comparison with a reference fails if only one side is NaN: in verify_every, in the fallback, and in the figures of
+the benchmarks and the demo."""
 
 import math
 import shutil
@@ -20,7 +20,7 @@ from fusedcomm.tools.demo.results import Spread
 NUMEL = 3000
 needs_driver = pytest.mark.skipif(
     torch.cuda.is_available() or shutil.which("g++") is None,
-    reason="for the stand-in driver, which needs g++ and no GPU",
+    reason="the fake CUDA driver needs g++ and a machine without a GPU",
 )
 
 
@@ -29,7 +29,8 @@ def signed(rank: int, step: int) -> torch.Tensor:
 
 
 def verified(gradients, config) -> tuple[list[float], list[str], list[str], list[torch.Tensor]]:
-    """(relative errors, wires after each step, what this rank was told, results), `gradients` being each step's."""
+    """Takes a step with each of `gradients`. Returns the relative errors, the wire after each step, this rank's
+    warnings, and the results."""
     ddp = DistributedDataParallel(Gradients((NUMEL,)))
     wires, told, results = [], [], []
     comm = fusedcomm.attach(ddp, config, quiet=True)
@@ -45,7 +46,7 @@ def verified(gradients, config) -> tuple[list[float], list[str], list[str], list
 
 
 def too_large_for_the_wire(rank, world_size, fallback=None):
-    """From step 2 on one element's mean is beyond fp16."""
+    """From step 2 on the mean of one element exceeds the range of fp16."""
     gradients = [signed(rank, step) for step in range(7)]
     for gradient in gradients[2:]:
         gradient[7] = -1e5
@@ -56,8 +57,7 @@ def test_a_result_that_is_not_finite_where_it_should_be_is_infinitely_off(ranks)
     for rank, (errors, _, told, results) in enumerate(ranks.run(too_large_for_the_wire, world_size=3)):
         assert all(error < 0.01 for error in errors[:2]) and errors[2:] == [math.inf] * 5
         assert results[-1][7] == -torch.inf
-        assert len(told) == (rank == 0)  # once, on one rank
-    # The last rank 0's.
+        assert len(told) == (rank == 0)  # one warning, on rank 0 only
     said = ranks.run(too_large_for_the_wire, world_size=2)[0][2][0]
     assert "1 elements" in said and "bucket 0" in said and "in step 2" in said and "wire='bf16'" in said, said
 
@@ -70,7 +70,8 @@ def test_and_falls_back(ranks):
 
 
 def overflowing(rank, world_size, wire):
-    """As under a GradScaler that has gone too far: one rank's gradients have an Inf and a NaN, in every other step."""
+    """In every other step the gradients of rank 1 have an Inf and a NaN, as with a GradScaler whose scale is too
+    large."""
     gradients = [signed(rank, step) for step in range(8)]
     for gradient in gradients[1::2]:
         if rank == 1:
@@ -88,7 +89,8 @@ def test_gradients_that_are_not_finite_are_no_fault_of_the_wire(ranks, wire):
 
 
 def by_faulty_kernels(rank, world_size, library, fault, fallback=None):
-    """`made`: unpack writes a NaN where it should not; `lost`: it writes a zero where the gradient is NaN."""
+    """Trains with a faulty unpack kernel. `fault`: "made" if it writes NaN although it should not, "lost" if it writes
+    zero although the gradient is NaN."""
     fake = fake_cuda.gpu(library)
     own = fake._run
 

@@ -1,4 +1,4 @@
-"""Error feedback and stochastic rounding from end to end: real ranks over gloo, through everything that DDP does to
+"""Error feedback and stochastic rounding from end to end: real ranks over gloo, with everything that DDP does to
 buckets."""
 
 import contextlib
@@ -87,9 +87,9 @@ def test_bits_do_not_depend_on_chunks_or_threads(ranks):
 
 
 class CudaArithmetic(TorchDispatchMode):
-    """Divides on the CPU as torch does on CUDA, where a quotient by a number, or by a tensor without dimensions that is
-    on the CPU, is a product with the reciprocal, and where x + alpha·y is rounded once. On CUDA a tensor without
-    dimensions may be on the device; here none can be told from a number."""
+    """Makes the CPU compute as torch does on CUDA. There, x + alpha·y is rounded once, and division by a number, or by
+    a CPU tensor without dimensions, is multiplication by the reciprocal. Here every tensor without dimensions counts as
+    a number, because one that would be on the device cannot be recognized."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten, kwargs = torch.ops.aten, kwargs or {}
@@ -114,8 +114,8 @@ def test_the_stand_in_for_cudas_arithmetic_is_none_of_the_cpus():
 
 
 def loaded_and_saved(rank, world_size, wire, kwargs, as_cuda):
-    """What one step delivers of loaded residuals alone, and what it leaves out, with the state's arithmetic of the CPU
-    or of CUDA."""
+    """Loads residuals and takes a step with zero gradients, with the arithmetic of the CPU or, if `as_cuda`, of CUDA.
+    Returns the result and the new residuals."""
     ddp, comm = attach_to(Gradients(SHAPE), wire, **kwargs)
     state = {**comm.state_dict(), "residuals": {"weights.0": normal(rank, 0, SHAPE)}}
     comm.load_state_dict(state)
@@ -150,7 +150,8 @@ SMALL_BUCKETS = {"bucket_cap_mb": 0.012}
 
 
 def what_was_delivered(rank, world_size, scenario, kwargs):
-    """By parameter: Σ results + what is left out, and Σ means of what each rank had; on rank 0."""
+    """Trains. Returns two lists, with one entry for each parameter: Σ results + the consolidated residual, and Σ this
+    rank's gradients. Returns also the number of buckets and the number of non-finite elements."""
     ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, **kwargs)
     delivered = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     handed_in = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -171,7 +172,7 @@ def what_was_delivered(rank, world_size, scenario, kwargs):
 
     num_steps = 6
     if scenario == "join":
-        # Ranks that are done take part with zeros, and send what they have left out.
+        # A rank that has finished takes part with zero gradients and sends its residuals.
         num_steps = 6 if rank == 0 else 3
         with Join([ddp]):
             for number in range(num_steps):
@@ -199,7 +200,7 @@ def what_was_delivered(rank, world_size, scenario, kwargs):
     ids=str,
 )
 def test_what_was_not_delivered_is_in_the_residuals(ranks, scenario, kwargs):
-    """Through the rebuilding of buckets, which moves residuals from bucket to bucket."""
+    """This includes the step after which DDP rebuilds the buckets, which moves residuals between buckets."""
     world_size = 3
     outcome = ranks.run(what_was_delivered, scenario, kwargs, world_size=world_size)
     assert outcome[0][2] > 1
@@ -209,7 +210,7 @@ def test_what_was_not_delivered_is_in_the_residuals(ranks, scenario, kwargs):
         assert torch.allclose(delivered, wanted, rtol=0, atol=2e-5 * wanted.abs().max().item() + 1e-5), index
 
 
-# ---- what is not finite
+# ---- non-finite gradients
 
 
 def after_an_overflow(rank, world_size, format):
@@ -229,11 +230,12 @@ def test_an_overflow_does_not_live_on(ranks, format):
         assert not first_finite and second_finite and residual.isfinite().all()
 
 
-# ---- what users do around it
+# ---- autocast and default dtype
 
 
 def under_autocast(rank, world_size):
-    """Gradients as a GradScaler leaves them: what owners leave out of their means exceeds fp16's greatest."""
+    """Trains under autocast with gradients as large as a GradScaler makes them: residuals exceed the largest fp16.
+    Returns for each parameter Σ results + the consolidated residual."""
     ddp, comm = attach_to(Gradients(*SHAPES), ddp_kwargs=SMALL_BUCKETS, feedback=Feedback(), blocks=Blocks(rotate=True))
     gradients = [65536 * normal(rank, index, shape) for index, shape in enumerate(SHAPES)]
     delivered = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -243,7 +245,7 @@ def under_autocast(rank, world_size):
         delivered = [total + grad for total, grad in zip(delivered, seen, strict=True)]
     with torch.autocast("cpu", torch.float16):
         residuals = comm.state_dict(consolidated=True)["residuals"]
-    zero = torch.zeros(())  # of what is summed exactly, nothing is left out
+    zero = torch.zeros(())  # parameters in buckets that are summed exactly have no residual
     left_out = [residuals.get(f"weights.{index}", zero).view(-1) for index in range(len(SHAPES))]
     return [total.view(-1) + values for total, values in zip(delivered, left_out, strict=True)]
 
@@ -263,7 +265,7 @@ def under_another_default_dtype(rank, world_size):
         )
         synchronise(ddp, [normal(rank, 0, shape).float() for shape in SHAPES], steps=3)
         state = comm.state_dict()
-        if rank == 1:  # one that has none takes part with zeros
+        if rank == 1:  # a rank without residuals takes part with zeros
             comm.load_state_dict({**state, "residuals": {}})
         consolidated = comm.state_dict(consolidated=True)["residuals"]
         dtypes = {values.dtype for residuals in (state["residuals"], consolidated) for values in residuals.values()}

@@ -1,5 +1,5 @@
-"""kernels/fused.cu in the place of the Triton kernels, as it is written: on the CPU by a C++ compiler
-(tests/native/cuda_on_cpu.h), on a GPU by NVRTC."""
+"""Runs kernels/fused.cu, unchanged, in place of the Triton kernels. A C++ compiler compiles it for the CPU
+(tests/native/cuda_on_cpu.h), NVRTC for a GPU."""
 
 import ctypes
 import functools
@@ -19,7 +19,8 @@ TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "
 
 
 def build(folder: Path) -> None:
-    """Compiles the kernels for the CPU as folder / LIBRARY, all variants in one, its macros being variables."""
+    """Compiles the kernels for the CPU into folder / LIBRARY. One library serves all variants: the macros that
+    distinguish them become variables."""
     names = nvrtc.macros(variants.Variant("scale"), 64, 64)
     lines = ['#include "cuda_on_cpu.h"', *(f'extern "C" {{ int of_variant_{name}; }}' for name in names)]
     lines += [f"#define {name} of_variant_{name}" for name in names]
@@ -27,7 +28,8 @@ def build(folder: Path) -> None:
     lines += [f'#include "{nvrtc.SOURCE}"', *(f"CUDA_ON_CPU_EXPORT({kernel}_kernel)" for kernel in KERNELS)]
     source, library = folder / "cuda_cpp.cpp", folder / LIBRARY
     source.write_text("\n".join(lines) + "\n")
-    # Fortified, longjmp would refuse to go to another stack. Linked without the sanitizer's library; see the header.
+    # _FORTIFY_SOURCE would make longjmp refuse to change stacks. The sanitizer's library is not linked: cuda_on_cpu.h
+    # defines the one function that is needed.
     compiler = ["g++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas"]
     flags = ["-fsanitize=alignment", "-U_FORTIFY_SOURCE", f"-I{NATIVE}"]
     subprocess.run([*compiler, *flags, "-c", str(source), "-o", f"{library}.o"], check=True)
@@ -40,7 +42,15 @@ def _formats() -> list[str]:
 
 
 def launch_on_cpu(library: ctypes.CDLL, variant: variants.Variant, tile: int, num_programs: int, params: int) -> None:
-    """`params`: as cuLaunchKernel takes them. AssertionError for what a GPU would not forgive."""
+    """Launches a kernel of the library that `build` made.
+
+    Args:
+        tile: elements per program.
+        params: address of an array with a pointer to each argument, as cuLaunchKernel takes it.
+
+    Raises:
+        AssertionError: the kernel did something that is an error on a GPU; see cuda_on_cpu.h.
+    """
     num_threads = max(64, tile // 16)
     for name, value in nvrtc.macros(variant, tile, num_threads).items():
         number = _formats().index(value) if isinstance(value, str) else value
@@ -50,10 +60,10 @@ def launch_on_cpu(library: ctypes.CDLL, variant: variants.Variant, tile: int, nu
 
 
 class Kernel:
-    """Called as a Triton kernel is by its launcher: ``kernel[(num_programs,)](*arguments, **constants)``."""
+    """A kernel that is called like a Triton kernel: ``kernel[(num_programs,)](*arguments, **constants)``."""
 
     def __init__(self, name: str, library: str | None) -> None:
-        """`library`: what `build` made; None: on the current GPU."""
+        """`library`: path of the library that `build` made; None runs the kernel on the current GPU."""
         self.name, self.library = name, library and ctypes.CDLL(library)
 
     def __getitem__(self, grid):

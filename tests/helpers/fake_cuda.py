@@ -1,7 +1,7 @@
-"""The engine's CUDA path in the host's memory: a driver of our own whose launches run under Triton's interpreter, or as
-the kernels in CUDA C++ that a C++ compiler has compiled.
+"""Runs the engine's CUDA path in host memory. A fake CUDA driver runs each launch under Triton's interpreter, or runs
+the CUDA C++ kernel that a C++ compiler has compiled.
 
-Everything is real but the GPU: the hook, the engine, the tables, the packing of arguments, the kernels' code.
+Everything except the GPU is real: the hook, the engine, the tables, the packing of arguments, the kernels' code.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from fusedcomm.native import _C
 from fusedcomm.session import session
 
 TILE = 1024
-"""Small, so that small buckets have many tiles."""
+"""Elements per program. It is small, so that small buckets have many tiles."""
 
 MAX_PROGRAMS = 3
 
@@ -50,12 +50,12 @@ def build(folder: Path) -> str:
 
 @functools.cache
 def gpu(library: str) -> "FakeCuda":
-    """This process's; the library has one callback."""
+    """The fake GPU of this process. There is only one, because the library holds only one callback."""
     return FakeCuda(library)
 
 
 class FakeCuda:
-    """One process's fake GPU. Loads the kernels of a configuration and runs what the engine launches."""
+    """A fake GPU. Loads the kernels of a configuration and runs what the engine launches."""
 
     def __init__(self, library: str) -> None:
         self.library = ctypes.CDLL(library)
@@ -64,13 +64,13 @@ class FakeCuda:
         self.library.fake_num_loads.restype = ctypes.c_int64
         self.library.fake_set_context.argtypes = [ctypes.c_int64]
         self.driver = _C.CudaDriver(library)
-        self.launches: list[tuple[str, dict]] = []  # kernel, its arguments by name
-        self.grids: list[int] = []  # their numbers of programs
+        self.launches: list[tuple[str, dict]] = []  # by launch: the kernel and its arguments by name
+        self.grids: list[int] = []  # by launch: the number of programs
         self.errors: list[BaseException] = []
         self.max_programs_of_last = MAX_PROGRAMS
         self._in_cuda: ctypes.CDLL | None = None
         self._variants = {}
-        self._callback = _LAUNCH(self._launch)  # held: the library has only its address
+        self._callback = _LAUNCH(self._launch)  # must stay alive: the library holds only its address
         self.library.fake_on_launch(self._callback)
 
     def fail(self, call: str, result: int) -> None:
@@ -78,7 +78,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def capturing(self):
-        """Within it the driver says that streams are being captured into a graph."""
+        """Inside this context the driver reports that every stream is being captured into a graph."""
         self.library.fake_capture(1)
         try:
             yield
@@ -121,10 +121,10 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def takes_over(self, config: Config, in_cuda: str | None = None):
-        """Within it, fusedcomm.attach with this configuration gives gradients on cpu the CUDA path; its launches are
-        recorded anew.
+        """Inside this context, fusedcomm.attach with this configuration uses the CUDA path for gradients on the CPU.
+        Clears the recorded launches on entry. Raises the first exception of a launch on exit.
 
-        `in_cuda`: what cuda_cpp.build has made, to run the kernels in CUDA C++ instead of Triton's.
+        `in_cuda`: path of the library that cuda_cpp.build made; its CUDA C++ kernels run instead of the Triton ones.
         """
         fake = self
         self._in_cuda = in_cuda and ctypes.CDLL(in_cuda)
@@ -158,7 +158,7 @@ class FakeCuda:
     def _launch(self, function, num_programs, num_threads, shared_nbytes, stream, params) -> int:
         try:
             self._run(self.library.fake_function_name(function).decode(), num_programs, num_threads, params)
-        except BaseException as error:  # an exception cannot cross the library
+        except BaseException as error:  # an exception cannot pass through the C library
             self.errors.append(error)
             return 999
         return 0
@@ -169,7 +169,7 @@ class FakeCuda:
         interpreter.mend()
 
         class InPlace(GridExecutor):
-            """Leaves out the copies to the host and back: the arguments are there, and their sizes are not known."""
+            """Skips the copies to the host and back: the arguments are on the host, and their sizes are unknown."""
 
             def _init_args_hst(self, args, kwargs):
                 return args, kwargs
@@ -210,7 +210,8 @@ class FakeCuda:
 
 
 def _tensor_at(address: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What the interpreter takes for a pointer: one element at that address, of which it uses the address alone."""
+    """A tensor of one element at that address, which the interpreter takes as a pointer: it uses only the address.
+    Empty for a null pointer."""
     if address is None:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)

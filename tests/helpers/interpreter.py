@@ -1,4 +1,5 @@
-"""Mends Triton's interpreter for the rest of this process: it takes every numpy, and many small launches are quick."""
+"""Patches Triton's interpreter for the rest of this process, so that it works with every numpy and runs many small
+launches quickly."""
 
 import functools
 
@@ -11,12 +12,13 @@ def mend() -> None:
 
 @functools.cache
 def convert_one_element() -> None:
-    """Lets Triton 3.6 use a value as a number, such as a bound of ``range``, with numpy 2.4 or later: the value is an
-    array of shape [1], and numpy converts only arrays without dimensions. Later Tritons remove the dimension."""
+    """Lets Triton 3.6 use a value as a number, such as a bound of ``range``, with numpy 2.4 or later. Triton 3.6 holds
+    the value in an array of shape [1], but this numpy converts only arrays without dimensions. Later Tritons remove the
+    dimension."""
     from triton.runtime import interpreter
 
     patch_tensor = getattr(interpreter, "_patch_lang_tensor", None)
-    if patch_tensor is None:  # not as any Triton that is known patches
+    if patch_tensor is None:  # an unknown Triton, which patches differently
         return
 
     def patch_lang_tensor(tensor, scope):
@@ -28,9 +30,8 @@ def convert_one_element() -> None:
 
 @functools.cache
 def patch_once_a_launch() -> None:
-    """Half of the interpreter's time went into patching triton.language anew in every call of one jitted function by
-    another, which changes nothing within a launch. Without effect where this Triton does not patch as those that are
-    known do."""
+    """Patches triton.language once for each launch. The interpreter patches it again whenever one jitted function calls
+    another, which changes nothing and takes half of its time. Has no effect on a Triton that patches differently."""
     from triton.runtime import interpreter
 
     patch = getattr(interpreter, "_patch_lang", None)
@@ -47,9 +48,9 @@ def patch_once_a_launch() -> None:
     def patch_lang(function):
         wanted = seen_by(function)
         if patched and wanted <= patched:
-            return scope_type()  # with nothing to restore
+            return scope_type()  # it has nothing to restore
         scope = patch(function)
-        if not patched:  # a launch begins; it ends by restoring what this changed
+        if not patched:  # a launch begins here, and ends when it restores this patch
             restore = scope.restore
 
             def end_launch():

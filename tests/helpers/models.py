@@ -1,4 +1,5 @@
-"""Small models, one for each thing that DDP can do to a bucket, and gradients with known means. Shared by the tests."""
+"""Models and gradients that several tests use: small models, one for each way in which DDP treats a bucket, and
+gradients with known means."""
 
 import contextlib
 import dataclasses
@@ -18,7 +19,7 @@ from fusedcomm.config import Chunks, Config, LocalOptions
 
 
 class Gradients(nn.Module):
-    """A model whose gradients are whatever it is given: loss = Σ parameter · gradient."""
+    """A model with prescribed gradients: loss = Σ parameter · gradient."""
 
     def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class Gradients(nn.Module):
 
 
 def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], steps: int = 1) -> list[torch.Tensor]:
-    """The gradients after `steps` backward passes, each from zero."""
+    """Runs `steps` backward passes, each from zeroed gradients. Returns the gradients of the last pass."""
     for _ in range(steps):
         ddp.zero_grad(set_to_none=True)
         ddp(gradients).backward()
@@ -44,15 +45,15 @@ def attach_to(
     wires: dict[str, str] | None = None,
     **kwargs,
 ) -> tuple:
-    """The DDP module and its handle; every parameter travels in `wire`, unless it is in `wires`. `kwargs`: further
-    options of the configuration."""
+    """Returns the DDP module and its handle. Every parameter is sent in `wire`, except those that `wires` matches.
+    `kwargs`: further options of Config."""
     ddp = DistributedDataParallel(model, **(ddp_kwargs or {}))
     config = Config(wire, wires={**(wires or {}), "1d": wire}, **kwargs)
     return ddp, fusedcomm.attach(ddp, config, local=local, quiet=True)
 
 
 def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = None) -> str:
-    """What attach says to `kwargs` that are not possible here."""
+    """The error of an attach with `kwargs`; "accepted" if it succeeds."""
     ddp = DistributedDataParallel(model or Gradients((50, 2), (3,)))
     try:
         fusedcomm.attach(ddp, **kwargs)
@@ -63,7 +64,7 @@ def refused(rank: int, world_size: int, kwargs: dict, model: nn.Module | None = 
 
 @contextlib.contextmanager
 def stderr_to(path):
-    """What native code of this process writes, too."""
+    """Redirects this process's stderr to a file, including what native code writes."""
     saved = os.dup(2)
     with open(path, "wb") as file:
         os.dup2(file.fileno(), 2)
@@ -76,16 +77,17 @@ def stderr_to(path):
 
 @contextlib.contextmanager
 def on_host(name: str) -> Iterator[None]:
-    """This process is on a host of that name."""
+    """Makes this process believe that its host has that name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: name)
         yield
 
 
 def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple[bool, set[float]]:
-    """Whether our means are right, and what the user's own all-reduces gave, on the user's group and mixed with ours.
+    """Mixes all-reduces by the user, on the user's group, with fusedcomm's collectives. Ranks are skewed in time.
 
-    Ranks are skewed in time. `kwargs` are further ones of the configuration.
+    Returns whether fusedcomm's means are right, and the results of the user's all-reduces. `kwargs`: further options of
+    Config.
     """
     shapes = ((300, 301),) * 6
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.5)
@@ -107,18 +109,19 @@ def beside_the_users_own_sums(rank: int, world_size: int, kwargs: dict) -> tuple
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The greatest, NaN if one is; max() passes over a NaN that does not come first."""
+    """The largest error; NaN if any is NaN. max() ignores a NaN that does not come first."""
     return torch.tensor(list(errors)).max().item()
 
 
 def normal(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Signed, other ones on every rank and in every step, and of another size on every rank."""
+    """Signed normal values that differ on every rank and in every step. Their scale grows with the rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(shape, generator=generator) * (rank + 1)
 
 
 def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Signed integers in [-8, 8], other ones on every rank: any sum of few is exact in every wire but int8."""
+    """Signed integers in [-8, 8], different on every rank. A sum over few ranks is exact in every wire dtype except
+    int8."""
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
@@ -128,7 +131,8 @@ def mean_of_integers(world_size: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def constant(value: float, wire: str) -> object:
-    """What a mean of equal values has to equal: exact on every wire but int4, whose scale is rounded to bf16, twice."""
+    """What a mean of equal values must equal. It is exact in every wire dtype except int4, whose scale is rounded to
+    bf16 twice."""
     return pytest.approx(value, rel=2.0**-8 if wire == "int4" else 0)
 
 
@@ -144,7 +148,7 @@ class Mlp(nn.Module):
 
 
 class Conv(nn.Module):
-    """Some of its parameters are in channels_last order, so their flat order is not their logical order."""
+    """A model with parameters in channels_last order: their order in memory is not their logical order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +182,7 @@ class Sparse(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of four dtypes: DDP gives each its own buckets."""
+    """A model with parameters of four dtypes: DDP gives each dtype its own buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +197,7 @@ class Mixed(nn.Module):
 
 
 class Branches(nn.Module):
-    """`never` is used by nobody, `even` only by even ranks, in even steps."""
+    """No rank uses `never`. A rank uses `even` if its rank plus the step is even, and else `odd`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +215,7 @@ class Branches(nn.Module):
 
 
 class MeanOverRanks(torch.autograd.Function):
-    """Communicates in forward and in backward on the default group, as SyncBatchNorm does on accelerators."""
+    """Communicates on the default group in the forward and the backward pass, as SyncBatchNorm does on accelerators."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -246,8 +250,8 @@ class Scenario:
     model: type[nn.Module] = Mlp
     ddp: dict = dataclasses.field(default_factory=dict)
     model_kwargs: dict = dataclasses.field(default_factory=dict)
-    reference_kwargs: dict | None = None  # of the model in the run without a hook, where it must differ
-    accumulate: int = 1  # backward passes for each synchronised one, under no_sync
+    reference_kwargs: dict | None = None  # model_kwargs for the run without a hook, if they must differ
+    accumulate: int = 1  # backward passes per optimizer step; all except the last run under no_sync
     uneven: bool = False  # ranks have different numbers of batches, under Join
     image: bool = False
 
@@ -256,7 +260,7 @@ class Scenario:
         return self.model(**(self.reference_kwargs if reference and self.reference_kwargs else self.model_kwargs))
 
     def batch(self, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (8, 10) or (8, 3, 8, 8) and targets (8, 5), other ones on each rank and in each step."""
+        """Inputs (8, 10) or (8, 3, 8, 8) and targets (8, 5), different on each rank and in each step."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         shape = (8, 3, 8, 8) if self.image else (8, 10)
         return torch.randn(shape, generator=generator), torch.randn(8, 5, generator=generator)
@@ -281,7 +285,8 @@ SCENARIOS = {
     "channels_last": Scenario(model=Conv, image=True),
     "channels_last_views": Scenario(model=Conv, image=True, ddp={"gradient_as_bucket_view": True}),
     "complex": Scenario(model=Complex),
-    # gloo's sparse all-reduce, which DDP would use without a hook, now and then corrupts the heap: compared with dense.
+    # The run without a hook uses dense gradients: gloo's sparse all-reduce, which DDP would use, sometimes corrupts the
+    # heap.
     "sparse": Scenario(model=Sparse, reference_kwargs={"sparse": False}),
     "bf16_parameters": Scenario(model_kwargs={"dtype": torch.bfloat16}),
     "float64_parameters": Scenario(model_kwargs={"dtype": torch.float64}),
@@ -291,7 +296,8 @@ SCENARIOS = {
 
 
 def threads_of_engine() -> int:
-    """Of this process, without those of the channels: these last as long as whoever holds the handle last."""
+    """The number of engine threads in this process. Channel threads do not count: they exist as long as any object
+    holds the handle."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:

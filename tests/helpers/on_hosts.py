@@ -1,11 +1,11 @@
-"""Hosts on lines of 100 Mbit/s, for tests of what a line makes of messages. Shared by the tests."""
+"""Runs scripts on simulated hosts whose links have 100 Mbit/s, for tests of how a link affects messages."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))  # for good: ranks import what uses this, too
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))  # stays: ranks import this module, too
 
 import hosts  # noqa: E402
 from lib import namespaces  # noqa: E402
@@ -17,7 +17,8 @@ needs_hosts = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 def printed_by(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture, ends_well: bool = True, num_hosts: int = 2
 ) -> str:
-    """What its ranks print, one on each host. It has to end well, or not to."""
+    """Runs `script` with one rank on each of `num_hosts` hosts and returns what the ranks print. The script must
+    succeed if `ends_well`, and must fail otherwise."""
     path = tmp_path / "script.py"
     path.write_text(script)
     with hosts.make(num_hosts, "100mbit") as cluster:

@@ -1,22 +1,24 @@
-"""How long tests wait on a machine that is slow, or busy with other things."""
+"""How long tests wait on a machine that is slow or busy with other programs."""
 
 import math
 import os
 import time
 
 HANG_S = 600
-"""What only a test that fails waits for: it ends a hang."""
+"""Seconds after which a wait counts as a hang. Only a failing test waits this long."""
 
+# Turns of an empty loop, by which the machine's speed is measured.
 _WORK = 2_000_000
 _WORK_S = 0.15
-"""What so many turns of an empty loop take an idle core of 2 GHz or more."""
+"""Seconds that these turns take on an idle core of 2 GHz or more."""
+# The largest slowness: no machine makes a test wait longer than this times its normal time.
 _MOST = 12.0
 _VARIABLE = "FUSEDCOMM_TESTS_SLOWNESS"
 
 
 def measure_slowness() -> None:
-    """Called once by each process that runs tests. The ranks that it starts inherit the result, so that all wait
-    equally long."""
+    """Measures how slow this machine is. Every process that runs tests calls it once. The ranks that the process starts
+    inherit the result, so that all wait equally long."""
     began = time.monotonic()
     for _ in range(_WORK):
         pass
@@ -25,10 +27,10 @@ def measure_slowness() -> None:
 
 
 def slowness() -> float:
-    """How many times as long as on an idle core work takes here, at least 1."""
+    """How many times as long as on an idle core work takes here: from 1 to _MOST."""
     return float(os.environ[_VARIABLE])
 
 
 def patient(seconds: float) -> int:
-    """For a test about time itself: so many seconds on an idle machine, and in proportion on others; whole ones."""
+    """For tests of time limits: `seconds` times slowness(), rounded up to whole seconds."""
     return math.ceil(seconds * slowness())

@@ -1,7 +1,7 @@
-"""Real ranks for tests: processes that stay alive between tests, joined anew for each call.
+"""Real ranks for tests: processes that stay alive between tests. Each call makes a new process group of them.
 
-Starting Python and importing torch costs seconds; a fresh process group costs milliseconds. Ranks are forked off a
-server that has imported torch and never used it, so that those a test has killed are soon replaced.
+Starting Python and importing torch takes seconds; a new process group takes milliseconds. Ranks are forked from a
+server that has imported torch but never used it, so ranks that a test has killed are replaced quickly.
 """
 
 import contextlib
@@ -23,18 +23,19 @@ class RankError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-# Several NCCL ranks on one GPU: NCCL up to 2.29 takes processes with host names of their own for different machines,
-# later versions have a switch. The bytes go through loopback sockets.
+# Lets several NCCL ranks share one GPU. NCCL up to 2.29 allows it if each process has its own host name, since it then
+# treats them as different machines; later versions have a switch. The bytes go through loopback sockets.
 ONE_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
-# DistributedDataParallel imports torch._dynamo when it is first made: two seconds of every rank.
+# Modules that the server imports before it forks ranks. DistributedDataParallel imports torch._dynamo when it is first
+# constructed, which would take every rank two seconds.
 PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "torch.testing", "torch._dynamo", "numpy", "pytest"]
 
 
 def _serve(pipe, index: int, environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # as it is now: the server has what there was when it was started
-    # A rank is one core's worth of work; more threads would only make ranks wait for each other.
+    os.environ.update(environment)  # the server's environment dates from when the server was started
+    # A rank uses one core; more threads would only make ranks wait for each other.
     os.environ.update(OMP_NUM_THREADS="1", FUSEDCOMM_QUIET="1", NCCL_HOSTID=f"rank {index}", **ONE_GPU)
     import torch
 
@@ -58,7 +59,7 @@ def _run(function, rank, world_size, store_path, backend, args):
         torch.cuda.set_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
     if backend == "gloo":
-        # A function may leave the group at once, which a rank that is still connecting would take for a crash.
+        # A function may leave the group at once. A rank that is still connecting would treat that as a crash.
         dist.barrier()
     try:
         with warnings.catch_warnings():
@@ -69,8 +70,10 @@ def _run(function, rank, world_size, store_path, backend, args):
 
 
 class Ranks:
-    """`num_ranks` processes. ``run(function, *args)`` calls ``function(rank, world_size, *args)`` on the first
-    `world_size` of them and returns their results in rank order; functions must be importable."""
+    """A pool of `num_ranks` processes. ``run(function, *args)`` calls ``function(rank, world_size, *args)`` on the
+    first `world_size` of them and returns their results in rank order. The function must be importable.
+
+    Raises RankError, with the tracebacks of the ranks that failed."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -98,8 +101,12 @@ class Ranks:
     def outcomes(
         self, function, *args, world_size: int | None = None, lost: int | None = None, backend: str = "gloo"
     ) -> list:
-        """As `run`, but errors are results too: ("value", result) or ("error", traceback). Nothing is asked of the rank
-        `lost`, which the function kills or stops; it is ("lost", None), and the ranks start anew."""
+        """Like `run`, but returns errors instead of raising them. A rank's outcome is ("value", result), ("error",
+        traceback) or ("silent", reason).
+
+        `lost`: a rank that the function kills or stops. Its outcome is ("lost", None) without a wait, and all ranks are
+        restarted afterwards.
+        """
         world_size = world_size or self.num_ranks
         results, is_complete = [], False
         try:
@@ -110,9 +117,9 @@ class Ranks:
                 for rank in range(world_size):
                     results.append(("lost", None) if rank == lost else self._receive(rank))
             is_complete = lost is None and all(kind != "silent" for kind, _ in results)
-        finally:  # also where a test's own timeout ends the waiting
+        finally:  # even if the test's own timeout ends the wait
             if not is_complete:
-                # What such ranks do next would be taken for the answer to the next call.
+                # A late answer of these ranks would be mistaken for the answer to the next call.
                 self._kill()
                 self._start()
         return results

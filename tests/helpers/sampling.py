@@ -1,13 +1,13 @@
-"""Which cases of a large matrix `make test` runs. `make test-all` (pytest --all) runs every one.
+"""Chooses the cases of large parametrized tests that `make test` runs. `make test-all` (pytest --all) runs every case.
 
-A test function marked ``sampled`` keeps few of its cases, but every value of every parameter appears in one of them;
-marked ``sampled(strength=2)``, every pair of values of two parameters that any case has. That is a covering array. The
-choice depends only on the cases, so all of pytest-xdist's workers choose alike.
+Of a test function marked ``sampled`` few cases run, but every value of every parameter appears in one of them. With
+``sampled(strength=2)``, every pair of values of two parameters that appears in any case also appears in a case that
+runs. This is a covering array. The choice depends only on the cases, so all pytest-xdist workers make the same choice.
 
-What is marked ``full``, whole benchmarks and the largest sizes, is for `make test-all` alone.
+With ``sampled(by=function)``, the values to cover are those of the dictionary that the function returns for a case's
+parameters. It serves cases that have only a name as their parameter: the function returns what the name means.
 
-``sampled(by=function)`` covers the values of the dictionary that the function makes of a case's parameters instead: for
-cases that are chosen by hand and have a name, of what the name stands for.
+Tests marked ``full`` (whole benchmarks and the largest sizes) run only in `make test-all`.
 """
 
 import itertools
@@ -17,10 +17,11 @@ import pytest
 
 
 def covering(cases: list[dict[str, str]], strength: int) -> list[int]:
-    """Indices of few cases in which every combination of `strength` parameters' values appears that any case has.
+    """Returns the sorted indices of few cases that together contain every combination of `strength` parameters' values
+    that appears in any case.
 
-    Greedy: the next one has most combinations that have not appeared. Ties are broken by the order of cases, from
-    alternating ends, since neighbours differ least.
+    The choice is greedy: the next case is the one with the most missing combinations. Of equally good cases it takes
+    the first and the last in turn, because neighbors are the most similar.
     """
     combinations = [set(itertools.combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
     missing = set().union(*combinations)
@@ -34,8 +35,8 @@ def covering(cases: list[dict[str, str]], strength: int) -> list[int]:
 
 
 def values(item: pytest.Item, by: Callable[..., dict] | None) -> dict[str, str]:
-    """What of a case is to be covered, as text that is the same in every process: where a parameter's text has an
-    address in memory, its number in the list of values."""
+    """The values of a case that must be covered, as texts that are the same in every process. If a value's repr has a
+    memory address, its text is its index in the list of values."""
     if by is not None:
         return {name: repr(value) for name, value in by(**item.callspec.params).items()}
     case = {}
@@ -46,8 +47,8 @@ def values(item: pytest.Item, by: Callable[..., dict] | None) -> dict[str, str]:
 
 
 def sampled(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """(What runs, what does not), both in the order of `items`. What needs a GPU is chosen separately, so that no value
-    appears only in cases that skip themselves."""
+    """Returns (the items that run, the items that do not), both in the order of `items`. Cases that need a GPU are
+    chosen separately, so that no value appears only in cases that skip themselves."""
     matrices: dict[tuple, list[pytest.Item]] = {}
     left_out = {item for item in items if item.get_closest_marker("full")}
     for item in items:

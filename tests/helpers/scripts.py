@@ -1,5 +1,4 @@
-"""Scripts and programs in processes of their own, for tests of what a process does as a whole: its allocations, its
-end."""
+"""Runs scripts and programs in separate processes, for tests of a whole process: its allocations, its end."""
 
 import os
 import shutil
@@ -15,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def let_threads_be_late() -> None:
-    """To be called by a script. All threads go to one core, where the others run only while this one waits: the process
-    comes to its end before they have let go of what they moved. Else about one of a hundred does, on a busy machine."""
+    """Makes the end of a process come before its other threads have released their memory. A script calls it. All
+    threads move to one core, where the others run only while this one waits. Without it, about one process in a hundred
+    ends this way, on a busy machine."""
     core = min(os.sched_getaffinity(0))
     for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(thread, {core})
@@ -25,10 +25,12 @@ def let_threads_be_late() -> None:
 
 
 def printed_by_two_ranks(script: str, folder: Path, *args: str, **environment: str) -> list[str]:
-    """What each prints. They have to end well.
+    """Runs a script in two processes and returns what each prints. Fails if one exits with an error.
 
     Args:
-        script: finds its rank, the file of a store for the two, and `args` in sys.argv; it can import what tests can.
+        script: Python source. Its sys.argv holds the rank, the path of a FileStore for both ranks, and `args`. It can
+            import the modules that tests can import.
+        environment: further environment variables.
     """
     path = folder / "script.py"
     path.write_text(script)
@@ -52,7 +54,7 @@ def printed_by_two_ranks(script: str, folder: Path, *args: str, **environment: s
 
 
 def cxx() -> str:
-    """The C++ compiler. Skips the test without one."""
+    """The C++ compiler. Skips the test if there is none."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         pytest.skip("needs a C++ compiler: there is no g++, and CXX is not set")
@@ -60,7 +62,8 @@ def cxx() -> str:
 
 
 def compiled(folder: Path, *sources: str) -> Path:
-    """A program of ours without torch, of `sources` from the checkout's root. Skips the test without a compiler."""
+    """Compiles a program without torch and returns its path. `sources` are relative to the repository's root. Skips the
+    test if there is no compiler."""
     binary = folder / "program"
     paths = [ROOT / source for source in sources]
     subprocess.run([cxx(), "-std=c++17", "-O1", "-I", ROOT / "csrc", *paths, "-o", binary, "-pthread"], check=True)

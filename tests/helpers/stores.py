@@ -1,4 +1,4 @@
-"""Process groups over one kind of store or another."""
+"""Process groups over different kinds of stores."""
 
 import contextlib
 
@@ -8,12 +8,16 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def group_over(store_kind, rank, world_size, victim, timeout):
-    """A process group of its own on the store at hand, or with a TCPStore that rank 0 hosts until the others have left,
-    but for the victim: else one that is slower than rank 0 would have to say that the store is gone."""
+    """A new process group. If `store_kind` is "file" it uses the store of the default group. Otherwise it replaces the
+    default group by one on a TCPStore that rank 0 hosts.
+
+    Rank 0 waits until all other ranks except `victim` have left. If it did not, a rank slower than rank 0 would report
+    that the store is gone.
+    """
     if store_kind == "file":
         yield dist.new_group(list(range(world_size)), timeout=timeout)
         return
-    # The port is the system's choice: one chosen here might be another's by the time rank 0 listens to it.
+    # The system chooses the port: another program might take one chosen here before rank 0 listens on it.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([server.port if server else 0])
     dist.broadcast(port, src=0)

@@ -1,4 +1,4 @@
-"""tests/helpers/ranks.py: what one test leaves behind is no other test's."""
+"""tests/helpers/ranks.py: an answer that one test has not read does not reach another test."""
 
 import time
 

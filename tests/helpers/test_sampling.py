@@ -1,4 +1,4 @@
-"""tests/helpers/sampling.py: `make test` meets every value, and `make test-all` every case."""
+"""tests/helpers/sampling.py: `make test` runs every value, and `make test-all` every case."""
 
 import itertools
 import types
@@ -32,7 +32,7 @@ def test_one_case_that_is_named_runs():
 
 
 class Item:
-    """Of what pytest collects, what sampled() uses."""
+    """The parts of a pytest item that sampled() uses."""
 
     def __init__(self, name, mark=None, **params):
         self.nodeid = f"test_x.py::{name}[{params}]"

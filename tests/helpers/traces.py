@@ -1,4 +1,4 @@
-"""Reads what Handle.trace() writes."""
+"""Reads the files that Handle.trace() writes."""
 
 import json
 

@@ -1,6 +1,6 @@
-// What connections() says of a connection whose other end reads nothing and then all, for
-// tests/watch/test_connections.py: prints how many bytes were given to it, and then a line for each of the two moments:
-// bytes unsent, bytes arrived, own addresses.
+// Calls connections() while the other end of a connection reads nothing, and again when it has read everything; for
+// tests/watch/test_connections.py. First prints the number of bytes written to the connection. Then prints a line for
+// each of the two moments: bytes unsent, bytes arrived, own addresses.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -17,7 +17,7 @@ using namespace fusedcomm;
 
 namespace {
 
-// Until it takes no more.
+// Writes to `fd` until it accepts no more. Returns the number of bytes written.
 int64_t fill(int fd) {
   const std::vector<char> bytes(1 << 16);
   int64_t given = 0;
@@ -39,7 +39,7 @@ void print_connections() {
 }  // namespace
 
 int main() {
-  // None of these is a TCP connection.
+  // connections() must ignore these: none of them is a TCP connection.
   int pipes[2], local[2];
   REQUIRE(pipe(pipes) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, local) == 0, "no pairs");
   fill(pipes[1]);

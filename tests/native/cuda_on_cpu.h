@@ -1,11 +1,16 @@
-// Just enough of CUDA C++ to run a kernel on the CPU, exactly as written, for tests: include this, then the .cu file,
-// then CUDA_ON_CPU_EXPORT(kernel), and load the library with ctypes.
+// The part of CUDA C++ that is needed to run our kernels on the CPU, exactly as written, in tests. Include this header,
+// then the .cu file, then write CUDA_ON_CPU_EXPORT(kernel), and load the library with ctypes.
 //
-// Every CUDA thread is a fiber with a stack of its own. One runs until it needs the others of its warp (a shuffle, a
-// vote) or of its block (__syncthreads), then the next one does; blocks run one after the other. What the hardware
-// would not forgive is counted as a fault: lanes of a warp that meet in different operations, a barrier that some
-// threads never reach, and, where compiled with -fsanitize=alignment, accesses that are not aligned. Warps take turns
-// forwards, then backwards, so that a missing __syncthreads shows.
+// Every CUDA thread is a fiber with its own stack. A fiber runs until it needs the other threads of its warp (a
+// shuffle, a vote) or of its block (__syncthreads); then the next fiber runs. Blocks run one after the other.
+//
+// Errors that hardware does not tolerate are counted as faults:
+//   - lanes of a warp that meet in different operations,
+//   - a barrier that some threads never reach,
+//   - accesses that are not aligned, if compiled with -fsanitize=alignment.
+//
+// The warps of a block run in ascending order up to one barrier and in descending order up to the next, so that a
+// missing __syncthreads gives wrong results.
 #pragma once
 
 #include <setjmp.h>
@@ -41,18 +46,18 @@ struct Fiber {
   ucontext_t entry;
   jmp_buf resume_at;
   bool started = false;
-  Op op = Op::kNone;  // what it waits in
+  Op op = Op::kNone;  // the operation in which the fiber waits
   unsigned num_exchanges = 0;
 };
 
 struct Warp {
-  uint64_t slots[2][32];  // two: a lane may be one exchange ahead of another, never two
+  uint64_t slots[2][32];  // two rows, because a lane may be one exchange ahead of another, but never two
 };
 
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline std::function<void()> body;
-inline unsigned current;  // fiber
+inline unsigned current;  // index of the running fiber
 inline jmp_buf scheduler;
 inline int num_faults;
 
@@ -60,7 +65,7 @@ inline void fault(const char* what) {
   if (++num_faults <= 5) std::fprintf(stderr, "cuda_on_cpu: %s\n", what);
 }
 
-// The others run until they are where this one is.
+// Lets the other fibers run until they have reached the same operation.
 inline void wait(Op op) {
   Fiber& fiber = fibers[current];
   fiber.op = op;
@@ -73,11 +78,11 @@ inline void fiber_main() {
   _longjmp(scheduler, 1);
 }
 
-// Every lane's value, once all have arrived.
+// Returns the values of all lanes, after all of them have arrived.
 template <class T>
 const uint64_t* exchange(Op op, unsigned mask, T value) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "a slot");
-  if (mask != 0xFFFFFFFFu) fault("only whole warps take part");
+  if (mask != 0xFFFFFFFFu) fault("a shuffle or vote of only a part of a warp");
   Fiber& fiber = fibers[current];
   uint64_t* slots = warps[current / 32].slots[fiber.num_exchanges++ % 2];
   std::memcpy(&slots[current % 32], &value, sizeof(value));
@@ -108,7 +113,7 @@ inline void resume(unsigned index) {
   setcontext(&fiber.entry);
 }
 
-// Until every lane waits for the block or has ended.
+// Runs a warp until every lane waits for the block or has ended. Returns false after a fault.
 inline bool run_warp(unsigned warp) {
   for (unsigned turn = 0;; ++turn) {
     for (unsigned k = 0; k < 32; ++k) {
@@ -159,7 +164,7 @@ void call(void (*kernel)(Params...), void** params, std::index_sequence<kIndices
   kernel(*static_cast<Params*>(params[kIndices])...);
 }
 
-// `params` as for cuLaunchKernel: a pointer to each. Returns the number of faults.
+// `params`: a pointer to each argument, as cuLaunchKernel takes them. Returns the number of faults.
 template <class... Params>
 int launch(void (*kernel)(Params...), unsigned num_threads, unsigned num_blocks, void** params) {
   num_faults = 0;
@@ -178,7 +183,7 @@ int launch(void (*kernel)(Params...), unsigned num_threads, unsigned num_blocks,
     return cuda_on_cpu::launch(kernel, num_threads, num_blocks, params);                                           \
   }
 
-// Called by code that was compiled with -fsanitize=alignment; defined here, so the sanitizer's library is not needed.
+// Code compiled with -fsanitize=alignment calls this. The definition here makes the sanitizer's library unnecessary.
 extern "C" inline __attribute__((used)) void __ubsan_handle_type_mismatch_v1(void*, void*) {
   cuda_on_cpu::fault("an access that is not aligned");
 }
@@ -221,13 +226,14 @@ inline unsigned long long atomicAdd(unsigned long long* address, unsigned long l
   return old;
 }
 
-// cvt.rn.f16.f32 and back.
+// Rounds to fp16 as cvt.rn.f16.f32 does.
 inline uint16_t half_of_float(float value) {
   const unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000u;
   const float magnitude = std::fabs(value);
   if (value != value) return 0x7FFF;
-  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00u);  // half an ulp over the greatest
-  // Subnormals: whole numbers of 2^-24, half to even. Else half an ulp less one, plus the lowest kept bit, carries.
+  if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7C00u);  // half an ulp above the largest fp16
+  // Subnormals are multiples of 2^-24; nearbyint() rounds halves to even. For other values, the addition of half an ulp
+  // minus one, plus the lowest kept bit, carries into the kept bits exactly when the value rounds up.
   if (magnitude < 0x1p-14f)
     return static_cast<uint16_t>(sign | static_cast<unsigned>(std::nearbyint(magnitude * 0x1p24f)));
   return static_cast<uint16_t>(sign | ((((bits & 0x7FFFFFFFu) + 0xFFFu + (bits >> 13 & 1u)) >> 13) - (112u << 10)));

@@ -1,5 +1,6 @@
-// The engine under a sanitizer: several ranks in one process, a transport between threads with random delays, and
-// three scenes: steady training, a failing transfer, and an engine stopped with buckets under way.
+// Runs the engine under a sanitizer: several ranks in one process, over a transport between threads that has random
+// delays. There are three scenes: steady training, a failing transfer, and an engine that is stopped while it works on
+// buckets.
 #include <atomic>
 #include <future>
 #include <map>
@@ -13,8 +14,8 @@ using namespace training;
 
 namespace {
 
-// Collectives between threads: the last rank to arrive hands the meeting to a thread of the network, which waits a
-// random moment, moves the bytes and completes every rank's part.
+// Collectives between threads. The last rank to arrive hands the collective to a new thread, which waits for a random
+// time, moves the bytes and completes every rank's part.
 class Network {
  public:
   ~Network() {
@@ -38,7 +39,7 @@ class Network {
     REQUIRE(!own.done, "rank %ld of a group started collective %ld twice", (long)group.index, (long)sequence);
     own = std::move(arrival);
     if (down_) {
-      // As when a peer closes its connections: nothing under way or begun later can end well.
+      // It is as if a peer had closed its connections: every collective under way fails, and every later one.
       auto abandoned = std::move(meetings_);
       meetings_.clear();
       lock.unlock();
@@ -62,7 +63,7 @@ class Network {
     meetings_.erase(key);
   }
 
-  std::atomic<int64_t> fail_at{-1};  // the network goes down at this collective
+  std::atomic<int64_t> fail_at{-1};  // the network goes down at the collective with this number; -1: never
 
  private:
   using Key = std::tuple<int, int64_t, int64_t>;  // channel, group, sequence
@@ -109,10 +110,10 @@ class ThreadTransport : public Transport {
   std::shared_ptr<Network> network_;
   const int rank_, world_size_;
   const Place place_;
-  int64_t sequence_[kNumChannels] = {};  // each channel belongs to one lane
+  int64_t sequence_[kNumChannels] = {};  // needs no lock: each channel is used by one lane only
 };
 
-// One rank's training loop. Returns the number of steps that ended without an error.
+// Runs one rank's training loop up to its first error. Returns the number of steps that ended without an error.
 int train(Engine& engine, const Shapes& shapes, int num_steps) {
   const int rank = engine.rank(), p = engine.world_size();
   for (int step = 0; step < num_steps; ++step) {
@@ -149,14 +150,14 @@ int train(Engine& engine, const Shapes& shapes, int num_steps) {
   return num_steps;
 }
 
-// Looks at the board as a watch does, more often.
+// Reads the board as a watch does, but more often.
 void watch(Board& board, const std::atomic<bool>& trained) {
   Board::View before = board.view(Board::Clock::now());
   while (!trained) {
     const Board::View view = board.view(Board::Clock::now());
     REQUIRE(view.num_ended <= view.num_handed && (view.num_ended < view.num_handed) == bool(view.label),
             "%ld of %ld buckets ended", (long)view.num_ended, (long)view.num_handed);
-    REQUIRE(before.num_ended <= view.num_ended && before.last_step <= view.last_step, "the board went back");
+    REQUIRE(before.num_ended <= view.num_ended && before.last_step <= view.last_step, "the board's counts decreased");
     before = view;
     std::this_thread::sleep_for(std::chrono::microseconds(500));
   }

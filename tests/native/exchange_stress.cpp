@@ -1,6 +1,6 @@
-// Exchanges under a sanitizer: several ranks in one process over a backend of threads with random delays that behaves
-// as gloo does, and four scenes: all arrives; a rank is lost while messages to it and from it are half read; a rank
-// fails because another is silent; channels are closed with exchanges under way.
+// Runs exchanges under a sanitizer: several ranks in one process, over a backend of threads that has random delays and
+// behaves like gloo. There are four scenes: all messages arrive; a rank is lost while messages to it and from it are
+// half read; a rank fails because another one is silent; channels are closed with exchanges under way.
 #include <unistd.h>
 
 #include <atomic>
@@ -23,20 +23,20 @@ using namespace std::chrono_literals;
 constexpr int kNumRanks = 3;
 constexpr auto kTimeout = 12s;
 
-// A message that was sent, received, or both.
+// A message for which a send, a receive, or both have been posted.
 struct Letter {
   std::mutex mutex;
   std::condition_variable changed;
   at::Tensor from, to;
   bool arrived = false, lost = false;
-  std::set<const void*> aborted;  // who waits for it, and has been told to look again
+  std::set<const void*> aborted;  // the Works whose wait must return because of abort()
 };
 
 class Work : public c10d::Work {
  public:
   explicit Work(std::shared_ptr<Letter> letter) : letter_(std::move(letter)) {}
 
-  // As gloo's: false, once, where abort() has ended the wait, and what it still waits for may yet come.
+  // Like gloo's: returns false, once, if abort() has ended the wait. The message may still arrive after that.
   bool wait(std::chrono::milliseconds timeout) override {
     std::unique_lock<std::mutex> lock(letter_->mutex);
     const auto limit = timeout == kNoTimeout ? std::chrono::milliseconds(kTimeout) : timeout;
@@ -59,7 +59,7 @@ class Work : public c10d::Work {
   const std::shared_ptr<Letter> letter_;
 };
 
-// What moves letters between ranks.
+// Moves letters between ranks.
 class Post {
  public:
   Post() : thread_([this] { carry(); }) {}
@@ -78,7 +78,7 @@ class Post {
     if (!letter) letter = std::make_shared<Letter>();
     const auto work = c10::make_intrusive<Work>(letter);
     std::lock_guard<std::mutex> its_lock(letter->mutex);
-    // As gloo does, it fails what is begun after a loss.
+    // Like gloo, it fails every message that is begun after the loss.
     if (from == lost_ || to == lost_) throw std::runtime_error("Connection closed by peer");
     (is_sent ? letter->from : letter->to) = bytes;
     if (letter->from.defined() && letter->to.defined()) {
@@ -89,7 +89,8 @@ class Post {
     return work;
   }
 
-  // Nobody tells those who wait for a message that was half read: only what had not begun to arrive fails.
+  // Loses a rank. Only messages that have not begun to arrive fail. As in gloo, a wait for a half-read message gets no
+  // error.
   void lose(int rank) {
     std::lock_guard<std::mutex> lock(mutex_);
     lost_ = rank;
@@ -110,7 +111,7 @@ class Post {
     for (;;) {
       changed_.wait(lock, [this] { return stopping_ || !ready_.empty(); });
       if (stopping_) return;
-      // Not in order: letters of different tags may overtake each other.
+      // The order is random: letters of different tags may overtake each other.
       const size_t index = random() % ready_.size();
       const std::shared_ptr<Letter> letter = ready_[index];
       ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(index));
@@ -160,8 +161,8 @@ struct Buffer {
 
 std::byte value(int from, int to, int number) { return static_cast<std::byte>(from * 61 + to * 17 + number * 7); }
 
-// Of an exchange: what its error says, empty if it ended well. Taken where it ends: exceptions count their owners
-// inside the C++ library, where no sanitizer looks.
+// The text of an exchange's error; empty if there was none. The text is taken on the thread on which the exchange ends:
+// an exception counts its owners inside the C++ library, where the sanitizer does not see it.
 using Ended = std::future<std::string>;
 
 std::string text_of(const std::exception_ptr& error) {
@@ -173,7 +174,7 @@ std::string text_of(const std::exception_ptr& error) {
   }
 }
 
-// An exchange of `nbytes` for each rank, whose buffers live as long as it.
+// Starts an exchange of `nbytes` for each rank. The exchange owns its buffers.
 Ended start(Exchange* exchange, int rank, int number, int64_t nbytes, Buffer* received) {
   Buffer sent(kNumRanks * nbytes);
   for (int to = 0; to < kNumRanks; ++to) {
@@ -222,7 +223,8 @@ void steady(int max_sending) {
   });
 }
 
-// A rank does not begin what the others do, and is lost: those find out, and at once what waits behind.
+// A rank is lost before it starts an exchange that the other ranks have started. The others' exchange fails, and so do
+// the exchanges behind it, well before the timeout.
 void lost(int max_sending) {
   for (int num_before = 0; num_before < 3; ++num_before) {
     on_all_ranks([max_sending, num_before](int rank, const BackendPtr& backend, Post& post) {
@@ -248,8 +250,8 @@ void lost(int max_sending) {
   }
 }
 
-// One rank does not begin, and one fails for that: rank 0, which waits for the silent one first or last, is told of
-// both.
+// One rank starts no exchange, and another rank fails because of that. Rank 0 waits for the silent rank either first or
+// last; its error must name both ranks.
 void cascade(int max_sending) {
   for (int failing = 1; failing < kNumRanks; ++failing) {
     on_all_ranks([max_sending, failing](int rank, const BackendPtr& backend, Post& post) {
@@ -258,7 +260,7 @@ void cascade(int max_sending) {
       std::vector<Buffer> received(2, Buffer(0));
       const std::string none = start(&exchange, rank, 0, 100, &received[0]).get();
       REQUIRE(none.empty(), "the exchange failed on rank %d: %s", rank, none.c_str());
-      if (rank == silent) std::this_thread::sleep_for(kTimeout / 2 + 1s);  // its channel stays open
+      if (rank == silent) std::this_thread::sleep_for(kTimeout / 2 + 1s);  // keeps its channel open meanwhile
       if (rank == failing) {
         std::this_thread::sleep_for(kTimeout / 2);
         post.lose(rank);
@@ -273,7 +275,8 @@ void cascade(int max_sending) {
   }
 }
 
-// What is under way ends with an error, and what is begun at any moment either so or well.
+// Channels are closed at various moments. Exchanges that cannot complete end with an error, and no exchange is left
+// without an end.
 void closed(int max_sending) {
   for (int repeat = 0; repeat < 20; ++repeat) {
     std::atomic<int> num_failed{0};
@@ -304,7 +307,7 @@ int main() {
   const std::pair<const char*, void (*)(int)> scenes[] = {
       {"steady", steady}, {"lost", lost}, {"cascade", cascade}, {"closed", closed}};
   for (const auto& [name, scene] : scenes) {
-    alarm(120);  // a wait for what never comes would otherwise last
+    alarm(120);  // ends a hang
     const auto begin = std::chrono::steady_clock::now();
     for (const int max_sending : {0, 2}) scene(max_sending);
     std::printf("exchange_stress: %s: %.1f s\n", name,

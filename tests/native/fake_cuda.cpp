@@ -1,5 +1,5 @@
-// Stands in for the CUDA driver in tests: modules are names, functions are numbers, and a launch calls back into the
-// test, which sees exactly what the engine passed and may run the kernel in the host's memory.
+// A fake CUDA driver for tests. Modules are names and functions are numbers. A launch calls back into the test, which
+// gets exactly what the engine passed and may run the kernel in host memory.
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -9,7 +9,7 @@
 namespace {
 
 using Result = int;
-// function: the number of a function; params: as given to cuLaunchKernel.
+// The test's callback. `function`: the number of a function; `params`: the argument of cuLaunchKernel.
 using Launch = Result (*)(int64_t function, unsigned num_programs, unsigned num_threads, unsigned shared_nbytes,
                           void* stream, void** params);
 
@@ -31,17 +31,18 @@ extern "C" {
 
 void fake_on_launch(Launch callback) { on_launch = callback; }
 
-// From now on `call` returns `result`; an empty name ends it.
+// Makes every later call of `call` return `result`. An empty name ends this.
 void fake_fail(const char* call, Result result) {
   failing_call = call;
   failing_result = result;
 }
 
-// What cuStreamIsCapturing says of every stream: 0, not captured; 1, captured.
+// Sets what cuStreamIsCapturing reports for every stream: 0 for not captured, 1 for captured.
 void fake_capture(int status) { capture_status = status; }
 
-// Modules loaded so far, and what is the current context from now on.
+// The number of modules loaded so far.
 int64_t fake_num_loads() { return num_loads; }
+// Sets the current context.
 void fake_set_context(int64_t number) { context = number; }
 
 const char* fake_function_name(int64_t function) { return functions[static_cast<size_t>(function) - 1].c_str(); }
@@ -56,7 +57,7 @@ Result cuGetErrorName(Result result, const char** name) {
 }
 
 Result cuGetErrorString(Result, const char** text) {
-  *text = "the test wants it so";
+  *text = "the test made this call fail";
   return 0;
 }
 
@@ -67,7 +68,7 @@ Result cuCtxGetCurrent(void** current) {
 
 Result cuModuleLoadData(void** module, const void* image) {
   ++num_loads;
-  *module = new std::string(static_cast<const char*>(image));  // for the life of the process, as the driver's own
+  *module = new std::string(static_cast<const char*>(image));  // never freed: the engine unloads no module
   return result_of("cuModuleLoadData");
 }
 

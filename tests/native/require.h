@@ -1,4 +1,4 @@
-// What the native tests check with: the first wrong result ends the test.
+// The check of the native tests. The first condition that is false aborts the test and prints the message.
 #pragma once
 
 #include <cstdio>

@@ -1,7 +1,11 @@
-// What a roll call concludes from answers made up here, for tests/watch/test_roll_call.py. Prints the report of the
-// scene named; "slowly <s>": of a thousand answers that a slow store hands out, which takes so many seconds for each;
-// "garbled": of answers of which two cannot be read. "words <scene>", "round trip", "unreadable" and "concern" check
-// what their functions say, and print nothing.
+// What a roll call concludes from prescribed answers, for tests/watch/test_roll_call.py. The arguments choose:
+//   <scene>         prints the report of that scene
+//   slowly <s>      prints the report on a thousand answers from a slow store, which takes <s> seconds for each
+//   garbled         prints the report on answers of which two cannot be decoded
+//   words <scene>   checks that conclusions do not depend on texts; prints nothing
+//   round trip      checks that encoded values decode to the same values; prints nothing
+//   unreadable      checks that damaged texts are refused; prints nothing
+//   concern         checks which roll calls concern a rank; prints nothing
 #include <cstdio>
 #include <functional>
 #include <stdexcept>
@@ -19,7 +23,8 @@ namespace {
 
 using At = Board::View::At;
 
-// Has handed over `num_handed` jobs, of which `num_ended` have ended, two to a step.
+// The state of a rank that has handed over `num_handed` jobs, `num_ended` of which have ended. A step has two jobs. If
+// one is under way, it is at `place`.
 RankState at(int64_t num_handed, int64_t num_ended, At place = At::kQueue) {
   RankState state;
   state.num_handed = num_handed;
@@ -77,7 +82,7 @@ RollCall scene(const std::string& name) {
     }
   } else if (name == "behind") {
     call.answers[1] = at(10, 10);
-    call.answers[3] = at(11, 11);  // is through with what the others wait for
+    call.answers[3] = at(11, 11);  // has finished the job that the others wait for
   } else if (name == "failed") {
     call.answers[3] = at(12, 12);
     call.answers[3].failure = "the reduce failed";
@@ -114,7 +119,7 @@ RollCall scene(const std::string& name) {
     call.answers[1].unsent = {{"10.0.0.1", 900'000}, {"10.0.0.3", 30'000}};
     call.answers[1].per_s = {{"10.0.0.1", 12'000'000}, {"10.0.0.3", 40'000}};
     call.answers[3].unsent = {{"10.0.0.1", 20'000}};
-  } else if (name == "crawl of one to many") {  // more of it to one than to others, and yet more of it from one
+  } else if (name == "crawl of one to many") {  // rank 0's share as a receiver is below rank 1's share as a sender
     call.answers[1].unsent = {{"10.0.0.1", 80'000}, {"10.0.0.3", 20'000}};
     call.answers[2].unsent = {{"10.0.0.1", 5'000}};
   } else if (name == "one host") {
@@ -151,12 +156,13 @@ RollCall scene(const std::string& name) {
   } else if (name != "network") {
     throw std::invalid_argument(name);
   }
-  for (auto& [rank, state] : call.answers) state = decode<RankState>(encode(state));  // as out of the store
+  for (auto& [rank, state] : call.answers) state = decode<RankState>(encode(state));  // as if read from the store
   return call;
 }
 
-// Reads the answers of a thousand ranks from a store that takes so long for each, in simulated time: rank 800 answers
-// after 1.5 s, rank 900 never, the others at once. Half a second at a time; ranks have 3 s, the store one more.
+// Reads the answers of a thousand ranks, in simulated time, from a store that takes `store_s` seconds for each. Rank
+// 800 answers after 1.5 s, rank 900 never, the others at once. The store is read for half a second at a time. Ranks
+// have 3 s to answer, and the store has one second more.
 RollCall read_slowly(double store_s) {
   constexpr double kLate = 1, kDeadline = 3, kEnd = 4, kErrand = 0.5, kLook = 0.2;
   Answers answers(1000);
@@ -178,7 +184,7 @@ RollCall read_slowly(double store_s) {
   return call;
 }
 
-// Rank 1's answer is cut off, and rank 2's is a report.
+// A roll call in which rank 1's answer is cut off and rank 2's is a report instead of a state.
 RollCall garbled() {
   const auto fetch = [](int rank) -> std::optional<std::string> {
     if (rank == 2) return encode(Finding{true, "fusedcomm: roll call 5 of 4 ranks", false});
@@ -187,7 +193,7 @@ RollCall garbled() {
   };
   Answers answers(4);
   answers.read(fetch, [] { return 0.0; }, 1);
-  REQUIRE(answers.are_known(1), "an answer that cannot be read is one");
+  REQUIRE(answers.are_known(1), "an unreadable answer must count as an answer");
   RollCall call = scene("network");
   call.answers.clear();
   answers.put_into(&call, 1, 2);
@@ -199,9 +205,9 @@ void print_report(const RollCall& call) {
   std::printf("%s%s\n", conclusion.is_conclusive ? "conclusive\n" : "", report_text(call, conclusion).c_str());
 }
 
-// ---- words
+// ---- texts
 
-// All that was found, but for the texts.
+// Everything that a conclusion holds, except texts.
 auto decisions(const Conclusion& found) {
   using Place = std::tuple<std::vector<int>, double, At, Stage, int64_t>;
   const auto places = [](const std::vector<RankGroup>& groups) {
@@ -219,7 +225,7 @@ auto decisions(const Conclusion& found) {
                          pile.receivers, pile.unsent_nbytes, found.is_conclusive);
 }
 
-// Texts for people that say what other fields could decide; the words of the reports are among them.
+// Texts for people that could be mistaken for facts that fields hold; some are phrases of the reports.
 const char* const kWords[] = {"after a failure: ",
                               " moves, but has been under way for ",
                               "conclusive\n",
@@ -245,11 +251,11 @@ void check_words(const std::string& name) {
   }
 }
 
-// Which roll calls of other ranks this rank has a part in, whatever their texts say.
+// Whether another rank's roll call concerns this rank depends on its reason and this rank's wait, not on its texts.
 void check_concern() {
   struct Case {
     Opening::Why why;
-    OwnWait own;  // with stall_after 2
+    OwnWait own;  // judged with stall_after_s 2
     Concern expected;
   };
   using Why = Opening::Why;
@@ -278,7 +284,7 @@ void check_concern() {
   }
 }
 
-// ---- what travels
+// ---- encoding
 
 RankState with_every_field() {
   RankState state;
@@ -335,7 +341,7 @@ void check_round_trips() {
   check_round_trip(Finding{});
 }
 
-// Of a text that is not what a rank writes: "" if it is read nevertheless.
+// Why a text cannot be decoded; empty if it can.
 template <typename Struct>
 std::string problem_of(const std::string& text) {
   try {
@@ -378,7 +384,7 @@ void check_unreadable() {
   check_problem(problem_of<Finding>("report 2 "), "it does not begin with \"report 1 \" but is \"report 2 \"");
   check_problem(problem_of<Finding>("report 1 0123"), "it is cut off or garbled: no checksum in \"report 1 0123\"");
   check_problem(problem_of<Finding>(""), "it does not begin with \"report 1 \" but is \"\"");
-  // With a right checksum: a rank that writes other fields than it should.
+  // The checksum is right, but the fields are wrong.
   const auto sealed_problem = [](const std::string& fields) { return problem_of<Finding>(sealed("report", fields)); };
   check_problem(sealed_problem(""), "its field \"is_conclusive\" has no length");
   check_problem(sealed_problem("-1:1,"), "its field \"is_conclusive\" has no length");
@@ -411,7 +417,7 @@ int main(int argc, char** argv) {
   } else if (what == "garbled") {
     print_report(garbled());
   } else if (what == "words") {
-    REQUIRE(argc == 3, "which scene?");
+    REQUIRE(argc == 3, "words needs a scene");
     check_words(argv[2]);
   } else if (what == "round trip") {
     check_round_trips();

@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Builds the engine, the codec and the exchange with each sanitizer and runs the stress tests: engine_stress, whose lanes
-# are threads and which knows nothing of torch; exchange_stress and stream_stress, whose lanes are simulated streams,
-# which need an installed torch and are left out where PYTHON has none. torch itself is not instrumented, and need not be:
-# the simulated device and backend are ours, and so is what orders their streams, events and messages.
+# Builds the engine, the codec and the exchange with each sanitizer and runs the stress tests:
+#   engine_stress    lanes are threads; needs no torch
+#   stream_stress    lanes are simulated streams; needs torch
+#   exchange_stress  messages between ranks; needs torch
+# The tests that need torch are skipped if PYTHON has none. torch itself is not instrumented, and need not be: the
+# simulated device and backend, and the code that orders their streams, events and messages, are built here and are
+# instrumented.
+#
+# Environment variables: CXX, PYTHON, and SANITIZERS, a list of -fsanitize values separated by spaces.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 CXX=${CXX:-g++}
@@ -27,7 +32,7 @@ for sanitizer in ${SANITIZERS:-thread address,undefined}; do
     csrc/lanes/cpu_lane.cpp csrc/lanes/inline_lane.cpp csrc/devices/cpu_device.cpp -o "$binary" -pthread
   run "$binary"
   if [ -z "$torch" ]; then
-    echo "stream_stress and exchange_stress: left out, since $PYTHON has no torch"
+    echo "stream_stress and exchange_stress: skipped, because $PYTHON has no torch"
     continue
   fi
   binary="$build/stream_stress-${sanitizer//,/-}"

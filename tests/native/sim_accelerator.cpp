@@ -23,10 +23,10 @@ namespace {
 
 using SteadyTime = std::chrono::steady_clock::time_point;
 
-// By stream: the last piece of its work that is ordered before.
+// By stream: the index of its last piece of work that is ordered before.
 using Clock = std::map<c10::StreamId, int64_t>;
 
-// What one call of record() enqueued.
+// The mark that one call of record() enqueues.
 struct Recording {
   explicit Recording(Clock ordered_before) : clock(std::move(ordered_before)) {}
 
@@ -80,7 +80,7 @@ class StreamThread {
       }
       if (!item) return;
       const int us = pause_us;
-      // Most items without: it is the order of work that has to vary, and sleeping is slow.
+      // Only one item in four has a pause: the order of work must vary, but pauses take time.
       if (us != 0 && random_() % 4 == 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(random_() % static_cast<unsigned>(us)));
       }
@@ -103,7 +103,7 @@ struct PastAccess {
 };
 
 struct DeviceState {
-  std::mutex mutex;  // all but the atomics
+  std::mutex mutex;  // protects threads, clocks and past
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads;
   std::map<c10::StreamId, Clock> clocks;
   std::map<std::pair<const void*, int>, std::vector<PastAccess>> past;
@@ -171,8 +171,10 @@ void merge(Clock* clock, const Clock& other) {
   }
 }
 
-// `device` is locked. An access need not be kept once a later one is known that whatever conflicts with the first
-// conflicts with, too: to be ordered after the later one is to be ordered after both.
+// Ends the test if work on stream `id` is not ordered after conflicting earlier work. The caller has locked `device`.
+//
+// An earlier access is dropped if everything that conflicts with it also conflicts with the new one: work that is
+// ordered after the new access is then ordered after both.
 void check_order(DeviceState& device, c10::StreamId id, const std::string& what, const std::vector<Access>& accesses) {
   Clock& clock = device.clocks[id];
   const int64_t index = ++clock[id];
@@ -198,7 +200,7 @@ void check_order(DeviceState& device, c10::StreamId id, const std::string& what,
   }
 }
 
-// `device` is locked.
+// The caller has locked `device`.
 std::shared_ptr<Recording> enqueue_recording(DeviceState& device, c10::StreamId id) {
   auto recording = std::make_shared<Recording>(device.clocks[id]);
   thread_of(device, id).push([recording] { recording->mark(); });

@@ -1,13 +1,13 @@
-// An accelerator without hardware, so that what orders streams can be tested anywhere: c10's PrivateUse1 device type,
-// whose streams are threads that work off a queue with random pauses, and whose events behave as CUDA's do: a wait
-// refers to what was last recorded before it was enqueued, and recording anew does not disturb it.
+// A simulated accelerator, so that the order of streams can be tested without hardware. It is c10's PrivateUse1 device
+// type. Its streams are threads that work off a queue with random pauses. Its events behave like CUDA's: a wait refers
+// to the last recording before the wait was enqueued, and a later recording does not change it.
 //
-// Two things find a wait that is missing. The pauses make the work happen in another order, and so give wrong bytes;
-// that takes luck. What takes none: every piece of work names the memory that it touches, and when it is enqueued, what
-// the waits so far order before it is known (a vector clock for each stream). Work that touches what earlier work
-// wrote, or writes what it read, without being ordered after it ends the test, whatever the timing was.
+// A missing wait is found in two ways. First, the pauses change the order of the work and so may give wrong bytes; this
+// depends on luck. Second, every piece of work names the memory that it accesses. When work is enqueued, a vector clock
+// for each stream tells which earlier work is ordered before it. If the work accesses memory that earlier work wrote,
+// or writes memory that earlier work read, and is not ordered after it, the test fails, whatever the timing was.
 //
-// Each rank of a test has a device index of its own.
+// Each rank of a test has its own device index.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -22,7 +22,8 @@ namespace sim {
 
 inline constexpr int kNumDevices = 6;
 
-// Elements [begin, end) of what `memory` names; any unit, as long as all work on that memory uses the same.
+// An access to elements [begin, end) of a section of `memory`. Elements may be of any unit, but all work on that memory
+// must use the same one.
 struct Access {
   const void* memory;
   int section;
@@ -33,29 +34,30 @@ struct Access {
 c10::Device device(int index);
 c10::Stream current_stream(int index);
 
-// Enqueues `work`, as a kernel is launched. An exception from it is a fault of the device: it does nothing more, and
-// every call that has to do with its streams throws.
+// Enqueues `work`, as a kernel launch does. An exception from `work` is a fault of the device: the device does no more
+// work, and every later call that uses its streams or events throws.
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work);
 int64_t num_launches(int index);
-// Lets go of `memory` when the stream gets there.
+// Keeps `memory` alive until the stream has finished the work enqueued before this call.
 void keep_until_reached(const c10::Stream& stream, std::shared_ptr<void> memory);
 
-// How long a stream pauses at most before each item. Streams of a device are numbered as they were made; 0 is the
-// default stream.
+// Sets the longest pause of a stream before an item of work; not every item has a pause. The streams of a device are
+// numbered in the order in which they were made; 0 is the default stream.
 void set_pause(int index, int stream, int microseconds);
 
-// Calls that a driver would have got, by kind. Setting and asking for the current device or stream is none: CUDA's
-// runtime answers that itself.
+// The numbers of calls that a real driver would have received, by kind. Calls that set or return the current device or
+// stream do not count: CUDA's runtime answers those itself.
 struct Calls {
   int64_t launched = 0, recorded = 0, waited = 0;
-  int64_t created = 0, destroyed = 0;                // events
-  int64_t asked = 0, timed = 0, waited_on_host = 0;  // of events: whether they are reached, what lies between two
+  int64_t created = 0, destroyed = 0;  // events
+  // asked: whether an event is reached; timed: the time between two events; waited_on_host: the host's wait for one.
+  int64_t asked = 0, timed = 0, waited_on_host = 0;
   int64_t total() const { return launched + recorded + waited + created + destroyed + asked + timed + waited_on_host; }
 };
 
-// While it lives, in this thread: calls count, and of those that record an event or make a stream wait the one whose
-// number, from 1, was given to fail_call throws.
+// While an object of this class exists with `count` true, this thread's calls count. Calls that record an event or make
+// a stream wait are numbered from 1, and the one whose number was given to fail_call throws.
 class CountCalls {
  public:
   explicit CountCalls(bool count);
@@ -67,10 +69,10 @@ class CountCalls {
   const bool before_;
 };
 void fail_call(int index, int64_t number);
-int64_t num_calls(int index);  // that record or wait
+int64_t num_calls(int index);  // counted calls that record an event or make a stream wait
 Calls calls(int index);
 
-// Ends all streams when they have nothing left to do, and starts over.
+// Lets all streams finish their work, removes them, and resets all counts and faults.
 void reset();
 
 }  // namespace sim

@@ -1,7 +1,8 @@
-// The engine over streams, without an accelerator: its lanes are StreamLanes on simulated streams (sim_accelerator.h),
-// roles are mapped to streams as CudaDevice maps them, ranks are threads, and a collective is enqueued on the current
-// stream and meets the other ranks' there, as one of NCCL does. Backward writes the gradients on a compute stream, and
-// the optimizer reads them there after the wait that DDP's future enqueues; the host waits for nothing.
+// Runs the engine over streams without an accelerator. Its lanes are StreamLanes on simulated streams
+// (sim_accelerator.h), and roles are mapped to streams as CudaDevice maps them. Ranks are threads. A collective is
+// enqueued on the current stream and waits there for the other ranks, as NCCL's do. The backward pass writes the
+// gradients on a compute stream, and the optimizer reads them there after the wait that DDP's future enqueues. The host
+// never waits.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -27,7 +28,8 @@ namespace {
 
 constexpr int64_t kWhole = std::numeric_limits<int64_t>::max();
 
-// Section 0 of a bucket are its lossy gradients, 1 its exact ones; of a workspace all is section 0.
+// An access to all gradients of a bucket. Section 0 holds its lossy elements, section 1 its exact ones. A workspace has
+// only section 0.
 std::vector<sim::Access> whole_bucket(const void* gradients, bool writes) {
   return {{gradients, 0, 0, kWhole, writes}, {gradients, 1, 0, kWhole, writes}};
 }
@@ -35,21 +37,22 @@ std::vector<sim::Access> whole_bucket(const void* gradients, bool writes) {
 enum class Fail { kNothing, kPackThrows, kPackFaults, kTransferThrows, kTransferEndsWithError, kTransferForgets };
 
 struct Setup {
-  WireConfig config;
+  WireConfig config;  // its ranks_per_host determines which ranks share a host
   int world_size = 1;
-  Shapes shapes;  // config.ranks_per_host ranks share a host
-  bool passthrough =
-      false;  // one more bucket, first of all, which travels as DDP buckets that the codec cannot carry do
+  Shapes shapes;
+  // Whether one more bucket comes first, which is passed through like a DDP bucket that the codec cannot encode.
+  bool passthrough = false;
   bool forced_sync = false;
-  int slow_stream = 0;  // of rank 0; the next one of the next rank
-  // On rank 0: the pack or the transfer with this number.
+  int slow_stream = 0;  // the stream of rank 0 with long pauses; every further rank's is the next stream
+  // What fails on rank 0.
   Fail fail = Fail::kNothing;
+  // The number of the pack or transfer that fails, from 0.
   int64_t fail_at = -1;
 };
 
-// ---- what CudaDevice does, with the CPU's codec for kernels
+// ---- a device like CudaDevice, with the CPU's codec in place of kernels
 
-// Whether the host has seen the failure that was arranged for this rank.
+// Whether this rank's arranged failure has happened on the host.
 using HasFailed = std::shared_ptr<bool>;
 
 class SimDevice : public StreamDevice {
@@ -63,7 +66,7 @@ class SimDevice : public StreamDevice {
 
   const std::string& isa() const override { return codec_->isa(); }
 
-  // Freed as memory is that was marked as used on all streams: when these get there.
+  // The memory is freed like memory that is marked as used on all streams: when the streams have reached that point.
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
     constexpr std::align_val_t kCacheLine{64};
     auto* data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
@@ -140,11 +143,11 @@ class SimDevice : public StreamDevice {
 
 enum class Kind { kAllToAll, kAllGather, kAllReduce, kAllReduceBf16 };
 
-// A communicator: of all ranks, of a host's (1), or of those with one place (2).
+// A communicator. Level 0 connects all ranks, level 1 the ranks of a host, level 2 the ranks with the same local rank.
 struct Communicator {
   int level;
   Group group;
-  // Both channels of a level are one.
+  // Both channels of a level share a communicator.
   static Communicator of(Channel channel, const Place& place, int rank, int world_size) {
     return {static_cast<int>(channel) / 2, group_of(channel, place, rank, world_size)};
   }
@@ -152,7 +155,8 @@ struct Communicator {
 
 class Network {
  public:
-  // On a stream's thread: blocks it until all ranks of the group are there. Moves nothing if the network is down.
+  // Called on a stream's thread. Blocks until all ranks of the group have called it. Moves nothing if the network is
+  // down.
   void meet(const Communicator& communicator, int64_t sequence, Kind kind, Part part) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (down_) return;
@@ -164,7 +168,7 @@ class Network {
       meeting.kind = kind;
       meeting.nbytes = part.nbytes;
     }
-    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld is another one on rank %ld",
+    REQUIRE(meeting.kind == kind && meeting.nbytes == part.nbytes, "collective %ld differs on rank %ld",
             static_cast<long>(sequence), static_cast<long>(group.index));
     meeting.parts[static_cast<size_t>(group.index)] = part;
     if (++meeting.num_there == group.size) {
@@ -211,10 +215,10 @@ class Network {
   std::condition_variable changed_;
   bool down_ = false;
   std::map<std::pair<int, int64_t>, int64_t> num_ended_;           // by level and group
-  std::map<std::tuple<int, int64_t, int64_t>, Meeting> meetings_;  // and sequence
+  std::map<std::tuple<int, int64_t, int64_t>, Meeting> meetings_;  // by level, group and sequence
 };
 
-// Both channels of a level are one communicator. Keeps no memory alive, as NCCL does not on the current stream.
+// Like NCCL on the current stream, this transport keeps no memory alive.
 class SimTransport : public Transport {
  public:
   SimTransport(std::shared_ptr<Network> network, int rank, const Setup& setup, HasFailed has_failed)
@@ -248,12 +252,12 @@ class SimTransport : public Transport {
  private:
   void enqueue(Channel channel, Kind kind, const char* what, const WireSpan& send, const WireSpan& receive,
                const Lane::Completion& done) {
-    // The peers would take it for the one that was left out.
+    // The peers would mistake a later collective for the one that is missing.
     REQUIRE(!*has_failed_, "after the failure, rank %d begins another %s", rank_, what);
     const Communicator communicator = Communicator::of(channel, place_, rank_, world_size_);
     const int64_t sequence = num_of_level_[communicator.level]++;
     if (num_transfers_++ == fail_at_ && fail_ >= Fail::kTransferThrows) {
-      *has_failed_ = fail_ != Fail::kTransferForgets;  // which only the lane notices
+      *has_failed_ = fail_ != Fail::kTransferForgets;  // a forgotten transfer is noticed only by the lane
       const auto error = std::runtime_error("simulated failure of a transfer");
       if (fail_ == Fail::kTransferThrows) throw error;
       if (fail_ == Fail::kTransferEndsWithError) return done(std::make_exception_ptr(error));
@@ -316,12 +320,12 @@ class Rank {
     }
   }
 
-  // What a bucket came to on the host.
+  // How a bucket's job ended on the host.
   struct Outcome {
     bool ended = false;
     std::exception_ptr error;
     c10::Event event{c10::DeviceType::PrivateUse1};
-    bool threw = false;  // submit() itself did
+    bool threw = false;  // whether submit() threw
   };
 
   void backward(int step, size_t b) {
@@ -333,7 +337,7 @@ class Rank {
     auto outcome = std::make_shared<Outcome>();
     auto job = make_job(*engine_, buckets_[b], b, b + 1 == buckets_.size());
     job->on_done = [outcome, rank = rank_](std::exception_ptr error) {
-      // What the future of DDP's hook does when it is completed.
+      // From here on this does what the future of DDP's hook does when it is completed.
       const sim::CountCalls not_the_engine(false);
       REQUIRE(!outcome->ended, "on_done was called twice");
       outcome->ended = true;
@@ -341,7 +345,7 @@ class Rank {
       if (outcome->error) return;
       try {
         outcome->event.record(sim::current_stream(rank));
-      } catch (...) {  // a device that has just died: DDP's own call fails, and training with it
+      } catch (...) {  // the device has just failed: DDP's own call would fail, too
         outcome->error = std::current_exception();
       }
     };
@@ -353,24 +357,25 @@ class Rank {
       outcome->threw = true;
       outcome->error = std::current_exception();
     }
-    REQUIRE(compute() == before, "the caller's stream is another one after submit()");
+    REQUIRE(compute() == before, "submit() changed the caller's stream");
     REQUIRE(outcome->ended || outcome->threw, "submit() did not end the job");
     return outcome;
   }
 
-  // Enqueues the wait and the optimizer's reading.
+  // Enqueues the wait for a bucket and the optimizer's read of its gradients.
   void take_result(int step, size_t b, const Outcome& outcome) {
     outcome.event.block(compute());
     sim::launch(compute(), "optimizer", whole_bucket(buckets_[b]->gradients.data(), false), [this, step, b] {
       const Bucket& bucket = *buckets_[b];
       const std::string wrong = find_wrong(bucket, setup_.config, setup_.world_size, step, b);
-      if (!wrong.empty() && network_->is_down()) return;  // a collective that was given up leaves anything
+      if (!wrong.empty() && network_->is_down()) return;  // an abandoned collective leaves undefined values
       REQUIRE(wrong.empty(), "rank %d: %s", rank_, wrong.c_str());
       hashes_.push_back(hash_of(bucket.gradients));
     });
   }
 
-  // One step without waiting for it; returns the bucket that ended with an error, or the number of buckets.
+  // Runs one step without waiting for it. Returns the index of the bucket that ended with an error; the number of
+  // buckets if none did.
   size_t step(int step) {
     std::vector<std::shared_ptr<Outcome>> outcomes;
     for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -394,7 +399,7 @@ class Rank {
   const std::vector<uint64_t>& hashes() const { return hashes_; }
 
  private:
-  // As grad_hook does on streams: everything on the wire's lane.
+  // Passes the first bucket through as grad_hook does on streams: all its work runs on the wire's lane.
   void submit_passthrough(std::shared_ptr<BucketJob> job) {
     const auto& bucket = buckets_[0];
     const auto numel = static_cast<int64_t>(bucket->gradients.size());
@@ -418,13 +423,13 @@ class Rank {
   const HasFailed has_failed_ = std::make_shared<bool>(false);
   const std::shared_ptr<SimTransport> transport_;
   std::vector<std::shared_ptr<Bucket>> buckets_;
-  std::vector<uint64_t> hashes_;  // on the compute stream
+  std::vector<uint64_t> hashes_;  // written on the compute stream
   std::exception_ptr last_error_;
   bool last_threw_ = false;
   std::unique_ptr<Engine> engine_;
 };
 
-// Calls body(rank) in a thread for each rank; what they enqueued has ended when it returns.
+// Calls body(rank, index, network) on a thread for each rank. When it returns, all enqueued work has ended.
 void with_ranks(const Setup& setup, const std::function<void(Rank&, int, Network&)>& body) {
   auto network = std::make_shared<Network>();
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -475,7 +480,7 @@ std::vector<std::vector<uint64_t>> train_steadily(const Setup& setup) {
   std::vector<std::vector<uint64_t>> hashes(static_cast<size_t>(setup.world_size));
   with_ranks(setup, [&](Rank& rank, int index, Network&) {
     std::atomic<bool> over{false};
-    std::thread reader([&] {  // as a thread of the training script may ask
+    std::thread reader([&] {  // reads the stats as a thread of the training script may do
       while (!over) {
         rank.engine().stats();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -517,6 +522,7 @@ void steady() {
   }
 }
 
+// Hosts of two and three ranks.
 void two_levels() {
   int variant = 0;
   for (const int64_t ranks_per_host : {2, 3}) {
@@ -536,7 +542,7 @@ void two_levels() {
   }
 }
 
-// The gradients are not there yet: everything is enqueued nevertheless, and times are known only afterwards.
+// Although the gradients are not ready, all work is enqueued. Times are known only afterwards.
 void host_never_waits() {
   for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
     for (const Shapes& shapes :
@@ -549,7 +555,7 @@ void host_never_waits() {
         std::promise<void> gate;
         sim::launch(rank.compute(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
         for (int step = 0; step < 3; ++step) REQUIRE(rank.step(step) == rank.num_buckets(), "step %d", step);
-        std::this_thread::sleep_for(std::chrono::milliseconds(5));  // what could wrongly go on does
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));  // gives wrongly ordered work time to run
         const EngineStats early = rank.engine().stats();
         REQUIRE(early.num_steps == 3 && early.recent_exposed_ms.empty() && early.recent_busy_ms.empty(),
                 "times are known before anything was done");
@@ -574,7 +580,7 @@ void traced() {
       rank.step(0);
       rank.engine().start_trace();
       for (int step = 1; step < 4; ++step) rank.step(step);
-      // Waits for the device, as nobody has until now.
+      // This waits for the device; nothing before has done so.
       const std::vector<TraceSpan> spans = rank.engine().stop_trace();
       rank.step(4);
       rank.synchronize();
@@ -625,7 +631,7 @@ void traced() {
   }
 }
 
-// A stage of rank 0 fails: its bucket says so, every later one ends at once with the same error.
+// A stage of rank 0 fails. Its bucket ends with an error, and every later bucket ends at once with the same error.
 void failing() {
   struct Case {
     Fail fail;
@@ -675,8 +681,8 @@ void failing() {
   }
 }
 
-// A kernel of ours dies on the device while the host is somewhere else: whatever notices, no bucket is called good
-// after that, and none is left without an answer.
+// A kernel fails on the device while the host does something else. Whichever call notices it, every later bucket ends,
+// and ends with an error.
 void faulted() {
   for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
     for (int64_t fail_at = 0; fail_at < 20; ++fail_at) {
@@ -689,7 +695,7 @@ void faulted() {
       with_ranks(setup, [&](Rank& rank, int index, Network& network) {
         try {
           for (int step = 0; rank.step(step) == rank.num_buckets(); ++step) rank.synchronize();
-        } catch (const std::exception&) {  // the training's own calls notice it, too
+        } catch (const std::exception&) {  // the test's own calls to the device may notice it first
         }
         network.go_down();
         REQUIRE(!rank.last_threw(), "submit() threw: %s", text_of(rank.last_error()).c_str());
@@ -706,7 +712,7 @@ void faulted() {
   }
 }
 
-// The engine is stopped from another thread, then destroyed while the streams still work.
+// Another thread stops the engine, which is then destroyed while the streams still work.
 void stopped() {
   for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
     for (int repeat = 0; repeat < 4; ++repeat) {
@@ -734,8 +740,8 @@ void stopped() {
   }
 }
 
-// Every single recording of an event and every wait fails once, on all ranks: either a bucket ends with an error, or
-// its result is right.
+// Each call that records an event or makes a stream wait fails once, on all ranks. A bucket then either ends with an
+// error or has the right result.
 void calls_fail() {
   for (const auto& [num_slots, trace, ranks_per_host] :
        {std::tuple{1, false, 1}, std::tuple{3, false, 1}, std::tuple{3, true, 1}, std::tuple{3, false, 2}}) {
@@ -771,8 +777,8 @@ void calls_fail() {
   }
 }
 
-// What handing over one pass's buckets takes of the driver, on rank 0, once events are there to be used again. Nothing
-// of the pass is reached until all of it has been handed over, and all of the pass before has been.
+// The driver calls on rank 0 that handing over one pass's buckets takes, after earlier passes have made events that can
+// be reused. While the pass is handed over, none of its events is reached, and every event of the pass before is.
 sim::Calls calls_of_a_pass(const WireConfig& config, const Shapes& shapes) {
   Setup setup;
   setup.config = config;
@@ -800,7 +806,7 @@ sim::Calls calls_of_a_pass(const WireConfig& config, const Shapes& shapes) {
   return counted;
 }
 
-// An event that nobody needed at first is recorded where its stream was then, not where it has got to since.
+// An event that is recorded only when it is needed marks the stream's work at the time of end(), not later work.
 void lane_streams() {
   const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
   const auto events = std::make_shared<StreamEvents>();
@@ -811,7 +817,7 @@ void lane_streams() {
   first.wait_for(static_cast<StreamEvent&>(*first.end()));
   REQUIRE(recorded() == 0 && sim::calls(0).waited == 0, "a stream waits for itself");
   first.go_on();
-  REQUIRE(recorded() == 0, "an event was recorded for nobody");
+  REQUIRE(recorded() == 0, "an event that nothing holds was recorded");
 
   const EventPtr end = first.end();
   const StampPtr stamp = first.stamp();
@@ -821,15 +827,15 @@ void lane_streams() {
   const EventPtr before = first.end();
   std::promise<void> gate;
   first.go_on();
-  REQUIRE(recorded() == 2, "the stream goes on, and what it had been given before cannot be waited for");
+  REQUIRE(recorded() == 2, "go_on() did not record the event, which is still held");
   sim::launch(first.stream(), "gate", {}, [opened = gate.get_future().share()] { opened.wait(); });
   second.wait_for(static_cast<StreamEvent&>(*before));
-  second.stream().synchronize();  // forever, if it waits for the gate
+  second.stream().synchronize();  // does not return if the stream waits for the gate
   const EventPtr behind = second.end();
   first.wait_for(static_cast<StreamEvent&>(*behind));
   REQUIRE(recorded() == 3 && sim::calls(0).waited == 2, "%ld recordings", static_cast<long>(recorded()));
 
-  // A wait is work, too: the end of what came before it is not the end of the wait.
+  // A wait is work, too: an end() from before the wait must not include the wait.
   const EventPtr ready = second.end(), blocked = first.end();
   second.wait_for(static_cast<StreamEvent&>(*blocked));
   first.go_on();
@@ -850,8 +856,8 @@ void print_calls(const char* what, const sim::Calls& calls, double per) {
       each(calls.destroyed), each(calls.asked), each(calls.timed), each(calls.waited_on_host));
 }
 
-// The number of calls that a bucket takes, which docs/overhead.md tells. What c10's future takes is not in it, nor the
-// question whether the step is captured.
+// The number of driver calls for each bucket, as docs/overhead.md states it. It does not include the calls of c10's
+// future and the call that asks whether the step is being captured.
 void calls() {
   constexpr int kNumBuckets = 8;
   struct Case {
@@ -891,7 +897,7 @@ int main(int argc, char** argv) {
                                                     {"calls", calls},     {"lane_streams", lane_streams}};
   for (const auto& [name, scene] : scenes) {
     if (argc > 1 && name != argv[1]) continue;
-    alarm(120);  // a wait for what never comes would otherwise last
+    alarm(120);  // ends a hang
     const auto begin = std::chrono::steady_clock::now();
     scene();
     std::printf("stream_stress: %s: %.1f s\n", name.c_str(),

@@ -1,7 +1,7 @@
-// What the native tests train with: buckets whose mean is known, the jobs that carry them, and what a collective does
-// to the bytes of all ranks once it has them.
+// The training loop's parts for the native tests: buckets whose mean is known, the jobs for them, and functions that
+// perform a collective on the bytes of all ranks.
 //
-// Gradients are small signed integers times a power of two, different on every rank, so that fp32, bf16 and fp16 give
+// Gradients are small signed integers times a power of two, different on every rank. fp32, bf16 and fp16 therefore give
 // the exact mean; int8 is checked against its error bound.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace training {
 
 using namespace fusedcomm;
 
-// By bucket: elements, and how many of them, the first, are exempt.
+// By bucket: the number of elements, and how many of them are exact. The exact elements come first.
 using Shapes = std::vector<std::pair<int64_t, int64_t>>;
 
 struct Bucket {
@@ -38,7 +38,7 @@ inline void fill(Bucket* bucket, int rank, int step, size_t index) {
   for (size_t i = 0; i < bucket->gradients.size(); ++i) bucket->gradients[i] = gradient(rank, step, index, i);
 }
 
-// Empty, or which element is wrong.
+// Returns a text on the first wrong element; empty if all elements are right.
 inline std::string find_wrong(const Bucket& bucket, const WireConfig& config, int world_size, int step, size_t index) {
   for (size_t i = 0; i < bucket.gradients.size(); ++i) {
     double mean = 0, largest = 0;
@@ -56,7 +56,7 @@ inline std::string find_wrong(const Bucket& bucket, const WireConfig& config, in
   return "";
 }
 
-// All but on_done.
+// Makes a bucket's job. The caller must still set on_done.
 inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shared_ptr<Bucket>& bucket, size_t index,
                                            bool is_last) {
   const auto numel = static_cast<int64_t>(bucket->gradients.size());
@@ -79,12 +79,12 @@ inline std::shared_ptr<BucketJob> make_job(const Engine& engine, const std::shar
   return job;
 }
 
-// Ranks that lie on hosts one after the other.
+// A rank's place if ranks are assigned to hosts in order: the first `ranks_per_host` ranks are on the first host.
 inline Place place_of(int rank, int world_size, int64_t ranks_per_host) {
   return {rank % ranks_per_host, ranks_per_host, rank / ranks_per_host, world_size / ranks_per_host};
 }
 
-// The ranks that a channel connects: which of its groups, this rank's number in it, and of how many.
+// The group of ranks that a channel connects this rank with: the group's number, this rank's index in it, its size.
 struct Group {
   int64_t id, index, size;
 };
@@ -105,8 +105,8 @@ inline Group group_of(Channel channel, const Place& place, int rank, int world_s
 // One rank's share of a collective.
 struct Part {
   std::byte* send;
-  std::byte* receive;  // all-reduce: unused, the sum replaces what was sent
-  int64_t nbytes;      // sent
+  std::byte* receive;  // unused in an all-reduce, whose sum replaces the sent bytes
+  int64_t nbytes;      // of `send`
 };
 
 inline void move_all_to_all(const std::vector<Part>& parts) {
@@ -123,7 +123,7 @@ inline void move_all_gather(const std::vector<Part>& parts) {
   for (size_t from = 0; from < parts.size(); ++from) {
     for (const Part& to : parts) {
       std::byte* const place = to.receive + from * nbytes;
-      if (place != parts[from].send) std::memcpy(place, parts[from].send, nbytes);  // it may be there already
+      if (place != parts[from].send) std::memcpy(place, parts[from].send, nbytes);  // equal if it is in place
     }
   }
 }
@@ -137,7 +137,7 @@ inline void add_all_reduce(const std::vector<Part>& parts) {
   }
 }
 
-// In bf16, of sums that it has.
+// Adds in bf16. The sums must be exact in bf16, because the low bits are dropped without rounding.
 inline void add_all_reduce_bf16(const std::vector<Part>& parts) {
   const size_t numel = static_cast<size_t>(parts[0].nbytes) / 2;
   for (size_t i = 0; i < numel; ++i) {

@@ -1,4 +1,4 @@
-"""Channels of our own beside the user's process group."""
+"""The channels that fusedcomm makes beside the user's process group."""
 
 import datetime
 import sys
@@ -66,7 +66,8 @@ def test_a_process_may_end_once_its_link_was_timed(tmp_path):
 
 
 class NcclStandIn:
-    """What groups.py uses of ProcessGroupNCCL, which a CPU build of torch has not; notes in `calls` what is done."""
+    """The part of ProcessGroupNCCL that groups.py uses; a CPU build of torch does not have it. Records calls in
+    `calls`."""
 
     calls: list = []
 
@@ -82,7 +83,7 @@ class NcclStandIn:
 
 
 class GroupOfSix:
-    """A process group whose backend has a timeout and a rank, and nothing else that channels need."""
+    """A process group with the only parts that channels use: a backend with a timeout and a rank."""
 
     class options:
         _timeout = datetime.timedelta(seconds=7)
@@ -95,7 +96,8 @@ class GroupOfSix:
 
 
 def test_communicators_of_two_levels_are_connected_at_attach(monkeypatch):
-    """Within the host first, then between hosts, on every rank: each connects when all of its ranks do."""
+    """A communicator connects when all its ranks do, so every rank connects them in the same order: first inside the
+    host, then between hosts."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclStandIn, raising=False)
     monkeypatch.setattr(NcclStandIn, "calls", [])
     device = torch.device("cuda", 3)
@@ -128,5 +130,5 @@ def test_a_slow_link_is_timed(tmp_path, capsys):
     printed = printed_by(TIME_LINK, tmp_path, capsys)
     found = [float(line.split("=")[1]) for line in printed.splitlines() if "s_per_byte=" in line]
     assert len(found) == 2 and found[0] == found[1]
-    # 100 Mbit/s; TCP has barely begun to send faster, and other processes may be in the way.
+    # The link has 100 Mbit/s. The range is wide, because TCP is still speeding up and other processes may interfere.
     assert 0.6 < found[0] / 8e-8 < 6

@@ -1,5 +1,5 @@
-"""Waits for other ranks outside of a step: a rank that dies is named on all others within seconds, and what it was last
-seen doing; one that is late is reported, and waited for."""
+"""Waits for other ranks outside of a step. A rank that dies is named on all others within seconds, with what it was
+last seen doing. A rank that is late is reported, and the wait goes on."""
 
 import datetime
 import os
@@ -48,14 +48,14 @@ def dies_before_attaching(ddp: DistributedDataParallel, is_victim: bool) -> None
 
 
 def dies_while_connecting(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """The configurations have been compared, and nobody has its channels."""
+    """Configurations have been compared, but no rank has its channels."""
     if is_victim:
         cpu.CpuPath.connect = lambda *args: die()
     attach(ddp)
 
 
 def dies_while_connecting_half(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """It has one of its two channels."""
+    """The victim has one of its two channels."""
     if is_victim:
         own, made = cpu.groups._gloo, []
 
@@ -68,7 +68,7 @@ def dies_while_connecting_half(ddp: DistributedDataParallel, is_victim: bool) ->
 
 
 def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """As trainers register hooks: the engine starts in the first backward pass."""
+    """The hook is registered with a CommState, so the engine starts only in the first backward pass."""
     state = fusedcomm.CommState(
         wire="int8", local=LocalOptions(stall_after=STALL_AFTER_S), process_group=ddp.process_group
     )
@@ -79,11 +79,11 @@ def dies_in_its_first_step(ddp: DistributedDataParallel, is_victim: bool) -> Non
 
 
 def dies_while_searching(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """When it is to make the first candidate that was not made at attach."""
+    """The victim dies when it makes the first candidate that was not made at attach."""
     comm = attach(ddp, fusedcomm.Auto(("bf16",)))
     tuner = comm._runs
     record = tuner._search.record
-    tuner._search.record = lambda step_ms: record(1e6 if tuner.is_off else step_ms)  # so that there is one
+    tuner._search.record = lambda step_ms: record(1e6 if tuner.is_off else step_ms)  # makes sure that there is one
     if is_victim:
         session.Session.__init__ = lambda *args, **kwargs: die()
     while True:
@@ -109,7 +109,7 @@ def dies_before_the_report(ddp: DistributedDataParallel, is_victim: bool) -> Non
 
 
 def dies_in_a_traced_step(ddp: DistributedDataParallel, is_victim: bool) -> None:
-    """After the step, before it has given its trace; only rank 0 waits for that."""
+    """The victim dies after the step and before it has sent its trace. Only rank 0 waits for the trace."""
     comm = attach(ddp)
     with tempfile.TemporaryDirectory() as folder:
         with comm.trace(os.path.join(folder, "trace.json"), all_ranks=True):
@@ -118,7 +118,7 @@ def dies_in_a_traced_step(ddp: DistributedDataParallel, is_victim: bool) -> None
                 die()
 
 
-# What the victim was last seen doing, as the others' errors have it.
+# By script: the words of the other ranks' errors for what the victim was last seen doing.
 SEEN = {
     dies_before_attaching: "It has not come to attach",
     dies_while_connecting: "attaching: connecting with the other ranks",
@@ -132,7 +132,7 @@ SEEN = {
 
 
 def survive(rank, world_size, script, store_kind):
-    """The error, and how long it took to come."""
+    """Runs a script. Returns the type and text of the error, None and "" if there is none, and the seconds it took."""
     own_timeout = datetime.timedelta(seconds=TIMEOUT_S)
     with group_over(store_kind, rank, world_size, VICTIM, own_timeout) as group:
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
@@ -188,7 +188,8 @@ def test_detaching_waits_for_no_rank(ranks):
 
 
 def comes_late(rank, world_size):
-    """The last rank attaches when rank 0 has warned. Returns rank 0's warnings and whether the next step was right."""
+    """The last rank attaches only after rank 0 has warned about it. Returns a rank's warnings, and the values of the
+    next step's gradients."""
     store = dist.distributed_c10d._get_default_store()
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     said = []
@@ -220,7 +221,7 @@ def test_a_rank_that_comes_late_to_attach_is_reported_and_waited_for(ranks):
 
 
 def saves_late(rank, world_size, log):
-    """Rank 1 calls state_dict when rank 0 has warned that it has not."""
+    """Rank 1 calls state_dict only after rank 0 has warned about it. Returns the number of residuals."""
     ddp = DistributedDataParallel(Gradients(*SHAPES))
     comm = fusedcomm.attach(
         ddp, Config("int8", feedback=Feedback()), local=LocalOptions(stall_after=patient(1) if rank == 0 else HANG_S)
@@ -245,7 +246,7 @@ def test_a_rank_that_comes_late_to_save_is_named_by_the_watch(ranks, tmp_path):
 
 
 def waits_for_a_silent_store(rank, world_size):
-    """The store's answers never come: only this rank can say anything."""
+    """Rank 0 waits on a store that never answers. Returns its warnings."""
 
     class Silent(dist.Store):
         def __init__(self) -> None:
@@ -271,14 +272,14 @@ def waits_for_a_silent_store(rank, world_size):
 
         def show(message, *args, **kwargs):
             said.append(str(message))
-            raise InterruptedError  # long enough
+            raise InterruptedError  # ends the wait
 
         warnings.showwarning = show
         try:
             waiting.wait(store, {1: "key"}, "testing")
         except InterruptedError:
             pass
-    dist.barrier()  # rank 1 has not been lost
+    dist.barrier()  # keeps rank 1 from leaving early, since it would then count as lost
     return said
 
 
@@ -288,7 +289,8 @@ def test_that_the_store_is_silent_is_said(ranks):
 
 
 def leaves_after_its_part(rank, world_size):
-    """Rank 1 has given all that is asked of it, and leaves; rank 2 comes when rank 1 has gone."""
+    """Rank 1 provides its part and leaves. Rank 2 provides its part some time after rank 1 has left. Returns the result
+    of the wait for both parts."""
     group = dist.group.WORLD
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     waiting = peers.Peers(group, store, datetime.timedelta(seconds=HANG_S), stall_after_s=HANG_S)

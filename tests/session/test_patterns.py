@@ -1,4 +1,4 @@
-"""Which parameters a pattern of ``Config.wires`` is for: a tied one by all its names."""
+"""Which parameters a pattern of ``Config.wires`` matches. A tied parameter matches by any of its names."""
 
 import pytest
 import torch
@@ -16,7 +16,8 @@ SHAPES = ((160, 64), (160, 64), (64, 64))
 
 
 class LanguageModel(nn.Module):
-    """Its head is its embedding. Gradients as it is given them, that of the tied weight the sum of the first two."""
+    """A model whose head and embedding share a weight. Its gradients are prescribed: the shared weight gets the sum of
+    the first two, the body gets the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +42,8 @@ def names_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def trained(rank, world_size, kwargs, through, ignored):
-    """The gradients after a step, and by which names the residuals are kept. `ignored`: names that DDP ignores."""
+    """Takes a step. Returns the gradients of the tied weight and of the body, and the names of the residuals.
+    `ignored`: names that DDP ignores."""
     model = LanguageModel()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     ddp = DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""How a bucket's way is chosen, and that a workspace holds every chunk."""
+"""The choice of a bucket's sum, and the size of a workspace: it must hold any chunk."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_a_workspace_holds_a_chunk_of_any_bucket(wire, like, block, world_size, 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64])
 def test_on_an_accelerator_ddps_default_bucket_is_one_chunk(wire, world_size):
-    """So that it takes three launches."""
+    """One chunk takes only three launches."""
     numel = 25 * (1 << 20) // 4
     native = chunks.native(Config(wire=wire), world_size, "cuda")
     for exact_numel in (0, 4096):

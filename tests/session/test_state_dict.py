@@ -1,4 +1,4 @@
-"""What is saved, loaded and taken over: real ranks over gloo, through checkpoints and other numbers of ranks."""
+"""States that are saved and loaded: real ranks over gloo, with checkpoints and with other numbers of ranks."""
 
 import warnings
 
@@ -23,7 +23,7 @@ def saved_after(rank, world_size, num_steps, consolidated, kwargs):
 
 
 def resumed(rank, world_size, states, num_steps, kwargs):
-    """What is delivered in two steps after loading, and what is left out then."""
+    """Loads a state and takes two steps. Returns the sum of their results, and the consolidated state after them."""
     ddp, comm = attach_to(Gradients(SHAPE), **kwargs)
     comm.load_state_dict(states[rank])
     seen = [synchronise(ddp, [normal(rank, step, SHAPE)])[0].double() for step in (num_steps, num_steps + 1)]
@@ -53,7 +53,7 @@ def test_a_consolidated_state_is_the_mean_and_fits_any_number_of_ranks(ranks):
     for state in consolidated:
         assert (state["rank"], state["world_size"]) == (None, None)
         assert torch.allclose(state["residuals"]["weights.0"], mean, rtol=1e-5, atol=1e-6)
-    # A step on two ranks, by hand: what is delivered and what remains is the mean gradient and what was loaded.
+    # On two ranks a step's result plus the new residual is the mean gradient plus the loaded residual.
     for delivered, remaining in ranks.run(delivered_and_remaining, consolidated[0], world_size=2):
         wanted = (normal(0, 9, SHAPE) + normal(1, 9, SHAPE)) / 2 + mean
         assert torch.allclose(delivered + remaining, wanted, rtol=0, atol=1e-4)
@@ -67,7 +67,8 @@ def delivered_and_remaining(rank, world_size, state):
 
 
 def loads(rank, world_size, change, kwargs):
-    """The error or warning that loading a changed state gives, and what is left out afterwards."""
+    """Loads a state with some entries changed. Returns the error, "" if there is none, the warnings, and the names of
+    the residuals afterwards."""
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     state = {**comm.state_dict(), **change}
@@ -131,7 +132,7 @@ def test_residuals_may_be_loaded_under_another_wire_or_format(ranks):
         assert (error, messages, left_out) == ("", [], ["weights.0"])
 
 
-# ---- another group
+# ---- another process group
 
 
 def moved_to_a_smaller_group(rank, world_size):
@@ -147,7 +148,7 @@ def moved_to_a_smaller_group(rank, world_size):
 
 
 def test_residuals_follow_into_another_group_with_the_weight_they_had(ranks):
-    """Of three ranks one leaves: what the others had left out of means of three is a mean of two's share of 2/3."""
+    """One of three ranks leaves. A residual of a mean of three ranks weighs 2/3 as much in a mean of two ranks."""
     (before_0, delivered, remaining), (before_1, _, _), _ = ranks.run(moved_to_a_smaller_group, world_size=3)
     wanted = (normal(0, 1, SHAPE) + normal(1, 1, SHAPE)) / 2 + (before_0 + before_1) / 3
     assert torch.allclose(delivered + remaining, wanted, rtol=0, atol=1e-4)
@@ -186,7 +187,8 @@ def test_a_comm_state_saves_loads_and_moves(ranks):
 
 
 def moves_with_several_parameters(rank, world_size):
-    """In the first pass one bucket has all parameters in the order of the model; later ones in that of gradients."""
+    """Trains, then moves to a smaller process group. In the first pass one bucket holds all parameters in the model's
+    order. Later buckets hold them in the order in which gradients are ready."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     state = fusedcomm.CommState(Config("int4", wires={"1d": "int4"}, feedback=Feedback()))
     ddp = DistributedDataParallel(Gradients(*[(6000,)] * 4), bucket_cap_mb=0.02)
@@ -205,11 +207,11 @@ def moves_with_several_parameters(rank, world_size):
 
 
 def test_a_comm_states_residuals_stay_with_their_parameters_in_another_group(ranks):
-    """What is delivered there and left out there is the mean there, and of each parameter what it had left out."""
+    """In the new group, a result plus the new residual is the mean gradient plus the parameter's own old residual."""
     outcome = ranks.run(moves_with_several_parameters, world_size=3)
     names = sorted(outcome[0][2])
     assert len(names) == 4 and sorted(outcome[0][3]) == names
-    # What has been left out so far tells whose name is whose.
+    # A CommState does not have the parameters' names, so each name is found by the value of its residual.
     for index in range(4):
         sent = sum(normal(rank, 10 * step + index, (6000,)).double() for rank in range(3) for step in range(3)) / 3
         left_out = sent - outcome[0][0][index]
@@ -238,11 +240,11 @@ def test_residuals_that_no_parameter_takes_are_said_to_be_lost_once(ranks):
         assert len(messages) == 1 and "'weights.0'" in messages[0] and "module=model" in messages[0]
 
 
-# ---- what it costs
+# ---- the store
 
 
 def saved_often(rank, world_size):
-    """What the store keeps of three consolidated states."""
+    """Makes three consolidated states. Returns for each whether the store still has this rank's record of it."""
     ddp, comm = attach_to(Gradients(SHAPE), feedback=Feedback())
     synchronise(ddp, [normal(rank, 0, SHAPE)])
     for _ in range(3):

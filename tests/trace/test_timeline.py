@@ -1,4 +1,4 @@
-"""One timeline of all ranks: clocks aligned by collectives, every rank's stages, what each step waited for."""
+"""The timeline of all ranks: clocks aligned by collectives, the stages of every rank, and the exposed time of steps."""
 
 import contextlib
 import copy
@@ -52,14 +52,14 @@ def check_merged(document, world_size, stages):
     for event in events:
         assert event["dur"] >= 0
         args = event["args"]
-        # Where sums have one level, each collective is of all ranks.
+        # With sums on one level, all ranks take part in each collective.
         if "local all-to-all" not in stages and args["stage"].startswith("all-"):
             key = (args["step"], args["bucket"], args["chunk"], args["stage"])
             begins.setdefault(key, []).append(event["ts"])
             ends.setdefault(key, []).append(event["ts"] + event["dur"])
     for key, begin in begins.items():
         assert len(begin) == world_size
-        assert max(begin) <= min(ends[key]) + 1e-3  # none ends before all have begun
+        assert max(begin) <= min(ends[key]) + 1e-3  # no rank ends a collective before all have begun it
     names = {e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
     assert names == {rank: f"fusedcomm rank {rank} of {world_size}" for rank in range(world_size)}
 
@@ -79,7 +79,7 @@ def test_one_trace_of_all_ranks(ranks, tmp_path):
         exposed = [e for e in spans_of(document) if e["pid"] == rank and e["args"]["stage"] == "exposed"]
         exposed.sort(key=lambda event: event["ts"])
         assert [event["name"] for event in exposed] == ["step 2", "step 3", "step 4"]
-        # Of six steps the third to the fifth were traced.
+        # There were six steps, and the third to the fifth were traced.
         assert [event["dur"] / 1e3 for event in exposed] == pytest.approx(exposed_ms[rank][2:5], rel=1e-4, abs=1e-3)
 
 
@@ -88,13 +88,13 @@ def test_one_trace_where_sums_have_two_levels(ranks, tmp_path):
     ranks.run(traced, str(tmp_path / "trace.json"), {"all_ranks": True}, hosts, world_size=4)
     document = read(tmp_path / "trace.json")
     check_merged(document, 4, (*TWO_SHOT, "local all-to-all", "local reduce", "local all-gather"))
-    # Ranks 0 and 3 are in no collective together: rank 2, or 1, is between them.
+    # Ranks 0 and 3 share no collective: their clocks are aligned through rank 1 or 2.
     assert max(document["otherData"]["fusedcomm"]["clock_uncertainty_us"]) < 50_000
 
 
 @pytest.fixture(scope="module")
 def traces(ranks, tmp_path_factory):
-    """Files of three ranks, as they write them."""
+    """The trace files of three ranks."""
     folder = tmp_path_factory.mktemp("traces")
     ranks.run(traced, str(folder / "trace-{rank}.json"), {}, {}, world_size=3)
     return [folder / f"trace-{rank}.json" for rank in range(3)]
@@ -122,7 +122,8 @@ def test_clocks_that_were_shifted_are_found_again(traces):
 
 
 def simulated(num_ranks, num_steps, clocks, seed, rates=None):
-    """Documents of all-reduces in a true time that all share, seen by `clocks` (offsets, microseconds)."""
+    """The documents of ranks that take part in simulated all-reduces. `clocks`: offset of each rank's clock from the
+    true time, in microseconds; `rates`: speed of each rank's clock."""
     generator = random.Random(seed)
     documents, now = [], 1000.0
     events = [[] for _ in range(num_ranks)]
@@ -151,11 +152,11 @@ def test_true_offsets_lie_within_the_stated_uncertainty(seed):
     assert offsets[0] == uncertainties[0] == 0
     for found, true, uncertainty in zip(offsets[1:], clocks[1:], uncertainties[1:], strict=True):
         assert abs(found - true) <= uncertainty + 1e-6
-        assert uncertainty < 100  # of delays up to 300, over 40 collectives
+        assert uncertainty < 100  # 40 collectives bound it more tightly than one delay of up to 300 µs
 
 
 def test_clocks_of_different_rates_are_still_aligned_nearly(seed=3):
-    rates = [1.0, 1.001, 0.999]  # much worse than any clock: 100 ms apart after 100 s
+    rates = [1.0, 1.001, 0.999]  # much worse than real clocks: 100 ms of error in 100 s
     documents = simulated(3, 500, [0.0, 0.0, 0.0], seed, rates)
     offsets, uncertainties = timeline.clock_offsets(documents)
     length = max(event["ts"] for event in spans_of(documents[0]))
@@ -227,7 +228,7 @@ def merged_already(files, folder):
 
 
 def leaving(rank, world_size, path):
-    """Rank 1 leaves the block with an error; rank 0 says so, and training goes on."""
+    """Rank 1 leaves the traced block with an error; then training goes on. Returns a rank's error."""
     ddp = DistributedDataParallel(Gradients((50,)))
     comm = fusedcomm.attach(ddp)
     with pytest.raises(ValueError, match="all_ranks=True writes one"):
@@ -246,7 +247,7 @@ def leaving(rank, world_size, path):
 
 
 def alone_first(rank, world_size, path):
-    """Rank 0 traces by itself, with and without the others' knowledge of it, and then all do."""
+    """First only rank 0 traces, with and without a field for the rank in the path. Then all ranks trace."""
     ddp = DistributedDataParallel(Gradients((50,)))
     comm = fusedcomm.attach(ddp)
     for own in (f"{path}-alone.json", f"{path}-alone-{{rank}}.json"):
@@ -274,7 +275,7 @@ def where_it_cannot_be_written(rank, world_size, path):
             synchronise(ddp, [torch.ones(50)])
     except OSError as caught:
         error = f"{type(caught).__name__}: {caught}"
-        synchronise(ddp, [torch.ones(50)])  # which the others are in
+        synchronise(ddp, [torch.ones(50)])  # the other ranks are in this step
     with comm.trace(f"{path}/made/trace.json", all_ranks=True):
         synchronise(ddp, [torch.ones(50)])
     return error
@@ -307,7 +308,7 @@ def test_a_trace_that_is_lost_ends_no_training(ranks, tmp_path):
 
 
 def without_a_document(rank, world_size, path):
-    """On rank 1 the trace itself fails."""
+    """Traces twice. The first time, rank 1 fails while it makes its document. Returns a rank's error."""
 
     def fail(*arguments):
         raise ArithmeticError("no clock")

@@ -1,4 +1,4 @@
-"""``comm.trace``: a timeline that Perfetto reads, with every stage of every bucket in its order."""
+"""``comm.trace``: a timeline that Perfetto reads, with every stage of every bucket in order."""
 
 import torch
 from models import Gradients, synchronise
@@ -37,7 +37,7 @@ def test_a_two_shot_shows_each_stage_of_each_chunk_in_order(ranks, tmp_path):
         assert len(chunks) == 3 * sum(num_chunks for _, num_chunks in buckets)
         for (_, _, chunk), stages in chunks.items():
             bucket = stages.pop("bucket", None)
-            exposed = stages.pop("exposed", bucket)  # of each step's last bucket
+            exposed = stages.pop("exposed", bucket)  # only the last bucket of a step has this stage
             order = ["pack", "all-to-all", "reduce", "all-gather", "unpack"]
             assert set(stages) == set(order)
             assert [stages[stage]["track"] for stage in order] == ["pack", "wire", "reduce", "wire", "unpack"]

@@ -21,12 +21,12 @@ NBYTES, NUM_EXCHANGES = 40_003, 40
 def make_exchange(max_sending=0):
     group, cpu = dist.group.WORLD, torch.device("cpu")
     channels = groups.make_channels(group, cpu, groups.private_store(group))
-    dist.barrier()  # a channel let go of while another rank still connects it looks like a crash there
+    dist.barrier()  # a rank that is still connecting would mistake the end of a channel for a crash
     return _C.Exchange(channels.scatter, max_sending=max_sending)
 
 
 def part(sender, receiver, number):
-    """What this rank sends that one in this exchange, another message each time."""
+    """The bytes that `sender` sends to `receiver` in exchange `number`. They differ in each argument."""
     generator = torch.Generator().manual_seed(sender + 10 * receiver + 100 * number)
     return torch.randint(256, (NBYTES,), dtype=torch.uint8, generator=generator)
 
@@ -67,7 +67,8 @@ def test_one_part_goes_to_all(ranks, world_size, in_place):
 
 
 def get_ahead(rank, world_size, max_sending, expected):
-    """What the first two ranks have of each other before the third begins, of four exchanges."""
+    """Ranks 0 and 1 start four exchanges before rank 2 starts any. Returns on these two ranks, for each exchange,
+    whether the other's message has arrived by then."""
     exchange = make_exchange(max_sending)
     send = torch.full((NBYTES,), rank + 1, dtype=torch.uint8)
     receive = [torch.zeros(world_size, NBYTES, dtype=torch.uint8) for _ in range(4)]
@@ -78,7 +79,7 @@ def get_ahead(rank, world_size, max_sending, expected):
         while ahead < expected and time.monotonic() < until:
             time.sleep(0.1)
             ahead = sum(bool(r[1 - rank].all()) for r in receive)
-        time.sleep(0.5)  # for more than is expected
+        time.sleep(0.5)  # gives messages that must not be sent yet time to arrive
         ahead = [bool(r[1 - rank].all()) for r in receive]
     dist.barrier()
     if rank == 2:
@@ -124,7 +125,8 @@ def test_what_is_under_way_ends_with_its_channel(ranks, max_sending):
 
 
 def lose_the_last(rank, world_size):
-    """It is killed while its messages are on their way. How long the others wait for what it owes them."""
+    """The last rank is killed while its messages are under way. Returns the seconds that another rank waits for them,
+    and its errors."""
     exchange = make_exchange()
     send, receive = (torch.zeros(world_size << 26, dtype=torch.uint8) for _ in range(2))
     exchange.start(send=send[: 8 * world_size], receive=receive[: 8 * world_size]).wait()
@@ -152,11 +154,13 @@ def test_a_lost_peer_is_noticed_in_the_middle_of_a_message(ranks, world_size):
         assert all("Connection" in error or "closed" in error or "reset" in error for error in errors)
 
 
+# Seconds that the other ranks wait before the last rank is killed.
 LONG_S = 6
 
 
 def lose_the_last_while(rank, world_size, others_have_begun):
-    """Rank 2 is killed when the others have waited for it for long; rank 0 waits for it first. Its error."""
+    """Rank 2 is killed after the other ranks have waited for LONG_S. Rank 0 waits for rank 2 first. Returns a rank's
+    error; None on a rank that starts no exchange."""
     exchange, store = make_exchange(), dist.distributed_c10d._get_default_store()
     send, receive = (torch.zeros(world_size * NBYTES, dtype=torch.uint8) for _ in range(2))
     exchange.start(send=send, receive=receive).wait()
@@ -165,7 +169,7 @@ def lose_the_last_while(rank, world_size, others_have_begun):
         time.sleep(LONG_S)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and not others_have_begun:
-        store.wait(["rank 0 has its error"], datetime.timedelta(seconds=HANG_S))  # meanwhile its connections stay
+        store.wait(["rank 0 has its error"], datetime.timedelta(seconds=HANG_S))  # keeps its connections open
         return None
     with pytest.raises(RuntimeError) as error:
         exchange.start(send=send, receive=receive).wait()
@@ -176,7 +180,8 @@ def lose_the_last_while(rank, world_size, others_have_begun):
 
 @pytest.mark.parametrize("others_have_begun", [True, False])
 def test_an_error_also_names_whoever_else_is_awaited(ranks, others_have_begun):
-    """Whoever waits for a rank that fails, since it waits for another one, would be told of the wrong one."""
+    """A rank may fail only because it waits for another one. An error that names just the first failed peer could name
+    the wrong rank."""
     kind, error = ranks.outcomes(lose_the_last_while, others_have_begun, world_size=3, lost=2)[0]
     assert kind == "value", error
     assert error.startswith("between this rank and rank 2: ")
@@ -197,7 +202,8 @@ def test_other_tensors_are_refused(ranks):
     ranks.run(refused, world_size=2)
 
 
-LATE_S, MESSAGE_NBYTES = 0.2, 1_600_000  # 0.13 s of the line: what a busy machine takes is little beside it
+# A message takes 0.13 s of the line, so the time that a busy machine adds is small in comparison.
+LATE_S, MESSAGE_NBYTES = 0.2, 1_600_000
 
 BEGIN_LATE = f"""
 import time, torch, torch.distributed as dist
@@ -227,7 +233,7 @@ dist.destroy_process_group()
 @pytest.mark.alone
 @needs_hosts
 def test_both_directions_of_a_line_are_used_at_once(tmp_path, capsys):
-    """Also where one rank begins later: then gloo's all-to-all uses one after the other."""
+    """Both are used even if one rank begins later. Gloo's all-to-all would then use one direction after the other."""
     printed = printed_by(BEGIN_LATE, tmp_path, capsys)
     (taken_s,) = map(float, re.findall(r"late=([\d.]+)", printed))
     line_s = MESSAGE_NBYTES * 8 / 1e8

@@ -1,4 +1,4 @@
-"""What is concluded from the answers to a roll call: slow ranks, missing ones, and a store too slow to tell."""
+"""The conclusions from the answers to a roll call: slow ranks, missing ranks, and a store that is too slow."""
 
 import re
 import subprocess
@@ -150,7 +150,7 @@ REPORTS = [
                 "crawl of one to many",
                 "what rank 1 sends piles up: 100 KB have not left, 0.0 MB/s arrive; elsewhere 5 KB",
             ),
-            # What does not go from one of their hosts to another tells nothing.
+            # Connections that do not go from one host of the job to another name no link.
             *[(scene, "") for scene in ("everywhere", "little", "one host", "upload")],
         )
     ],
@@ -171,7 +171,7 @@ REPORTS = [
         ],
     ),
     (
-        # Who has not handed over is the reason, and not the network.
+        # The reason is the rank that has not handed over, not the network.
         "unsent and behind",
         [
             "rank 1 is slow: it has not handed over bucket 0 (layer.weight; 1 parameters, 1 MiB) of step 5; "
@@ -195,7 +195,7 @@ REPORTS = [
         ],
     ),
     (
-        # Without "conclusive": another look may say more.
+        # Not conclusive: another roll call may find more.
         "unread and missing",
         [
             "1 answer not read in time, of rank 1: the store is slow",
@@ -225,7 +225,7 @@ def test_of_a_thousand_ranks_the_missing_one_is_named(roll_call_scenes, seconds,
     report = read_slowly(roll_call_scenes, seconds)
     assert report.startswith("conclusive\n") and "rank 900 (which has no watch) is missing" in report
     assert report.count("is missing") == 1 and "not read" not in report
-    # Where the store is slow, it is not the rank's fault that its answer is read late.
+    # If the store is slow, a rank whose answer is read late does not count as slow.
     assert report.count("is slow") == late and ("rank 800 is slow" in report) == late
 
 
@@ -236,7 +236,7 @@ def test_what_a_slow_store_does_not_hand_out_is_not_missing(roll_call_scenes):
     assert "missing" not in report and "is slow:" not in report and "conclusive" not in report
 
 
-# ---- what travels
+# ---- encoding
 
 
 def test_every_field_comes_back_as_it_was(roll_call_scenes):
@@ -248,7 +248,7 @@ def test_what_was_cut_off_or_garbled_is_an_error_that_says_so(roll_call_scenes):
 
 
 def test_a_rank_whose_answer_cannot_be_read_is_neither_missing_nor_slow(roll_call_scenes):
-    head, *lines = printed_by(roll_call_scenes, "garbled").splitlines()  # without "conclusive"
+    head, *lines = printed_by(roll_call_scenes, "garbled").splitlines()  # the first line is not "conclusive"
     assert head.startswith("fusedcomm: roll call 5 of 4 ranks")
     cut_off = r"it is cut off or garbled: its checksum is \"\w{16}\", but its \d+ bytes of fields have \"\w{16}\""
     assert re.fullmatch(f"  rank 1 answered, but its answer cannot be read: {cut_off}", lines[0])

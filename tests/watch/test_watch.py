@@ -1,4 +1,5 @@
-"""Who holds a step up, or has left it: the report on every rank that waits, as a warning and in the error."""
+"""The report that names the rank that delays a step or has left it, on every rank that waits: as a warning and in the
+error."""
 
 import contextlib
 import datetime
@@ -29,8 +30,8 @@ TIMEOUT_S = patient(6)
 
 
 def train(rank, world_size, victim, fate, store_kind, wire):
-    """In step 3 the `victim` meets its fate in the middle of the backward pass. Returns the error, what was written to
-    stderr meanwhile, how long that took, and how long detaching took."""
+    """Trains. In step 3 the `victim` is killed or stopped in the middle of the backward pass. Returns the error, what
+    was written to stderr meanwhile, the seconds that the step took, and the seconds that detaching took."""
     with group_over(store_kind, rank, world_size, victim, datetime.timedelta(seconds=TIMEOUT_S)) as group:
         ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3, process_group=group)
         comm = fusedcomm.attach(ddp, Config(wire, sum="exact" if wire == "fp32" else "two-shot"))
@@ -59,7 +60,8 @@ def train(rank, world_size, victim, fate, store_kind, wire):
 
 
 def late_for_the_end_of_a_trial(rank, world_size, folder):
-    """What a rank writes to stderr while rank 1 does not come to compare times until rank 0 has said so."""
+    """Trains with wire="auto" to the end of a trial, where ranks compare times. Rank 1 comes only after rank 0 has
+    warned about it. Returns what this rank writes to stderr meanwhile."""
     ddp = DistributedDataParallel(Gradients((4000,)))
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("bf16",)), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.ones(4000)]
@@ -74,7 +76,7 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
 
 
 def wait_for_words(words, log):
-    """Until these have been written to that file."""
+    """Waits until the file `log` contains `words`, for at most HANG_S."""
     until = time.monotonic() + HANG_S
     while not (log.exists() and words in log.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
@@ -108,9 +110,9 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
             r"in step 3 for the all-(to-all|gather) of chunk \d/\d of bucket [01] \(weights\.[01]; ", report
         )
         if fate == "stopped":
-            # Said before the timeout made an error of it, and once.
+            # There was one warning, before the timeout caused an error.
             assert warned.count("Warning: fusedcomm") == 1
-            if store_kind == "tcp" and victim == 0:  # asked once more since, and silent still
+            if store_kind == "tcp" and victim == 0:  # the error comes from a later roll call than the warning
                 assert "the store is silent" in warned and "hosted by rank 0 of the job" in warned
             else:
                 assert report[report.index("fusedcomm: ") :].splitlines()[1] in warned
@@ -122,7 +124,7 @@ def test_a_rank_lost_in_mid_step_is_named_on_every_other(ranks, victim, fate, st
 
 
 def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
-    # An exact sum goes around a ring, on which rank 1 is no neighbour of rank 3: it only ever sees a timeout.
+    # An exact sum uses a ring, in which rank 1 is no neighbor of rank 3: rank 1 sees nothing but a timeout.
     outcome = ranks.outcomes(train, 3, "killed", "file", "fp32", world_size=4, lost=3)
     for rank in range(3):
         kind, value = outcome[rank]
@@ -134,7 +136,8 @@ def test_a_rank_whose_own_connections_hold_learns_of_a_death_too(ranks):
 
 
 def paused(rank, world_size, victim):
-    """In step 3 the `victim` is stopped for six times as long as it takes to notice; then five more steps."""
+    """Trains. In step 3 the `victim` is stopped for six times stall_after; then five more steps follow. Returns whether
+    the means were right and what was written to stderr."""
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(1)))
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
@@ -168,8 +171,12 @@ def test_a_rank_that_was_stopped_and_goes_on_is_named_by_the_others_alone(ranks)
 
 
 def slow(rank, world_size, victim, stall_after, folder, forged=None):
-    """In step 3 the `victim` begins its backward pass late, when the others have said so, or 3 s late where stalls are
-    not reported so soon; then five more steps. `forged`: what rank 0 puts into the store as roll call 1."""
+    """Trains. In step 3 the `victim` begins its backward pass only after the others have warned about it; if
+    `stall_after` is None, 3 s late, which is too early for a warning. Then five more steps follow.
+
+    Returns whether the means were right, what was written to stderr in step 3 and later, and the seconds that detaching
+    took. `forged`: a text that rank 0 puts into the store as roll call 1.
+    """
     ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
     if forged is not None and rank == 0:
@@ -199,7 +206,7 @@ def test_a_slow_rank_is_named_once_and_training_goes_on(ranks, tmp_path):
         if rank == 1:
             assert warned == ""
             continue
-        # On a busy machine another step may have stalled before.
+        # The roll call's number is open: on a busy machine an earlier step may have stalled.
         assert len(re.findall(r"Warning: fusedcomm: roll call \d+ of 3 ranks", warned)) == 1
         assert "rank 1 is slow: it has not handed over bucket 0 (weights.1; " in warned
         assert "of step 3; nothing under way for" in warned and "since step 2" in warned
@@ -225,8 +232,12 @@ def test_nothing_is_said_of_a_wait_within_stall_after(ranks, tmp_path):
 
 
 class Proxy:
-    """Between the ranks and a TCPStore. One byte from a client of `control` cuts all connections; "0" also refuses new
-    ones. "h" holds back all that is on its way, until "g"."""
+    """A proxy between the ranks and a TCPStore. It obeys one byte from a client of the port `control`:
+
+    - "h" holds back all data, until "g".
+    - "0" cuts all connections and refuses new ones.
+    - Any other byte cuts all connections.
+    """
 
     def __init__(self, port):
         self._port, self._pairs, self._is_open, self._goes_on = port, [], True, threading.Event()
@@ -293,8 +304,8 @@ def obey(control, order):
 
 
 def cut_off(rank, world_size, port, control):
-    """Twice the store's connections are cut, the second time for good, and then rank 1 is late. Returns what was
-    written to stderr each time, and whether the sums were right."""
+    """Cuts the connections to the store twice, the second time permanently. Each time rank 1 is late afterwards.
+    Returns what was written to stderr each time, and whether the means were right."""
     dist.destroy_process_group()
     timeout = datetime.timedelta(seconds=patient(5))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
@@ -309,7 +320,7 @@ def cut_off(rank, world_size, port, control):
                 if rank == 0:
                     obey(control, order)
                 means += synchronise(ddp, gradients)
-                time.sleep(wait_s)  # enough to notice, and to give up
+                time.sleep(wait_s)  # long enough to notice the loss, and to stop reconnecting
                 means += synchronise(ddp, gradients)
                 time.sleep(patient(6) if rank == 1 else 0)
                 means += synchronise(ddp, gradients)
@@ -322,7 +333,7 @@ def cut_off(rank, world_size, port, control):
 def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
     for rank, ((first, second), right) in enumerate(ranks.run(cut_off, proxy.port, proxy.control, world_size=3)):
         assert right
-        # Rank 1 has answered: it is slow, and not missing.
+        # Rank 1 answers over its new connection, so it is slow and not missing.
         assert ("rank 1 is slow: it has not handed over bucket 0" in first) == (rank != 1), first
         assert "is missing" not in first and "has lost the store" not in first
         assert second.count(f"Warning: fusedcomm: rank {rank} of 3 has lost the store") == 1, second
@@ -331,9 +342,12 @@ def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
 
 
 def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
-    """The store does not answer for so long, from when rank 1 is late or from when it has answered a roll call that
-    another opened because of that. Returns what was written to stderr, and whether the sums were right. The watch waits
-    for a store for as many seconds on any machine, so these are not in proportion."""
+    """Makes the store silent for `silent_s` seconds while rank 1 is late. If `in_a_roll_call`, the silence begins after
+    rank 1 has answered a roll call that another rank opened. Returns what was written to stderr, and whether the means
+    were right.
+
+    These seconds are the same on slow machines, because the watch waits equally long for a store on any machine.
+    """
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -361,7 +375,8 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
     ("in_a_roll_call", "silent_s", "silences"), [(False, 3, {0}), (False, 8, {1}), (True, 3.1, {0, 1})]
 )
 def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, in_a_roll_call, silent_s, silences):
-    """Not for long: nothing is said of it. For longer, or in a roll call: what is said first is not the last word."""
+    """A short silence is not reported. A longer silence may be reported, and so may a silence during a roll call, but a
+    later report names the slow rank."""
     outcomes = ranks.run(held_back, proxy.port, proxy.control, in_a_roll_call, silent_s, world_size=3)
     for rank, (text, right) in enumerate(outcomes):
         assert right
@@ -430,10 +445,10 @@ def test_a_rank_killed_on_another_host_is_named_although_torchruns_store_goes_wi
 CRAWLS = """
 import os, subprocess, torch, torch.distributed as dist, fusedcomm
 from torch.nn.parallel import DistributedDataParallel
-os.dup2(1, 2)  # its warnings are what this is about
+os.dup2(1, 2)  # the test reads the warnings
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-NAME = "after a failure: weight"  # a label is for people, whatever it says
+NAME = "after a failure: weight"  # no conclusion may depend on a label
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -459,7 +474,7 @@ dist.destroy_process_group()
 
 @needs_hosts
 def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys):
-    # Rank 2 sends 2.7 MB a step for each second of stall_after, which takes 3.5 s from step 2 on.
+    # For each second of stall_after, rank 2 sends 2.7 MB in a step. From step 2 on these take 3.5 s.
     stall_after_s = patient(2)
     script = CRAWLS.format(
         stall_after_s=stall_after_s, num_rows=1000 * stall_after_s, chunk_nbytes=stall_after_s * (192 << 10)
@@ -469,16 +484,17 @@ def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys)
         lines = [line for line in printed.splitlines() if line.startswith(f"[host{rank}] ")]
         assert f"[host{rank}] rank {rank} is through" in lines
         opened = [line for line in lines if "fusedcomm: roll call" in line]
-        # Once after stall_after, and once more if it takes twice as long and longer; not in every step.
+        # There is a roll call after stall_after, and another if the step takes at least twice as long. Later steps have
+        # none.
         assert 1 <= len(opened) <= 2, opened
         why = r"where bucket 0 \(after a failure: weight; .*\) of step 2 moves, but has been under way for (\d+\.\d) s"
         begun = re.search("roll call 1 of 3 ranks, opened by rank [0-2], " + why, opened[0])
         assert begun and stall_after_s <= float(begun[1]) < 3 * stall_after_s, opened
         found = [lines[lines.index(report) + 1].removeprefix(f"[host{rank}]   ") for report in opened]
         network = "every rank answered and none is behind: they wait for the network"
-        # Its line carries 0.75 MB/s.
+        # Rank 2's link carries 0.75 MB/s.
         what = r"what rank 2 sends (to rank [01] )?piles up: "
         pile = rf", where {what}\d+ KB have not left, [01]\.\d MB/s arrive; elsewhere "
         assert re.match(network + pile, found[0]), found
-        # Later there may be nothing left; but nobody else is named.
+        # At the last roll call rank 2 may have sent everything, but no other rank may be named.
         assert re.match(f"{network}($|{pile})", found[-1]), found

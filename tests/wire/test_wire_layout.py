@@ -1,4 +1,4 @@
-"""The wire layout: every element has one place, cuts respect the block grid, offsets are aligned."""
+"""The wire layout: every element has one place, cuts fall on block boundaries, and offsets are aligned."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ numels = st.one_of(st.integers(0, 300), st.integers(0, 2**22), st.integers(2**31
 @st.composite
 def layouts(draw):
     exact_numel, lossy_numel = draw(numels), draw(numels)
-    # At most about 1000 chunks, so that a test can visit all of them.
+    # There are at most about 1000 chunks, so that a test can visit all of them.
     least = max(1, (exact_numel + lossy_numel) * 5 // 1000)
     max_chunk_nbytes = draw(st.integers(least, max(4 * least, 1 << 20)))
     wire, num_parts = draw(st.sampled_from(WIRES)), draw(st.integers(1, 9))
@@ -40,7 +40,7 @@ def test_constants():
 
 
 def test_there_is_one_list_of_wires_and_their_ids_stay():
-    """5 was fp8_e5m2's."""
+    """Id 5 belonged to fp8_e5m2 and is not used again."""
     ids = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "fp8": 4, "int4": 6}
     assert {wire: _C.wire_id(wire) for wire in _C.WIRES} == ids
     assert fusedcomm.WIRES == _C.WIRES == WIRES
@@ -65,7 +65,7 @@ def test_an_int4_part_byte_by_byte():
 @pytest.mark.parametrize("nbytes", [64 << 10, 1 << 20, (25 << 20) + 12])
 @pytest.mark.parametrize("num_parts", [1, 2, 8])
 def test_the_payload_beside_that_of_fp32(wire, most, nbytes, num_parts):
-    """Of everything that is sent, scales and padding included."""
+    """The payload counts all bytes that are sent, with scales and padding. `most`: its largest ratio to fp32."""
     layout = _C.bucket_layout(wire, _C.default_block_numel(wire), num_parts, 0, nbytes // 4, 4 << 20)
     assert layout.num_chunks * layout.chunk_nbytes <= most * nbytes
 
@@ -140,7 +140,8 @@ def test_no_chunk_is_empty(case):
 @settings(deadline=None)
 @given(layouts())
 def test_chunks_are_bounded(case):
-    """A part may exceed its share by a grain of lossy elements, four exact ones, and the rounding of three sections."""
+    """A part may exceed its share by a grain of lossy elements, by four exact elements, and by the padding of its three
+    sections."""
     layout, max_chunk_nbytes = case
     slack = grain_numel(layout) * CODE_NBYTES[layout.wire] + 4 + 16 + 3 * 16
     assert layout.chunk_nbytes <= max_chunk_nbytes + layout.num_parts * slack
