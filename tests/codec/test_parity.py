@@ -152,7 +152,7 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
 
 
 @pytest.mark.sampled(by=lambda name, wire: {"model": SCENARIOS[name].model.__name__, "wire": wire})
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # varies fastest: a scenario's wires follow each other
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # varies fastest: all of a scenario in a row
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("float64")])
 def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wire):
     # Parameters in bf16 round the mean once more, to bf16, on every wire.
