@@ -341,7 +341,8 @@ def test_every_kernel_parameter_has_the_engines_type():
 
 def test_a_kernels_key_has_what_matters_to_it():
     key = _C.KernelKey("pack", "bf16", 64, torch.float16, flat=False, in_wire="fp32", feedback="bf16")
-    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")  # bf16 has no blocks, and pack sums nothing
+    # bf16 has no blocks, and pack sums nothing.
+    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")
     assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, False, feedback="fp32")
     assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
     reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16", stochastic=True)
