@@ -407,10 +407,7 @@ def test_this_torch_lets_go_of_a_hook(ranks):
 
 
 def threads_settle_at(wanted: int) -> int:
-    """Waits up to two seconds until the engine has `wanted` threads: threads of dropped engines take time to end.
-
-    Returns the last count.
-    """
+    """The number of engine threads, once it is `wanted` or after two seconds: dropped engines take time to end."""
     deadline = time.monotonic() + patient(2)
     while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
         time.sleep(0.01)

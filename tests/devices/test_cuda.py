@@ -144,8 +144,7 @@ DDP_OPTIONS = [
 
 
 def trained(rank, world_size, options, wire, compiled=False):
-    """Parameters after five steps. Each step accumulates gradients over two backward passes, or one if the graph is
-    static."""
+    """Parameters after five steps, each with two accumulated backward passes, or with one if the graph is static."""
     torch.manual_seed(0)
     model = Mlp().cuda()
     ddp = DistributedDataParallel(model, **options)
@@ -244,11 +243,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 
 
 def searched(rank, world_size):
-    """Trains on integers, so that every mean is exact on the wires that are tried.
-
-    Returns (whether the search has finished, its choice, the trials' step times in ms, each step's wire, the number of
-    wrong elements).
-    """
+    """Trains on integers, so that every mean is exact. Returns (whether the search has finished, its choice, step times
+    of the trials in ms, each step's wire, the number of wrong elements)."""
     shapes = ((200_000,), (3_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("fp32", "bf16", "fp16")), quiet=True)
@@ -275,10 +271,9 @@ def test_a_search_ends_alike_on_all_ranks_and_every_step_is_right(ranks):
 
 
 def delayed(rank, world_size, config, num_steps):
-    """Trains with random delays on the backward pass's stream and on each of fusedcomm's. Returns the number of wrong
-    elements. Gradients are integers, so that every mean is exact.
+    """The number of wrong elements with random delays on the backward pass's stream and on each of fusedcomm's.
 
-    Kernels that queue behind the delays write the gradients late. The result is read at once.
+    Gradients are integers, so that every mean is exact. They are written late, behind the delays, and read at once.
     """
     shapes = ((200_000,), (3_000,), (400_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)

@@ -204,8 +204,7 @@ def code(request, compiled):
 
 
 def wide_side_numel(kernel, wire, dtype):
-    """Elements that a thread accesses at a time: 16 bytes of the wider of gradient and code, or its whole share of a
-    tile if that is less."""
+    """Elements of a thread's access: 16 bytes of the wider of gradient and code, or its share of a tile if smaller."""
     nbytes = 4 if kernel == "scale" else CODE_NBYTES[wire]
     return min(int(16 / max(nbytes, GRAD_NBYTES.get(dtype, 0))), TILE // NUM_THREADS)
 
@@ -242,8 +241,7 @@ def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, rotated, c
         assert len(found) >= wanted, f"{len(found)} instead of {wanted} {verb}.global of {nbytes} bytes"
 
 
-# (wire, rotated). The next two tests look at a full tile's loads, arithmetic and stores, from the first wide access to
-# the last.
+# (wire, rotated). Two tests look at a full tile's loads, arithmetic and stores, from the first wide access to the last.
 FORMATS = [*((wire, False) for wire in WIRES), *((wire, True) for wire in ROTATED)]
 
 

@@ -33,7 +33,7 @@ PREDICATED_LOAD = re.compile(r"@!?%\w+\s+ld\.global[.\w]*\s+(?:\{([^}]*)\}|(%\w+
 
 
 def is_extended(value: int, nbits: int) -> bool:
-    """Whether `value` is a 16-bit constant whose sign alone fills the rest of a register of `nbits` bits.
+    """Whether `value` is a constant of at most 16 bits whose sign alone fills the rest of a register of `nbits` bits.
 
     The rest should repeat the constant. For zero and all ones that is the same, so they do not count.
     """
@@ -42,9 +42,8 @@ def is_extended(value: int, nbits: int) -> bool:
 
 
 def wrong_constants(ptx: str) -> list[str]:
-    """The instructions that assign a constant which does not fit its register, or was sign-extended to fill it; and the
-    loads that leave a constant other than zeros of either sign where their predicate is false. Empty if there are none.
-    """
+    """The instructions that assign a constant which does not fit its register, or was sign-extended to fill it. Also
+    loads that leave a constant other than zeros of either sign where their predicate is false. May be empty."""
     found, constants, copies = [], {}, {}
     for match in ASSIGNMENT.finditer(ptx):
         nbits, register, operands = int(match[2]), match[3], match[4].split(",")

@@ -151,7 +151,7 @@ def test_on_one_host_the_launch_is_within_it():
 
 
 def test_stages_take_the_bytes_that_they_read_and_write():
-    """At 1 GB/s, and with no time for a launch, a stage takes 1 ns a byte. fp32 gradients have 4 bytes, bf16 codes 2."""
+    """At 1 GB/s and with no time for a launch, a stage takes 1 ns a byte. fp32 gradients have 4 bytes, bf16 codes 2."""
     for ranks in (2, 8):
         hardware = Hardware(ranks, 1, memory_gbytes_per_s=1.0, codec_share=1.0, kernel_us=0.0)
         codec = hardware.cluster().codec("bf16")
