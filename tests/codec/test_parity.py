@@ -20,8 +20,8 @@ NUM_STEPS = 100
 
 # Bounds of |seen − exact| / max|exact|. The maximum is over one parameter's gradient; with int8 and fp8 it is over all
 # gradients of the step. A gradient is rounded twice, each time by at most half a unit in the last place. The unit is
-# 2⁻⁸ (bf16), 2⁻¹¹ (fp16), 2⁻⁴ (fp8) or 1/127 of the block's largest value (int8). Local gradients are up to 8 times the
-# mean here. Quantizing the sum again for each rank would exceed these bounds.
+# 2⁻⁸ (bf16), 2⁻¹¹ (fp16), 2⁻⁴ (fp8) or 1/127 of the block's largest value (int8). Local gradients are up to 8 times
+# the mean here. Quantizing the sum again for each rank would exceed these bounds.
 TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127, "fp8": 8 * 2.0**-4}
 
 
