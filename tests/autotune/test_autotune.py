@@ -1,4 +1,4 @@
-"""The search of wire="auto", on given times, and what it leaves in a file."""
+"""The search of wire="auto" on given step times, and the files that Tuning.save writes."""
 
 import dataclasses
 
@@ -17,7 +17,10 @@ def nothing(best):
 
 
 def search(step_ms, wires=(BF16, INT8, INT4), sums=nothing, chunks=nothing):
-    """Runs one to its end; `step_ms(candidate, number of the trial)`."""
+    """Runs a search to its end and returns it, with `num_steps`, the steps that it took.
+
+    `step_ms(candidate, trial)` returns the step time in ms of the trial with that number.
+    """
     found = Search(wires, sums, chunks)
     found.num_steps = 0
     while not found.finished:
@@ -44,7 +47,7 @@ def test_the_more_exact_is_kept_unless_it_is_slower_by_more_than_the_margin():
 
 
 def test_off_is_kept_unless_something_is_faster_by_more_than_the_margin():
-    """Also where that is as exact: during the search off has to divide in a pass that DDP does without afterwards."""
+    """This holds for exact candidates, too: only during the search does off divide in a separate pass."""
     assert search(by_candidate(off=100, fp32=98, bf16=98), (FP32, BF16)).candidate == OFF
     assert search(by_candidate(off=100, fp32=101, bf16=99), (FP32, BF16)).candidate == OFF
     assert search(by_candidate(off=100, fp32=96, bf16=95), (FP32, BF16)).candidate == FP32
@@ -54,7 +57,7 @@ def test_off_is_kept_unless_something_is_faster_by_more_than_the_margin():
 def test_of_ours_that_are_exact_the_fastest_is_kept():
     in_small_chunks = dataclasses.replace(FP32, chunk_nbytes=4096)
     assert preferred({OFF: 100, FP32: 96, in_small_chunks: 95, BF16: 94}) == in_small_chunks
-    # And it is what another wire has to beat.
+    # It is also the finalist that another wire has to beat.
     found = search(by_candidate(off=100, fp32=80, bf16=70), (FP32, BF16))
     assert [str(trial.candidate) for trial in found.trials] == ["off", "fp32", "bf16", *["fp32", "bf16"] * 2]
     assert found.candidate == BF16
@@ -81,12 +84,12 @@ def test_a_wire_that_was_unlucky_at_first_is_looked_at_again():
     found = search(with_luck(times, int8=90))
     assert [trial.candidate for trial in found.trials[4:]] == [OFF, BF16, INT8] * 2
     assert found.candidate == INT8
-    # Only one, that was near: the others had no such bad luck.
+    # Only the fastest other wire that comes NEAR to the best is tried again. With 100 ms int8 does not.
     assert search(with_luck(times, int8=100)).candidate == BF16
-    # As fast as a more exact one by a lucky look: it was no faster.
+    # One lucky trial puts int8 ahead of bf16, which is more exact. Tried again, int8 is not faster.
     found = search(with_luck({"off": 100, "bf16": 80, "int8": 81, "int4": 95}, int8=76))
     assert found.candidate == BF16 and [trial.candidate for trial in found.trials[4:]] == [OFF, BF16, INT8] * 2
-    # What has fallen far behind is not looked at a third time.
+    # A finalist that is FAR behind the best is not tried a third time.
     found = search(with_luck({"off": 300, "bf16": 90, "int8": 86, "int4": 200}))
     assert [trial.candidate for trial in found.trials[4:]] == [OFF, BF16, INT8, BF16, INT8]
     assert found.candidate == INT8

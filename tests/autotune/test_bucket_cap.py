@@ -1,4 +1,4 @@
-"""The prediction of bucket_cap_mb, on buckets whose times are known."""
+"""The prediction of bucket_cap_mb from buckets with known times."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def seen(sizes_mib, backward_ms_per_mib, a_ms, wire_ms_per_mib):
-    """One pass: buckets of a network whose gradients come at one rate, over a link that carries one after another."""
+    """The buckets of one pass. Gradients appear at a constant rate, and one link sends one bucket after another."""
     buckets, total, free = [], 0.0, float("-inf")
     for size in sizes_mib:
         total += size
@@ -31,15 +31,16 @@ def cuts(total_mib):
 
 
 def test_a_model_that_is_known_is_found_again():
-    """Gradients come twice as fast as they travel, so all but the first bucket's wait is the sum of all transfers."""
+    """Gradients appear twice as fast as they are sent. The exposed time is then the time of all transfers, less the
+    time from the first bucket's hand-over to the last's."""
     sizes = [1, 25, 25, 25, 24]
     told = predict([seen(sizes, 1.0, 0.5, 2.0)] * 3, 400.0, cuts(100))
     by_cap = dict(told.exposed_ms)
-    # With one bucket everything waits; with many small ones each costs half a millisecond.
+    # With one bucket nothing overlaps. With many small ones, each adds half a millisecond.
     assert by_cap[100] == pytest.approx(0.5 + 200)
     assert by_cap[50] == pytest.approx(1 + 200 - 50)
     assert by_cap[1] == pytest.approx(50 + 200 - 99)
-    assert told.now_ms == pytest.approx(25 + 4 * 0.5 + 198 - 99)  # the link idles until the second bucket is there
+    assert told.now_ms == pytest.approx(25 + 4 * 0.5 + 198 - 99)  # the link is idle until the second bucket
     assert told.best_mb == 5 and by_cap[5] == pytest.approx(10 + 200 - 95)
 
 

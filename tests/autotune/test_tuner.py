@@ -1,4 +1,4 @@
-"""wire="auto" on real ranks, and what its search may choose from."""
+"""wire="auto" on real ranks, and the candidates of its search."""
 
 import contextlib
 import dataclasses
@@ -32,9 +32,10 @@ from fusedcomm.native import _C
 
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
 NUMEL = 20000
-"""So few that a wire is used with sum="two-shot" only: small buckets are summed exactly otherwise."""
+"""Elements of the first gradient. It has one dimension, so wires with scales sum it exactly unless "1d" names a wire.
+The second gradient is so small that only sum="two-shot" sends it on a lossy wire."""
 
-# --- what may be chosen ---------------------------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------------------------------
 
 
 def space_of(*wires, **base):
@@ -42,7 +43,7 @@ def space_of(*wires, **base):
 
 
 def running(space, candidate):
-    """On two ranks with a link of 1 Gbit/s: chunks of 256 KiB, 16 under way."""
+    """The candidate's configuration on two ranks with a link of 1 Gbit/s: chunks of 256 KiB, 16 in flight."""
     return chunks.resolved(space.config(candidate), 2, "cpu", 8e-9)
 
 
@@ -67,7 +68,7 @@ def test_the_same_times_give_the_same_search_and_it_ends():
         (one, num_steps), (other, _) = by_chance(seed), by_chance(seed)
         assert (one.trials, one.candidate) == (other.trials, other.candidate)
         assert num_steps <= most
-        # What is kept has won in the last two looks, at what is exact, at it, and maybe at another wire.
+        # The last two rounds decide. Each has the exact finalist, the best candidate and maybe another wire.
         tried = [trial.candidate for trial in one.trials]
         if len(tried) > 6 or one.candidate != OFF:  # one trial of off and each wire was enough
             assert len(tried) > 6
@@ -93,7 +94,7 @@ def test_only_sums_and_chunks_that_are_left_open_are_tried():
     assert space.sums(BF16, {"two-shot"}, 4, False) == [Candidate("bf16", "direct")]
     fp32, exact = space_of("fp32"), Candidate("fp32")
     assert fp32.sums(exact, {"exact"}, 4, False) == [Candidate("fp32", "two-shot")]
-    # Of two ranks a two-shot is never better than a one-shot, whatever the buckets have now.
+    # On two ranks a two-shot is never better than a one-shot, whichever sums the buckets use now.
     assert fp32.sums(exact, {"exact"}, 2, False) == [Candidate("fp32", "one-shot")]
     for used in ({"one-shot"}, {"one-shot", "exact"}):
         assert space.sums(BF16, used, 2, False) == [Candidate("bf16", "direct")]
@@ -172,12 +173,15 @@ def module(**kwargs):
 
 
 class Slow:
-    """To be called before each step, which then takes so many milliseconds, by what travels, and a bit more by chance,
-    other on each rank. By a clock of the test's own, so that the choice is the same whatever else the machine does."""
+    """Sets how long a step takes; call it before each step. Time is the test's own clock, so that the search makes the
+    same choice on a busy machine.
+
+    ms: milliseconds of a step by wire, by "off" and by "by host". Each rank adds a random time below 1 ms.
+    """
 
     def __init__(self, comm, rank, **ms):
         self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
-        self._ends_ms = [0.0]  # of all steps, the one that has just begun included
+        self._ends_ms = [0.0]  # when each step ends, including the step that has just begun
         runs = comm._runs
         runs._target = types.SimpleNamespace(
             take_seen=functools.partial(self._by_own_clock, runs._target.take_seen),
@@ -196,7 +200,7 @@ class Slow:
         return ms + self._chance.random()
 
     def _by_own_clock(self, take_seen):
-        """What was seen, each pass moved to where its last bucket is handed over when its step ends."""
+        """The observed buckets, each pass moved in time so that its last bucket is handed over when its step ends."""
         moved = []
         passes = tuner._passes(take_seen())
         for buckets, end_ms in zip(passes, self._ends_ms[-1 - len(passes) : -1], strict=True):
@@ -208,7 +212,7 @@ class Slow:
 
 
 class Sleeping(Slow):
-    """By the real clock, in proportion to how slow the machine is."""
+    """The same on the real clock: sleeps before each step, for longer on a slower machine."""
 
     def __init__(self, comm, rank, **ms):
         self._comm, self._ms, self._chance = comm, ms, random.Random(rank)
@@ -222,7 +226,11 @@ OFF_IS_BEST = {"off": 3, "bf16": 40, "int8": 40}
 
 
 def searched(rank, world_size, ms, kwargs, slow_type=Slow):
-    """Trains until the search has ended and a few steps on: (the choice, wires by step, relative errors, gradients)"""
+    """Trains until two steps after the search has ended.
+
+    Returns (tuning, each step's wire, each step's largest relative error, sums and one element of each step's
+    gradients, whether off is running).
+    """
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto(("int8", "bf16"), Config(**kwargs)), quiet=True)
     slow = slow_type(comm, rank, **ms)
@@ -264,13 +272,16 @@ def test_all_ranks_choose_alike_and_every_step_is_right(ranks, world_size, ms, b
     for other in outcome[1:]:
         assert dataclasses.replace(other[0], bucket_cap=None) == dataclasses.replace(tuning, bucket_cap=None)
         assert other[1] == wires and other[3] == results  # bit for bit
-    # In the order of exactness, each for as long as the others.
+    # The most exact first.
     assert [trial.candidate.wire for trial in tuning.trials][:3] == ["off", "bf16", "int8"]
     assert tuning.step_ms[OFF] > 5 and all(trial.step_ms > 0 for trial in tuning.trials)
 
 
 def scheduled(rank, world_size, model, ddp_kwargs, accumulate, uneven):
-    """How far gradients are, in any step of a search, from those under DDP's default with the same inputs."""
+    """Trains through a search, and with DDP's own all-reduce on the same inputs.
+
+    Returns (the largest relative error of a step's gradients, whether the search has finished, its choice, its trials).
+    """
 
     def train(auto):
         torch.manual_seed(3)
@@ -348,7 +359,10 @@ def test_off_is_ddps_default_bit_for_bit_and_the_handle_works(ranks, world_size)
 
 
 def off_and_back(rank, world_size):
-    """What is right, by step, while off leaves DDP's reducer alone, and when int8 has come back."""
+    """Trains while off leaves DDP's reducer without a hook, after detaching, and with int8 attached.
+
+    Returns (whether each step is right, whether the reducer had a hook).
+    """
     ddp, plain = module(), module()
     comm = fusedcomm.attach(ddp, Auto(("int8",), tuned=frozen(world_size, OFF, ddp)), quiet=True)
     right, hooked = [], []
@@ -388,12 +402,12 @@ def takes_hook(rank, world_size):
 
 
 def test_this_torch_lets_go_of_a_hook(ranks):
-    """Where it does not, off divides gradients in a pass of its own, and setup.py needs to know the new name."""
+    """With a torch that does not, off divides gradients in a separate pass; setup.py needs the new member's name."""
     assert ranks.run(takes_hook, world_size=2) == [True, True]
 
 
 def threads_settle_at(wanted: int) -> int:
-    """The threads of the engine; what was left to itself has some time to end."""
+    """The number of engine threads, once it is `wanted` or after two seconds: dropped engines take time to end."""
     deadline = time.monotonic() + patient(2)
     while (found := threads_of_engine()) != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -401,7 +415,7 @@ def threads_settle_at(wanted: int) -> int:
 
 
 def threads_by_phase(rank, world_size, ms, wanted):
-    gc.collect()  # what earlier tests have left to itself
+    gc.collect()  # ends the engines that earlier tests have dropped
     before = threads_of_engine()
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto(("int8", "bf16")), quiet=True)
@@ -414,7 +428,7 @@ def threads_by_phase(rank, world_size, ms, wanted):
     while not comm.tuning().finished:
         slow()
         synchronise(ddp, gradients(rank, 0))
-    for _ in range(2):  # the last of off's first passes may deliver what a wire has left out
+    for _ in range(2):  # the last of off's first passes may deliver a wire's residual
         synchronise(ddp, gradients(rank, 0))
     seen.append(threads_settle_at(before + wanted[2]))
     scratch = comm.plan().scratch_nbytes
@@ -425,15 +439,19 @@ def threads_by_phase(rank, world_size, ms, wanted):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_threads_and_workspaces_of_what_was_not_chosen_are_gone(ranks):
-    # Three of an engine's lanes have a thread. Two threads watch the one that is tried, also off, for which a rank can
-    # be late; none watch when DDP's own all-reduce is kept.
+    # Three of an engine's lanes have a thread. Two threads watch the candidate that is tried. They watch off, too,
+    # because a rank can be late for it. No thread watches DDP's own all-reduce once it is kept.
     for ms, wanted in ((TIMES, [11, 11, 5, 0]), (OFF_IS_BEST, [11, 11, 0, 0])):
         for seen, scratch in ranks.run(threads_by_phase, ms, wanted, world_size=2):
             assert seen == wanted and (scratch > 0) == (ms is TIMES)
 
 
 def with_error_feedback(rank, world_size):
-    """What all steps have delivered, what is left out, and what should have been delivered."""
+    """Trains through a search with error feedback.
+
+    Returns (the choice, each step's wire, the largest error of the sum of all steps' gradients plus the residual, the
+    largest element of the residual).
+    """
     ddp = module()
     base = Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback())
     comm = fusedcomm.attach(ddp, Auto(("int4",), base), quiet=True)
@@ -447,7 +465,7 @@ def with_error_feedback(rank, world_size):
         plan = comm.plan()
         wires.append("off" if plan.off else plan.config.wire)
         if step == 12:
-            # A search goes on with what it has restored, whatever runs.
+            # The search goes on with the restored state, whichever candidate runs.
             comm.load_state_dict(comm.state_dict())
     residual = comm.state_dict(consolidated=True)["residuals"].get("weights.0", torch.zeros(NUMEL))
     return comm.tuning().chosen, wires, (delivered + residual - wanted).abs().max().item(), residual.abs().max().item()
@@ -636,7 +654,7 @@ def test_ranks_must_be_given_the_same_choice(ranks, tmp_path):
         assert "garbage.json' is not what Tuning.save() writes" in garbage
 
 
-# --- other ends -----------------------------------------------------------------------------------------------------
+# --- process groups, errors -----------------------------------------------------------------------------------------
 
 
 def moved(rank, world_size, is_finished):
@@ -715,9 +733,10 @@ def test_choices_that_look_alike_are_not_the_same(ranks):
 
 
 def without(rank, world_size, impossible, numel, kwargs):
-    """A search in which on rank 1 no session can be made for a candidate that `impossible` names.
+    """Runs a search in which rank 1 cannot make a session for a candidate whose name contains a part in `impossible`.
 
-    Returns the tuning, the warnings, how far gradients were off at most, and the wires that ran.
+    Returns (tuning, warnings, largest error of a gradient, wires that ran, parameters with a residual), or the text of
+    attach's error.
     """
     from fusedcomm.session import session
 
@@ -770,7 +789,7 @@ def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
 
 
 def test_a_candidate_that_comes_up_in_mid_search_and_cannot_be_had_loses_on_all(ranks):
-    """Its chunks are the last to be tried, while int8 runs: that goes on, with what it has left out."""
+    """Other chunks are tried last, while int8 runs. int8 goes on, and keeps its residual."""
     kwargs = {"sum": "two-shot", "feedback": Feedback()}
     for tuning, _, error, wires, residuals in ranks.run(without, ("in chunks of",), 3_000_000, kwargs, world_size=2):
         lost = [candidate for candidate, ms in tuning.step_ms.items() if ms == float("inf")]
@@ -785,7 +804,7 @@ def test_without_any_wire_attach_says_why(ranks):
 
 
 def without_advice(rank, world_size):
-    """Rank 0's output is closed, and its prediction fails: neither is worth a training."""
+    """Rank 0's output is closed and its prediction fails. Neither may end the training."""
 
     def fail(*arguments):
         raise ZeroDivisionError
@@ -845,7 +864,7 @@ def test_only_what_has_been_chosen_can_be_traced(ranks, tmp_path):
 
 
 def detached_while_searching(rank, world_size):
-    gc.collect()  # what earlier tests have left to itself
+    gc.collect()  # ends the engines that earlier tests have dropped
     before = threads_of_engine()
     ddp = module()
     comm = fusedcomm.attach(ddp, Auto(("bf16", "int8")), quiet=True)
@@ -859,7 +878,7 @@ def detached_while_searching(rank, world_size):
     synchronise(ddp, gradients(rank, 1))
     buckets, tuning = again.stats().buckets, again.tuning()
     again.detach()
-    # Nobody detaches this one.
+    # This one is dropped without detach().
     dropped = module()
     fusedcomm.attach(dropped, wire="auto", quiet=True)
     synchronise(dropped, gradients(rank, 0))

@@ -1,4 +1,4 @@
-"""What the benchmarks count and report, for inputs whose result is known. test_make_gpu.py runs the GPU's."""
+"""What the benchmarks count and report, for inputs with known results. test_make_gpu.py covers the GPU's benchmarks."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ def test_ragged_buckets_hold_every_element_once(bench_modules):
 
 
 class FakeDevice:
-    """Streams side by side, each with a clock of its own, in seconds."""
+    """Concurrent streams, each with its own clock in seconds."""
 
     dry_run = False
 
@@ -77,7 +77,7 @@ def test_overlap_counts_what_ran_while_both_streams_were_busy(bench_modules):
     codecs = overlap.Stream("codec", lambda turn: device.sleep(1e-4), count=100, group=2, pause_s=3e-4)
     of_products, of_codec = overlap.run(device, products, codecs)
     assert of_products.seconds == pytest.approx([1e-3] * 4)
-    assert of_codec.seconds == pytest.approx([1e-4] * 9)  # 5 ms / 0.5 ms, less the first
+    assert of_codec.seconds == pytest.approx([1e-4] * 9)  # 5 ms / 0.5 ms, without the first
     assert of_codec.active == pytest.approx(9 * 0.2 / (9 * 0.5 - 0.3))
 
 
@@ -151,7 +151,7 @@ def test_entropy_of_known_distributions(entropy_bench):
     halves = torch.tensor([7] * 8 + [1] * 4 + [250] * 2 + [0, 3])
     assert entropy(halves) == 1.875  # 1/2, 1/4, 1/8, 1/16, 1/16
     assert entropy(torch.tensor([0, 65535, 0, 65535])) == 1
-    # Runs that are constant each, and a shorter one of two symbols.
+    # Two constant runs, and a shorter run with two symbols.
     assert entropy(torch.tensor([5, 5, 5, 5, 9, 9, 9, 9, 1, 2]), run=4) == pytest.approx(0.2)
 
 
@@ -159,9 +159,10 @@ def test_entropy_counts_every_section_of_the_wire(entropy_bench):
     codes, zeros = torch.arange(-127.0, 128, 2), torch.zeros(128)
     grads = torch.cat([codes, zeros, 2 * codes, zeros]).repeat(8)
     bits = entropy_bench.section_bits("int8", entropy_bench.pack("int8", grads), len(grads))
-    # Half of the codes are 0, and the 128 odd ones share the other half.
+    # Half of the codes are 0. The 128 odd codes share the other half.
     assert bits["codes"] == pytest.approx(0.5 * 1 + 0.5 * 8)
-    # 3F800000, 0, 40000000, 0: two bytes are always 0, one is 80 in a quarter of the scales, one 3F, 40, 0 and 0.
+    # The scales are 3F800000, 0, 40000000 and 0 in turn. Two bytes are always 0. One byte is 80 in a quarter of the
+    # scales. One byte is 3F, 0, 40 and 0 in turn.
     quarter = 0.25 * 2 + 0.75 * math.log2(4 / 3)
     assert bits["scales"] == pytest.approx((quarter + 1.5) / 128)
 
@@ -177,7 +178,7 @@ def test_bf16_planes_fit_together_again(entropy_bench):
 
 
 def test_break_even_by_hand(entropy_bench):
-    """Two ranks: for each byte of a bucket one is sent, one compressed, one decompressed."""
+    """On two ranks a rank sends, compresses and decompresses one byte for each byte of a bucket."""
     rates = entropy_bench.Rates(16, 0.5, compress_bytes_s=1e9, decompress_bytes_s=2e9)
 
     def gain(gbit, threads, overlap, ranks=2):
@@ -186,13 +187,14 @@ def test_break_even_by_hand(entropy_bench):
     # 1 Gbit/s: 8 ns on the wire, 4 when coded; 1 ns to compress and 0.5 to decompress
     assert gain(1, 1, True) == pytest.approx(2)
     assert gain(1, 1, False) == pytest.approx(8 / 5.5)
-    # 10 Gbit/s: 0.8 ns, 0.4 when coded; 1.5 ns of coding, 0.375 by four threads
+    # 10 Gbit/s: 0.8 ns on the wire, 0.4 when coded; 1.5 ns of coding, 0.375 with four threads
     assert gain(10, 1, True) == pytest.approx(0.8 / 1.5)
     assert gain(10, 4, True) == pytest.approx(2)
     assert gain(10, 4, False) == pytest.approx(0.8 / 0.775)
-    # Four ranks carry 1.5 bytes: 12 ns, 6 when coded; 1 + 0.75 ns of coding
+    # Four ranks send 1.5 bytes: 12 ns on the wire, 6 when coded; 1 + 0.75 ns of coding
     assert gain(1, 1, False, ranks=4) == pytest.approx(12 / 7.75)
-    # 1.5 ns are what a byte takes at 16/3 Gbit/s, and what half of one saves at 8/3
+    # Coding takes 1.5 ns. With overlap that must not exceed the time of a byte, which is 1.5 ns at 16/3 Gbit/s. Without
+    # overlap it must not exceed the saved half of a byte, which is 1.5 ns at 8/3 Gbit/s.
     assert entropy_bench.break_even_gbit(rates, 2, 1, True) == pytest.approx(16 / 3)
     assert entropy_bench.break_even_gbit(rates, 2, 4, False) == pytest.approx(4 * 8 / 3)
     for overlap in (True, False):

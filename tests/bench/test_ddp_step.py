@@ -1,4 +1,4 @@
-"""Training steps measured over links: what is measured, and what becomes of it."""
+"""bench/ddp_step.py: the training steps that it measures over links, and how it reports them."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from patience import HANG_S
-from test_hosts import BENCH, makes_hosts  # first: it says where the next are
+from test_hosts import BENCH, makes_hosts  # first: it adds bench/ to sys.path
 
 from lib import common  # isort: skip
 import _ddp_step_rank  # isort: skip
@@ -63,7 +63,7 @@ def test_training_steps_on_localhost(tmp_path):
         "fusedcomm int4 feedback",
     } <= set(rows)
     missing = {entry["impl"] for entry in document["not_measured"] if entry["case"] == "resnet/loopback"}
-    # On gloo neither runs as it ships with torch 2.13.
+    # torch 2.13's versions of these two do not run on gloo.
     assert missing <= {"pertensor hook", "perchannel hook"}
     for impl, row in rows.items():
         assert row["checked"] and list(row["percentiles_s"]) == ["p50", "p75", "p90", "p95"]
@@ -77,7 +77,8 @@ def test_training_steps_on_localhost(tmp_path):
         "fusedcomm bf16": 2,
         "fusedcomm int8": 1.03,
     }.items():
-        # Two ranks send what they hold once in all; biases and norms travel exactly, and small messages have headers.
+        # On two ranks a rank sends each element once. The tolerance is for biases and norms, which are sent exactly,
+        # and for the headers of small messages.
         assert rows[impl]["figures"]["wire_nbytes"] == pytest.approx(per_element * numel, rel=0.1)
     assert document["env"]["ranks"] == 2 and document["cases"]["resnet/loopback"]["batch"] == 1
 
@@ -92,7 +93,7 @@ def test_training_steps_on_two_hosts(tmp_path):
     for impl, per_element in {"ddp default": 4, "ddp tuned": 4, "fusedcomm bf16": 2}.items():
         nbytes = rows[impl]["figures"]["wire_nbytes"]
         assert nbytes == pytest.approx(per_element * numel, rel=0.1)
-        # Faster than the line would mean that the link is not limited; by 1 ms it may be ahead.
+        # A shorter time would mean that the link is not limited. A link may send bursts of 1 ms ahead of its rate.
         assert rows[impl]["best_s"] >= 0.9 * (nbytes * 8 / 100e6 - 2e-3)
     assert document["cases"]["transformer/100mbit"]["wire_nbytes_from"] == "eth0 of each host"
     bf16 = rows["fusedcomm bf16"]["figures"]
@@ -112,7 +113,7 @@ def test_percentiles_and_models():
 
 @pytest.fixture
 def one_thread():
-    """As ranks have: others would spin between operations."""
+    """Gives torch one thread, as in ranks: further threads would spin between operations."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

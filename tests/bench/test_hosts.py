@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces, which are gone afterwards whatever happens."""
+"""Hosts made of network namespaces. They are removed afterwards, whatever happens."""
 
 import ipaddress
 import json
@@ -14,7 +14,7 @@ import pytest
 from patience import HANG_S
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.append(str(BENCH))  # for good: ranks that are started import this file too
+sys.path.append(str(BENCH))  # stays: ranks that are started import this file, too
 
 import ddp_step  # noqa: E402
 import hosts  # noqa: E402
@@ -33,16 +33,16 @@ def namespaces_of(token: str) -> list[str]:
 
 
 def traces(token: str) -> list[str]:
-    """Whatever a run with this token has left."""
+    """The namespaces and files that a run with this token has left."""
     return namespaces_of(token) + [path.name for path in Path("/run/fusedcomm-hosts").glob(f"*{token}*")]
 
 
 def interfaces() -> list[str]:
-    """This machine's own."""
+    """The machine's own network interfaces."""
     return sorted(os.listdir("/sys/class/net"))
 
 
-# ---- what is there, and that nothing is left of it
+# ---- hosts are made and removed
 
 
 @makes_hosts
@@ -100,7 +100,7 @@ def test_a_process_that_has_not_come_to_its_host_yet_is_ended_too(monkeypatch):
         raise ZeroDivisionError
     assert on_its_way.wait(HANG_S) == -signal.SIGKILL
     deadline = time.monotonic() + HANG_S
-    with pytest.raises(ProcessLookupError):  # nor is there, once init has seen to it, anything that it has started
+    with pytest.raises(ProcessLookupError):  # its child is gone, too, once init has asked for its status
         while time.monotonic() < deadline:
             os.killpg(on_its_way.pid, 0)
             time.sleep(0.01)
@@ -139,14 +139,14 @@ def test_what_cannot_be_removed_is_said_and_removed_by_the_next_run(monkeypatch,
 
 @pytest.fixture
 def sleeping_run(tmp_path):
-    """A run of the command whose ranks sleep. Its process, and its token."""
+    """A run of bench/hosts.py whose ranks sleep: (its process, its token, the ranks' process ids)."""
     script = tmp_path / "sleep.py"
     script.write_text("import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)\n")
     known = {path.stem for path in Path("/run/fusedcomm-hosts").glob("*.lock")}
     command = [sys.executable, str(BENCH / "hosts.py"), "--hosts", "2", "--link", "100mbit", "--", str(script)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
-    # Other runs may come and go at the same time: ours is the one that the ranks are in.
+    # Other runs may begin and end at the same time. The ranks' namespace tells this run's token.
     started = {path.stem for path in Path("/run/fusedcomm-hosts").glob("*.lock")} - known
     identify = [subprocess.run(["ip", "netns", "identify", str(pid)], capture_output=True, text=True) for pid in pids]
     token = identify[0].stdout.split("-")[2]
@@ -189,7 +189,7 @@ def test_runs_side_by_side_leave_each_other_alone(sleeping_run):
 
 @makes_hosts
 def test_namespaces_of_others_are_not_touched():
-    """Not even if they are called like ours: nothing says that a run of ours made it."""
+    """Not even a namespace with a name like ours: no lock file shows that a run made it."""
     name = f"fusedcomm-hosts-{secrets.token_hex(4)}-host0"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
@@ -208,14 +208,14 @@ def test_this_process_network_is_never_killed(monkeypatch):
 
 
 def is_running(pid: int) -> bool:
-    """A zombie has ended, whoever should have asked for its status."""
+    """Whether the process runs. A zombie has ended, even if its parent has not asked for its status."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-# ---- what they do
+# ---- programs and links
 
 
 @makes_hosts
@@ -234,10 +234,10 @@ def test_output_and_status_of_the_first_that_fails(capsys, monkeypatch):
 def test_a_link_carries_what_it_is_limited_to():
     rates = []
     with hosts.make(2, "100mbit") as cluster:
-        # Where other programs keep a sender from sending, a link carries less now and then.
+        # Other programs may delay a sender, and then the link carries less. One good second is enough.
         while len(rates) < 20 and max(rates, default=0) < 0.95 * 100e6:
             (flow,) = hosts.measure_flow(cluster, 1.0)
-            # Of 1,514 bytes of a frame 1,448 are payload.
+            # 1,448 of a frame's 1,514 bytes are payload.
             rates.append(flow["nbytes"] * 8 / flow["seconds"] * 1514 / 1448)
     assert max(rates) == pytest.approx(100e6, rel=0.05), rates
 

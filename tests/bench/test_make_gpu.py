@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: its plan, dry runs of its benchmarks, and what it does with parts made for the purpose."""
+"""`make gpu` without a GPU: its plan, dry runs of its benchmarks, and how it runs parts that the tests make."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 @pytest.mark.full
 def test_dry_run_of_everything_in_two_calls(tmp_path):
     pytest.importorskip("triton")
-    pytest.importorskip("tqdm")  # bench/codec.py, whose expressions the kernels are compared with
+    pytest.importorskip("tqdm")  # for bench/codec.py, which has the expressions that kernels are compared with
     before = {path: path.stat().st_mtime_ns for path in (BENCH / "results").iterdir()}
     said = []
     command = [sys.executable, str(BENCH / "_gpu.py"), "--dry-run", "--seconds", "inf", "--folder", str(tmp_path)]
@@ -102,7 +102,7 @@ def test_what_a_call_runs_fits_into_nine_minutes(bench_modules, monkeypatch):
 
 
 def test_parts_are_chosen_by_name(bench_modules, monkeypatch, capsys):
-    # In the order of the plan, and after the build, which the machine may not have.
+    # Parts are run in the plan's order, after the build, which the machine may lack. A dry run does not build.
     assert chosen(monkeypatch, "--parts", "kernels", "overlap") == ["build", "overlap", "kernels"]
     assert chosen(monkeypatch, "--parts", "overlap", "--dry-run") == ["overlap"]
     for options, said in (
@@ -156,7 +156,7 @@ def run_parts(monkeypatch, tmp_path, *parts, seconds=60.0, **env):
 
 
 def measuring(tmp_path, name, case):
-    """A part that measures one case, and fails to measure another."""
+    """A part that measures one case, and reports another as not measured."""
     bench = {
         "env": {},
         "by": case,
@@ -167,7 +167,7 @@ def measuring(tmp_path, name, case):
 
 
 def measured(document):
-    """Part → what it has measured."""
+    """{part: the case that it has measured}. Checks that the rest of the document names the same parts and cases."""
     rows = {row["bench"]: row["case"] for row in document["rows"]}
     assert len(rows) == len(document["rows"])
     assert {entry["bench"]: entry["case"] for entry in document["not_measured"]} == {
@@ -184,13 +184,13 @@ def states(document):
 def test_a_call_adds_to_the_document_of_earlier_ones(bench_modules, monkeypatch, tmp_path):
     env = {"commit": "abc", "sources": "1", "triton": "3.6.0", "driver": "580"}
     run_parts(monkeypatch, tmp_path, measuring(tmp_path, "hooks", "a"), measuring(tmp_path, "overlap", "b"), **env)
-    (tmp_path / "overlap.json").unlink()  # the machine of the next call has the document alone
+    (tmp_path / "overlap.json").unlink()  # the next call's machine has only the document
     document = run_parts(
         monkeypatch,
         tmp_path,
         measuring(tmp_path, "hooks", "c"),
         measuring(tmp_path, "kernels", "d"),
-        ("overlap", "raise SystemExit(1)", 1000),  # for which there is no time
+        ("overlap", "raise SystemExit(1)", 1000),  # there is no time for it
         ("tests", "raise SystemExit(1)", 1000),
         **env,
     )
@@ -238,7 +238,7 @@ assert [part["state"] for part in document["parts"]] == ["ok", "not run"], docum
 
 def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path):
     stop = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
-    # Programs that a shell has started in the background ignore this signal.
+    # A shell starts programs in the background with this signal ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -250,20 +250,20 @@ def test_a_call_that_is_stopped_says_where(bench_modules, monkeypatch, tmp_path)
     assert measured(document) == {"hooks": "a"}
     assert states(document) == {"hooks": "ok", "overlap": "cut off"}
 
-    # As a call that was killed leaves it.
+    # A call that was killed leaves its part as running.
     path.write_text(path.read_text().replace('"cut off"', '"running"'))
     document = run_parts(monkeypatch, tmp_path, measuring(tmp_path, "kernels", "b"))
     assert states(document) == {"hooks": "ok", "overlap": "cut off", "kernels": "ok"}
 
 
 def test_the_most_valuable_parts_get_the_time_there_is(bench_modules, monkeypatch, tmp_path):
-    """Less than half of what a part may need is not worth a start; with more, it is told for how long it may go on."""
+    """A part does not start with less than half of the time that it may need. With more, it is told its limit."""
     import _gpu
 
     document = run_parts(
         monkeypatch,
         tmp_path,
-        ("build", "pass", 1000),  # nothing goes without it
+        ("build", "pass", 1000),  # starts all the same: nothing runs without it
         ("overlap", "pass", 1000),
         ("kernels", "pass", 70),
         seconds=_gpu.FINISH_S + 60.0,
@@ -316,7 +316,7 @@ def test_runs_nothing_after_a_failed_build(bench_modules, monkeypatch, tmp_path)
 
 
 def test_interpreted_values_are_numbers_with_every_numpy(monkeypatch):
-    """Triton 3.6 converts an array of one element, which numpy 2.4 and later refuse."""
+    """Triton 3.6 converts arrays of one element to int. numpy 2.4 and later refuse that."""
     triton_interpreter = pytest.importorskip("triton.runtime.interpreter")
     import interpreter
 

@@ -1,4 +1,4 @@
-"""bench/_steps_report.py: what docs/benchmarks.md says is what the committed results say."""
+"""bench/_steps_report.py: docs/benchmarks.md says what the committed results say."""
 
 import json
 import shlex
@@ -73,7 +73,8 @@ def test_a_case_has_every_way_and_what_is_missing(results):
     table = _steps_report.case_table(results[0])
     title = "2 hosts × 3 ranks, 1gbit/s, resnet of 2 M: 2,000,000 parameters, batch 4, 12 steps of each way"
     assert table.splitlines()[0] == title
-    # 1,448 bytes of each packet of 1,514 are payload, of which the interface has counted 2 MB: 16.7 ms; computing, 10.
+    # The interface has counted 2 MB of payload. 1,448 of a packet's 1,514 bytes are payload, so sending takes 16.7 ms.
+    # Computing takes 10 ms.
     assert (
         "| fusedcomm int8 |  | 50.0 | 55.0 | 60.0 | 65.0 | 4.00 | 4.50 | 4.00 | 0.33 | 91% |  |  | 2.00 |  |" in table
     )
@@ -123,7 +124,7 @@ def test_the_readmes_stock_hook_is_the_best_that_was_run(results, monkeypatch):
 def test_a_step_that_computes_for_longer_than_its_bytes_take_has_that_for_its_ideal(results):
     results[0].rows["compute alone"]["median_s"] = 0.045
     assert results[0].of_ideal("fusedcomm int8") == "0.90"
-    assert results[0].of_ideal("c++ fp16 hook") == ""  # whose bytes nobody has counted
+    assert results[0].of_ideal("c++ fp16 hook") == ""  # its bytes were not counted
     results[0].settings["hosts"] = 0
     assert results[0].of_ideal("fusedcomm int8") == ""
 
@@ -156,7 +157,7 @@ def test_the_readme_begins_with_what_the_results_say():
     assert table == _steps_report.headline_table(results)
     for result in results:
         if (result.name, result.case) in _steps_report.HEADLINE_CASES:
-            # At 100 Mbit/s one 16-bit hook is as slow as another.
+            # At 100 Mbit/s all 16-bit hooks are equally slow, so one of them is enough.
             hooks = _steps_report.STOCK_HOOKS[: 1 if result.case.endswith("100mbit") else None]
             assert set(hooks) <= set(result.rows), result.name
     assert table.splitlines()[0].count("|") == len(_steps_report.HEADLINE_CASES) + 2

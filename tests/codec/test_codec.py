@@ -1,4 +1,4 @@
-"""The C++ codec against the oracle: the same bytes, on every instruction set and with any number of threads."""
+"""The C++ codec against the oracle: the same bytes on every instruction set, with any number of threads."""
 
 import math
 import threading
@@ -40,7 +40,7 @@ def same_bits(a, b):
 
 
 def signed(numel, dtype=torch.float32, seed=0, specials=False):
-    """Both signs, 40 binades; with `specials`, one element in 300 is of any bit pattern at all."""
+    """Random values of both signs over 40 binades. With `specials`, one element in 300 has a random bit pattern."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-20, 20, (numel,), generator=generator).float()
     x = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
@@ -53,7 +53,7 @@ def signed(numel, dtype=torch.float32, seed=0, specials=False):
 
 
 def bucket_layout(wire, *arguments):
-    """Of a wire in WIRES."""
+    """The layout for a wire in WIRES; `arguments` as for _C.bucket_layout."""
     name, _, rotated = wire.partition(" ")
     return _C.bucket_layout(name, *arguments, rotated=bool(rotated))
 
@@ -63,7 +63,7 @@ def code_dtype(wire):
 
 
 def uninitialised(nbytes):
-    """Wire memory in which a byte that nobody wrote shows."""
+    """Wire memory filled with 0xA5, so that a byte that is not written shows."""
     return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
@@ -78,9 +78,9 @@ def count_nonfinite(x, scale):
 
 
 def sliced(flat, numels, dtype, offset):
-    """`flat` cut into views of one larger tensor with `offset` foreign elements before each.
+    """Copies `flat` into slices, which are views of one larger tensor with `offset` other elements before each.
 
-    Returns (slices, gaps): writing to the slices must leave the gaps at 7.
+    Returns (slices, gaps). gaps() returns the elements outside the slices: writing to slices must leave them at 7.
     """
     memory = torch.full((flat.numel() + offset * (len(numels) + 1),), 7.0, dtype=dtype)
     in_gap = torch.ones(memory.numel(), dtype=torch.bool)
@@ -170,7 +170,10 @@ def test_messages_of_several_parts_are_not_summed(codec):
 
 
 def check_slices(codec, layout, flats, numels, offset, scale):
-    """Packs from and unpacks into slices of `numels` elements, `offset` apart, of the lossy and the exact stream."""
+    """Packs from slices of the lossy and the exact stream, and unpacks into them.
+
+    The slices have `numels` elements and are `offset` elements apart.
+    """
     dtype = flats[0].dtype
     (lossy, lossy_gaps), (exact, exact_gaps) = (
         sliced(flat, sizes, dtype, offset) for flat, sizes in zip(flats, numels, strict=True)
@@ -224,7 +227,7 @@ def test_ragged_and_misaligned_slices(wire, dtype, numels, offset, num_parts, bl
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8", "fp8 rotated", "int4"])
 @pytest.mark.parametrize(("dtype", "offset"), [*((dtype, 0) for dtype in DTYPES), (torch.float32, 1)], ids=str)
 def test_outputs_that_bypass_the_caches(wire, dtype, offset):
-    """Large enough for that in every dtype; with an offset, off the alignment that it needs."""
+    """The outputs are large enough for that in every dtype. With an offset, they lack the alignment that it needs."""
     numels = [4_000_000, 3, 2**23 - 4_000_000]
     flat = signed(sum(numels), dtype, seed=3, specials=True)
     layout = bucket_layout(wire, 128, 1, 0, flat.numel(), 1 << 30)
@@ -250,7 +253,7 @@ def test_every_16_bit_code_and_its_neighbourhood(codec, wire):
     values = torch.empty(2**16)
     codec.unpack(layout, 0, codes, 1.0, [values], [])
     assert same_bits(values, reference.unpack(layout, 0, codes, 1.0, torch.float32)[0])
-    # Each value's fp32 pattern, what lies half way to the next, and an ulp to either side of both.
+    # Each value's fp32 pattern, the pattern half way to the next value, and one ulp to either side of both.
     bits = values.view(torch.int32)
     half_step = 1 << (15 if wire == "bf16" else 12)
     for distance in (-1, 0, 1, half_step - 1, half_step, half_step + 1):
@@ -284,7 +287,7 @@ def test_special_blocks(codec, wire, rotated, dtype, block):
     rows[9] = torch.finfo(torch.float32).max
     rows[10, : block // 2] = torch.arange(block // 2) * -0.5
     rows[11] = -0.0
-    # Ties of every format beside the greatest code, and values that its subnormals share or round to zero.
+    # Ties of every format beside the greatest code, and values that round to subnormals or to zero.
     greatest = reference.GREATEST_CODE[wire]
     rows[12, ::2] = torch.linspace(-greatest, greatest, 64).repeat(block // 2)[: block // 2]
     rows[12, 0] = greatest
@@ -292,9 +295,9 @@ def test_special_blocks(codec, wire, rotated, dtype, block):
     rows[13, 0] = greatest
     rows[14] = (torch.arange(block) % 400 - 200) * 2.0**-18
     rows[14, 0] = -greatest
-    rows[15, 3] = 2.0**-96  # a rotation leaves an outlier where it is, one step smaller: normal or flushed
+    rows[15, 3] = 2.0**-96  # a rotation spreads it over 32 elements, all of this size
     rows[16, 31] = 1.1 * 2.0**-100
-    rows[17] = torch.finfo(dtype).max * (torch.arange(block) % 2 * 2 - 1)  # a rotation of it overflows
+    rows[17] = torch.finfo(dtype).max * (torch.arange(block) % 2 * 2 - 1)  # its rotation overflows
     flat = rows.view(-1).to(dtype)
     layout = bucket_layout(wire + rotated, block, 1, 0, flat.numel(), 1 << 30)
     packed, num_nonfinite = pack(codec, layout, 0, [flat], [], 1.0)
@@ -306,7 +309,7 @@ def test_special_blocks(codec, wire, rotated, dtype, block):
 
 
 def test_every_fp8_code_and_its_neighbourhood(codec):
-    """A block whose scale is 1: each value that has a code, the middle between it and the next, an ulp either side."""
+    """Blocks with a scale of 1: each value that has a code, the middle to the next value, one ulp to either side."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
     values = codes.view(code_dtype("fp8")).float()
     values = values[values.isfinite()].sort().values
@@ -340,7 +343,7 @@ def test_every_byte_of_int4(codec):
 
 @pytest.mark.parametrize("wire", ["int4", "int4 rotated", "fp8 rotated"])
 def test_slices_of_one_element_each(codec, wire, dtype):
-    """Every run starts within a byte, a rotation and a block."""
+    """Slices start within a byte, a rotation and a block."""
     flat = signed(333, dtype, seed=12, specials=True)
     layout = bucket_layout(wire, 32, 2, 0, 333, 1 << 30)
     check_slices(codec, layout, [flat, flat[:0]], [[1] * 333, []], 1, 1 / 3)
@@ -364,7 +367,7 @@ def test_a_rotation_is_undone_exactly_where_nothing_is_rounded(codec):
 
 
 def test_nonfinite_elements_are_counted_before_a_rotation(codec, wire):
-    flat = torch.full((1000,), 3e38)  # rotated, most of these overflow
+    flat = torch.full((1000,), 3e38)  # most of the rotated elements overflow
     flat[[3, 500, 501]] = torch.tensor([math.nan, math.inf, -math.inf])
     layout = bucket_layout(wire, 128, 2, 0, flat.numel(), 1 << 30)
     packed, num_nonfinite = pack(codec, layout, 0, [flat], [], 1.0)
@@ -397,7 +400,7 @@ def test_scales_that_overflow_or_vanish(codec, wire, scale):
 
 
 def encoded_parts(layout, values):
-    """One part for each rank's value, the value in every element."""
+    """One part for each rank's value, with that value in every element."""
     numel = layout.part.lossy_numel
     single = _C.bucket_layout(layout.wire, layout.block_numel, 1, 0, numel, 1 << 30, layout.rotated)
     return torch.cat([reference.pack(single, 0, torch.full((numel,), value), NOTHING, 1.0) for value in values])
@@ -412,7 +415,7 @@ def reduced_values(codec, wire, values, scale, numel=300):
 
 
 def test_sums_are_accumulated_in_fp32(codec):
-    """In bf16, 256 + 1 is 256 again."""
+    """In bf16, 256 + 1 would be 256."""
     assert reduced_values(codec, "bf16", [256.0, 1.0, 1.0], 1.0) == [258.0]
     assert reduced_values(codec, "bf16", [256.0, 1.0], 1 / 257) == [1.0]
     assert reduced_values(codec, "fp16", [2048.0, 1.0, 1.0], 1.0) == [2050.0]
@@ -513,7 +516,7 @@ def test_one_codec_serves_several_threads(codec):
 
 
 def test_more_than_2_to_the_31_elements(wire):
-    """Only the end is ever touched, so this takes address space and no memory to speak of."""
+    """Only the end is touched, so the tensor takes address space but hardly any memory."""
     x = torch.empty(2**31 + 1003, dtype=torch.bfloat16)
     layout = bucket_layout(wire, 128, 2, 0, x.numel(), 1 << 20)
     chunk = layout.num_chunks - 1

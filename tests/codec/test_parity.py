@@ -1,7 +1,7 @@
 """Training with fusedcomm against training without it: 100 iterations, every gradient and every parameter.
 
-Over an exact wire nothing may differ, not by a bit. Over a lossy wire each gradient must lie within what the format
-allows of the exact one, computed from the same parameters.
+On an exact wire no bit may differ. On a lossy wire each gradient must be within the format's tolerance of the exact
+gradient from the same parameters.
 """
 
 import contextlib
@@ -18,17 +18,20 @@ from fusedcomm.config import Config
 
 NUM_STEPS = 100
 
-# Bound of |seen − exact| / max|exact| of one parameter's gradient (for int8: of all gradients). Two roundings of half a
-# unit in the last place each, the unit being 2⁻⁸ (bf16), 2⁻¹¹ (fp16) or 1/127 of the block's largest value (int8), and
-# local gradients being up to 8 times the mean here. Quantising a rank at a time exceeds them.
+# Bounds of |seen − exact| / max|exact|. The maximum is over one parameter's gradient; with int8 and fp8 it is over all
+# gradients of the step. A gradient is rounded twice, each time by at most half a unit in the last place. The unit is
+# 2⁻⁸ (bf16), 2⁻¹¹ (fp16), 2⁻⁴ (fp8) or 1/127 of the block's largest value (int8). Local gradients are up to 8 times
+# the mean here. Quantizing the sum again for each rank would exceed these bounds.
 TOLERANCE = {"bf16": 8 * 2.0**-8, "fp16": 8 * 2.0**-11, "int8": 8 / 127, "fp8": 8 * 2.0**-4}
 
 
 def train(
     rank: int, scenario: Scenario, config: Config | None, record: list[list[torch.Tensor]], follow: list | None
 ) -> list[torch.Tensor]:
-    """Trains for NUM_STEPS; appends each synchronised step's gradients to `record`. With `follow`, takes that run's
-    parameters after every step, so that each gradient is compared from the same point."""
+    """Trains for NUM_STEPS steps and appends each step's gradients and parameters to `record`. Returns the parameters.
+
+    With `follow`, takes that run's parameters after every step, so that gradients of the same parameters are compared.
+    """
     ddp = DistributedDataParallel(scenario.build(reference=config is None), **scenario.ddp)
     comm = fusedcomm.attach(ddp, config) if config else None
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -42,7 +45,7 @@ def train(
                     (ddp(x.to(_input_dtype(ddp))).to(y.dtype) - y).square().mean().backward()
             record.append([_dense(p.grad) for p in ddp.parameters()])
             optimizer.step()
-            # Even steps keep the gradients' memory, odd ones give it up, as users do both.
+            # Even steps keep the gradients' memory and odd steps free it: users do both.
             optimizer.zero_grad(set_to_none=step % 2 == 1)
             if follow is not None:
                 with torch.no_grad():
@@ -67,11 +70,12 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 _last_by_default: dict[int, tuple[str, list[list[torch.Tensor]]]] = {}
-"""By the number of ranks."""
+"""(scenario's name, record) of the last training without fusedcomm, by world size."""
 
 
 def by_default(rank: int, world_size: int, name: str) -> list[list[torch.Tensor]]:
-    """What training without fusedcomm records. Ranks outlive tests, and several in a row compare with the same."""
+    """The record of training without fusedcomm. The last one is kept, because several tests in a row compare with it
+    and ranks outlive tests."""
     if world_size not in _last_by_default or _last_by_default[world_size][0] != name:
         record: list[list[torch.Tensor]] = []
         train(rank, SCENARIOS[name], None, record, None)
@@ -91,7 +95,7 @@ def exact_parity(rank, world_size, name, config):
 
 
 def traits(name: str, **others: object) -> dict[str, object]:
-    """What a scenario is made of, for tests to be sampled by."""
+    """A scenario's properties, by which tests are sampled."""
     scenario = SCENARIOS[name]
     of_model = {"model": scenario.model.__name__, **scenario.model_kwargs}
     return {"accumulate": scenario.accumulate, "uneven": scenario.uneven, **of_model, **scenario.ddp, **others}
@@ -99,9 +103,10 @@ def traits(name: str, **others: object) -> dict[str, object]:
 
 EXACT = [name for name in SCENARIOS if name not in ("bf16_parameters", "mixed_dtypes")]
 
-# Before its sum DDP multiplies by 1/p when it copies a gradient into its bucket, and divides by p when the gradient is
-# a view of the bucket already; on three ranks these differ in the last bit. fusedcomm always multiplies. And a sparse
-# gradient adds up its duplicate entries in another order than a dense one.
+# (scenario, world size) with which DDP's default rounds differently. Before its sum DDP multiplies by 1/p when it
+# copies a gradient into its bucket, and divides by p when the gradient is already a view of the bucket. On three ranks
+# these differ in the last bit. fusedcomm always multiplies. A sparse gradient adds its duplicate entries in another
+# order than a dense one.
 ROUNDED = [(name, 3) for name in EXACT if name.endswith("views")] + [("sparse", 2), ("sparse", 3)]
 
 
@@ -116,7 +121,7 @@ def test_an_exact_wire_changes_no_bit_in_100_iterations(ranks, name, world_size)
 @pytest.mark.sampled(by=lambda name, world_size: {"views": name.endswith("views"), "world_size": world_size})
 @pytest.mark.parametrize(("name", "world_size"), ROUNDED)
 def test_an_exact_wire_differs_by_rounding_alone_where_the_default_rounds_otherwise(ranks, name, world_size):
-    # A few ulp of terms that are up to 8 times their mean.
+    # The tolerance is an ulp, 2⁻²³, of terms that are up to 8 times their mean.
     ranks.run(lossy_parity, name, "fp32", 8 * 2.0**-23, world_size=world_size)
 
 
@@ -129,7 +134,7 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
     train(rank, scenario, Config(wire, sum, wires={"1d": wire}), seen, follow)
     largest = 0.0
     for step, (on_default, on_hook) in enumerate(zip(expected, seen, strict=True)):
-        # A block of a bucket may span parameters, and its largest element then bounds the error of them all.
+        # A block may span several parameters. Its largest element then bounds the error of all of them.
         largest_of_step = max(g.abs().max().item() for g in on_default[:num_parameters] if g.numel())
         for index in range(num_parameters):
             exact, lossy = on_default[index], on_hook[index]
@@ -137,7 +142,8 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
             if exact.numel() == 0 or exact.abs().max() == 0:
                 assert torch.equal(exact, lossy)
                 continue
-            # A gradient that is zero but for rounding, as a bias before a mean is subtracted, has no relative error.
+            # A gradient that is zero except for rounding has no meaningful relative error. A bias has such a gradient
+            # if a mean is subtracted after its layer.
             unit = largest_of_step if wire in ("int8", "fp8") else max(exact.abs().max().item(), largest_of_step / 1024)
             error = (exact - lossy).abs().max().item() / unit
             assert error <= tolerance, f"step {step}, parameter {index}: relative error {error:.2e}"
@@ -146,15 +152,15 @@ def lossy_parity(rank, world_size, name, wire, tolerance):
 
 
 @pytest.mark.sampled(by=lambda name, wire: {"model": SCENARIOS[name].model.__name__, "wire": wire})
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # one after the other, of each scenario
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8"])  # varies fastest: all of a scenario in a row
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("float64")])
 def test_a_lossy_wire_stays_within_its_format_in_100_iterations(ranks, name, wire):
-    # Parameters in bf16 round the mean once more, to bf16, whatever the wire.
+    # Parameters in bf16 round the mean once more, to bf16, on every wire.
     half_parameters = name in ("bf16_parameters", "mixed_dtypes")
     tolerance = max(TOLERANCE[wire], TOLERANCE["bf16"]) if half_parameters else TOLERANCE[wire]
     largest = ranks.run(lossy_parity, name, wire, tolerance, world_size=2)
     if name == "plain":
-        assert min(largest) > 0, "a lossy wire that loses nothing was not used"
+        assert min(largest) > 0, "the lossy wire lost nothing, so it was not used"
 
 
 @pytest.mark.sampled
@@ -166,7 +172,7 @@ def test_the_registered_hook_is_the_same_engine(ranks, name, wire):
 
 
 def registered_and_attached(rank, world_size, name, wire):
-    """comm_hook and attach must give the same bits."""
+    """Whether training with comm_hook and with attach gives the same bits."""
     results = []
     for register in (False, True):
         ddp = DistributedDataParallel(SCENARIOS[name].build(), **SCENARIOS[name].ddp)
@@ -188,11 +194,11 @@ def registered_and_attached(rank, world_size, name, wire):
 
 
 def compiled_gradients(rank, world_size, wire, backend):
-    """Gradients of two steps of a compiled module under DDP, and of the same steps without compilation."""
+    """Parameters after two steps of a module under DDP: [without compilation, with compilation]."""
     seen = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        # Three buckets, between which dynamo cuts the graph so that the hook runs while the backward pass goes on.
+        # Dynamo splits the graph between the three buckets, so that the hook runs during the backward pass.
         layers = [torch.nn.Linear(400, 400) for _ in range(5)]
         model = torch.nn.Sequential(torch.nn.Linear(10, 400), *layers, torch.nn.LayerNorm(400))
         ddp = DistributedDataParallel(model, bucket_cap_mb=1.2)

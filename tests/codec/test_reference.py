@@ -1,4 +1,4 @@
-"""The oracle itself, against formulas that share no code with it: bit patterns, float64, and numbers known by heart."""
+"""The oracle against formulas that share no code with it: bit patterns, float64 and well-known numbers."""
 
 import math
 
@@ -12,14 +12,14 @@ from fusedcomm.native import _C
 
 BLOCK_WIRES = ("int8", "fp8", "int4")
 WIRES = ("fp32", "bf16", "fp16", *BLOCK_WIRES)
-# Explicit mantissa bits, the exponent of the least normal number, the greatest finite number.
+# fp8's explicit mantissa bits, exponent of the least normal number, and greatest finite number.
 FP8_MANTISSA_NBITS, FP8_LEAST_EXPONENT, FP8_GREATEST = 3, -6, 448.0
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Explicit mantissa bits, and the exponent of the least normal number.
+# By wire: (explicit mantissa bits, exponent of the least normal number).
 HALF_FORMATS = {"bf16": (7, -126), "fp16": (10, -14)}
 
 finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
-# Within an ulp of the greatest float, 127 · scale may round to Inf.
+# At most 2¹²⁷, because 127 · scale may round to Inf within an ulp of the greatest float.
 int8_floats = st.floats(min_value=-(2.0**127), max_value=2.0**127, width=32)
 
 
@@ -36,7 +36,7 @@ def every_half(dtype):
 
 
 def signed(numel, seed, spread=20):
-    """fp32 of both signs over 2·spread binades."""
+    """Random fp32 values of both signs over 2·spread binades."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-spread, spread, (numel,), generator=generator).float()
     return torch.randn(numel, generator=generator) * exponents.exp2()
@@ -118,12 +118,12 @@ def test_int8_codes_stay_within_127_and_errors_within_half_a_step(values, block)
     ulp = 2.0**-23 * y.double().abs()
     flushed = steps == 0
     assert torch.all(y.abs()[flushed] < 2.0**-100)
-    # Scale, quotient and product are each rounded once: a few ulps of the value beside half a step.
+    # Scale, quotient and product are each rounded once, which adds a few ulps of the value to half a step.
     assert torch.all((decoded - y.double()).abs()[~flushed] <= (steps / 2 * (1 + 2**-20) + 2 * ulp)[~flushed])
 
 
 def test_the_int8_error_bound_is_tight():
-    """Uniform values come within 1% of half a step, and never farther than half a step and an ulp."""
+    """The largest error of uniform values is within 1% of half a step, and exceeds it at most by rounding."""
     y = torch.rand(128 * 1000, generator=torch.Generator().manual_seed(2)) * 2 - 1
     codes, scales = reference.encode(y, "int8", 128)
     steps = scales.repeat_interleave(128).double()
@@ -153,7 +153,7 @@ def test_int8_extremes_reach_127_whatever_the_maximum():
 def test_int8_special_blocks():
     y = torch.zeros(6, 32)
     y[1] = -3.0  # all equal
-    y[2, 5] = 1e30  # an outlier leaves its neighbours no codes
+    y[2, 5] = 1e30  # an outlier: its neighbors round to zero
     y[2, 6] = 1e20
     y[3] = 2.0**-130  # denormals
     y[4] = 2.0**-100
@@ -206,7 +206,7 @@ def test_nothing_encodes_to_nothing(wire):
 
 
 def fp8_value(code):
-    """Of a code that is not NaN or Inf, by the definition of the format."""
+    """The value of a code that is not a NaN, by the format's definition."""
     magnitude, sign = code & 0x7F, -1.0 if code & 0x80 else 1.0
     exponent, mantissa = magnitude >> FP8_MANTISSA_NBITS, magnitude & ((1 << FP8_MANTISSA_NBITS) - 1)
     significand = mantissa + (1 << FP8_MANTISSA_NBITS if exponent else 0)
@@ -220,7 +220,7 @@ def test_every_fp8_value_survives_a_scale_of_one():
     y = torch.tensor([values[code] for code in codes])
     stored, scales = reference.encode(y, "fp8", 256)
     assert scales.tolist() == [1.0]
-    assert stored.view(torch.uint8).tolist() == codes  # the sign of zero among them
+    assert stored.view(torch.uint8).tolist() == codes  # including the sign of zero
     assert same_bits(reference.decode(stored, scales, "fp8", 256), y)
 
 
@@ -235,7 +235,7 @@ def test_fp8_rounding_is_to_nearest_even(x):
 
 
 def test_torch_rounds_to_fp8_alike():
-    """Where a scale of one makes encoding a conversion."""
+    """With a scale of one, encoding is a conversion."""
     y = signed(100_000, seed=5, spread=12).clamp(-FP8_GREATEST, FP8_GREATEST).view(-1, 125)
     y[:, 0] = FP8_GREATEST
     y = torch.nn.functional.pad(y, (0, 3)).view(-1)
@@ -271,7 +271,7 @@ def test_int4_nibbles_by_hand():
     codes, scales = reference.encode(y, "int4", 32)
     assert scales.dtype == torch.bfloat16
     assert scales.tolist() == [1.0]
-    # 7 -7 | 0 2 | 2 0 | -2 3, the first of each pair in the low half
+    # The codes are 7 -7 | 0 2 | 2 0 | -2 3. The first of each pair is in the low half of the byte.
     assert codes.tolist() == [0x97, 0x20, 0x02, 0x3E] + [0] * 12
     assert reference.decode(codes, scales, "int4", 32)[:8].tolist() == [7, -7, 0, 2, 2, 0, -2, 3]
 
@@ -287,7 +287,7 @@ def test_int4_scales_are_rounded_to_bf16_and_codes_count_in_these():
     steps = scales.double()
     assert torch.equal(decoded[:, 0].double(), 7 * steps)
     assert torch.equal(decoded[:, 1].double(), -7 * steps)
-    # Half a step, and what the scale's rounding leaves of the greatest beyond seven steps.
+    # Half a step bounds the greatest value's error, too: rounding the scale moves seven steps by less than that.
     assert torch.all((decoded.double() - y.double()).abs() <= 0.5 * (1 + 2**-20) * steps[:, None])
 
 
@@ -316,7 +316,7 @@ def test_special_blocks(wire):
     values = reference.values_of_codes(codes, wire).view(9, 32)
     stored = codes.view(torch.uint8).view(9, -1)
     assert scales[[0, 3, 5]].tolist() == [0, 0, 0]
-    assert not stored[[0, 3, 5, 7]].any()  # no sign of zero either
+    assert not stored[[0, 3, 5, 7]].any()  # not even a sign of zero
     assert values[1].unique().tolist() == [-greatest]
     assert values[2].nonzero().tolist() == [[5]]
     assert values[4].unique().tolist() == [greatest]
@@ -356,7 +356,7 @@ def test_a_rotation_spreads_an_outlier_and_makes_none_of_a_constant():
     outlier = torch.zeros(32)
     outlier[11] = 5.0
     assert reference.rotate(outlier).abs().unique().tolist() == [5.0]
-    assert reference.rotate(torch.ones(32)).abs().max() < 20  # without the signs 32, in one element
+    assert reference.rotate(torch.ones(32)).abs().max() < 20  # without the signs, one element would be 32
 
 
 def test_a_rotation_costs_the_neighbours_of_an_outlier_less():
@@ -381,7 +381,7 @@ def test_a_non_finite_element_makes_its_run_non_finite():
 
 
 def through_chunks(grads, exempt, wire, block, predivide, max_chunk_nbytes, rotated):
-    """The two-shot sum as the engine performs it, every rank here: pack, exchange, reduce, gather, unpack."""
+    """The two-shot sum in the engine's steps, for all ranks in this process: pack, exchange, reduce, gather, unpack."""
     world_size, dtype = len(grads), grads[0].dtype
     lossy, exact = [grad[~exempt] for grad in grads], [grad[exempt] for grad in grads]
     layout = _C.bucket_layout(wire, block, world_size, exact[0].numel(), lossy[0].numel(), max_chunk_nbytes, rotated)
@@ -432,17 +432,17 @@ def test_the_mean_is_near_the_truth(wire, tolerance):
     error = (result.double() - truth).abs().max() / torch.stack(grads).abs().max()
     assert error < tolerance
     if wire != "fp32":
-        assert error > tolerance / 200  # it is that wire and no better one
+        assert error > tolerance / 200  # the wire is that one, and not a more exact one
 
 
 def test_sums_are_kept_in_fp32():
-    """256 + 1 is 256 in bf16 and 257 in fp32; a third rank's 1 makes it 258, which bf16 has again."""
+    """256 + 1 is 256 in bf16 and 257 in fp32. A third rank's 1 makes it 258, which bf16 can represent."""
     grads = [torch.full((100,), value) for value in (256.0, 1.0, 1.0)]
     assert reference.all_reduce_mean(grads, "bf16").unique().tolist() == [86.0]  # 258 / 3; 256 / 3 would be 85.5
 
 
 def test_ranks_are_added_in_order():
-    """(2^24 + 1) − 2^24 is 0 in fp32; in any order that starts with the big ones, 1."""
+    """(2^24 + 1) − 2^24 is 0 in fp32. An order that begins with both big values gives 1."""
     big, one = torch.full((8,), 2.0**24), torch.ones(8)
     assert reference.all_reduce_mean([big, one, -big], "fp32").unique().tolist() == [0.0]
     third = torch.tensor(1 / 3).item()

@@ -1,4 +1,4 @@
-"""fusedcomm.simulate: the bits of the reference and of real ranks, and what it refuses."""
+"""fusedcomm.simulate gives the bits of the reference and of real ranks. What it refuses."""
 
 import importlib.util
 import json
@@ -19,11 +19,12 @@ from fusedcomm.config import Blocks, Config
 from fusedcomm.native import _C
 
 WAYS = [(wire, rotate) for wire in fusedcomm.WIRES for rotate in ((False, True) if _C.has_scales(wire) else (False,))]
-"""(wire, rotate): everything two-shot can do."""
+"""(wire, rotate): every combination that a two-shot has."""
 
 
 def gradients(world_size, shape, dtype=torch.float32):
-    """Of other sizes on each rank, some elements far greater than their neighbours, some blocks all zero."""
+    """A list with one gradient for each rank. Magnitudes differ between ranks. Some elements are much greater than
+    their neighbors, and some blocks are all zero."""
     result = []
     for rank in range(world_size):
         generator = torch.Generator().manual_seed(rank)

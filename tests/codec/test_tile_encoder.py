@@ -1,5 +1,5 @@
 """Stochastic rounding, error feedback, several wires in a message, sums into another layout: the C++ codec against the
-oracle, and the oracle against what these are for."""
+oracle, and the oracle against the properties that these must have."""
 
 import functools
 import itertools
@@ -52,7 +52,7 @@ def residual(format, numel):
 
 
 def feedbacks(format, numel):
-    """(what the codec takes, what the oracle takes), two residuals of zeros."""
+    """(the codec's argument, the oracle's argument): two residuals of zeros. (None, None) without a format."""
     if format is None:
         return None, None
     ours, oracles = (residual(format, numel) for _ in range(2))
@@ -81,7 +81,7 @@ def test_pack_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, dtype, 
         for step in range(3):
             key = reference.NoiseKey(9, 1, step, 0) if stochastic else None
             lossy = signed(5003, dtype, seed=step, specials=step == 1)
-            # Slices that end within blocks, one of them on an odd address.
+            # Slices end within blocks, and one begins at an odd element.
             slices = [lossy[:1], lossy[1:1200].clone(), lossy[1200:1203], lossy[1203:]]
             for chunk in range(layout.num_chunks):
                 out = torch.full((layout.chunk_nbytes,), 0xA5, dtype=torch.uint8)
@@ -111,7 +111,7 @@ def test_reduce_gives_the_bytes_of_the_oracle_step_after_step(codec, wire, stoch
 @pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("from_wire", ("fp32", "bf16", "fp16"))
 def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
-    """As on two levels: a part for each of 2 ranks of a host becomes parts for each of 3 hosts."""
+    """As on two levels: the part of each of a host's 2 ranks becomes 3 parts, one for each host."""
     to = layout_of(wire, 5003, num_parts=6)
     (host,) = _C.host_layouts([to], from_wire, 2)
     assert (host.num_parts, host.num_chunks, host.part.lossy_numel) == (2, to.num_chunks, 3 * to.part.lossy_numel)
@@ -132,7 +132,7 @@ def test_sums_of_one_layout_are_encoded_in_another(codec, wire, from_wire):
 
 @pytest.mark.parametrize("format", ("fp32", "bf16"))
 def test_wires_share_a_message(codec, format):
-    """Each layout's piece of every part is what it would be alone, and all of the message is written."""
+    """Each layout's piece of every part has the bytes that it would have alone. The whole message is written."""
     streams = [("int4", 32, True, 3001), ("fp8", 64, False, 700), ("int8", 128, False, 5)]
     layouts = _C.bucket_layouts(streams, 3, 41, 1500)
     values = [signed(numel, seed=numel) for _, _, _, numel in streams]
@@ -186,7 +186,7 @@ def test_residuals_that_do_not_fit_are_refused(codec):
 
 
 def test_the_noise_is_philox():
-    """Random123's known answers for Philox4x32-10, of which an element has 16 bits."""
+    """Random123's known answers for Philox4x32-10. Each element takes 16 of the bits."""
 
     def words(key, first):
         halves = (reference.noise(key, first, 8) * 2**16).long().tolist()
@@ -208,14 +208,14 @@ def test_noise_does_not_depend_on_where_it_is_cut():
 
 @functools.cache
 def noise_of_steps():
-    """For 64 elements in each of 4096 steps."""
+    """Noise for 64 elements in each of 4096 steps, fp32 [4096, 64]."""
     return torch.stack([reference.noise(reference.NoiseKey(0, 0, step, 0), 0, 64) for step in range(4096)])
 
 
 @pytest.mark.parametrize("wire", [wire for wire in WIRES if "rotated" not in wire])
 def test_stochastic_rounding_is_right_in_the_mean_and_goes_to_a_neighbour(wire):
     generator = torch.Generator().manual_seed(1)
-    # The first element sets the scale; all others lie between neighbouring values of the wire's.
+    # The first element sets the scale. All others lie between neighboring values of the wire.
     y = torch.cat([torch.tensor([100.0]), torch.rand(63, generator=generator) * 90 - 45])
     nearest = reference.decode(*reference.encode(y, wire, 64), wire, 64)
     num_draws = len(noise_of_steps())
@@ -225,13 +225,13 @@ def test_stochastic_rounding_is_right_in_the_mean_and_goes_to_a_neighbour(wire):
     step_size = greatest - least
     assert torch.all((least <= y + 1e-4) & (y <= greatest + 1e-4))
     assert torch.all((nearest == least) | (nearest == greatest))
-    # Five standard deviations of the mean of Bernoulli draws.
+    # The tolerance is five standard deviations of the mean of Bernoulli draws.
     assert torch.all((total / num_draws - y).abs() <= 5 * 0.5 * step_size / num_draws**0.5 + 1e-4)
 
 
 @pytest.mark.parametrize("format", ("fp32", "bf16"))
 def test_error_feedback_delays_instead_of_losing(format):
-    """The sum of what was sent is the sum of what should have been, less the residual; so it stays close for ever."""
+    """The sum of what was sent is the sum of what should have been sent, less the residual. So errors do not add up."""
     layout = layout_of("int4", 1024, num_parts=1, exact_numel=0, block=32, max_chunk_nbytes=1 << 20)
     gradient = signed(1024, seed=3) * 1e-3
     feedback = reference.Feedback(format, residual(format, layout.padded_numel))
@@ -242,7 +242,7 @@ def test_error_feedback_delays_instead_of_losing(format):
             parts = reference.pack(layout, 0, gradient, NOTHING, 1.0, None, kept)
             sums[name] += reference.unpack(layout, 0, parts, 1.0, torch.float32)[0].double()
     errors = {name: ((total / num_steps - gradient).norm() / gradient.norm()).item() for name, total in sums.items()}
-    assert errors["without"] > 0.05  # nearest loses the same in every step
+    assert errors["without"] > 0.05  # rounding to nearest loses the same in every step
     assert errors["with"] < (0.002 if format == "fp32" else 0.01)
 
 

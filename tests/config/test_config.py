@@ -1,4 +1,4 @@
-"""One configuration: the same object for every front end, defaults that follow a changed wire, and no 0.1 keywords."""
+"""Config: one object for every front end, defaults that follow the wire, and errors for the keywords of 0.1."""
 
 import dataclasses
 import inspect
@@ -160,7 +160,7 @@ def test_chunks_that_are_left_open_are_chosen_beside_the_configuration():
 # --- fusedcomm 0.1 ---------------------------------------------------------------------------------------------------
 
 OF_SEARCH, OF_RANK = {"wires", "tuned"}, {"isa", "codec_threads", "sm_limit", "stall_after"}
-OLD_ATTACH = {  # every keyword of 0.1's attach but wire= and quiet=, which are as they were
+OLD_ATTACH = {  # every keyword of 0.1's attach except wire= and quiet=, which are unchanged
     *("sum", "exempt", "block", "rotate", "wire_for", "rounding", "seed", "error_feedback", "predivide"),
     *("chunk_nbytes", "chunks_in_flight", "verify_every", "measure_every", "fallback_error", "fallback_wire"),
     *("hosts", "local_wire"),
@@ -201,7 +201,7 @@ def test_a_keyword_that_there_never_was_is_python_s_own_error():
 
 @pytest.mark.parametrize("keyword", sorted(OLD_ATTACH))
 def test_a_new_place_is_one_that_there_is(keyword):
-    """Its code is run, with values where it has dots."""
+    """Runs the code that names the new place, with values in place of its dots."""
     code = NEW_PLACE[keyword].split(" instead")[0].split(", which takes")[0]
     values = {
         "numel": 64,

@@ -1,4 +1,5 @@
-"""What a configuration refuses, when it is made: values out of range, and pairs that exclude each other, with both."""
+"""What a configuration refuses when it is made: values out of range, and pairs of values that exclude each other. An
+error names both values of a pair."""
 
 import pytest
 
@@ -7,7 +8,7 @@ from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback,
 
 
 def words_of(value):
-    """For ids, which must be the same in every process."""
+    """A value's test id. It must be the same in every process, and a lambda's text has an address in memory."""
     return str(value) if isinstance(value, list) else "make"
 
 

@@ -89,7 +89,7 @@ def attached_with_other_options(rank, world_size, of_ranks, wire):
     options = dict(of_ranks[rank])
     broadcasts = options.pop("broadcast_buffers", True)
     ddp = DistributedDataParallel(Normed(), **options)
-    ddp.broadcast_buffers = broadcasts  # given to the constructor, it would make that wait already
+    ddp.broadcast_buffers = broadcasts  # given to the constructor, it would make the constructor wait
     try:
         fusedcomm.attach(ddp, wire=wire, quiet=True)
     except RuntimeError as error:
@@ -129,7 +129,7 @@ def trained_with_other_options(rank, world_size, of_ranks):
         ({"gradient_as_bucket_view": True}, {}),
         ({"bucket_cap_mb": 0.01}, {"bucket_cap_mb": 1}),
         ({"static_graph": True}, {"static_graph": True, "bucket_cap_mb": 0.01}),
-        ({"broadcast_buffers": False}, {}),  # of no buffers
+        ({"broadcast_buffers": False}, {}),  # the model has no buffers
     ],
     ids=str,
 )
@@ -163,7 +163,7 @@ def test_stats_plan_detach_and_attach_again(ranks):
         assert "wire int8" in predicted and "weights.1" in predicted and "expected to cut them" in predicted
         assert stats.steps == stats.buckets == 5
         assert stats.grad_nbytes == 5 * 4 * (128 * 64 + 9)
-        # Per step: 8192 codes, 64 scales, and (9 → 12) exact floats, once.
+        # In each step a rank sends 8192 codes, 64 scales and 12 exact floats, 9 and their padding, once.
         assert stats.sent_nbytes == 5 * (8192 + 4 * 64 + 4 * 12)
         assert stats.wire_ratio == pytest.approx(0.26, abs=0.01)
         assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 and 0 <= stats.overlap < 1
@@ -175,7 +175,7 @@ def test_stats_plan_detach_and_attach_again(ranks):
 
 
 class Trainer:
-    """As trainers do, it holds the handle; so does its module."""
+    """Holds the handle, as trainers do. Its module holds the handle, too."""
 
     def __init__(self, wire):
         self.ddp = DistributedDataParallel(Gradients((128, 64)))
@@ -211,7 +211,7 @@ def test_a_copied_handle_is_attached_to_nothing_and_says_so(ranks, wire):
         assert len(said) == 20
         assert all("this handle is a copy" in text and "call fusedcomm.attach on the copied" in text for text in said)
         assert all(torch.equal(mean, mean_of_integers(2, (128, 64))) for mean in means)
-        assert parameters == ("weights.0",)  # the original goes on
+        assert parameters == ("weights.0",)  # the original is still attached
 
 
 def checkpointed(rank, world_size):
@@ -319,7 +319,7 @@ def large_allocations(wire):
         ddp.register_comm_hook(None, noop)
     elif wire != "default":
         comm = fusedcomm.attach(ddp, fusedcomm.Config(wire, sum="auto" if wire == "fp32" else "two-shot"))
-    # In the gradient's own memory: only the hook's allocations are left to count.
+    # The gradient keeps its memory, so that only the hook's allocations are counted.
     def step():
         ddp.zero_grad(set_to_none=False)
         ddp([gradient]).backward()
@@ -339,7 +339,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(rank), world_size=2)
 for wire in wires:
     print("LARGE", large_allocations(wire), flush=True)
-# torch 2.13 aborts if a gloo thread lets go of DDP's own all-reduce while the interpreter finalises.
+# torch 2.13 aborts if a gloo thread releases DDP's own all-reduce while the interpreter finalizes.
 os._exit(0)
 """
 
@@ -356,7 +356,7 @@ def allocation_counter(tmp_path_factory):
 
 
 def count_large_allocations(library, folder, *wires: str) -> dict[str, int]:
-    """By wire: allocations of 4 KiB or more in 20 steady steps, on that of two ranks which makes more."""
+    """{wire: allocations of 4 KiB or more in 20 steady steps, on the rank with more of them}, for two ranks."""
     printed = printed_by_two_ranks(COUNTING_SCRIPT, folder, *wires, LD_PRELOAD=str(library))
     counts = zip(*([int(count) for count in out.split("LARGE")[1:]] for out in printed), strict=True)
     return dict(zip(wires, map(max, counts), strict=True))
@@ -364,11 +364,11 @@ def count_large_allocations(library, folder, *wires: str) -> dict[str, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts allocations with LD_PRELOAD")
 def test_a_steady_step_allocates_no_more_than_a_hook_that_does_nothing(allocation_counter, tmp_path):
-    # gloo's own queues grow now and then, without a hook, too: twice in 200 steps. A step's own would be 20 here.
+    # gloo's queues sometimes grow, twice in 200 steps, also without a hook. An allocation in every step would count 20.
     now_and_then = 3
     counted = count_large_allocations(allocation_counter, tmp_path, "noop", "bf16", "fp16", "int8", "default", "fp32")
     assert max(counted[wire] for wire in ("bf16", "fp16", "int8")) <= counted["noop"] + now_and_then, counted
-    # gloo's all-reduce allocates for itself; the exact wire adds nothing to what it does without a hook.
+    # gloo's all-reduce allocates. The exact wire adds no allocation to those without a hook.
     assert counted["fp32"] <= counted["default"] + now_and_then, counted
 
 
@@ -388,7 +388,7 @@ def lifetimes(rank, world_size):
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
 def test_detach_ends_the_threads(ranks):
     for before, during, after, _ in ranks.run(lifetimes, world_size=2):
-        assert during == before + 3 + 2 and after == before  # lanes that compute, and the watch with its courier
+        assert during == before + 3 + 2 and after == before  # three lanes that compute; the watch and its courier
 
 
 def test_a_script_that_forgets_to_detach_exits(tmp_path):
@@ -432,8 +432,8 @@ print("trained")
 """
 
 
-@pytest.mark.sampled(by=lambda wire: {})  # one of them
-@pytest.mark.alone  # late threads get next to nothing of a core that others use
+@pytest.mark.sampled(by=lambda wire: {})  # make test runs one of these cases
+@pytest.mark.alone  # late threads get hardly any time on a core that other programs use
 @pytest.mark.skipif(sys.platform != "linux", reason="delays threads as Linux does")
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "off"])
 def test_ranks_that_forget_to_detach_end_well_while_threads_are_late(tmp_path, wire):

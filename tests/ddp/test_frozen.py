@@ -1,5 +1,5 @@
-"""Parameters that are frozen and trained again while fusedcomm is attached: DDP's reducer keeps those that it began
-with."""
+"""Parameters that are frozen and trained again while fusedcomm is attached. DDP's reducer keeps the parameters that it
+began with."""
 
 import pytest
 import torch

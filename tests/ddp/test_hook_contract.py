@@ -1,4 +1,4 @@
-"""What a DDP communication hook must honour, a test for each clause."""
+"""DDP's contract with a communication hook, one test for each clause."""
 
 import copy
 import inspect
@@ -72,7 +72,7 @@ def incompatible(rank, world_size):
     seen = []
     precision = _MixedPrecision(param_dtype=torch.bfloat16)
     if torch.version.cuda and not torch.cuda.is_available():
-        mixed = DistributedDataParallel(Mlp())  # such a build cannot make one, for want of a stream
+        mixed = DistributedDataParallel(Mlp())  # the constructor would need a CUDA stream
         mixed.mixed_precision = precision
     else:
         mixed = DistributedDataParallel(Mlp(), mixed_precision=precision)
@@ -110,7 +110,7 @@ needs_skipping = pytest.mark.skipif(
 
 
 class FirstOrLast(torch.nn.Module):
-    """Uses one of two parameters, each of which has a bucket of its own."""
+    """Uses one of two parameters. Each parameter has its own bucket."""
 
     def __init__(self, used: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def skipping(rank, world_size, used, registered):
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("registered", [False, True])
 def test_buckets_that_ddp_leaves_out_are_refused_by_name(ranks, used, registered):
-    """Without the last bucket no step would end, and without the first none would begin."""
+    """Without the last bucket no step would end. Without the first bucket no step would begin."""
     for said in ranks.run(skipping, used, registered, world_size=2):
         assert "skip_all_reduce_unused_params=True" in said and "without that option" in said
 
@@ -193,7 +193,7 @@ def copies(rank, world_size):
         comm = fusedcomm.attach(other, Config("int8", wires={"1d": "int8"}))
         (lossy,) = synchronise(other, [gradient])
         results.append((len(messages), exact, torch.equal(exact, lossy), comm.stats().buckets))
-    # The original goes on undisturbed.
+    # The original is still attached.
     synchronise(ddp, [gradient])
     return results
 
@@ -232,7 +232,7 @@ def test_compiled_autograds_python_reducer_is_refused_loudly(ranks):
 
 
 def aliasing(rank, world_size, wire, views):
-    """With views every gradient stays in its bucket's memory. Sizes are whole blocks, so int8 is exact, too."""
+    """With views every gradient stays in its bucket's memory. Sizes are whole blocks, so that int8 is exact, too."""
     ddp = DistributedDataParallel(Gradients((5120,), (3072,)), gradient_as_bucket_view=views)
     fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     pointers = []
@@ -258,7 +258,7 @@ def test_the_result_is_the_mean_in_the_buckets_own_memory(ranks, wire):
 
 
 def rebuilt(rank, world_size, ddp_kwargs):
-    """Each parameter's gradient says which parameter it is: buckets that change must not mix them up."""
+    """Each gradient's values identify its parameter, so that a mix-up in changed buckets shows."""
     shapes = tuple((2000 + i,) for i in range(8))
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.02, **ddp_kwargs)
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot", wires={"weights.3": "fp32"}))
@@ -325,7 +325,10 @@ def test_a_group_of_some_of_the_ranks(ranks):
 
 
 def strided(rank, world_size, wire):
-    """Gradients whose every element says where it belongs, in channels_last and in complex parameters."""
+    """Gradients of a channels_last and a complex parameter. The values of their elements tell their places.
+
+    Returns (whether each gradient is right, for both; the number of buckets so far).
+    """
     conv = torch.nn.Parameter(torch.zeros(6, 5, 4, 3).to(memory_format=torch.channels_last))
     complex_ = torch.nn.Parameter(torch.zeros(20, 9, dtype=torch.complex64))
 
@@ -370,7 +373,7 @@ def sparse_gradients(rank, world_size):
 
 
 def test_sparse_gradients_pass_exactly_with_one_warning():
-    fresh = Ranks(2)  # torch gives the warning once a process
+    fresh = Ranks(2)  # torch gives the warning once in a process
     results = fresh.run(sparse_gradients)
     fresh.close()
     for is_sparse, dense, head, messages in results:
@@ -397,8 +400,9 @@ def unused(rank, world_size):
 
 def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks):
     (kept_0, even_0, odd_0), (kept_1, even_1, odd_1) = ranks.run(unused, world_size=2)
-    assert kept_0 and kept_1, "unused on all ranks: the old gradient stays"
-    # Each branch was used on one of the two ranks: half of what using it on both would give, and the same everywhere.
+    assert kept_0 and kept_1, "unused on all ranks: the old gradient must stay"
+    # Each branch was used on one of the two ranks. Its gradient is half of what use on both would give, and the same
+    # on both.
     assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1) and torch.equal(even_0, odd_0)
     assert even_0.unique().tolist() == [5 * 0.125 * (10 * 0.125 + 0.125) / 2]
 
@@ -427,7 +431,7 @@ def test_no_sync_accumulates_and_the_next_sync_sees_the_sum(ranks, views, wire):
 
 
 def joined(rank, world_size, wire):
-    """Rank 0 has two batches, rank 1 has five: rank 0 then takes part with zero buckets at new addresses."""
+    """Rank 0 has two batches, rank 1 has five. Rank 0 then takes part with buckets of zeros at new addresses."""
     ddp = DistributedDataParallel(Gradients((5120,), (64, 40)), **SMALL_BUCKETS)
     fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     seen = []
@@ -440,7 +444,7 @@ def joined(rank, world_size, wire):
 
 @pytest.mark.parametrize("wire", fusedcomm.WIRES)
 def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
-    # The hook divides by the group's size, which is Join's divide_by_initial_world_size=True.
+    # The hook divides by the group's size, as Join does with divide_by_initial_world_size=True.
     outcome = ranks.run(joined, wire, world_size=2)
     both, one = [[[constant(4.0, wire)], [constant(8.0, wire)]], [[constant(2.0, wire)], [constant(4.0, wire)]]]
     assert outcome[0] == [both] * 2
@@ -448,7 +452,8 @@ def test_ranks_that_ran_out_under_join_count_as_zeros(ranks, wire):
 
 
 def frozen_after_wrapping(rank, world_size):
-    """The reducer keeps a parameter that was frozen since: its bucket is larger than the module lets one think."""
+    """The reducer keeps a parameter that was frozen after wrapping. Its bucket has more elements than the module's
+    trainable parameters."""
     ddp = DistributedDataParallel(Gradients((600, 700), (64,)), find_unused_parameters=True)
     ddp.module.weights[0].requires_grad_(False)
     fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
@@ -462,7 +467,7 @@ def test_a_parameter_frozen_after_wrapping_still_travels(ranks):
 
 
 def frozen_and_back(rank, world_size, frozen):
-    """Frozen before attaching, trained again later: gradual unfreezing."""
+    """Gradual unfreezing: a parameter is frozen before attaching and trained afterwards."""
     ddp = DistributedDataParallel(Gradients((600, 70), (64,)), find_unused_parameters=True)
     ddp.module.weights[frozen].requires_grad_(False)
     comm = fusedcomm.attach(ddp, Config("int4", wires={"weights.0": "bf16"} if frozen else {}, feedback=Feedback()))
@@ -479,12 +484,12 @@ def frozen_and_back(rank, world_size, frozen):
 def test_a_parameter_frozen_before_attaching_keeps_its_name_and_its_wire(ranks, frozen):
     for names, residuals, exempt in ranks.run(frozen_and_back, frozen, world_size=2):
         assert sorted(name for bucket in names for name in bucket) == ["weights.0", "weights.1"]
-        assert residuals == ["weights.0"]  # the other is "1d"
+        assert residuals == ["weights.0"]  # weights.1 is "1d", and so exact
         assert exempt == ("weights.1",)
 
 
 def rebuilt_twice(rank, world_size):
-    """torch keeps the lists of parameters of buckets that it has cut before."""
+    """torch keeps the parameter lists of buckets that it has built before."""
     shapes = ((2000,), (3000,))
     subgroup = dist.new_group([0, 1])
     ddp = DistributedDataParallel(Gradients(*shapes), bucket_cap_mb=0.008)
@@ -496,7 +501,7 @@ def rebuilt_twice(rank, world_size):
     seen = []
     for _ in range(3):
         ddp.zero_grad(set_to_none=True)
-        # The other way round: its sums are made in the order of their names' gradients.
+        # Adds a term of weights.1 first, so that the gradients become ready in another order than before.
         try:
             ((order[1] * gradients[1]).sum() + ddp([gradients[0], 0 * gradients[1]])).backward()
         except RuntimeError as error:
@@ -515,7 +520,7 @@ def test_buckets_cut_anew_for_another_group_have_their_own_parameters_or_are_ref
 
 
 def with_ignored_parameters(rank, world_size, registered):
-    """What DDP leaves alone may be on another device, and differ between ranks."""
+    """Parameters that DDP ignores may be on another device, and differ between ranks."""
     model = Gradients((600, 70))
     model.teacher = torch.nn.Linear(3 + rank, 1, bias=False, device="meta")
     model._modules = {"teacher": model._modules.pop("teacher"), **model._modules}  # its parameter is the first

@@ -1,5 +1,5 @@
-"""What DDP does on its own process group beside the hook: after 50 steps every rank has the same bits. docs/ddp.md has
-the list, and why each is right."""
+"""DDP's own collectives on its process group, beside the hook: after 50 steps every rank has the same bits. docs/ddp.md
+lists these collectives and says why each is right."""
 
 import hashlib
 import time
@@ -20,7 +20,7 @@ NUMEL = 256
 
 
 class Normalised(nn.Module):
-    """With buffers that differ between ranks until they are broadcast."""
+    """Has buffers that differ between ranks until they are broadcast."""
 
     def __init__(self, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Normalised(nn.Module):
 
 
 class Branches(nn.Module):
-    """Every rank leaves out a branch of its own, another one in every step; nobody uses the last."""
+    """Each rank skips a different branch, and another one in every step. No rank uses the last branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Square(nn.Module):
 
 
 def delayed(model: Square) -> dict:
-    """The second matrix is reduced when the first one's gradient is there."""
+    """DDP's options with which the second matrix is reduced when the first matrix's gradient is ready."""
     return {
         "delay_all_reduce_named_params": [("layers.1.weight", model.layers[1].weight)],
         "param_to_hook_all_reduce": model.layers[0].weight,
@@ -64,14 +64,14 @@ def delayed(model: Square) -> dict:
 
 
 def digest(module: nn.Module) -> str:
-    """Of all parameters and buffers, bit for bit."""
+    """A digest of the bits of all parameters and buffers."""
     tensors = [*module.parameters(), *module.buffers()]
     return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def train(ddp: DistributedDataParallel, rank: int, steps: int = STEPS, accumulate: int = 1) -> list[str]:
-    """Returns what this rank's optimizer read in each step: its gradients' digest. Ranks are skewed in time, and so are
-    their data."""
+    """Trains for some steps. Returns a digest of the gradients that this rank's optimizer read in each step. Ranks are
+    skewed in time and have different data."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
     width = next(ddp.parameters()).shape[1]
@@ -103,10 +103,10 @@ CASES = {
 
 
 def in_lockstep(rank: int, world_size: int, case: str, wire: str) -> tuple[str, list[str]]:
-    """This rank's digests after 50 steps, and in every one of them."""
+    """(digest of this rank's model after 50 steps, digests of the gradients of every step)."""
     model, kwargs = CASES[case]()
     for buffer in model.buffers():
-        buffer.add_(rank)  # DDP has them from rank 0
+        buffer.add_(rank)  # DDP broadcasts rank 0's
     ddp = DistributedDataParallel(model, **kwargs)
     fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
     if case == "buffers broadcast after the forward pass":
@@ -128,8 +128,8 @@ def broadcast_buffers(state: object, buffers: dict[str, torch.Tensor]) -> list[t
 
 
 def sum_statistics(norm: nn.BatchNorm1d) -> None:
-    """SyncBatchNorm takes no CPU tensors; its collectives, one in the forward and one in the backward pass on DDP's
-    group, do."""
+    """Adds SyncBatchNorm's collectives to `norm`: one in the forward and one in the backward pass, on DDP's group.
+    SyncBatchNorm itself takes no CPU tensors."""
 
     def forward(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         mean = output.detach().mean(0)
@@ -157,7 +157,7 @@ def test_ranks_have_the_same_bits_after_fifty_steps_beside(ranks, case, wire):
 
 
 def joined(rank: int, world_size: int, wire: str, unused: bool) -> str:
-    """Ranks run out of data at different times: the last makes 50 steps."""
+    """Ranks run out of data at different times. The last one takes 50 steps."""
     model, kwargs = (Branches(), {"find_unused_parameters": True}) if unused else (Normalised(nn.BatchNorm1d), {})
     ddp = DistributedDataParallel(model, **kwargs)
     fusedcomm.attach(ddp, Config(wire, wires={"1d": wire}))
@@ -174,7 +174,7 @@ def test_ranks_have_the_same_bits_after_joining(ranks, wire, unused):
 
 
 def delayed_twice(rank: int, world_size: int) -> list[str]:
-    """Detached, attached again, detached again: what waits for the all-reduce stays, and is there once."""
+    """Attaches and detaches twice. The backward hook that waits for the all-reduce stays, and there is only one."""
     model = Square()
     ddp = DistributedDataParallel(model, **delayed(model))
     fusedcomm.attach(ddp, wire="bf16").detach()

@@ -1,5 +1,5 @@
-"""Kernels are compiled by one rank of a host each: real processes that attach at once, with a compiler that notes when
-it is called."""
+"""Each kernel is compiled by one rank of a host. The tests' ranks are processes that attach at the same time, with a
+compiler that records its calls."""
 
 import multiprocessing as mp
 import os
@@ -18,7 +18,7 @@ KERNELS = [f"kernel {index}" for index in range(6)]
 
 
 def compiler(folder):
-    """As Triton's: finds what has been compiled before, else compiles it, which takes a while."""
+    """A compiler that works as Triton's: it returns what was compiled before, or compiles it, which takes a while."""
 
     def compile(kernel):
         done = Path(folder) / str(kernel)
@@ -39,7 +39,7 @@ def number_of_compilations(folder):
 
 
 def load_kernels(rank, world_size, folder, library):
-    """As attach does on cuda, but for what Triton makes. Sorted symbols."""
+    """Loads kernels as attach does on cuda, except that Triton compiles nothing. Returns the symbols, sorted."""
     import fake_cuda
 
     from fusedcomm.config import Config
@@ -81,7 +81,7 @@ def test_ranks_that_attach_at_once_compile_each_kernel_once(ranks, tmp_path):
 
 
 def hold_all(folder, pipe):
-    """Compiles the first kernel for ever."""
+    """Compiles the first kernel for longer than any test waits."""
 
     def compile(kernel):
         pipe.send(kernel)
@@ -103,7 +103,7 @@ def holder(tmp_path):
 
 def test_a_rank_that_dies_while_it_compiles_leaves_no_lock(tmp_path, holder):
     compiled = compile_once.compiled(KERNELS, compiler(tmp_path), str(tmp_path))
-    assert [next(compiled) for _ in KERNELS[1:]] == KERNELS[1:]  # meanwhile
+    assert [next(compiled) for _ in KERNELS[1:]] == KERNELS[1:]  # the holder still compiles the first
     os.kill(holder.pid, signal.SIGKILL)
     assert list(compiled) == KERNELS[:1]
     assert number_of_compilations(tmp_path) == dict.fromkeys(KERNELS, 1)

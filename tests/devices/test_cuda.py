@@ -1,6 +1,6 @@
-"""On a GPU, over NCCL: the same bits as on CPU, DDP's contract, no races, and what is refused.
+"""On a GPU, over NCCL: the same bits as on a CPU, DDP's contract, no races, and what is refused.
 
-Several ranks share one GPU, which proves that results are right and says nothing about speed.
+Several ranks share one GPU. This shows whether results are right, and nothing about speed.
 """
 
 import gc
@@ -34,10 +34,11 @@ BACKEND = "cpu:gloo,cuda:nccl"
 
 
 def both_devices(rank, world_size, config, dtype, exact_sum):
-    """Some steps each, since DDP rebuilds its buckets: gradients by the CPU codec over gloo, on the GPU over NCCL."""
+    """Returns (gradients' bits, non-finite elements, the same by parameter) from a CPU over gloo, and from a GPU over
+    NCCL. Each takes several steps, because DDP rebuilds its buckets."""
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
-    if exact_sum:  # the transport's order of addition must not matter
+    if exact_sum:  # integers, so that the transport's order of addition does not matter
         gradients = [(gradient * 4).round() for gradient in gradients]
     gradients[0].view(-1)[3] = -torch.inf
     gradients[3][17 * rank : 17 * rank + 2] = torch.nan
@@ -46,18 +47,18 @@ def both_devices(rank, world_size, config, dtype, exact_sum):
         model = Gradients(*SHAPES, dtype=dtype).to(device)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.016)
         comm = fusedcomm.attach(ddp, config)
-        num_steps = 4 if config.feedback else 2  # what is left out in one step shows in the next
+        num_steps = 4 if config.feedback else 2  # a residual shows in the next step
         seen = synchronise(ddp, [gradient.to(device) for gradient in gradients], steps=num_steps)
         stats = comm.stats()
         comm.detach()
-        # What travels in place keeps its NaNs as they come, and which NaN a sum makes is the machine's choice.
+        # Sums in place keep NaNs as they are, and which NaN a sum gives depends on the device.
         values = torch.cat([gradient.flatten() for gradient in seen]).cpu()
         bits = torch.where(values.isnan(), torch.tensor(torch.nan, dtype=dtype), values).view(torch.uint8)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter))
     return results
 
 
-# Every configuration compiles kernels for every dtype, so some stand for all. test_kernels.py has each kernel.
+# Every dtype needs kernels of its own, so only these run with each dtype. test_kernels.py covers each kernel.
 WIDELY = ("fp32", "bf16 two-shot chunked", "int8", "int4 rotated")
 CASES = [(name, 4 if config.hosts else 2, torch.float32) for name, config in CONFIGS.items()]
 CASES += [(name, world_size, torch.float32) for name in WIDELY for world_size in (1, 4)]
@@ -111,7 +112,7 @@ def test_a_bucket_of_many_chunks(ranks, wire, bound):
 
 
 def torn_down(rank, world_size, hosts):
-    """Detached and let go of while the device is still busy with what came before the bucket."""
+    """Detaches and drops the handle while the device is still busy with work from before the bucket."""
     shape = (300, 500)
     ddp = DistributedDataParallel(Gradients(shape).cuda())
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot", hosts=hosts))
@@ -143,7 +144,7 @@ DDP_OPTIONS = [
 
 
 def trained(rank, world_size, options, wire, compiled=False):
-    """Parameters after five steps, gradients accumulated over two backward passes in each."""
+    """Parameters after five steps, each with two accumulated backward passes, or with one if the graph is static."""
     torch.manual_seed(0)
     model = Mlp().cuda()
     ddp = DistributedDataParallel(model, **options)
@@ -217,7 +218,7 @@ def test_comm_state_runs_the_same_engine(ranks):
 
 
 def scaled_overflow(rank, world_size):
-    """One rank's gradient overflows: the GradScaler has to skip the step on both."""
+    """One rank's gradient overflows. The GradScaler must skip the step on both ranks."""
     model = Gradients((1000,)).cuda()
     ddp = DistributedDataParallel(model)
     comm = fusedcomm.attach(ddp, Config("fp16", sum="two-shot"))
@@ -242,7 +243,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks):
 
 
 def searched(rank, world_size):
-    """Integers, so that every mean is exact in the wires that are tried: (choice, wires by step, wrong elements)"""
+    """Trains on integers, so that every mean is exact. Returns (whether the search has finished, its choice, step times
+    of the trials in ms, each step's wire, the number of wrong elements)."""
     shapes = ((200_000,), (3_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
     comm = fusedcomm.attach(ddp, fusedcomm.Auto(("fp32", "bf16", "fp16")), quiet=True)
@@ -269,9 +271,9 @@ def test_a_search_ends_alike_on_all_ranks_and_every_step_is_right(ranks):
 
 
 def delayed(rank, world_size, config, num_steps):
-    """Random delays on the stream of the backward pass and on each of ours; integers, so that every mean is exact.
+    """The number of wrong elements with random delays on the backward pass's stream and on each of fusedcomm's.
 
-    Gradients are written late, by kernels that queue behind the delays, and read at once.
+    Gradients are integers, so that every mean is exact. They are written late, behind the delays, and read at once.
     """
     shapes = ((200_000,), (3_000,), (400_000,), (70_000,))
     ddp = DistributedDataParallel(Gradients(*shapes).cuda(), bucket_cap_mb=0.5)
@@ -380,7 +382,7 @@ def test_capture_into_a_cuda_graph_is_refused_with_the_reason():
         with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 ddp.reducer._run_comm_hook(bucket)
-        # Nothing broke: the next step is as good as any.
+        # The next step works as before.
         (seen,) = synchronise(ddp, [torch.full((5000,), 3.0).cuda()])
         assert seen.unique().tolist() == [3.0]
         comm.detach()
@@ -417,11 +419,11 @@ FAULT = """
     ddp = DistributedDataParallel(torch.nn.Linear(300, 200).cuda())
     comm = fusedcomm.attach(ddp, fusedcomm.Config("bf16", "two-shot"))
     x = torch.ones(4, 300, device="cuda")
-    for _ in range(2):  # after the first step DDP cuts its buckets anew
+    for _ in range(2):  # after the first step DDP rebuilds its buckets
         ddp(x).sum().backward()
     values, beyond = torch.zeros(1, device="cuda"), torch.tensor([10**6], device="cuda")
     def fault(gradient):  # a kernel of the backward pass, before the bucket is handed over
-        torch.cuda._sleep(100_000_000)  # it runs only when that has been done, and the host waits for the bucket
+        torch.cuda._sleep(100_000_000)  # delays the fault until the host waits for the bucket
         values[beyond]
         return gradient
     ddp.module.weight.register_hook(fault)

@@ -1,6 +1,6 @@
-"""The engine's CUDA path where there is no GPU: the launcher against a driver that records and runs what it is given.
+"""The engine's CUDA path without a GPU: the launcher against a driver that records and runs each launch.
 
-Streams are not in it (tests/engine/test_streams.py simulates those), nor the compiler
+This includes neither streams (tests/engine/test_streams.py simulates them) nor the compiler
 (tests/kernels/test_kernel_code.py).
 """
 
@@ -51,11 +51,13 @@ SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
 
 
 def both_paths(rank, world_size, library, config, dtype, in_cuda=None):
-    """The gradients by the CPU path and by the CUDA path, some steps each, since DDP rebuilds its buckets; launches.
+    """Trains on the CPU path and on the CUDA path, for several steps each, because DDP rebuilds its buckets.
 
-    `in_cuda`: the library of the kernels in CUDA C++, to run these instead of Triton's.
+    Returns ([gradients' bits and counts, of each path], [(kernel, programs) of each launch], the number of buckets).
+
+    in_cuda: the library of the kernels in CUDA C++, which then run instead of Triton's.
     """
-    num_steps = 4 if config.feedback else 2  # what is left out in one step shows in the next
+    num_steps = 4 if config.feedback else 2  # a residual shows in the next step
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     gradients[0].view(-1)[3] = -torch.inf
@@ -74,7 +76,7 @@ def both_paths(rank, world_size, library, config, dtype, in_cuda=None):
         num_buckets = len(comm.plan().buckets)
         comm.detach()
         bits = torch.cat([gradient.flatten() for gradient in seen]).view(torch.uint8)
-        # As text, since the errors are NaN here and there.
+        # As text, because some errors are NaN, which equals nothing.
         told = str(stats.verified), str(stats.quantisation_error)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
     return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
@@ -137,7 +139,8 @@ CONFIGS = {
 
 
 def features(name, world_size, dtype):
-    """What a case of `make test` stands for. test_kernels_in_cuda_give_the_same runs every configuration there."""
+    """A case's properties, by which `make test` samples. test_kernels_in_cuda_give_the_same always runs every
+    configuration."""
     config = CONFIGS[name]
     named = {option: bool(getattr(config, option)) for option in ("wires", "hosts", "feedback")}
     return {"dtype": dtype, "sum": config.sum, **named}
@@ -213,14 +216,18 @@ def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
 @pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])
 def test_a_bucket_takes_at_most_three_launches(ranks, library, name):
     for _, launches, num_buckets in ranks.run(both_paths, library, CONFIGS[name], torch.float32, world_size=2):
-        # Two steps; the first has other buckets, but not more of them than parameters.
+        # There are two steps. The first has other buckets, but at most one for each parameter.
         assert 0 < len(launches) <= 3 * (num_buckets + len(SHAPES))
         # No kernel has more programs than the limit on multiprocessors, and large buckets reach it.
         assert max(num_programs for _, num_programs in launches) == fake_cuda.MAX_PROGRAMS
 
 
 def grids_by_bucket(rank, world_size, library, config):
-    """The gradients with the last bucket on no more and on more multiprocessors, and the grids of the last step."""
+    """Trains with the last bucket on as many multiprocessors as the others, then on up to twice as many. Checks that
+    gradients are the same.
+
+    Returns ([each launch's number of programs in the last step, of both], the number of buckets).
+    """
     fake = fake_cuda.gpu(library)
     shapes = ((9000,), (9000,), (9000,))
     gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in shapes]
@@ -299,7 +306,8 @@ def recorded(rank, world_size, library, sum):
 
 
 def test_launches_carry_the_bucket_and_its_layout(ranks, library):
-    """Sizes by hand: two parts, or one in a one-shot; 600 lossy elements in blocks of 64, 3000 exact ones."""
+    """Sizes are worked out by hand. There are two parts, or one in a one-shot. The bucket has 600 lossy elements in
+    blocks of 64, and 3000 exact elements."""
     part = {"shape.stride": 1500 * 4 + 32 + 320, "shape.numel": 320, "shape.exact_numel": 1500}
     no_noise = dict.fromkeys(("key.seed", "key.parameter", "key.step", "key.source"), 0)
     of_bucket = {"lossy.num_slices": 1, "lossy.numel": 600, "exact.num_slices": 1, "exact.numel": 3000, "first_part": 0}
@@ -319,7 +327,7 @@ def test_launches_carry_the_bucket_and_its_layout(ranks, library):
 
 
 def test_every_kernel_parameter_has_the_engines_type():
-    """Names by the kernels' source, types by the engine's structs; compile.py compares both with the PTX."""
+    """Names are from the kernels' source, types from the engine's structs. compile.py compares both with the PTX."""
     from fusedcomm.kernels import compile, variants
 
     for variant in variants.engine_variants([("int8", 128, False)], (torch.float32,)):
@@ -333,7 +341,8 @@ def test_every_kernel_parameter_has_the_engines_type():
 
 def test_a_kernels_key_has_what_matters_to_it():
     key = _C.KernelKey("pack", "bf16", 64, torch.float16, flat=False, in_wire="fp32", feedback="bf16")
-    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")  # no blocks, and no sum
+    # bf16 has no blocks, and pack sums nothing.
+    assert key == _C.KernelKey("pack", "bf16", 256, torch.float16, False, feedback="bf16")
     assert key != _C.KernelKey("pack", "bf16", 64, torch.float16, False, feedback="fp32")
     assert (key.wire, key.grad_dtype, key.in_wire, key.feedback) == ("bf16", torch.float16, None, "bf16")
     reduce = _C.KernelKey("reduce", "int4", 32, rotated=True, in_wire="bf16", stochastic=True)
@@ -373,13 +382,14 @@ def test_a_kernel_that_faults_is_an_error_with_the_buckets_name(ranks, library):
 
 
 def with_the_gil_under_the_lock(rank, world_size, library):
-    """Calls of another thread that ended, while a launch, within the hook call, waited for the GIL."""
+    """The calls that another thread ended while a launch, within the hook's call, waited for the GIL."""
     fake = fake_cuda.gpu(library)
     entered, own_run, ended = threading.Event(), fake._run, []
 
     def run(*args):
         entered.set()
-        time.sleep(0.2)  # without the GIL, and then waits for it: as in a collective that the flight recorder notes
+        # Releases the GIL and then waits for it, as a collective does for the flight recorder.
+        time.sleep(0.2)
         own_run(*args)
 
     with fake.takes_over(Config("bf16")):
@@ -392,7 +402,7 @@ def with_the_gil_under_the_lock(rank, world_size, library):
             for binding in (hook.start_trace, hook.stop_trace, hook.stats, hook.buckets, hook.take_notices):
                 binding()
                 ended.append(binding.__name__)
-            hook.max_over_ranks(1.0, "a value")  # waits for the lock that the hook call has
+            hook.max_over_ranks(1.0, "a value")  # waits for the lock that the hook's call holds
             ended.append("max_over_ranks")
 
         thread = threading.Thread(target=call, daemon=True)
@@ -413,7 +423,11 @@ def test_nobody_waits_for_the_engine_with_the_gil_in_hand(ranks, library):
 
 
 def captured(rank, world_size, library, is_watched):
-    """What a backward pass under capture raises, what had been done for it by then, and the gradient after it."""
+    """Runs the hook under capture, and then a step.
+
+    Returns (the error under capture, (launches, reported passes, observed buckets) by then, the step's gradient, the
+    buckets observed in the step).
+    """
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
     begun = []
@@ -455,11 +469,14 @@ def test_a_cubin_that_does_not_load_is_an_error(fake, call):
 
 
 def loaded_by_attaching(rank, world_size, library):
-    """Modules loaded: by attaching, by attaching again, with another wire, and in another context; launches worked."""
+    """The number of modules loaded by attaching, by attaching again, with another wire, and in another context.
+
+    Checks that launches work.
+    """
     fake = fake_cuda.gpu(library)
     ddp = DistributedDataParallel(Gradients((3000,)))
     numbers = [fake.library.fake_num_loads()]
-    for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # of no other test
+    for wire, context in (("bf16", 11), ("bf16", 11), ("int8", 11), ("bf16", 12)):  # contexts of no other test
         fake.library.fake_set_context(context)
         with fake.takes_over(Config(wire)):
             comm = fusedcomm.attach(ddp, Config(wire, sum="two-shot", wires={"1d": wire}))
@@ -474,7 +491,7 @@ def loaded_by_attaching(rank, world_size, library):
 def test_a_kernel_is_loaded_once_in_a_context(ranks, library):
     ((first, again, other_wire, other_context),) = ranks.run(loaded_by_attaching, library, world_size=1)
     assert first > 1 and again == 0 and other_context == first
-    assert other_wire == first - 3  # all but the kernels of exact sums: scale, pack and unpack
+    assert other_wire == first - 3  # all except the kernels of exact sums: scale, pack and unpack
 
 
 def test_kernels_of_another_version_are_refused(fake):

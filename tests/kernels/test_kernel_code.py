@@ -1,6 +1,6 @@
-"""What Triton makes of the kernels for every GPU generation, without a GPU: vector widths, registers, parameters.
+"""Triton's code for the kernels on every GPU generation, without a GPU: vector widths, registers, parameters.
 
-Compiled in a child process, because in this one Triton may interpret: this file, run as a program, is the child. It
+A child process compiles, because Triton may interpret in this one. The child is this file, run as a program. It
 compiles a kernel when a test first asks for it.
 """
 
@@ -23,10 +23,10 @@ if __name__ != "__main__":
 CAPABILITIES = (80, 90, 100, 120)
 OLDEST_CAPABILITY = 75
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
-ROTATED = ("int8", "int4")  # looked at for every capability; fp8 differs in what comes before and after
+ROTATED = ("int8", "int4")  # compiled for every capability; fp8 differs only in the code before and after the rotation
 GRAD_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CODE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1, "int4": 0.5}
-BLOCKS = {"int4": 32}  # elements; others have 128
+BLOCKS = {"int4": 32}  # elements of a block; other wires have 128
 TILE = 8192
 NUM_THREADS = 512
 
@@ -37,13 +37,13 @@ def kernel_key(kernel, wire, grad_dtype, flat, rotated=False):
 
 
 def all_kernels():
-    """(kernel, wire, gradient dtype, flat, rotated, capability) of everything that is looked at here."""
+    """(kernel, wire, gradient dtype, flat, rotated, capability) of every kernel that is tested here except ENCODERS."""
     kernels = []
     for capability in (OLDEST_CAPABILITY, *CAPABILITIES):
         kernels.append(("scale", None, "float32", True, False, capability))
         for wire in WIRES if capability in CAPABILITIES else WIRES[3:]:
             every_dtype = capability == 90 and wire in WIRES[:4]
-            # Elsewhere fp16 stands for little that bf16 does not.
+            # For other capabilities fp16 tests little that bf16 does not.
             for flat in (True, False) if capability == 90 or wire != "fp16" else (True,):
                 kernels.append(("reduce", wire, None, flat, False, capability))
                 for dtype in GRAD_NBYTES if every_dtype else ("float32",):
@@ -56,8 +56,8 @@ def all_kernels():
     return kernels
 
 
-# Kernels that sum messages, and encoders with noise, residuals or another wire than they sum: (kernel, wire, gradient
-# dtype, flat, what else).
+# Kernels that sum messages, and encoders with noise, residuals or another input wire: (kernel, wire, gradient dtype,
+# flat, other fields of the variant).
 ENCODERS = [
     ("pack", "bf16", "float32", True, {"feedback": "fp32"}),
     ("pack", "int4", "float32", True, {"stochastic": True, "feedback": "bf16", "rotated": True}),
@@ -81,7 +81,7 @@ RESIDUAL_NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def all_encoders():
-    """(…, capability): all for two generations, the first four for the others, too."""
+    """(*encoder, capability): all encoders for capabilities 80 and 90, and the first four for the others."""
     return [
         (*encoder, capability)
         for index, encoder in enumerate(ENCODERS)
@@ -99,7 +99,7 @@ def encoder_key(kernel, wire, grad_dtype, flat, encoding, capability):
 
 
 def resources(cubin):
-    """What cuobjdump says of the cubin's kernel: {"REG": …, "STACK": …, "LOCAL": …, …}."""
+    """The resources that cuobjdump reports for the cubin's kernel: {"REG": …, "STACK": …, "LOCAL": …, …}."""
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -111,7 +111,7 @@ def resources(cubin):
 
 
 def all_variants():
-    """{its key: (variant, capability)} of all kernels and encoders."""
+    """{key: (variant, capability)} of all kernels and encoders."""
     from fusedcomm.kernels.variants import Variant
 
     variants = {}
@@ -125,7 +125,7 @@ def all_variants():
 
 
 def compile_on_request():
-    """Reads a key from each line of stdin and writes what was compiled, in a line of stdout."""
+    """Reads a key from each line of stdin, and writes the compiled kernel as a line of JSON to stdout."""
     variants = all_variants()
     for line in sys.stdin:
         print(json.dumps(compiled_by_triton(*variants[line.strip()])), flush=True)
@@ -152,7 +152,7 @@ def without_interpreter():
 
 
 class Compiler:
-    """The child process, which starts when it is first asked."""
+    """Asks the child process, which starts with the first request, and returns its line of JSON."""
 
     @functools.cached_property
     def _child(self):
@@ -173,7 +173,7 @@ class Compiler:
 
 @pytest.fixture(scope="session")
 def compiled(made_once):
-    """compiled(key): what was compiled of that kernel or encoder, once for all processes that run tests."""
+    """compiled(key) returns the compiled kernel or encoder. Each is compiled once for all processes that run tests."""
     compiler = Compiler()
 
     @functools.cache
@@ -204,19 +204,19 @@ def code(request, compiled):
 
 
 def wide_side_numel(kernel, wire, dtype):
-    """Elements for each thread at a time: 16 bytes of whichever is wider, gradient or code, if a tile has so many."""
+    """Elements of a thread's access: 16 bytes of the wider of gradient and code, or its share of a tile if smaller."""
     nbytes = 4 if kernel == "scale" else CODE_NBYTES[wire]
     return min(int(16 / max(nbytes, GRAD_NBYTES.get(dtype, 0))), TILE // NUM_THREADS)
 
 
 def access(verb, nbytes):
-    """A regular expression for a global access of `nbytes`, without a predicate or with one."""
+    """A regular expression for a global access of `nbytes` bytes, with or without a predicate."""
     types = {16: r"v4\.b32|v2\.b64", 8: r"v2\.b32|b64", 4: r"b32", 2: r"b16"}[nbytes]
     return rf"{verb}\.global\.({types})\s"
 
 
 def accesses(ptx, verb, nbytes, predicated=False):
-    """The lines that have one; `predicated`: also those that may be skipped."""
+    """The lines with such an access. Lines with a predicate are included only if `predicated`."""
     lines = (line for line in ptx.splitlines() if re.search(access(verb, nbytes), line))
     return [line for line in lines if predicated or "@" not in line.split(verb)[0]]
 
@@ -224,7 +224,7 @@ def accesses(ptx, verb, nbytes, predicated=False):
 @pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize(VARIANT, every_kernel())
 def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, rotated, capability):
-    """The wider side, gradient or code, in 128 bits; the other in as much as holds the same elements."""
+    """The wider of gradient and code moves in 128 bits, the other in as many bits as the same elements have."""
     numel = wide_side_numel(kernel, wire, dtype)
     grad, wire_nbytes = GRAD_NBYTES.get(dtype, 0), CODE_NBYTES.get(wire, 0)
     loaded, stored = {
@@ -233,7 +233,7 @@ def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, rotated, c
         "reduce": (wire_nbytes, wire_nbytes),
         "scale": (grad, grad),
     }[kernel]
-    # A thread has 16 elements of a tile, and sums of int4 touch nothing wider than codes.
+    # A thread has 16 elements of a tile, and sums of int4 access nothing wider than codes: 8 bytes.
     assert max(loaded, stored) * numel == (8 if (kernel, wire) == ("reduce", "int4") else 16)
     for verb, nbytes in (("ld", loaded * numel), ("st", stored * numel)):
         found = accesses(code["ptx"], verb, nbytes, predicated=kernel == "reduce")
@@ -241,7 +241,7 @@ def test_full_tiles_move_in_128_bits(code, kernel, wire, dtype, flat, rotated, c
         assert len(found) >= wanted, f"{len(found)} instead of {wanted} {verb}.global of {nbytes} bytes"
 
 
-# A tile's loads, arithmetic and stores, from the first wide access to the last: what every element goes through.
+# (wire, rotated). Two tests look at a full tile's loads, arithmetic and stores, from the first wide access to the last.
 FORMATS = [*((wire, False) for wire in WIRES), *((wire, True) for wire in ROTATED)]
 
 
@@ -251,7 +251,7 @@ FORMATS = [*((wire, False) for wire in WIRES), *((wire, True) for wire in ROTATE
 def test_a_full_tile_is_packed_without_barriers_and_its_loads_come_first(compiled, wire, rotated, capability):
     ptx = compiled(f"{kernel_key('pack', wire, 'float32', True, rotated=rotated)}-{capability}")["ptx"]
     loads = [match.start() for match in re.finditer(access("ld", 16), ptx)]
-    # The codes', for only scales are stored under a predicate.
+    # Stores of codes: only scales are stored under a predicate.
     code_store = r"(?m)^\s*" + access("st", 4 * CODE_NBYTES[wire])
     stores = [match.start() for match in re.finditer(code_store, ptx) if match.start() > loads[-1]]
     assert len(loads) == len(stores) == 4
@@ -272,7 +272,7 @@ def test_a_full_tile_is_unpacked_without_barriers(compiled, wire, rotated, capab
     body = ptx[load : stores[-1]]
     assert "bar." not in body
     assert ".shared" not in body
-    # A thread holds four neighbours, so that three of the five stages of its 16 elements are exchanges.
+    # A thread holds four neighbors at a time, so three of a rotation's five stages exchange each of its 16 elements.
     assert body.count("shfl.sync") == 3 * 16 * rotated
 
 
@@ -293,14 +293,14 @@ def test_so_it_is_for_the_oldest_gpus(code, kernel, wire, dtype, flat, rotated, 
 
 
 def check_sum(code, kernel):
-    """A thread adds the elements that it has loaded, and stores them: that needs no shared memory."""
+    """Checks that a reduce has no shared memory and no barrier: a thread adds and stores the elements that it loads."""
     if kernel == "reduce":
         assert code["shared_nbytes"] == 0 and "bar.sync" not in code["ptx"]
 
 
 def check_arithmetic_and_resources(code):
-    """Also that no constant is extended by the Triton that is installed, the newest;
-    tests/kernels/test_kernel_constants.py has the oldest."""
+    """Checks arithmetic and resources, and that the installed Triton, the newest, extends no constant wrongly.
+    tests/kernels/test_kernel_constants.py checks the oldest Triton."""
     from test_kernel_constants import wrong_constants
 
     ptx = code["ptx"]
@@ -346,24 +346,24 @@ def test_takes_the_parameters_that_the_engine_packs(code, kernel, wire, dtype, f
 def test_encoders_move_residuals_in_the_widest_accesses_without_barriers(
     code, compiled, kernel, wire, dtype, flat, encoding, capability
 ):
-    """A thread has as many neighbours as fill 16 bytes of whichever is widest: gradient, code or residual."""
+    """A thread has as many neighbors as fill 16 bytes of the widest of gradient, code and residual."""
     check_arithmetic_and_resources(code)
     check_sum(code, kernel)
     assert code["params"] == PARAMS[kernel]
     feedback, in_wire = encoding.get("feedback"), encoding.get("in_wire", wire)
     sums, rotated = (encoding.get(name, False) for name in ("sums", "rotated"))
     plain = compiled(f"{kernel_key(kernel, wire, dtype, flat, rotated=rotated and sums)}-90")["ptx"]
-    # The loop's, and no more than they are without: noise and residuals stay with their threads. But a rotation within
-    # a piece of a tile goes through shared memory, with two, and sums rotate in one more place.
+    # There are no more barriers than without noise and residuals, which stay with their threads. But a sum rotates in
+    # one more place, within a piece of a tile. That goes through shared memory, with two barriers.
     assert code["ptx"].count("bar.sync") <= plain.count("bar.sync") + 2 * (sums and rotated)
     if sums:
-        # Later messages' codes come in accesses as wide as the first's.
+        # The codes of later messages are loaded in accesses as wide as those of the first.
         numel = wide_side_numel(kernel, wire, dtype)
         loads, of_plain = (len(accesses(ptx, "ld", numel * CODE_NBYTES[wire])) for ptx in (code["ptx"], plain))
         assert loads - of_plain >= TILE // (NUM_THREADS * numel)
     if feedback is None:
         return
-    # An integer of a codes section; int4 has two codes in one.
+    # A code counts as at least one byte: int4 has two codes in a byte.
     widest = max(
         RESIDUAL_NBYTES[feedback], *(max(1, CODE_NBYTES[w]) for w in (wire, in_wire)), GRAD_NBYTES.get(dtype, 0)
     )
@@ -389,7 +389,7 @@ def refused(expected, call):
 
 variant = variants.Variant("scale", None, 128, torch.float32, True)
 engine = variants.engine_variants([("int8", 128, False)], (torch.float32, torch.bfloat16))
-assert len(engine) == len(set(engine)) == 13, engine  # two for an exact sum of gradients that lie apart
+assert len(engine) == len(set(engine)) == 13, engine  # two for an exact sum of gradients that are not contiguous
 rotated = variants.engine_variants([("int4", 32, True)], (torch.float32,))
 assert [v.kernel for v in rotated if v.rotated] == ["pack", "unpack"] * 2, rotated
 measured = variants.engine_variants([("int8", 128, False)], (torch.float32,), stochastic=True, measured=True)

@@ -1,11 +1,11 @@
-"""No kernel, compiled by the oldest or the newest Triton, holds a constant that was extended wrongly to a register.
+"""No kernel compiled by the oldest or the newest Triton has a constant that was extended wrongly to fill its register.
 
-Triton 3.6 to 3.8 sign-extend the `other` of a load, also where a register holds two or four of it: 0xffffffffffff8000
-for two halves 0x8000, so that every second one is a NaN. Compiled in child processes: this file, run as a program.
+Triton 3.6 to 3.8 sign-extend the `other` of a load even if a register holds two or four of it. Two halves 0x8000 then
+become 0xffffffffffff8000, and every second half is a NaN. Child processes compile: this file, run as a program.
 
-`make test` compiles pack, unpack and reduce once for each wire by the oldest, `make test-all` also for each compute
-capability; what the newest makes is looked at where it is compiled anyway (tests/kernels/test_kernel_code.py). All
-variants by both, in a quarter of an hour of a core for each Triton:
+`make test` compiles pack, unpack and reduce with the oldest Triton, once for each wire. `make test-all` does so for
+each compute capability. The newest Triton's code is checked where it is compiled anyway, in
+tests/kernels/test_kernel_code.py. This compiles all variants with both, in a quarter of an hour of a core for each:
 pytest tests/kernels/test_kernel_constants.py --every-kernel
 """
 
@@ -25,7 +25,7 @@ WITH_SCALES = WIRES[3:]
 ENCODERS = ({"feedback": "fp32"}, {"stochastic": True, "feedback": "bf16"})
 
 
-# ---- what is looked for
+# ---- wrong constants
 
 LITERAL = r"-?(?:0[xX][0-9a-fA-F]+|\d+)"
 ASSIGNMENT = re.compile(r"\b(mov|selp)\.[a-z]*(16|32|64)\s+(%\w+),\s*([^;]+);")
@@ -33,17 +33,17 @@ PREDICATED_LOAD = re.compile(r"@!?%\w+\s+ld\.global[.\w]*\s+(?:\{([^}]*)\}|(%\w+
 
 
 def is_extended(value: int, nbits: int) -> bool:
-    """Whether the register's upper half only repeats the sign of a narrower constant, where all halves should be one.
+    """Whether `value` is a constant of at most 16 bits whose sign alone fills the rest of a register of `nbits` bits.
 
-    Zero and all ones are both.
+    The rest should repeat the constant. For zero and all ones that is the same, so they do not count.
     """
     signed = (value + (1 << (nbits - 1))) % (1 << nbits) - (1 << (nbits - 1))
     return -(2**15) <= signed < -1
 
 
 def wrong_constants(ptx: str) -> list[str]:
-    """The instructions that assign a constant that does not fit its register or was sign-extended to fill it; and
-    loads that leave another constant than zeros of either sign where their predicate is false."""
+    """The instructions that assign a constant which does not fit its register, or was sign-extended to fill it. Also
+    loads that leave a constant other than zeros of either sign where their predicate is false. May be empty."""
     found, constants, copies = [], {}, {}
     for match in ASSIGNMENT.finditer(ptx):
         nbits, register, operands = int(match[2]), match[3], match[4].split(",")
@@ -63,12 +63,12 @@ def wrong_constants(ptx: str) -> list[str]:
     return sorted(set(found))
 
 
-# Of 16 and 32 bits, as often as a register holds them.
+# By the bits of a register: zeros of 16 and 32 bits and either sign, as many as the register holds.
 ZEROS = {16: {0, 0x8000}, 32: {0, 0x80008000, 0x80000000}, 64: {0, 0x8000800080008000, 0x8000000080000000}}
 
 
 def assigned(register: str, constants: dict, copies: dict) -> dict:
-    """The constants that a register is given, also by way of other registers."""
+    """{(constant, bits): instruction} of the constants that a register is assigned, also through other registers."""
     seen, waiting, result = set(), [register], {}
     while waiting:
         register = waiting.pop()
@@ -85,14 +85,14 @@ LOAD = "@%p1 ld.global.v2.b{0} {{ %r1, %r2 }}, [ %rd1 + 0 ];"
 @pytest.mark.parametrize(
     "line",
     [
-        "mov.u32 %r1, 0xffffffffffff8000;",  # what Triton 3.6 makes of two halves 0x8000
-        "mov.u64 %r1, 0xffffffffffff8000;",  # of four
+        "mov.u32 %r1, 0xffffffffffff8000;",  # two halves 0x8000, as Triton 3.6 extends them
+        "mov.u64 %r1, 0xffffffffffff8000;",  # four halves
         "mov.b32 %r1, -32768;",
         "mov.b64 %r1, -32768;",
-        "mov.b32 %r1, 0xffffff80;",  # of bytes
-        "mov.u16 %r1, 0xffffffffffff8000;",  # right by luck
+        "mov.b32 %r1, 0xffffff80;",  # bytes
+        "mov.u16 %r1, 0xffffffffffff8000;",  # does not fit, although its low bits are right
         "selp.b32 %r1, 0, -32768, %p1;",
-        "mov.b32 %r1, 0x7e00;",  # a half whose sign is 0: only as what a load leaves
+        "mov.b32 %r1, 0x7e00;",  # a half with sign 0: wrong only as the other of a load
         "mov.b32 %r5, 32256; mov.b32 %r1, %r5;",
         "mov.b16 %rs1, 32256; mov.b32 %r1, {%rs1, %rs1};",
     ],
@@ -117,12 +117,12 @@ def test_leaves_other_constants_alone(line):
     assert not wrong_constants(f"{line}\n{LOAD.format(64 if '64' in line else 32)}")
 
 
-# ---- what is compiled
+# ---- compiled kernels
 
 
 def every_variant():
-    """All that an engine may launch: each wire with each gradient dtype, flat and not, two-shot and one-shot; encoders
-    with noise and residuals; sums within hosts in another wire."""
+    """Every variant that an engine may launch: each wire with each gradient dtype, flat and not, two-shot and one-shot;
+    encoders with noise and residuals; sums within hosts in another wire."""
     import torch
 
     from fusedcomm.kernels.variants import engine_variants
@@ -143,7 +143,8 @@ def every_variant():
 
 
 def sample(variants, number, num_samples):
-    """One variant of each kernel and wire, another for each number < num_samples."""
+    """One variant of each kernel and wire. Each `number` from 0 to num_samples - 1 gives another one, if there are so
+    many."""
     groups = {}
     for variant in variants:
         groups.setdefault((variant.kernel, variant.wire), []).append(variant)
@@ -151,9 +152,10 @@ def sample(variants, number, num_samples):
 
 
 def compile_and_check(capability, number, num_samples):
-    """The child: the Triton seen, how many kernels were compiled, and the wrong constants of each kernel that has any.
+    """Compiles in the child. Returns Triton's version, the oldest supported one, the number of kernels, their kernels
+    and wires, and the wrong constants of each kernel that has any.
 
-    number: which sample; -1: all.
+    number: the sample to compile; -1: every variant.
     """
     from fusedcomm.kernels.compile import SUPPORTED_TRITON, check_triton, compile
 
@@ -175,7 +177,7 @@ def compile_and_check(capability, number, num_samples):
 
 
 def child_environment(folder):
-    """With the Triton in `folder` before any other; None: the one installed."""
+    """The child's environment, with the Triton in `folder` before any other. None: the installed Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH"))))
@@ -183,7 +185,7 @@ def child_environment(folder):
 
 
 def oldest_triton(config):
-    """The folder that has the oldest supported Triton; skips the test if there is none."""
+    """The folder with the oldest supported Triton. Skips the test if there is none."""
     folder = Path(config.getoption("--oldest-triton") or Path(sys.prefix) / "triton-oldest")
     if not (folder / "triton").is_dir():
         pytest.skip(f"no Triton in {folder}: `make test` installs the oldest there, or name one with --oldest-triton")
@@ -200,7 +202,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.sampled(by=lambda which, capability: {"which": which})
-@pytest.mark.timeout(3600)  # half a minute of a core for one, where nobody else needs it; of all variants, minutes
+@pytest.mark.timeout(3600)  # a sample takes half a minute of an idle core, all variants take minutes
 def test_no_constant_is_extended(request, which, capability):
     pytest.importorskip("triton")
     folder = oldest_triton(request.config) if which == "oldest" else None
@@ -224,7 +226,7 @@ def test_no_constant_is_extended(request, which, capability):
 
 
 def test_what_is_installed_is_what_is_supported():
-    """pyproject.toml allows the versions that kernels/compile.py accepts; the Makefile takes the oldest from there."""
+    """pyproject.toml allows the versions that kernels/compile.py accepts. The Makefile reads the oldest from there."""
     pytest.importorskip("triton")
     from fusedcomm.kernels.compile import SUPPORTED_TRITON
 

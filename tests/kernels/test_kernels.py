@@ -1,8 +1,8 @@
-"""The kernels, Triton's and those in CUDA C++, against the oracle: the same bytes on the wire, the same bits in memory,
-and nothing else touched.
+"""The kernels of Triton and in CUDA C++ against the oracle: the same bytes on the wire, the same bits in memory, and
+nothing else touched.
 
-Without a GPU they run on CPU tensors, by Triton's interpreter and by a C++ compiler. The interpreter is slow, so what
-depends on the geometry alone is tested with small tiles.
+Without a GPU they run on CPU tensors: Triton's in its interpreter, those in CUDA C++ compiled for the CPU. The
+interpreter is slow, so what depends only on the geometry is tested with small tiles.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from fusedcomm.kernels.variants import TILE  # noqa: E402
 
 interpreter.mend()
 
-# numpy, under the interpreter, remarks on every Inf and NaN.
+# Under the interpreter numpy warns of every Inf and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4")
@@ -45,7 +45,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_NBYTES = 1 << 40  # more than any bucket here
 POISON = 0xA5
 GUARD_NBYTES = 64
-GAP = 7.0  # what lies between slices
+GAP = 7.0  # the value of the elements between slices
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -67,7 +67,7 @@ def on_cpu(made_once):
 
 @pytest.fixture(params=["triton", "cuda c++"])
 def device(request, triton_device, monkeypatch):
-    """Where the kernels of either kind are."""
+    """The device on which kernels run, with the kernels of Triton and then with those in CUDA C++."""
     if request.param == "cuda c++":
         library = request.getfixturevalue("on_cpu") if triton_device == "cpu" else None
         for name in cuda_cpp.KERNELS:
@@ -101,7 +101,7 @@ def bucket_layout(wire_format, block, num_parts, exact_numel, lossy_numel, max_c
 
 
 def signed(numel, dtype=torch.float32, seed=0, specials=False):
-    """Both signs, 40 binades; with `specials`, one element in 300 is of any bit pattern at all."""
+    """Random values of both signs over 40 binades. With `specials`, one element in 300 has a random bit pattern."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-20, 20, (numel,), generator=generator).float()
     x = (torch.randn(numel, generator=generator) * exponents.exp2()).to(dtype)
@@ -114,7 +114,8 @@ def signed(numel, dtype=torch.float32, seed=0, specials=False):
 
 
 def lay_out(numels, gaps, begin):
-    """Slices (offset, numel) from `begin` on, with gaps[i % len(gaps)] foreign elements before slice i; and the end."""
+    """Returns (slices, their end): slices (offset, numel) from `begin` on, with gaps[i % len(gaps)] other elements
+    before slice i."""
     slices = []
     for index, numel in enumerate(numels):
         begin += gaps[index % len(gaps)]
@@ -128,7 +129,8 @@ def gather(grads, slices):
 
 
 def guarded(nbytes, device):
-    """(memory, its first nbytes): wire memory in which a byte that nobody wrote shows, and a byte past the end, too."""
+    """(memory, its first nbytes), filled with POISON: a byte that is not written shows, and a byte written past the
+    end, too."""
     memory = torch.full((nbytes + GUARD_NBYTES,), POISON, dtype=torch.uint8, device=device)
     return memory, memory[:nbytes]
 
@@ -162,7 +164,7 @@ def nonfinite_by_slice(flat, slices, scale):
 
 
 def with_guarded_tables(bucket):
-    """The same bucket, with a 0 behind each table: whoever reads that finds another slice."""
+    """The same bucket, with a 0 behind each table: a kernel that reads it finds another slice."""
 
     def guarded_tables(stream):
         names = ("starts", "offsets", "first")
@@ -173,7 +175,7 @@ def with_guarded_tables(bucket):
 
 
 def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, scale=0.3, unpack_scale=3.0):
-    """Packs, reduces and unpacks every chunk of a bucket, and compares all that is written and all that is not.
+    """Packs, reduces and unpacks every chunk of a bucket, and compares all memory, written or not, with the oracle's.
 
     `flats` (lossy, exact) are the streams' values, `numels` (lossy, exact) their slices.
     """
@@ -217,7 +219,7 @@ def check_bucket(layout, flats, numels, gaps, device, tile=256, num_programs=3, 
     return bucket
 
 
-RAGGED = (  # a few tiny slices, empty ones at either end and side by side, and one that crosses tiles, parts and chunks
+RAGGED = (  # tiny slices, empty ones at both ends and side by side, and one that crosses tiles, parts and chunks
     [0, 1, 31, 129, 0, 0, 300, 64, 7, 900, 33, 2, 2, 2, 256, 0],
     [5, 0, 1, 301, 0],
 )
@@ -335,7 +337,7 @@ def test_elements_past_the_end_are_plus_zero_whatever_the_scale(device, wire_for
 
 
 def special_fp32():
-    """Bit patterns at which rounding, saturation and comparison change their minds."""
+    """fp32 bit patterns at which the result of rounding, saturation or comparison changes."""
     nans = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC12345, 0xFFFFFFFF]
     infs = [0x7F800000, 0xFF800000]
     denormals = [0x00000001, 0x80000001, 0x007FFFFF, 0x00400000]
@@ -347,7 +349,7 @@ def special_fp32():
 
 
 def around(values):
-    """`values` (fp32, not negative), the midpoints between neighbours, and both with their next neighbours in fp32."""
+    """`values` (fp32, not negative), the midpoints between them, and the fp32 neighbors of both. With both signs."""
     points = torch.cat([values, (values[1:] + values[:-1]) / 2])
     infinity = torch.tensor(math.inf)
     points = torch.cat([points, points.nextafter(infinity), points.nextafter(-infinity)])
@@ -355,7 +357,7 @@ def around(values):
 
 
 def blocks_around_codes(wire):
-    """[num_blocks, 32], each block with the greatest code among its elements: what else is in it is not rescaled."""
+    """fp32 [num_blocks, 32]. Each block contains the greatest code, so its scale is 1."""
     if wire == "fp8":
         values = torch.arange(256).to(torch.uint8).view(reference.WIRE_DTYPES[wire]).float()
         values = values[values.isfinite() & (values >= 0)].unique()
@@ -370,7 +372,7 @@ def blocks_around_codes(wire):
 
 
 def blocks_of_32():
-    """Blocks that wires with scales have to tell apart, [num_blocks, 32]."""
+    """fp32 [num_blocks, 32]: blocks that wires with scales treat differently."""
     generator = torch.Generator().manual_seed(4)
     uniform = torch.rand(32, generator=generator) * 2 - 1
     least = 2.0**-100
@@ -405,7 +407,7 @@ def test_special_values(device, wire_format, scale):
 @pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 def test_rounds_to_the_nearest_code(device, wire):
     blocks = blocks_around_codes(wire)
-    # Also with inverses that are not powers of two.
+    # Includes inverses of scales that are not powers of two.
     flat = torch.cat([blocks, blocks * 2**-30, blocks * 1.7, blocks / 3]).flatten()
     layout = bucket_layout(wire, 32, 1, 0, len(flat))
     check_bucket(layout, (flat, flat[:0]), ([len(flat)], []), [0], device, tile=TILE, scale=1.0, unpack_scale=1.0)
@@ -464,7 +466,7 @@ def test_messages_of_several_parts_are_not_summed(device):
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
 def test_every_16_bit_code(device, wire):
-    """Also those that pack never makes."""
+    """Includes codes that pack never writes."""
     codes = torch.arange(-(2**15), 2**15).to(torch.int16)
     layout = _C.bucket_layout(wire, 32, 1, 0, len(codes), CHUNK_NBYTES)
     parts = codes.view(torch.uint8).to(device)
@@ -479,7 +481,7 @@ def test_every_16_bit_code(device, wire):
 
 @pytest.mark.parametrize("wire", ["int8", "fp8", "int4"])
 def test_every_8_bit_code(device, wire):
-    """Also those that pack never makes, with scales that it never makes."""
+    """Includes codes and scales that pack never writes."""
     bits = torch.tensor(
         [0x3F80, 0x3E9A, 0x0000, 0x8000, 0x0001, 0x00A1, 0x7F80, 0x7FC1, 0xFF81, 0x7F7F, 0x0D80, 0xC123]
     )
@@ -548,7 +550,7 @@ def test_scales_in_place(device, numel, tile):
     layout = _C.bucket_layout("fp32", 32, 1, 0, numel, CHUNK_NBYTES)
     bucket = make_bucket(layout, memory, slices, [], tile)
     scale_in_place(bucket, -1.7, 3)
-    # Which NaN a multiplication makes is the machine's choice.
+    # Which NaN a multiplication gives depends on the device.
     assert_same_bits(reference.canonical(memory[:numel].cpu()), reference.canonical(expected))
     assert torch.all(memory[numel:] == GAP)
     original = expected / torch.tensor(-1.7)
@@ -619,14 +621,17 @@ class Encoder:
 
 
 def piece(layout, parts):
-    """What the layout has of a message's parts: uint8 [number of parts, layout.part.nbytes], a view."""
+    """The layout's piece of each part of a message: uint8 [number of parts, layout.part.nbytes], a view."""
     return parts.view(-1, layout.part_stride)[:, layout.part_offset :][:, : layout.part.nbytes]
 
 
 def check_steps(
     layouts, numels, exact_numels, device, stochastic, feedback, dtype=torch.float32, tile=256, num_steps=2, flat=False
 ):
-    """Some steps of packing, reducing and unpacking messages in some layouts, by the kernels and by the reference."""
+    """Packs, reduces and unpacks messages with these layouts in some steps, by the kernels and by the reference.
+
+    numels: slices of each layout's stream. exact_numels: slices of the exact stream, which the first layout has.
+    """
     world_size, num_chunks = layouts[0].num_parts, layouts[0].num_chunks
     encoders, sum_encoders = (
         [Encoder(source, stochastic, feedback, numel(layout), device) for layout in layouts]
@@ -682,7 +687,8 @@ def check_steps(
             encoder.check()
 
 
-# Pairs of everything that can be combined; the layouts' wires in the order of constants.WIRE_IDS.
+# (wire format, stochastic, feedback, gradient dtype, flat): pairs of everything that can be combined. The wires are in
+# the order of constants.WIRE_IDS.
 ENCODINGS = [
     ("fp32", True, "bf16", torch.float32, False),
     ("bf16", True, None, torch.float32, True),
@@ -740,7 +746,7 @@ def test_several_layouts_in_a_message(device, stochastic, feedback):
 @pytest.mark.parametrize(("stochastic", "feedback"), [(True, None), (True, "fp32"), (False, "fp32")])
 @pytest.mark.parametrize("wire", WIRES[1:])
 def test_special_values_with_noise_and_residuals(device, wire, stochastic, feedback):
-    """Also values that lie between codes, and whatever rounds up to what the format does not have."""
+    """Includes values between codes, and values that round up beyond the format's greatest."""
     blocks = [blocks_of_32()] + ([blocks_around_codes(wire), blocks_around_codes(wire) / 3] if wire in BLOCKS else [])
     flat = torch.cat([*(block.flatten() for block in blocks), special_fp32()])
     layout = bucket_layout(wire, 32, 1, 0, len(flat))
@@ -767,7 +773,7 @@ def test_special_values_with_noise_and_residuals(device, wire, stochastic, feedb
     ],
 )
 def test_sums_in_one_wire_and_encodes_in_another(device, in_wire, wire_format, stochastic, feedback):
-    """Parts of 3 ranks of a host become twice as many parts, for 2 hosts."""
+    """The part of each of a host's 3 ranks becomes 2 parts, one for each of 2 hosts."""
     chunk, first_part, num_parts, exact_numel = 1, 2, 2, 8
     numels = 6, 4 * 6 * exact_numel, 4 * 6 * 640
     to = bucket_layout(wire_format, 64, *numels, 1)
@@ -800,7 +806,7 @@ def noise_kernel(out, begin, seed, parameter, step, source, NUMEL: tl.constexpr,
 @pytest.mark.parametrize("vec", [4, 8, 16])
 @pytest.mark.parametrize("begin", [8, 2**31 + 32, 2**35 - 64])
 def test_noise_is_that_of_the_oracle(triton_device, vec, begin):
-    """Also where the group's number needs all of its 32 bits, and more."""
+    """Includes elements whose group's number needs all of its 32 bits, and more."""
     key = reference.NoiseKey(0x8000000180000002, 0xFFFFFFFF, 0x80000000, 7)
     out = torch.empty(256, dtype=torch.int32, device=triton_device)
     words = encoding_args(Encoding(dataclasses.astuple(key)), 0, 0, out.view(torch.uint8))[1]

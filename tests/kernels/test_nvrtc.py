@@ -1,6 +1,7 @@
-"""The kernels in CUDA C++ where there is no GPU: what NVRTC makes of them, what is kept, and when they are taken.
+"""The kernels in CUDA C++ without a GPU: NVRTC's code for them, its cache, and when they are chosen.
 
-tests/kernels/test_kernels.py has their bytes, tests/devices/test_cuda_engine.py the engine that launches them.
+tests/kernels/test_kernels.py tests the bytes that they write, tests/devices/test_cuda_engine.py the engine that
+launches them.
 """
 
 import re
@@ -71,7 +72,7 @@ def test_what_the_engine_could_not_launch_is_refused(has_nvrtc, tmp_path, monkey
 
 @pytest.fixture
 def with_triton(monkeypatch):
-    """As where a supported Triton is installed, and compiles."""
+    """Acts as if a supported Triton were installed. Returns the module that compiles with it."""
     from fusedcomm.kernels import compile
 
     monkeypatch.setattr(compile, "check_triton", lambda: "3.7.0")

@@ -104,7 +104,7 @@ def test_without_the_extension_every_command_says_how_to_build_it(demo_packages)
 def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
     package = os.path.dirname(fusedcomm.__file__)
     shutil.copytree(package, tmp_path / "fusedcomm", ignore=shutil.ignore_patterns("_C.*", "kernels"))
-    # An editable install would find what is missing there; a plain one does not.
+    # An editable install would find what the checkout lacks; a plain one does not.
     hide = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
     done = run("-c", f"{hide}; sys.path.insert(0, sys.argv[1]); import fusedcomm; fusedcomm.attach", str(tmp_path))
     assert f"has not been built: there is none in {tmp_path / 'fusedcomm'}" in done.stderr
@@ -177,7 +177,7 @@ def test_demo(tmp_path, demo_packages, wires):
         assert 0 < row["exposed_ms_p50"] < row["step_ms_p50"] <= row["step_ms_p95"]
         assert 0 <= row["accuracy"] <= 1
 
-    # Twelve steps hardly learn, but where the arithmetic is the same the loss is.
+    # Twelve steps hardly train the model, but the same arithmetic gives the same loss.
     default = runs["DDP default"]
     assert runs["fusedcomm fp32"]["final_loss"] == pytest.approx(default["final_loss"], rel=1e-6)
     assert runs["fusedcomm bf16"]["final_loss"] == pytest.approx(default["final_loss"], rel=2e-2)
@@ -201,7 +201,7 @@ def test_demo_runs_under_torchrun(tmp_path, demo_packages):
 
 @pytest.mark.full
 def test_an_error_in_a_rank_reaches_the_user(tmp_path, demo_packages):
-    (tmp_path / "demo.json").symlink_to("/dev/full")  # rank 0 cannot write it, and nobody can tell before
+    (tmp_path / "demo.json").symlink_to("/dev/full")  # rank 0 cannot write it, and no check can tell before
     done = run("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
     assert done.returncode == 1
     assert "rank 0 failed" in done.stderr

@@ -1,4 +1,4 @@
-"""The α–β–γ model: cases whose answer can be worked out by hand, and properties of all of them."""
+"""The α–β–γ model: cases with answers worked out by hand, and properties of all cases."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ NUMEL = 1 << 18
 
 
 def linear_gradients(numels: list[int], backward_s: float) -> list[Gradient]:
-    """Gradients that take time in proportion to their numel, in the order of the backward pass."""
+    """Gradients in the order of the backward pass, which takes time in proportion to their numel."""
     total, done, gradients = sum(numels), 0, []
     for numel in numels:
         done += numel
@@ -46,7 +46,7 @@ def linear_gradients(numels: list[int], backward_s: float) -> list[Gradient]:
 
 
 def cluster(world_size: int = 4, **changes) -> Cluster:
-    """Cores are never short, so that nothing but the chain of stages counts."""
+    """A cluster with more cores than it needs, so that only the chain of stages counts."""
     base = {"network": NETWORK, "codecs": CODECS, "copy_s_per_byte": COPY, "cores": 1e6}
     return Cluster(world_size, **{**base, **changes})
 
@@ -59,7 +59,8 @@ def one_bucket(numel: int = NUMEL, exempt_numel: int = 0, **changes) -> Workload
 
 
 def step_s(config: Config | None, ranks: Cluster, workload: Workload) -> float:
-    """Without what is the same for all: compute, and the copies into and out of one bucket."""
+    """The predicted step in seconds, without compute and without the copies into and out of one bucket, which are the
+    same for every choice."""
     step = predict(workload, Choice(config, 1 << 40), ranks).step_s
     return step - workload.compute_s - 2 * 4 * workload.numel * COPY
 
@@ -106,7 +107,7 @@ def test_two_shot_on_two_ranks_where_it_is_asked_for():
 @pytest.mark.parametrize(("world_size", "sum"), [(2, "auto"), (2, "one-shot"), (4, "one-shot")])
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_one_shot_of_one_chunk_is_an_all_gather_between_two_stages(wire, world_size, sum):
-    """What is sent is what the engine's plan says: the whole chunk, to every other rank."""
+    """A rank sends as much as the engine's plan says: the whole chunk to every other rank."""
     config = Config(wire=wire, sum=sum, chunks=Chunks(2 * NUMEL))
     plan = _C.plan_bucket(chunks.native(config, world_size), world_size, torch.empty(0), 0, [NUMEL])
     sent = (world_size - 1) * plan.layout.chunk_nbytes
@@ -128,8 +129,8 @@ def test_direct_chunks_follow_one_another_on_the_network():
     num_chunks, nbytes = chunks_of(config, 4, NUMEL)
     assert (num_chunks, nbytes) == (8, NUMEL // 4)
     numel, transfer = NUMEL / 8, 2 * 3 / 4 * nbytes * BETA
-    assert transfer > max(PACK(numel), UNPACK(numel))  # so the network is what chunks queue for
-    # Latency is under way while the next chunk is sent: it counts once.
+    assert transfer > max(PACK(numel), UNPACK(numel))  # so chunks queue for the network
+    # A chunk's latency passes while the next chunk is sent, so latency counts once.
     by_hand = PACK(numel) + num_chunks * transfer + ALPHA + UNPACK(numel)
     assert step_s(config, cluster(), one_bucket()) == pytest.approx(by_hand)
 
@@ -166,12 +167,12 @@ def test_on_few_cores_codec_lanes_take_turns():
     numel = NUMEL / 8
     apart = step_s(config, cluster(codecs=slow, network=free), one_bucket())
     together = step_s(config, cluster(codecs=slow, network=free, cores=2.0), one_bucket())
-    assert apart == pytest.approx(9 * numel * 1e-6)  # pack of the next beside unpack
+    assert apart == pytest.approx(9 * numel * 1e-6)  # a chunk is packed while the one before is unpacked
     assert together == pytest.approx(16 * numel * 1e-6)
 
 
 def test_lanes_that_run_side_by_side_are_not_added_up():
-    # Pack and unpack take 0.2 s each, beside one another, in a step of 0.6 s.
+    # Pack and unpack take 0.2 s each. They overlap, in a step of 0.575 s.
     slow = {wire: Codec(*[Cost(0, 0.2 / NUMEL)] * 4) for wire in CODECS}
     config = Config(wire="bf16", sum="direct", chunks=Chunks(NUMEL // 4, in_flight=8))
     ranks = cluster(codecs=slow, network=Network(Cost(0, 0), Cost(0, 0)), copy_s_per_byte=0.0)
@@ -217,7 +218,7 @@ def test_two_levels_sum_within_hosts_first():
     assert (plan.layout.num_chunks, plan.host_layouts[0].chunk_nbytes) == (1, 2 * NUMEL)
     assert nbytes == NUMEL * (1 + 4 / 128)
     within = 2e-4 + 3 / 4 * 2 * NUMEL * 2e-9
-    between = ALPHA + 4 * 1 / 2 * nbytes / 4 * BETA  # four ranks, each to one other host, a fourth of a message
+    between = ALPHA + 4 * 1 / 2 * nbytes / 4 * BETA  # each of four ranks to one other host, a fourth
     back = 2e-4 + 3 / 4 * nbytes * 2e-9
     by_hand = PACK(NUMEL) + within + REDUCE(NUMEL) + between + REDUCE(NUMEL / 4) + between + back + UNPACK(NUMEL)
     hosts = cluster(8, ranks_per_host=4, local=LOCAL)
@@ -264,7 +265,7 @@ def test_a_ring_gathers_across_each_link_once():
     gather = ALPHA + 7 / 8 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + gather + UNPACK(NUMEL)
     assert step_s(config, hosts, one_bucket()) == pytest.approx(by_hand)
-    # Between hosts, each of the four ranks has a ring of its own: as much leaves the host as by exchange.
+    # Between hosts each of the four ranks has its own ring, so as many bytes leave the host as by an exchange.
     levels = Config(wire="int8", chunks=Chunks(2 * NUMEL), hosts="auto")
     exchanging = cluster(8, ranks_per_host=4, local=LOCAL)
     sent = [predict(one_bucket(), Choice(levels), ranks).sent_nbytes for ranks in (hosts, exchanging)]
@@ -277,11 +278,11 @@ def test_the_faster_all_reduce_is_taken():
         assert step_s(None, cluster(network=tree), one_bucket(numel)) == pytest.approx(expected)
 
 
-# ---- what computes beside it
+# ---- compute and collectives at the same time
 
 
 def test_cores_limit_a_step():
-    # Compute 0.35 s and 0.5 core-seconds for the bytes, on half a core.
+    # Compute takes 0.35 s and the bytes take 0.5 core-seconds, on half a core.
     sent = 2 * 3 / 4 * 4 * NUMEL
     network = dataclasses.replace(NETWORK, cpu_s_per_byte=0.5 / sent)
     found = predict(one_bucket(), Choice(None), cluster(network=network, cores=0.5, copy_s_per_byte=0.0))
@@ -293,7 +294,7 @@ def test_cores_limit_a_step():
 
 @pytest.mark.parametrize("busy_cores, delayed", [(1.0, True), (0.5, False), (0.0, False)])
 def test_bytes_delay_a_backward_pass_that_leaves_them_no_core(busy_cores, delayed):
-    # On one core; the first bucket's all-reduce is work all the time, an eighth of the backward pass.
+    # There is one core. The first bucket's all-reduce keeps it busy for an eighth of the backward pass.
     reduced_s = ALPHA + 6 * NUMEL * BETA
     all_reduce = Cost(ALPHA, BETA, cpu_fixed_s=ALPHA, cpu_s_per_unit=BETA)
     ranks = cluster(network=dataclasses.replace(NETWORK, all_reduce=all_reduce), cores=1.0, copy_s_per_byte=0.0)
@@ -312,7 +313,7 @@ def test_ranks_of_a_host_share_the_work_of_sending():
 
 
 def test_collectives_slow_an_accelerator_down():
-    # Ready after a quarter of the backward pass, and through before its end.
+    # The first gradient is ready after a quarter of the backward pass, and reduced before its end.
     workload = Workload(0.1, 0.4, 0.0, [Gradient(NUMEL, 0.1), Gradient(1, 0.4)])
     plain = cluster(cores=None, copy_s_per_byte=0.0)
     slowed = dataclasses.replace(plain, slowdown=0.5)
@@ -399,8 +400,8 @@ def test_bounds(workload, config, ranks, cap):
 @settings(max_examples=60, deadline=None)
 @given(workload=WORKLOADS, ranks=CLUSTERS, config=st.sampled_from([None, Config(wire="bf16", sum="direct")]))
 def test_a_faster_network_is_never_slower(workload, ranks, config):
-    """Of one collective a chunk: with two that share a network, serving one sooner may delay another that matters
-    more, as in any queue."""
+    """This holds with one collective for each chunk. If two collectives share a network, serving one sooner may delay
+    another that matters more, as in any queue."""
     faster = Network(*(Cost(cost.fixed_s / 2, cost.per_unit_s / 2) for cost in [ranks.network.all_reduce] * 2))
     choice = Choice(config, 1 << 20)
     before = predict(workload, choice, ranks).step_s
@@ -417,15 +418,15 @@ def test_a_much_faster_network_is_faster(wire):
     assert steps == sorted(steps, reverse=True)
 
 
-# ---- beside a measurement
+# ---- against a measurement
 
 
 @pytest.mark.parametrize(
     "impl, wire", [("ddp default", None), *((f"fusedcomm {w}", w) for w in ("bf16", "int8", "int4"))]
 )
 def test_agrees_with_measured_steps_on_one_gbit_s(impl, wire):
-    """bench/ddp_step.py's two hosts: 1 Gbit/s of Ethernet, 0.949 of it payload of TCP; two ranks, two cores; the codec
-    as bench/codec.py has measured it. α is assumed, and hardly matters: chunks overlap it."""
+    """The two hosts of bench/ddp_step.py have two ranks, two cores and 1 Gbit/s of Ethernet, 0.949 of it TCP payload.
+    The codec's times are those that bench/codec.py measures. α is assumed, and hardly matters: chunks overlap it."""
     rows = {row["impl"]: row for row in json.loads((RESULTS / "ddp-step-2-hosts-1gbit.json").read_text())["rows"]}
     compute_s, measured = rows["compute alone"]["median_s"], rows[impl]
     line = Cost(1e-3, 8 / (0.949 * 1e9))

@@ -1,4 +1,4 @@
-"""``fusedcomm plan``: published figures, what the model says of clusters on paper, and what it refuses."""
+"""``fusedcomm plan``: published figures, the model's predictions for clusters on paper, and what it refuses."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def rows_by_way(hardware: Hardware, numel: int = 10**8, step_s: float = 0.1) -> 
     return {row.way: row for row in rows}
 
 
-# ---- what has been published
+# ---- published figures
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.4])
@@ -57,13 +57,13 @@ def test_the_shape_of_the_bucket_size_curve():
             steps = curve.step_s_by_mib
             best = steps[curve.best_mib]
             assert steps[0] > 1.04 * best  # a collective for each parameter
-            assert steps[max(steps)] > 1.04 * best  # nothing left to overlap with
+            assert steps[max(steps)] > 1.04 * best  # one bucket overlaps nothing
             sizes = sorted(steps)
             falling, rising = sizes[: sizes.index(curve.best_mib) + 1], sizes[sizes.index(curve.best_mib) :]
             assert [steps[size] for size in falling] == sorted((steps[size] for size in falling), reverse=True)
             assert [steps[size] for size in rising] == sorted(steps[size] for size in rising)
     no_buckets = [curves["resnet50", ranks].step_s_by_mib[0] for ranks in (16, 32)]
-    assert no_buckets[1] > no_buckets[0]  # more hops for each of as many collectives
+    assert no_buckets[1] > no_buckets[0]  # as many collectives, each with more hops
 
 
 def test_defaults_of_hardware_are_told():
@@ -106,7 +106,7 @@ def test_architectures_are_as_large_as_published(name, numel, giga_multiply_adds
 
 
 def test_most_of_vgg16_is_ready_at_once():
-    """Its three linear layers have nine tenths of its parameters and hardly anything to compute."""
+    """Its three linear layers have nine tenths of its parameters and hardly any compute."""
     workload = Training(architecture("vgg16").parameters, 0.3).workload()
     early = sum(gradient.numel for gradient in workload.gradients if gradient.ready_s < 0.02 * workload.backward_s)
     assert early / workload.numel == pytest.approx(0.894, abs=0.001)
@@ -124,7 +124,8 @@ def test_the_wire_decides_what_is_exempt():
 
 
 def test_latencies_are_nccls_formulas():
-    """4 hosts × 2 GPUs; 10 µs between hosts, 1 within, 5 to launch; no time for bytes to speak of."""
+    """4 hosts × 2 GPUs. Latencies are 10 µs between hosts, 1 µs within a host and 5 µs for a launch. Bytes take hardly
+    any time."""
     hardware = Hardware(
         8, 2, nic_gbps=1e6, efficiency=1.0, local_gbps=1e6, nic_latency_us=10, local_latency_us=1, launch_us=5
     )
@@ -150,7 +151,7 @@ def test_on_one_host_the_launch_is_within_it():
 
 
 def test_stages_take_the_bytes_that_they_read_and_write():
-    """At 1 GB/s and no time for a kernel, ns an element: fp32 gradients have 4 bytes, bf16 2."""
+    """At 1 GB/s and with no time for a launch, a stage takes 1 ns a byte. fp32 gradients have 4 bytes, bf16 codes 2."""
     for ranks in (2, 8):
         hardware = Hardware(ranks, 1, memory_gbytes_per_s=1.0, codec_share=1.0, kernel_us=0.0)
         codec = hardware.cluster().codec("bf16")
@@ -252,7 +253,7 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
     assert dict(assumed) == written["assumptions"]
     assert "160 ms" in written["assumptions"]["compute"]
     assert written["hardware"]["ranks_per_host"] == 4
-    # Below the line of code, what a wire would gain that was not accepted.
+    # Below the line of code stands the gain of a faster wire that was not accepted.
     assert written["recommendation"] == lines[-2] and written["accepted"] == ["bf16", "int8"]
     assert lines[-2].startswith('fusedcomm.attach(ddp, fusedcomm.Config(wire="int8", hosts="auto"))')
     faster = written["faster_but_not_accepted"]
@@ -277,7 +278,7 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
     ],
 )
 def test_every_constant_of_the_model_is_said(module, name, value, said, monkeypatch):
-    """What is no option, but would change what is predicted or recommended."""
+    """The assumptions name each constant that is not an option but changes a prediction or a recommendation."""
     hardware = Hardware(16, ranks_per_host=4)
     monkeypatch.setattr(module, name, value)
     assert said in " ".join((hardware.assumptions() | hardware.assumptions_of_ways()).values())

@@ -1,4 +1,4 @@
-"""``fusedcomm probe``: the whole on real ranks within a tiny budget, and the command."""
+"""``fusedcomm probe``: a whole probe on real ranks within a tiny budget, and the command."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def probed(ranks):
 
 def test_the_budget_is_respected(probed):
     outcomes, seconds = probed
-    # Other programs may use this machine, too.
+    # The allowance is for other programs on this machine.
     assert outcomes[0][0]["seconds"]["all"] < TINY.seconds + patient(15), outcomes[0][0]["seconds"]
     assert seconds < TINY.seconds + patient(30)
 
@@ -86,7 +86,7 @@ def test_the_json_has_everything(probed):
         assert recommendation["step_s"] == measured_s[recommendation["option"]["name"]]
         assert recommendation["step_s"] <= 1.05 * min(measured_s.values())
     assert document["environment"]["world_size"] == 2 and document["environment"]["device"] == "cpu"
-    # What decides is the same on every rank.
+    # Everything that decides is the same on every rank.
     for key in ("predictions", "recommendation", "crossover_bytes_s", "workload"):
         assert document[key] == json.loads(json.dumps(others[key])), key
 
@@ -100,10 +100,10 @@ def network_measured(rank, world_size, s_per_byte):
 
 @pytest.mark.parametrize("s_per_byte", [8e-8, 1e-11])
 def test_messages_are_of_the_sizes_that_suit_the_link(ranks, s_per_byte):
-    """Of two ranks on a slow link the smallest are as long as what is sent before their sizes are known."""
+    """Messages of 4 KiB are sent before the sizes are known. On a slow link the smallest of the sizes is 4 KiB, too."""
     of_all, *others = ranks.run(network_measured, s_per_byte, world_size=2)
     for kind in ("exchange", "direct"):
-        # An all-gather of two ranks is an exchange of both ranks' chunks.
+        # With two ranks an all-gather is an exchange of both ranks' chunks.
         num_chunks, sum = (2, "one-shot") if kind == "exchange" else (1, "direct")
         message = num_chunks * chunks.resolved(Config(sum=sum), 2, "cpu", s_per_byte).chunks.nbytes
         assert of_all[kind] == sorted({4 << 10, message // 16, message // 4, message}) and others[0] == of_all
@@ -131,8 +131,8 @@ def channels_kept(rank, world_size):
 
 
 def test_channels_are_kept_while_others_connect_them(ranks):
-    """Two ranks sum in one shot and need one of the two; letting go of the other looks like a crash where a rank still
-    connects it."""
+    """Two ranks sum in one shot and need only one of the two channels. Dropping the other looks like a crash to a rank
+    that still connects it."""
     assert ranks.run(channels_kept, world_size=2) == [[True]] * 2
 
 
@@ -156,7 +156,7 @@ def test_hosts_with_several_ranks(ranks):
     for level in ("network", "local"):
         cost = document["network"]["two_levels"][level]["exchange"]
         assert cost["per_unit_s"] > 0 and cost["fixed_s"] >= 0 and cost["cpu_s_per_unit"] > 0
-    assert set(document["local"]["codecs"]) == {"fp32", "int8", "bf16"}  # what travels within a host
+    assert set(document["local"]["codecs"]) == {"fp32", "int8", "bf16"}  # bf16 is the wire within a host
     assert set(document["crossover_bytes_s"]) == {"int8", "int8 by host"}
     assert {row["hosts"] for row in document["check"]} >= {None}
     for part in ("all-to-all between hosts", "all-to-all within a host", "MB/s a host", "sent by a host"):
@@ -180,7 +180,7 @@ def test_the_text_says_what_to_do(probed):
 
 
 def run_beside_work(rank, world_size, settings):
-    """The probe's document, and how long the same work has taken before and after it, in seconds."""
+    """(the probe's document, the seconds that the same work took before and after the probe)."""
     team = Team(dist.group.WORLD, torch.device("cpu"))
 
     def seconds():
@@ -195,7 +195,8 @@ def run_beside_work(rank, world_size, settings):
 def test_a_backward_pass_takes_as_long_as_it_should(ranks):
     settings = dataclasses.replace(TINY, backward_s=0.05, wires=("bf16",))
     (document, beside_s), _ = ranks.run(run_beside_work, settings, world_size=2)
-    # By the machine's speed then; which is about what was asked for, unless other work comes and goes.
+    # The backward pass takes about as long as the same work does. That is about as long as was asked for, unless the
+    # load of the machine changes.
     assert min(beside_s) / 3 < document["workload"]["backward_s"] < 3 * max(beside_s)
     assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8 * slowness()
     ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
@@ -250,11 +251,11 @@ def traced(rank, world_size):
 
 @pytest.mark.full
 def test_stages_from_traces(ranks):
-    """As on an accelerator, where they cannot be called by themselves."""
+    """As on an accelerator, where stages cannot be called one by one."""
     of_three, of_two = (ranks.run(traced, world_size=p)[0] for p in (3, 2))
     two_shot = ["pack", "reduce", "unpack"]
     assert [list(points) for points in of_three] == [two_shot, ["pack"], two_shot]
-    # In one shot; but 16-bit wires can be summed directly, too, and then nothing is summed by unpack.
+    # Two ranks sum in one shot. A 16-bit wire can be summed directly, too, and then unpack sums nothing.
     assert [list(points) for points in of_two] == [["pack", "sum"], ["pack"], ["pack", "sum", "unpack"]]
     for points in (points for of_wire in (*of_three, *of_two) for points in of_wire.values()):
         assert all(numel > 10_000 and 1e-6 < seconds < 1 for numel, seconds in points)
@@ -312,7 +313,7 @@ def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_the_command_without_torchrun(tmp_path):
-    """And a script, and the picture."""
+    """Also with a script and a picture."""
     pytest.importorskip("matplotlib")
     done = run_command(tmp_path, "--seconds", "5", "--wires", "bf16", "--script", script(tmp_path, SCRIPT))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Which steps a probe's predictions are checked by."""
+"""The real steps with which a probe checks its predictions."""
 
 import types
 
@@ -18,7 +18,7 @@ USERS = object()
 
 @pytest.fixture
 def taken(monkeypatch):
-    """(task, how many choices) of each time that steps were asked for; a synthetic task is its numel."""
+    """(task, number of choices) of each request for real steps. A synthetic task is replaced by its numel."""
     calls = []
 
     def in_turns(team, task, chosen, budget_s):
@@ -34,10 +34,10 @@ def taken(monkeypatch):
 @pytest.mark.parametrize(
     ("steps_of_two", "task", "num_choices"),
     [
-        (2.1, USERS, 4),  # there is time for four choices' steps
+        (2.1, USERS, 4),  # there is time for the steps of four choices
         (1.9, USERS, 2),
         (1.1, USERS, 2),
-        (0.9, 0.9, 2),  # of the model's numel
+        (0.9, 0.9, 2),  # share of the model's numel
         (0.2, 0.2, 2),
         (1e-6, MIN_NUMEL / 10_000_000, 2),
     ],
@@ -55,13 +55,14 @@ def test_a_smaller_model_is_taken_only_where_two_choices_of_the_users_take_too_l
     if task is USERS:
         assert task_taken is USERS and [one.option for one in checks] == chosen[:num_choices]
     else:
-        # Never larger than the user's.
+        # The synthetic model is never larger than the user's.
         assert task_taken == pytest.approx(task * of_user.numel, rel=0.01) and task_taken < of_user.numel
     assert {one.numel for one in checks} == {of_user.numel if task is USERS else workload(0.0, task_taken).numel}
 
 
 def test_of_the_two_that_are_left_one_is_ours(taken):
-    """Also where DDP's own in other buckets was predicted to be the best: else none of ours is compared."""
+    """This holds even if DDP's own all-reduce in other buckets was predicted to be the best. Otherwise no wire of
+    fusedcomm would be compared."""
     of_user = workload(0.0)
     found = options(of_user, cluster(1e8), ("bf16",), (25.0, 5.0))
     offs = [option for option in found if option.wire == OFF]

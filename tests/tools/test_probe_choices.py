@@ -1,4 +1,4 @@
-"""What the probe predicts of each way, and which it recommends."""
+"""The probe's predictions for each way, and its recommendation."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from fusedcomm.tools.probe.network import MeasuredNetwork, Sample
 
 
 def cluster(bytes_s: float, codec_s: float = 1e-10, world_size: int = 2) -> Cluster:
-    """On which a collective is limited by its bytes."""
+    """A cluster whose collectives are limited by their bytes."""
     link = Cost(1e-4, 1 / bytes_s)
     codec = Codec(*[Cost(0.0, codec_s)] * 4)
     network = Network(all_reduce=link, exchange=link, direct=link)
@@ -49,7 +49,7 @@ def test_where_bytes_are_dear_the_fewest_are_recommended():
 
 
 def test_of_choices_that_are_as_fast_the_more_exact_is_recommended():
-    # All but the last bucket is hidden with either.
+    # With either wire all buckets except the last are hidden.
     found = recommended(bytes_s=1e8, backward_s=1.3)
     assert found.option.name == "bf16" and found.option.cap_mb == 25
 
@@ -89,7 +89,7 @@ def test_what_was_measured_decides_among_those_that_may_be_fastest():
     other = settled(bf16=0.3, off=0.6)
     assert other.option == bf16 and other.measured and (other.step_s, other.baseline_s, other.gain) == (0.3, 0.6, 0.5)
     assert "of 600.0 ms with DDP's own all-reduce" in other.reason and not predicted.measured
-    # As fast but for noise: the more exact.
+    # If wires differ only by noise, the more exact one is recommended.
     assert settled(bf16=0.5, off=0.6).option == bf16
     none = settled(off=0.4)
     assert none.leave_off and none.option == none.baseline and "off 400.0 ms" in none.reason
@@ -116,7 +116,7 @@ def test_both_sums_of_a_16_bit_wire_are_predicted(world_size):
 
 
 def test_a_link_is_as_fast_as_it_was_seen_to_be():
-    """Bytes of messages that are mostly other work can cost less than they take."""
+    """The fit can give bytes too low a cost if messages are mostly other work. Then the rate that was seen counts."""
     seen = dataclasses.replace(cluster(2e8), link_bytes_s=1e8)
     assert (link_bytes_s(cluster(2e8)), link_bytes_s(seen)) == (2e8, 1e8)
     twice = at_rate(seen, 2e8)
@@ -128,7 +128,7 @@ def test_a_link_is_as_fast_as_it_was_seen_to_be():
 
 
 def test_the_crossover_is_the_same_whichever_link_was_measured():
-    """Chunks on another link are those that attach would make there, and each has its cost."""
+    """On another link chunks have the sizes that attach would choose there, and each chunk has its cost."""
 
     def until(bytes_s: float) -> float:
         measured = dataclasses.replace(cluster(bytes_s, codec_s=2e-9), timed_s_per_byte=1 / bytes_s)
@@ -154,7 +154,8 @@ def test_sums_on_two_levels_are_recommended_where_hosts_share_a_slow_link():
         names = [option.name for option in found]
         assert names == [OFF, "fp32", "bf16", "bf16 direct", "bf16 by host", "int8", "int8 by host"]
         sent = {option.name: option.prediction.sent_nbytes / 1e7 for option in found}
-        # By a host: a ring's leave it once, of two-shot sums half of all that its two ranks send stay on it.
+        # Bytes that leave a host for each element. A ring's bytes leave it once. In a two-shot, half of its two ranks'
+        # messages stay on it.
         expected = {OFF: 6, "bf16": 4, "bf16 direct": 3, "bf16 by host": 2}
         assert {name: sent[name] for name in expected} == pytest.approx(expected, rel=0.01)
         recommendation = recommend(found, ("bf16", "int8"))
@@ -189,7 +190,7 @@ def test_the_link_up_to_which_a_wire_pays():
 
 
 def test_no_step_waits_for_less_than_nothing():
-    """It can be shorter than its computation was by itself."""
+    """A measured step can be shorter than its computation was alone."""
     found = options(workload(0.3), cluster(2e10), ("int8",), (25.0,))
     assert min(option.prediction.compute_s for option in found) == pytest.approx(0.3)
     decided = recommend(found, ("int8",), {option: 0.299 for option in found})

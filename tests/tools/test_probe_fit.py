@@ -1,4 +1,4 @@
-"""What the probe makes of its measurements: lines through times, what bytes take of a core, how fast the cores are."""
+"""How the probe evaluates its measurements: lines through times, the core time of bytes, the speed of the cores."""
 
 import dataclasses
 import random
@@ -53,7 +53,7 @@ def test_latency_and_rate_of_a_network(latency_s, occupied_s):
 def test_cpu_time_of_messages_is_told_from_that_of_bytes():
     samples = []
     for nbytes in (32 << 10, 128 << 10, 512 << 10):
-        cpu_s = 3 * 20 * (1e-4 + nbytes / 2 * 1e-9)  # of one of two ranks of a host that sends so much
+        cpu_s = 3 * 20 * (1e-4 + nbytes / 2 * 1e-9)  # of a rank that sends half: a sample counts its host's bytes
         samples.append(Sample(BETWEEN, nbytes, nbytes, 1, 1, [1.0] * 3, 1.0))
         samples.append(Sample(BETWEEN, nbytes, nbytes, 20, 4, [1.0] * 3, cpu_s))
     found = with_cpu_of_messages(Cost(1.0, 2.0), samples, 2)
@@ -69,7 +69,7 @@ def test_small_messages_that_stall_each_other_do_not_change_the_rate():
     assert fit_network(samples).per_unit_s == pytest.approx(1 / 118e6, rel=0.03)
 
 
-# ---- what moving bytes takes of a core
+# ---- the core time of bytes
 
 
 def cpu_of_steps(elements_s: float, per_byte_s: dict[str, float]) -> list[CpuOfSteps]:
@@ -87,17 +87,17 @@ def test_cpu_time_is_attributed_to_elements_and_bytes():
         assert getattr(found.network, kind).cpu_s_per_unit == pytest.approx(per_byte_s[kind])
         assert getattr(found.network, kind).per_unit_s == 1e-9
     assert found.copy_s_per_byte == pytest.approx(1e-10 + 4e-3 / 8e7)
-    # What cannot be is not believed.
+    # Costs are trusted only within a factor of 3 of what they were alone.
     wild = attributed(plain, numel, cpu_of_steps(-1.0, {"exchange": 1.0, "direct": -1.0, "all_reduce": 1.0}))
     assert wild.network.exchange.cpu_s_per_unit == wild.network.all_reduce.cpu_s_per_unit == pytest.approx(1.5e-9)
     assert wild.network.direct.cpu_s_per_unit == pytest.approx(5e-10 / 3) and wild.copy_s_per_byte == 3e-10
 
 
-# ---- how fast the cores are
+# ---- the speed of the cores
 
 
 def steps_at(speed, step, ranks, names=(OFF, "bf16", "int8")):
-    """Checks whose steps took as long as at this speed."""
+    """Checks with the step times that are predicted at this speed."""
     checks = []
     for way in map(Way, names):
         taken = predict_option(*speed.of(step, ranks), way, 25).prediction.step_s
@@ -114,7 +114,7 @@ def test_real_steps_tell_how_fast_the_cores_are(factor):
 
 
 def on_few_cores(per_byte_s: float) -> tuple:
-    """A step and a cluster of fast links on whose cores it matters what collectives take of them."""
+    """A step, and a cluster with fast links and one core, on which the core time of collectives matters."""
     costs = {kind: Cost(0.0, 1e-10, 0.0, per_byte_s) for kind in ("all_reduce", "exchange", "direct")}
     return workload(0.05), dataclasses.replace(cluster(1e11), network=Network(**costs), cores=1.0)
 
@@ -123,14 +123,14 @@ def test_real_steps_tell_what_each_kind_of_collective_takes_of_a_core():
     step, busy = on_few_cores(1e-9)
     checks = steps_at(Speed(1.0, {"all_reduce": 1.4, "exchange": 0.9}), step, busy)
     found = speed_of(step, busy, checks)
-    # Some of it may be the cores' as well.
+    # A part of the deviation may be explained by the speed of the cores.
     assert 1.15 < found.collectives["all_reduce"] < 1.45 and 0.8 < found.collectives["exchange"] < 1.05
     corrected = found.of(step, busy)
     assert min(check.ratio for check in checks) < 0.87
     for check in checks:
         predicted = predict_option(*corrected, check.option.way, 25).prediction
         assert predicted.step_s == pytest.approx(check.measured_s, rel=0.05)
-    # What is not among the steps is as what is done alike, or nothing is said of it.
+    # A kind of collective without steps takes the factor of a kind that works alike, or has none.
     assert found.collectives["direct"] == found.collectives["all_reduce"]
     direct = corrected[1].network.direct.cpu_s_per_unit
     assert direct == pytest.approx(1e-9 * found.cores * found.collectives["all_reduce"])
@@ -163,7 +163,7 @@ def test_slower_cores_leave_the_network_as_it_is():
     assert slow_ranks.copy_s_per_byte == 2 * ranks.copy_s_per_byte
     assert slow_ranks.codec("int8").seconds("pack", 100) == 2 * ranks.codec("int8").seconds("pack", 100)
     assert slowed(ranks, 1.0) == ranks
-    # All but the bytes' time: that of the first ones is hidden by the backward pass, which is longer now.
+    # Everything takes longer except the bytes. The longer backward pass hides the time of the first ones.
     as_before, slower = (
         predict_option(*pair, Way("int8"), 25).prediction for pair in ((step, ranks), (slow_step, slow_ranks))
     )

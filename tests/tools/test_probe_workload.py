@@ -1,4 +1,4 @@
-"""The user's script that the probe trains, what is said where it cannot, and what is measured of its steps."""
+"""The user's script that the probe trains: errors if it cannot, and the measurement of its steps."""
 
 import textwrap
 import time
@@ -86,16 +86,16 @@ def test_tasks_that_cannot_be_used(task, text):
         checked(task, CPU)
 
 
-# ---- what is measured
+# ---- the measurement
 
 
 UNTIMED_STEPS = 3
-"""Steps that measure_workload takes before those that it times."""
+"""Steps that measure_workload takes before the steps that it times."""
 
 
 def busy_cores(rank, world_size, compute):
-    """What was measured, and what this rank's computing had of the cores in the timed steps, by its own clocks: on a
-    busy machine that is less than what it would keep busy alone."""
+    """(the measured workload, the cores that this rank's computation had in the timed steps, by its own clocks). On a
+    busy machine these are fewer than the computation would keep busy alone."""
     task = synthetic(3 * PARAMETER_NUMEL, 0.0, torch.device("cpu"))
     computing = {"sleeps": lambda: time.sleep(0.02), "works": lambda: work(4000, torch.device("cpu"))}[compute]
     wall_s, cpu_s = [], []
@@ -115,7 +115,7 @@ def busy_cores(rank, world_size, compute):
 @pytest.mark.parametrize("compute", ["sleeps", "works"])
 def test_cores_are_as_busy_as_computing_keeps_them(ranks, compute):
     (of_all, busy), (other, other_busy) = ranks.run(busy_cores, compute, world_size=2)
-    # The rest of a step is computing, too: little beside what the ranks do here.
+    # The rest of a step computes, too, but little compared with what the ranks do here.
     assert of_all.busy_cores == pytest.approx((busy + other_busy) / 2, abs=0.2)
     assert of_all.busy_cores == other.busy_cores
     assert of_all.busy_cores < (0.4 if compute == "sleeps" else 1.2)

@@ -23,7 +23,7 @@ def connected_pair(host: str, family: socket.AddressFamily) -> tuple[socket.sock
 
 
 def send(source: socket.socket, target: socket.socket, numel: int) -> None:
-    """Sends and waits until all has arrived, so all has been counted."""
+    """Sends `numel` bytes and waits until they have arrived, so that they have been counted."""
 
     def receive():
         left = numel
