@@ -20,9 +20,9 @@ CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
 """Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4, of two."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
-"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. For wires without scales 4: their kernels take a pointer, too."""
+"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. 4 for wires without scales, whose kernels take a pointer, too."""
 
-BF16_SCALES = frozenset(WIRE_IDS[wire] for wire in _C.WIRES if SCALE_NBYTES[wire] == 2)
+BF16_SCALES = frozenset(WIRE_IDS[wire] for wire, nbytes in SCALE_NBYTES.items() if nbytes == 2)
 
 FEEDBACK_IDS = {format: index for index, format in enumerate((None, *_C.RESIDUAL_FORMATS))}
 """The kernels' FEEDBACK by residual format. None is 0: no residual is kept."""
