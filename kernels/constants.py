@@ -20,7 +20,7 @@ CODE_NBYTES = {wire: max(1, _C.code_nbits(wire) // 8) for wire in _C.WIRES}
 """Bytes of one integer of a codes section, by wire. An integer holds the code of one element; in int4, of two."""
 
 SCALE_NBYTES = {wire: _C.scale_nbytes(wire) or 4 for wire in _C.WIRES}
-"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. 4 for wires without scales, whose kernels take a pointer, too."""
+"""Bytes of one scale, by wire: 4 for fp32, 2 for bf16. 4 if there are none: the kernels take a pointer all the same."""
 
 BF16_SCALES = frozenset(WIRE_IDS[wire] for wire, nbytes in SCALE_NBYTES.items() if nbytes == 2)
 
