@@ -74,9 +74,7 @@ def footnotes(rows: list[Summary], seeds: int) -> list[str]:
         )
     else:
         lines.append("Accuracy, loss: of one seed. More seeds (--seeds) show how much of a difference is noise.")
-    lines.append(
-        "Wire bytes: sent over TCP by one rank, as the kernel counted, including gloo's headers and barriers."
-    )
+    lines.append("Wire bytes: sent over TCP by one rank, as the kernel counted, including gloo's headers and barriers.")
     lines.append(
         "Exposed: time from the last gradient of the backward pass to the return of backward(). Steps of all ranks."
     )
