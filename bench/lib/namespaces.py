@@ -148,7 +148,7 @@ def choose_subnet(subnet: str | None, num_hosts: int) -> ipaddress.IPv4Network:
         if clash:
             raise NetworkError(f"--subnet {subnet} is in use on this machine ({clash}): choose another private one")
     if chosen.num_addresses - 2 < num_hosts:
-        raise NetworkError(f"--subnet {chosen} has no room for {num_hosts} hosts")
+        raise NetworkError(f"--subnet {chosen} has too few addresses for {num_hosts} hosts: choose a larger one")
     return chosen
 
 
@@ -237,7 +237,7 @@ def _limit(namespace: str, interface: str, bits_s: int | None) -> None:
 
 
 def _remove(token: str) -> None:
-    """Removes everything with the token, even of a run that failed half way. Raises NetworkError if namespaces remain."""
+    """Removes everything with the token, also of a run that failed half way. Raises NetworkError if some remains."""
     said = ""
     for namespace in _namespaces_of(token):
         _kill_inside(namespace)
