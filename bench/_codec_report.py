@@ -23,7 +23,7 @@ _STAGES = {
     "unpack": ("unpack", _WIRES),
     "… that sums two ranks' messages": ("sum", _WIRES),
 }
-"""By label of a line: the stage, and the names that its wires are shown by."""
+"""Lines of the table by label: the stage, and the names that its wires are shown by."""
 _STOCK = {"torch": "eager", "torch copy_": "`copy_`", "torch.compile": "compiled"}
 """PyTorch's implementations, and the words that the table has for them."""
 

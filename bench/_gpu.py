@@ -45,7 +45,7 @@ from lib.gpu_plan import (
     parts,
 )
 
-# Of each part's log, this many characters at its end are copied to $OUT.
+# Characters at the end of each part's log that are copied to $OUT.
 MAX_LOG_NBYTES = 2 << 20
 
 # Entries of `env` that must be the same for the results of two calls to be in one document.

@@ -37,7 +37,7 @@ def way_of(way: choices.Way, cap_mb: float) -> Way:
 
 
 def make_runners(bench: Bench, arguments: argparse.Namespace) -> dict[str, Runner]:
-    """By name: compute alone, and a runner for each choice that the probe predicts."""
+    """Runners by name: one that only computes, and one for each choice that the probe predicts."""
     runners = {COMPUTE: bench.compute}
     hosts, _ = hosts_of(Team(dist.group.WORLD, torch.device("cpu")))
     for cap_mb in arguments.caps:

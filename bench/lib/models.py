@@ -115,7 +115,7 @@ MODELS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
     "transformer": (Transformer, 32),
     "waiting": (Waiting, 16),
 }
-"""By name: the constructor, which takes (width, size), and the number that a width must be a multiple of."""
+"""The constructor, which takes (width, size), and the number that a width must be a multiple of, by name."""
 
 
 def numel_of(model: nn.Module) -> int:

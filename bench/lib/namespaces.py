@@ -74,7 +74,7 @@ class Network:
     """The file that every host has as /etc/hosts."""
 
     def command(self, host: Host, command: list[str]) -> list[str]:
-        """What to start so that `command` runs on the host, with its interfaces (in /sys too), name and /etc/hosts."""
+        """A command that runs `command` on the host, with its interfaces (in /sys too), name and /etc/hosts."""
         # `ip netns exec` gives the process its own mounts, so /etc/hosts is replaced for no other process.
         script = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
         inside = ["unshare", "--uts", "sh", "-c", script, "sh", host.name, str(self.names_file), *command]
