@@ -1,4 +1,4 @@
-"""The codec's table in docs/overhead.md, from the JSON of bench/codec.py. Nothing is typed by hand; tests compare both.
+"""Writes the codec's table in docs/overhead.md from the JSON of bench/codec.py. The tests compare both.
 
 python bench/_codec_report.py
 """
@@ -23,17 +23,18 @@ _STAGES = {
     "unpack": ("unpack", _WIRES),
     "… that sums two ranks' messages": ("sum", _WIRES),
 }
-"""By label: the stage, and its cases by the name that they are shown by."""
+"""Lines of the table by label: the stage, and the names that its wires are shown by."""
 _STOCK = {"torch": "eager", "torch copy_": "`copy_`", "torch.compile": "compiled"}
-"""PyTorch's, by implementation."""
+"""PyTorch's implementations, and the words that the table has for them."""
 
 
 def table(path: Path = RESULTS) -> str:
+    """The table in Markdown: rates relative to a memcpy of as many bytes, for each size that was measured."""
     document = json.loads(path.read_text())
-    rates: dict[tuple[str, str], list[float]] = {}  # by case and implementation: by size
+    rates: dict[tuple[str, str], list[float]] = {}  # (case, implementation) → a rate for each size, in order
     for row in sorted(document["rows"], key=lambda row: row["numel"]):
         rates.setdefault((row["case"], row["impl"]), []).append(row["ratios"].get("memcpy", 1.0))
-    # A reduce is of a quarter of the elements, from each of four ranks.
+    # Sizes are those of pack: a reduce has a quarter of the elements, from each of four ranks.
     numels = sorted({row["numel"] for row in document["rows"] if row["case"].startswith("pack/")})
     sizes = " / ".join(str(numel * 4 >> 20) for numel in numels)
     where = f"one thread of an {processor(document['env'])}, {document['isa']}"

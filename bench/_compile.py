@@ -1,8 +1,8 @@
-"""Compiles what tests/devices/test_cuda.py needs, on all cores, for Triton to find in its cache: its tests compile one
-kernel after another, every rank all of them.
+"""Compiles the kernels that tests/devices/test_cuda.py needs, on all cores, into Triton's cache. The tests alone would
+compile one kernel after another, and each rank would compile all of them.
 
     python bench/_compile.py                     # for this machine's GPU
-    python bench/_compile.py --capability 90     # for one that is not there
+    python bench/_compile.py --capability 90     # for a GPU that this machine does not have
 """
 
 import argparse
@@ -20,7 +20,7 @@ from fusedcomm.native import _C
 
 
 def variants() -> "list[_C.KernelKey]":
-    """Every kernel of every configuration and dtype there, each once."""
+    """Every kernel of every configuration and dtype in test_cuda.py, each once."""
     sys.path[:0] = [str(REPOSITORY / "tests" / folder) for folder in ("devices", "helpers")]
     from test_cuda import CASES, CONFIGS
 
@@ -32,14 +32,14 @@ def variants() -> "list[_C.KernelKey]":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, help="of the GPU, e.g. 90 (this machine's)")
-    parser.add_argument("--most", type=int, help="only so many kernels (all)")
+    parser.add_argument("--capability", type=int, help="the GPU's, 90 for sm_90 (default: this machine's)")
+    parser.add_argument("--most", type=int, help="compile at most this many kernels (default: all)")
     arguments = parser.parse_args()
     capability = arguments.capability or cuda.check_capability(torch.device("cuda", 0))
     compile = compilers.choose().compile
     chosen, began = variants()[: arguments.most], time.monotonic()
     workers = min(os.cpu_count() or 1, len(chosen))
-    # Not forked: a child must not have this process's CUDA.
+    # The workers are spawned, since CUDA does not work in a forked process.
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         done = [pool.submit(compile, variant, capability) for variant in chosen]
         for future in concurrent.futures.as_completed(done):

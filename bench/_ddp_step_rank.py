@@ -1,4 +1,4 @@
-"""One rank of bench/ddp_step.py, which starts it and reads what rank 0 writes."""
+"""One rank of bench/ddp_step.py, which starts the ranks and reads the results that rank 0 writes."""
 
 import argparse
 import copy
@@ -28,19 +28,21 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedcomm.ranks import groups
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
+# Checked steps of each way, with known gradients.
 NUM_CHECKS = 3
+# Greatest number of samples that --compute-ms tries.
 MAX_BATCH = 1 << 12
 CHECK_SCALE = 0.1
-"""Of known gradients: more than a model's, which error feedback has kept some of."""
+"""Standard deviation of known gradients. They exceed the model's own, of which error feedback has kept a residual."""
 LEARNING_RATE = 1e-4
 SEARCH_ROUNDS = 4
-"""Turns of each bucket size."""
+"""Turns of each bucket size in the search for the best one."""
 WORTHWHILE = 0.98
-"""Another bucket size has to be better than DDP's own by more than chance."""
+"""Another bucket size is chosen if its step takes at most this part of the step with DDP's own. Less may be chance."""
 
 
 class Supply(torch.autograd.Function):
-    """A loss whose gradients are given, at no cost."""
+    """A loss with given gradients: its backward pass computes nothing."""
 
     @staticmethod
     def forward(context, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ class Supply(torch.autograd.Function):
 
 
 class Task(nn.Module):
-    """What DDP wraps: called with a batch, or with gradients to supply."""
+    """The module that DDP wraps. It is called with a batch, or with gradients that its backward pass supplies."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -73,15 +75,15 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 class Runner:
-    """One way's module, gradients, buckets and optimizer on this rank. Without a way: compute alone."""
+    """One way's module, gradients, buckets and optimizer on this rank. Without a way, it only computes."""
 
     def __init__(self, way: Way | None, model: nn.Module, optimizer: str, group: dist.ProcessGroup | None) -> None:
         task = Task(copy.deepcopy(model))
         self.way, self.module, self.held = way, task, None
         if way is not None:
             for own, shared in zip(task.parameters(), model.parameters(), strict=True):
-                own.data = shared.data  # one set of weights serves all ways, whose gradients ranks agree on
-            # Ranks make the same weights, so DDP need not send them.
+                own.data = shared.data  # all ways train one set of weights
+            # Every rank makes the same weights, so DDP need not broadcast them (init_sync).
             self.module = DistributedDataParallel(
                 task,
                 process_group=group,
@@ -95,10 +97,11 @@ class Runner:
         self.sync_s: list[float] = []
         self.sent_nbytes: list[float] = []
         self.busy_ticks = self.all_ticks = 0
-        """Of the cores of this rank's machine, during steps that were timed."""
+        """Ticks of all cores of this rank's machine, during timed steps."""
         self.error = 0.0
 
     def step(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Seconds of a step: forward, backward with its synchronization, optimizer."""
         begin = time.perf_counter()
         self.optimizer.zero_grad()
         self.module(batch).backward()
@@ -110,13 +113,14 @@ class Runner:
         self.module(batch).backward()
 
     def tune(self, batch: tuple[Tensor, Tensor]) -> str:
-        """Steps until wire="auto" has chosen; what it says."""
+        """Trains until wire="auto" has chosen, and returns its report; empty for a way that does not choose."""
         tuning = getattr(self.held, "tuning", lambda: None)
         while tuning() is not None and not tuning().finished:
             self.step(batch)
         return "" if tuning() is None else str(tuning())
 
     def synchronise_alone(self, gradients: list[Tensor]) -> float:
+        """Seconds of a backward pass that only synchronizes `gradients`."""
         self.optimizer.zero_grad()
         begin = time.perf_counter()
         self.module(None, gradients).backward()
@@ -137,7 +141,8 @@ class Runner:
 
 
 class Known:
-    """Gradients that every rank can work out for all ranks: this rank's, and the exact mean to the last bit of fp32."""
+    """Gradients that every rank can compute for all ranks: this rank's, and the exact mean rounded to fp32. As
+    matrices they have at most `matrix_rank`, for PowerSGD; None: any rank."""
 
     def __init__(self, model: nn.Module, matrix_rank: int | None) -> None:
         self.own, self.mean = [], []
@@ -153,8 +158,8 @@ class Known:
     @staticmethod
     def _gradient(parameter: Tensor, index: int, rank: int, matrix_rank: int | None) -> Tensor:
         if matrix_rank is not None and parameter.dim() > 1:
-            # The same on all ranks but for a factor, so that the mean has no higher rank. PowerSGD sees a parameter as
-            # its first dimension by all the others.
+            # Ranks' gradients differ only by a factor, so the mean has no higher matrix rank. To PowerSGD a parameter
+            # is a matrix: its first dimension by all the others.
             generator = torch.Generator().manual_seed(index)
             rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
             left = torch.randn(rows, matrix_rank, generator=generator)
@@ -164,13 +169,15 @@ class Known:
         return CHECK_SCALE * torch.randn(parameter.shape, generator=generator)
 
     def error_of(self, gradients: list[Tensor]) -> float:
+        """‖gradients − mean‖ / ‖mean‖."""
         pairs = list(zip(gradients, self.mean, strict=True))
         difference = sum((gradient.double() - mean).square().sum() for gradient, mean in pairs)
         return (difference / sum(mean.double().square().sum() for mean in self.mean)).sqrt().item()
 
 
 class WireCounter:
-    """Bytes sent so far: by the host's interface, on one rank of it, or by this rank's sockets where it has none."""
+    """Counts bytes sent so far: by the host's interface, on the host's first rank; or, without an interface of its own,
+    by this rank's TCP sockets."""
 
     def __init__(self) -> None:
         interface = os.environ.get("FUSEDCOMM_BENCH_INTERFACE")
@@ -187,7 +194,7 @@ class WireCounter:
 
 
 def core_ticks() -> tuple[int, int] | None:
-    """(busy, all) of this machine's cores so far, the kernel and all processes, by /proc/stat if there is one."""
+    """(busy, all) ticks of this machine's cores so far, of the kernel and all processes. None without /proc/stat."""
     file = Path("/proc/stat")
     if not file.exists():
         return None
@@ -197,9 +204,11 @@ def core_ticks() -> tuple[int, int] | None:
 
 
 class Bench:
+    """Makes, checks and times every way on this rank. Rank 0 writes the results to the JSON file `results`."""
+
     def __init__(self, arguments: argparse.Namespace, results: str) -> None:
         self.arguments = arguments
-        # This group is for the bench: a way that fails leaves it whole.
+        # Ways have their own process groups, so a way that fails does not break this one.
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=arguments.timeout + 60))
         self.is_first = dist.get_rank() == 0
         self.report = Report(results if self.is_first else None)
@@ -222,8 +231,8 @@ class Bench:
             print(text, flush=True)
 
     def begin(self, what: str) -> None:
-        """What follows has as long as a way may take to be given up, twice over; then this process says where it is
-        and ends. A hook can hang where no timeout of its process group reaches."""
+        """Limits the time until the next call: after twice --timeout and a minute this process prints its stack and
+        ends. A hook can hang where its process group's timeout has no effect."""
         faulthandler.dump_traceback_later(2 * self.arguments.timeout + 60, exit=True)
         self.report.extra["at"] = what
         self.report.write()
@@ -232,7 +241,8 @@ class Bench:
         return self.model.batch(samples, torch.Generator().manual_seed(dist.get_rank()))
 
     def _fitting_batch(self, wanted_s: float) -> int:
-        """By steps of more and more samples, as rank 0 times them, so that ranks have as much to do."""
+        """The number of samples whose step without synchronization takes `wanted_s`, from steps with more and more
+        samples. Rank 0's times decide, so every rank has equally many samples."""
         samples = 1
         while True:
             batch = self._make_batch(samples)
@@ -246,13 +256,14 @@ class Bench:
     # ---- making and checking
 
     def make(self, way: Way) -> Runner | None:
-        """Made, warm and found right, or None on every rank, and the reason is in the report."""
+        """A warm runner with right results. None on every rank if any rank fails; the report then has the reason."""
         self.begin(f"{way.name}, checking")
         group = dist.new_group(timeout=datetime.timedelta(seconds=self.arguments.timeout))
         runner, reason = None, ""
         try:
             runner = Runner(way, self.model, self.arguments.optimizer, group)
-            # DDP settles its buckets by the first of these; what follows has none of a backward pass's order.
+            # DDP rebuilds its buckets in the order in which the first of these makes gradients ready.
+            # synchronise_alone() has another order.
             for _ in range(2):
                 runner.backward_alone(self.batch)
             if found := runner.tune(self.batch):
@@ -269,7 +280,7 @@ class Bench:
         return None
 
     def _check(self, runner: Runner) -> str:
-        """What is wrong with the results; empty if nothing is."""
+        """Text that says what is wrong with the results; empty if they are right."""
         known = self.known_of(runner)
         problems = []
         for index in range(3, 3 + NUM_CHECKS):
@@ -277,7 +288,7 @@ class Bench:
             error = known.error_of(runner.gradients())
             runner.error = worst([runner.error, error])
             if not error <= runner.way.tolerance:
-                problems.append(f"step {index}: relative error {error:.2e}, more than {runner.way.tolerance:.0e}")
+                problems.append(f"step {index}: the relative error {error:.2e} exceeds {runner.way.tolerance:.0e}")
             digests = self._gather(digest(runner.gradients()))
             if len(set(digests)) > 1:
                 problems.append(f"step {index}: the ranks have different gradients")
@@ -301,7 +312,7 @@ class Bench:
     # ---- timing
 
     def turn(self, runner: Runner, num_steps: int, also_sync: bool = True) -> None:
-        """One way's steps; raises on every rank if one failed."""
+        """Runs and times one way's steps. Raises RuntimeError on every rank if a step failed on any rank."""
         self.begin(runner.way.name if runner.way else COMPUTE)
         reason, steps_s, sync_s, sent = "", [0.0] * num_steps, 0.0, 0.0
         try:
@@ -311,7 +322,7 @@ class Bench:
             before, cores_before = self.counter.read(), core_ticks()
             steps_s = [runner.step(self.batch) for _ in range(num_steps)]
             runner.count_ticks(cores_before, core_ticks())
-            dist.barrier()  # what the others still send counts too
+            dist.barrier()  # bytes that other ranks still send count, too
             sent = (self.counter.read() - before) / num_steps
             if also_sync and runner.way is not None:
                 sync_s = runner.synchronise_alone(self.known_of(runner).own)
@@ -329,7 +340,7 @@ class Bench:
             runner.sent_nbytes.append(statistics.mean(counted))
 
     def search_cap(self, way: Way) -> float | None:
-        """The best bucket_cap_mb for this way; None: DDP's own."""
+        """The best bucket_cap_mb for this way among --caps and DDP's own, which is None."""
         candidates: list[float | None] = [None, *self.arguments.caps]
         runners = {cap: self.make(with_cap(way, cap, f"{way.name}, {cap or 'own'} MiB")) for cap in candidates}
         runners = {cap: runner for cap, runner in runners.items() if runner is not None}
@@ -349,7 +360,7 @@ class Bench:
         return chosen
 
     def with_best_cap(self, way: Way) -> Way:
-        """With the bucket size that is best for it, if it can do with any and is not what DDP has by default."""
+        """The way with its best bucket size. DDP's default, ways that choose and ways with a fixed size keep theirs."""
         is_given = way.cap_mb is not None or way.chooses or way.name == DEFAULT
         return way if is_given else with_cap(way, self.search_cap(way))
 
@@ -427,7 +438,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results, arguments = sys.argv[1:]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the quantisation hooks' observers warn in every step
+        warnings.simplefilter("ignore")  # the quantization hooks' observers warn in every step
         bench = Bench(argparse.Namespace(**json.loads(arguments)), results)
         bench.run()
     groups.end_together()

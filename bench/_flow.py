@@ -1,7 +1,7 @@
-"""One TCP connection, as fast as it goes: what a link really carries.
+"""Measures what a link really carries, with one TCP connection that sends as fast as it can.
 
-receive ADDRESS PORT         takes one connection, prints {"nbytes": …, "seconds": …}
-send ADDRESS PORT SECONDS    makes one
+receive ADDRESS PORT         accepts one connection, prints {"nbytes": …, "seconds": …}
+send ADDRESS PORT SECONDS    connects, and sends for that long
 """
 
 import json
@@ -14,7 +14,8 @@ CONNECT_S = 20.0
 
 
 def receive(address: str, port: int) -> None:
-    """Counted from the first bytes to the last, without the first: connecting is no part of the rate."""
+    """Counts bytes and seconds from the arrival of the first bytes to that of the last. The first bytes do not count,
+    so that the time to connect is not part of the rate."""
     buffer = bytearray(BUFFER_NBYTES)
     with socket.create_server((address, port)) as server:
         server.settimeout(CONNECT_S)
@@ -37,7 +38,7 @@ def send(address: str, port: int, seconds: float) -> None:
         try:
             connection = socket.create_connection((address, port))
             break
-        except ConnectionRefusedError:  # it has not started yet
+        except ConnectionRefusedError:  # the receiver has not started yet
             if time.monotonic() > give_up:
                 raise
             time.sleep(0.05)

@@ -1,14 +1,16 @@
-"""`make gpu`: builds, tests and measures on the GPU of this machine, and goes on whatever fails.
+"""`make gpu`: builds, tests and measures on this machine's GPU. A part that fails does not stop the others.
 
-Every part is a process with a time limit of its own, so that a hang costs no more than that. All parts run, one after
-another; --call runs those of one of three calls, for machines that are lent for nine minutes at a time, and --parts
-those that are named. With --seconds, a part is started if at least half of its limit is left.
+Every part is a process with its own time limit, so a hang costs no more than that limit. By default all parts run, one
+after another. --call runs the parts of one of three calls, for machines that are available for nine minutes at a time;
+--parts runs the named parts. With --seconds, a part starts only if at least half of its limit is left.
 
-What the parts have measured is written into one document, bench/results/<gpu>-torch<version>.json, every few seconds
-and as each part ends; it, and the parts' logs, are copied to $OUT if that is set. A document of the same sources, GPU
-and libraries that is there already is added to (if the machine keeps nothing, bring it there from $OUT before the next
-call); any other is moved into --folder. Exits with 1 if any part failed, after a short table of everything and the
-commands for what is left.
+The parts' results are written to one document, bench/results/<gpu>-torch<version>.json, every few seconds and when a
+part ends. If $OUT is set, the document and the parts' logs are copied there. If the document already exists and is of
+the same sources, GPU and libraries, this call adds to it. If the machine keeps no files, copy the document back from
+$OUT before the next call. Any other document is moved into --folder.
+
+At the end a short table shows all results, and the commands for the parts that are left. The exit status is 1 if any
+part failed.
 """
 
 import argparse
@@ -43,9 +45,10 @@ from lib.gpu_plan import (
     parts,
 )
 
+# Characters at the end of each part's log that are copied to $OUT.
 MAX_LOG_NBYTES = 2 << 20
 
-# What has to be the same for the results of two calls to stand in one document.
+# Entries of `env` that must be the same for the results of two calls to be in one document.
 SAME = ("commit", "sources", "gpu", "driver", "torch", "cuda", "nccl", "triton")
 
 SOURCES = ("csrc", "kernels", "fusedcomm", "tests", "bench", "Makefile", "setup.py", "pyproject.toml")
@@ -59,13 +62,13 @@ def take_env() -> dict[str, object]:
     code = "import json; from lib import common; print(json.dumps(common.env()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCH, capture_output=True, text=True, timeout=100)
     if done.returncode:
-        raise SystemExit(f"torch cannot be asked what there is:\n{done.stderr}")
+        raise SystemExit(f"cannot ask torch what this machine has:\n{done.stderr}")
     return {**json.loads(done.stdout.splitlines()[-1]), "sources": digest_of_sources()}
 
 
 def digest_of_sources() -> str:
-    """Of all that is built, tested and measured. A commit does not tell what has been changed since, and a copy of the
-    files has none."""
+    """Digest of all files that are built, tested and measured. A commit does not show later changes, and a copy of the
+    files has no commit."""
     paths = [path for path in (REPOSITORY / name for name in SOURCES) if path.is_file()]
     for name in SOURCES:
         for folder, _, names in os.walk(REPOSITORY / name):
@@ -77,7 +80,7 @@ def digest_of_sources() -> str:
 
 
 class Run:
-    """The parts of one call, and the document that they and those of earlier calls make."""
+    """The parts of one call, and the document with their results and those of earlier calls."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.folder = Path(arguments.folder)
@@ -91,12 +94,13 @@ class Run:
         self.env: dict[str, object] = {}
         self.earlier = empty_document()
         self.replaced = ""
-        """Says why the document of earlier calls is not added to; empty if it is, or if there was none."""
+        """Text that says why this call does not add to the document of earlier calls; empty if it does, or if there was
+        none."""
         self.processes: list[subprocess.Popen] = []
 
     @property
     def results(self) -> Path:
-        """Where the document goes. A dry run's never lies among results."""
+        """The document's path. The document of a dry run is never in bench/results."""
         if self.dry_run or not self.env.get("gpu"):
             return self.folder / "results" / "gpu.json"
         version = ".".join(str(self.env["torch"]).split("+")[0].split(".")[:2])
@@ -120,18 +124,18 @@ class Run:
     def _take_env(self) -> dict[str, object]:
         env = take_env()
         if env["gpu"] is None and not self.dry_run:
-            raise SystemExit("make gpu needs a CUDA GPU, and torch sees none here (try ARGS=--dry-run)")
+            raise SystemExit("make gpu needs a CUDA GPU, and torch sees none on this machine (try ARGS=--dry-run)")
         return env
 
     def _take_earlier(self) -> None:
-        """The document of earlier calls, to be added to; one that cannot be is moved into the folder."""
+        """Reads the document of earlier calls. If this call cannot add to it, moves it into the folder."""
         if not self.results.exists():
             return
         try:
             self.earlier = earlier_document(self.results.read_text(), self.env, self.dry_run)
         except ValueError as error:
             moved = Path(shutil.move(self.results, self.folder / f"replaced-{self.results.name}"))
-            self.replaced = f"{shown(self.results)} is begun anew, the old one is now {shown(moved)}: {error}"
+            self.replaced = f"{shown(self.results)} is replaced, the old one is now {shown(moved)}: {error}"
             print(self.replaced, flush=True)
 
     def _run_part(self, part: Part) -> None:
@@ -182,7 +186,7 @@ class Run:
             part.detail = test_summary(log_of(self.folder, part.name)) or part.detail
 
     def _stop(self) -> None:
-        """Ends the part's whole process groups, which may outlive their first processes."""
+        """Ends the part's process groups, since a group may outlive its first process."""
         for number, patience_s in ((signal.SIGINT, 8), (signal.SIGKILL, 3)):
             for process in self.processes:
                 with contextlib.suppress(ProcessLookupError):
@@ -195,10 +199,10 @@ class Run:
     def _exit_codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
 
-    # ---- what there is so far
+    # ---- the document
 
     def document(self) -> dict:
-        """What earlier calls have found, less the parts that were run again, and what this one has."""
+        """The results of earlier calls, without the parts that this call has run again, and this call's results."""
         anew = self.names_run()
         entries = {entry["name"]: entry for entry in self.earlier["parts"]}
         for part in self.parts:
@@ -228,7 +232,7 @@ class Run:
         return {part.name for part in self.parts if part.state != "not run"}
 
     def of_earlier_calls(self) -> set[str]:
-        """The parts of the document that this call has not run again."""
+        """The parts that earlier calls ran and this call did not."""
         return {entry["name"] for entry in self.earlier["parts"]} - self.names_run()
 
     def write(self) -> None:
@@ -253,10 +257,11 @@ def empty_document() -> dict:
 
 
 def earlier_document(text: str, env: dict[str, object], dry_run: bool) -> dict:
-    """The document that earlier calls have left. Raises ValueError if results of `env` cannot stand beside its own."""
+    """The document of earlier calls, from its JSON text. Raises ValueError, which says why, if results of `env` cannot
+    be added to it."""
     document = json.loads(text)
     if not isinstance(document, dict) or not {"env", "dry_run", *empty_document()} <= document.keys():
-        raise ValueError("it is no document of this program")
+        raise ValueError("it is not a document of this program")
     now, before = {**env, "dry run": dry_run}, {**document["env"], "dry run": document["dry_run"]}
     different = [
         f"{name} was {before.get(name)} and is {now.get(name)}"
@@ -277,7 +282,8 @@ def shown(path: Path) -> str:
 
 
 def test_summary(log: Path) -> str:
-    """pytest's last lines, one for each file that came to its end, or the test it was at when it was stopped."""
+    """pytest's last line for each file that it finished. Without any, the test at which it was stopped; empty if no
+    test had begun."""
     lines = log.read_text(errors="replace").splitlines()
     found = [re.fullmatch(r"=+ (.*(?:passed|failed|skipped|error|deselected).*) in .*=+", line) for line in lines]
     summaries = [match.group(1) for match in found if match]
@@ -291,7 +297,7 @@ def test_summary(log: Path) -> str:
 
 
 def print_summary(document: dict, of_earlier_calls: Collection[str]) -> None:
-    """All that the document has; those named are marked as an earlier call's."""
+    """Prints a table of the whole document. Parts of earlier calls are marked."""
     rows: dict[str, list[dict]] = {}
     for row in document["rows"]:
         rows.setdefault(row["bench"], []).append(row)
@@ -316,7 +322,7 @@ def print_summary(document: dict, of_earlier_calls: Collection[str]) -> None:
 
 
 def print_kernels(rows: list[dict]) -> None:
-    """A line for each case and implementation, with every size that was measured."""
+    """Prints a line for each case and implementation, with every size that was measured."""
     copies = {(row["case"], row["numel"]): row["median_s"] for row in rows if row["impl"] == "device copy"}
     lines: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row in rows:
@@ -328,7 +334,7 @@ def print_kernels(rows: list[dict]) -> None:
         cells = lines.setdefault((row["case"], row["impl"]), [])
         cells.append((row["numel"], figure if row["checked"] else f"{figure} WRONG"))
     if lines:
-        print("\nkernels: MiB of fp32 values: fraction of the rate of a device copy of the same bytes")
+        print("\nkernels, by MiB of fp32 values: rate relative to a device copy that moves the same bytes")
     for (case, impl), cells in lines.items():
         if impl != "device copy" or case.endswith("/flat"):
             figures = "  ".join(f"{numel * 4 / 2**20:.4g}: {figure}" for numel, figure in sorted(cells))
@@ -336,13 +342,13 @@ def print_kernels(rows: list[dict]) -> None:
 
 
 def print_hooks(rows: list[dict], launches: list[dict]) -> None:
-    """Host µs until the hook returns, until the results are there, and kernels, by elements in a bucket."""
+    """Prints, by elements in a bucket: host µs until the hook returns, µs until the result is complete, launches."""
     numels = sorted({row["numel"] for row in rows})
     if not rows:
         return
     counts = {(entry["numel"], entry["impl"]): f"{entry['kernels'] + entry['copies']:.1f}" for entry in launches}
     times = {(row["case"], row["impl"]): row["median_s"] * 1e6 for row in rows}
-    print("\nhooks, a bucket: host us until the hook returns / us until the result is there / launches")
+    print("\nhooks, a bucket: host us until the hook returns / us until the result is complete / launches")
     print(f"{'':<28}" + "".join(f"{f'{numel:,} elements':>28}" for numel in numels))
     for impl in dict.fromkeys(row["impl"] for row in rows):
         cells = []
@@ -359,7 +365,7 @@ def print_overlap(rows: list[dict]) -> None:
         if "alone" in row["ratios"]:
             ratios.setdefault(row["case"], {})[row["impl"].split()[0]] = row["ratios"]["alone"]
     if ratios:
-        print("\noverlap: speed beside each other, of the speed alone")
+        print("\noverlap: speed beside each other, relative to the speed alone")
     for case, by in ratios.items():
         print(f"{case:<28} product {by['product']:.2f}, codec {by['codec']:.2f}")
 
@@ -370,19 +376,19 @@ def parse() -> argparse.Namespace:
     )
     chosen = parser.add_mutually_exclusive_group()
     names = [planned.name for planned in (BUILD, *PLAN)]
-    chosen.add_argument("--call", type=int, choices=CALLS, help="only the parts of this call, which fit nine minutes")
-    chosen.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help="only these: " + ", ".join(names))
-    parser.add_argument("--seconds", type=float, help=f"in all (with --call {CALL_S}, else as long as it takes)")
-    parser.add_argument("--build", default="make build", metavar="COMMAND", help="that builds the extension")
-    parser.add_argument("--pytest", default="", metavar="OPTIONS", help="further options for pytest")
-    parser.add_argument("--folder", default=str(REPOSITORY / "build" / "gpu"), help="for the logs (build/gpu)")
-    parser.add_argument("--dry-run", action="store_true", help="the benchmarks alone, tiny, on a CPU")
+    chosen.add_argument("--call", type=int, choices=CALLS, help="run only this call's parts: at most nine minutes")
+    chosen.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help="run only these: " + ", ".join(names))
+    parser.add_argument("--seconds", type=float, help=f"total time (default: {CALL_S} with --call, else no limit)")
+    parser.add_argument("--build", default="make build", metavar="COMMAND", help="builds the extension (make build)")
+    parser.add_argument("--pytest", default="", metavar="OPTIONS", help="more options for pytest")
+    parser.add_argument("--folder", default=str(REPOSITORY / "build" / "gpu"), help="where logs go (build/gpu)")
+    parser.add_argument("--dry-run", action="store_true", help="only the benchmarks, tiny, on a CPU")
     arguments = parser.parse_args()
     if arguments.seconds is None:
         arguments.seconds = math.inf if arguments.call is None else CALL_S
     if not parts(arguments, Path(arguments.folder)):
         able = ", ".join(planned.name for planned in PLAN if planned.in_dry_run)
-        parser.error(f"a dry run has nothing of what was chosen: it has {able}")
+        parser.error(f"a dry run has nothing of what was chosen: choose among {able}")
     return arguments
 
 

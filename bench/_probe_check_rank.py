@@ -1,4 +1,4 @@
-"""One rank of bench/probe_check.py, which starts it and reads what rank 0 writes."""
+"""One rank of bench/probe_check.py, which starts the ranks and reads the results that rank 0 writes."""
 
 import argparse
 import copy
@@ -26,7 +26,7 @@ def name_of(way: choices.Way, cap_mb: float) -> str:
 
 
 def way_of(way: choices.Way, cap_mb: float) -> Way:
-    """As the probe takes it, whose DDP has its own gradient_as_bucket_view."""
+    """The probe's way as a way of bench/ddp_step.py. Like the probe's, its DDP has no bucket views."""
     return Way(
         name_of(way, cap_mb),
         lambda ddp, group: way.attach(ddp),
@@ -37,7 +37,7 @@ def way_of(way: choices.Way, cap_mb: float) -> Way:
 
 
 def make_runners(bench: Bench, arguments: argparse.Namespace) -> dict[str, Runner]:
-    """Compute alone, and all that the probe predicts."""
+    """Runners by name: one that only computes, and one for each choice that the probe predicts."""
     runners = {COMPUTE: bench.compute}
     hosts, _ = hosts_of(Team(dist.group.WORLD, torch.device("cpu")))
     for cap_mb in arguments.caps:
@@ -67,7 +67,7 @@ def rows_of(bench: Bench, runners: dict[str, Runner], options: dict[str, Option]
         option, seconds = options[name], sorted(runner.step_s)
         prediction, median_s = option.prediction, statistics.median(seconds)
         then = predict_option(workload, cluster, option.way, option.cap_mb).prediction
-        # Without the factors that its check has found.
+        # The prediction without the factors that the probe's check has found.
         unfitted = predict_option(findings.workload, findings.cluster, option.way, option.cap_mb).prediction
         figures = {
             "predicted_s": prediction.step_s,
@@ -105,7 +105,7 @@ def main() -> None:
                 bench.turn(runners[name], arguments.steps, also_sync=False)
             bench.say(f"{bench.case}: round {index + 1} of {arguments.rounds}")
 
-    # A machine changes its speed: half of the steps are before the probe.
+    # A machine's speed changes, so half of the steps run before the probe and half after it.
     turns(range(arguments.rounds // 2))
     bench.begin("the probe")
     findings = run_probe(bench, arguments)

@@ -1,4 +1,4 @@
-"""The tables in docs/probe.md, from the JSON of bench/probe_check.py. Nothing is typed by hand; the tests compare both.
+"""Writes the tables in docs/probe.md from the JSON of bench/probe_check.py. The tests compare both.
 
 python bench/_probe_report.py
 """
@@ -18,7 +18,7 @@ _ERRORS = ("max_error", "median_error", "max_error_unfitted")
 
 
 def table(name: str) -> str:
-    """Of bench/results/<name>.json, below the command that has measured it."""
+    """The table of bench/results/<name>.json in Markdown, below the command that measured it."""
     document = json.loads((RESULTS / f"{name}.json").read_text())
     measured_s = {(row["case"], row["impl"]): row["median_s"] for row in document["rows"]}
     lines = [_command(name, document), "", f"{processor(document['env'])}, commit {document['env']['commit']}:", ""]
@@ -40,7 +40,7 @@ def table(name: str) -> str:
 
 
 def _choice(found: dict) -> str:
-    """What was recommended, and how it did against the fastest."""
+    """The recommended choice, and by how much the fastest one was faster."""
     names = {name: name.rpartition(" ")[0] for name in (found["recommended"], found["best"])}
     recommended = names[found["recommended"]].replace("off", "leave it off")
     if found["recommended"] == found["best"]:

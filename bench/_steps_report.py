@@ -1,11 +1,11 @@
-"""Tables and plots of training steps over links, from the JSON of bench/ddp_step.py: what docs/benchmarks.md shows, and
-the table that README.md begins with.
+"""Tables and plots of training steps over links, from the JSON of bench/ddp_step.py: those in docs/benchmarks.md, and
+the table at the top of README.md.
 
-    python bench/_steps_report.py                          # writes the tables into these, and the plot
+    python bench/_steps_report.py                          # writes the tables into these documents, and the plot
     python bench/_steps_report.py bench/results/ddp-step-*.json --print
 
-A table stands in a document between `<!-- NAME -->` and `<!-- end -->`, where NAME is "speed-ups", "headline", or a
-result's file without "ddp-step-" and ".json". Nothing is typed by hand, and the tests compare documents with results.
+In a document a table is between `<!-- NAME -->` and `<!-- end -->`. NAME is "speed-ups", "headline", or the name of a
+result's file without "ddp-step-" and ".json". The tests compare the documents with the results.
 """
 
 import argparse
@@ -43,11 +43,11 @@ HEADLINE_WAYS = {
 STOCK_HOOKS = ("c++ fp16 hook", "python fp16 hook", "python bf16 hook")
 NOT_RUN = "–"
 SPACE = "\0"
-"""Where a line must not be broken."""
+"""In place of a space at which a line must not be broken."""
 
 
 class Result:
-    """One case: a model on hosts over a link, each way's row."""
+    """One case, a model on hosts over a link, with a row for each way."""
 
     def __init__(self, name: str, document: dict, case: str) -> None:
         self.name, self.case = name, case
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def baseline_s(self) -> float:
-        """Of DDP without a hook, as it comes and tuned: the shorter."""
+        """Seconds of a step of DDP without a hook: the shorter of DDP's default and tuned DDP."""
         return min(self.rows[name]["median_s"] for name in (DEFAULT, TUNED) if name in self.rows)
 
     @property
@@ -83,19 +83,21 @@ class Result:
         return self.rows[COMPUTE]["median_s"]
 
     def bucket_size(self, way: str) -> str:
-        """The best one that was found, by run; empty: DDP's own, 25 after a first one of 1, or not searched."""
+        """MiB of the best bucket size that each run found. Empty if every run found DDP's own (25 after a first bucket
+        of 1), or did not search."""
         runs = self.found.get("runs", [self.found])
         caps = dict.fromkeys(run.get("bucket_cap_mb", {}).get(way) for run in runs)
         return "" if list(caps) == [None] else "/".join("own" if cap is None else f"{cap:g}" for cap in caps)
 
     def sync_speed_up(self, way: str) -> str:
-        """As `speed_up`, of a backward pass that computes nothing."""
+        """Like `speed_up`, but of a backward pass that only synchronizes; empty if that was not measured."""
         sync_s = {name: row["figures"]["sync_s"] for name, row in self.rows.items() if "sync_s" in row["figures"]}
         baselines_s = [sync_s[name] for name in (DEFAULT, TUNED) if name in sync_s]
         return f"{min(baselines_s) / sync_s[way]:.2f}" if baselines_s and way in sync_s else ""
 
     def of_ideal(self, way: str) -> str:
-        """As bench/ddp_step.py has it now: older results have forgotten headers."""
+        """The figure "of_ideal", computed again: in older results it lacks headers. Empty if the link has no limit or
+        bytes were not counted."""
         bits_s = parse_link(self.case.split("/")[1]) if self.settings["hosts"] else None
         nbytes = self.rows[way]["figures"].get("wire_nbytes")
         if not bits_s or not nbytes:
@@ -103,7 +105,7 @@ class Result:
         return f"{max(self.compute_s, line_s(nbytes, bits_s)) / self.rows[way]['median_s']:.2f}"
 
     def speed_ups_of_runs(self, way: str) -> list[float]:
-        """The same of each run, if there were several that have it."""
+        """The speed-up in each run; empty if there was only one run, or if the ways did not run equally often."""
         names = [name for name in (DEFAULT, TUNED, way) if name in self.rows]
         of_runs_s = [self.rows[name]["figures"].get("medians_s", []) for name in names]
         if len({len(medians_s) for medians_s in of_runs_s}) > 1:
@@ -115,7 +117,7 @@ class Result:
 
 
 def processor(env: dict) -> str:
-    """What a result was measured on."""
+    """Name of the processor that a result was measured on."""
     return env["cpu"].replace("(R)", "").replace(" Processor", "")
 
 
@@ -128,7 +130,8 @@ def load(paths: Sequence[Path]) -> list[Result]:
 
 
 def one_of_each(results: Sequence[Result]) -> list[Result]:
-    """Where a case was measured on several processors, the one whose file says of none."""
+    """One result for each title. If a case was measured on several processors, the result with the shortest name: the
+    others' names add the processor."""
     by_title: dict[str, Result] = {}
     for result in sorted(results, key=lambda result: len(result.name)):
         by_title.setdefault(result.title, result)
@@ -136,7 +139,7 @@ def one_of_each(results: Sequence[Result]) -> list[Result]:
 
 
 def speed_up_table(results: Sequence[Result]) -> str:
-    """Ways by cases, one of each: how many times as fast as DDP without a hook."""
+    """A line for each way, a column for each case: how many times as fast as DDP without a hook."""
     results = one_of_each(results)
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
     ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
@@ -150,7 +153,7 @@ def speed_up_table(results: Sequence[Result]) -> str:
 
 
 def headline_table(results: Sequence[Result]) -> str:
-    """Speed-ups of a few ways where communication is most of a step; of torch's 16-bit hooks, the best."""
+    """Speed-ups of a few ways where communication is most of a step. Of torch's 16-bit hooks only the best is shown."""
     by_key = {(result.name, result.case): result for result in results}
     chosen = {label: by_key[key] for key, label in HEADLINE_CASES.items() if key in by_key}
     shown = list(chosen.values())
@@ -179,7 +182,7 @@ def _baselines_ms(results: Sequence[Result]) -> list[str]:
 
 
 def command(results: Sequence[Result]) -> str:
-    """What has measured these cases of one file."""
+    """The command that measured `results`, all cases of one file."""
     settings = results[0].settings
     words = ["sudo .venv/bin/python bench/ddp_step.py", f"--hosts {settings['hosts']}"]
     if settings["ranks_per_host"] > 1:
@@ -199,7 +202,7 @@ def command(results: Sequence[Result]) -> str:
 
 
 def shell_block(words: Sequence[str]) -> str:
-    """A command to copy, over as many lines as it needs."""
+    """A command to copy, in a Markdown code block, broken into lines."""
     lines = textwrap.wrap(" ".join(words), 112, break_long_words=False, break_on_hyphens=False)
     return "```\n" + " \\\n    ".join(lines).replace(SPACE, " ") + "\n```"
 
@@ -250,12 +253,12 @@ def _cell(figures: dict, name: str, form: str, factor: float = 1) -> str:
 
 
 def blocks_of(text: str) -> dict[str, str]:
-    """What stands between the marks, by name."""
+    """The text between each pair of marks, by name."""
     return dict(re.findall(r"<!-- ([\w-]+) -->\n(.*?)\n?<!-- end -->", text, re.DOTALL))
 
 
 def tables(results: Sequence[Result], names: Sequence[str]) -> dict[str, str]:
-    """The tables of those names. ValueError for one that there is no result of."""
+    """The tables of these names. Raises ValueError for a name without a result."""
     found = {}
     for name in names:
         if name in OF_ALL:
@@ -269,7 +272,7 @@ def tables(results: Sequence[Result], names: Sequence[str]) -> dict[str, str]:
 
 
 def between_marks(text: str, name: str, table: str) -> str:
-    """The text with this table in its place."""
+    """`text` with `table` between the marks of `name`."""
     mark = f"<!-- {name} -->\n"
     begin = text.index(mark) + len(mark)
     return text[:begin] + table + "\n" + text[text.index("<!-- end -->", begin) :]
@@ -287,7 +290,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
     results = one_of_each(results)
     ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, DEFAULT, TUNED)))
-    ways = [way for way in ways if "powersgd" not in way]  # its speed-ups are off any scale, and it is another mean
+    ways = [way for way in ways if "powersgd" not in way]  # off the scale, and not the same mean
     ways.sort(key=lambda way: way.startswith("fusedcomm"))
     figure, axes = pyplot.subplots(figsize=(1.7 * len(results) + 2, 4.5))
     width, colours = 0.8 / len(ways), pyplot.get_cmap("tab20")
@@ -310,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", nargs="*", type=Path, help=f"(bench/results/{PREFIX}*.json)")
+    parser.add_argument("results", nargs="*", type=Path, help=f"JSON of ddp_step.py (bench/results/{PREFIX}*.json)")
     parser.add_argument("--print", action="store_true", help="print the tables and write nothing")
     arguments = parser.parse_args()
     results = load(arguments.results or sorted(RESULTS.glob(f"{PREFIX}*.json")))

@@ -1,12 +1,13 @@
-"""What do the wires do to gradients, and to what is learnt from them?
+"""How do the wires change gradients, and how does that change training?
 
-    error by ranks   vNMSE = Σ(x − mean)² / Σ mean², x what every rank ends with, against the float64 mean: of every
-                     wire and sum, for 2 to 4096 simulated ranks; gradients random, and recorded of a small transformer
-    training         the demo's network and that transformer trained with the mean of 4 simulated ranks' gradients over
+    error by ranks   vNMSE = Σ(x − mean)² / Σ mean², where x is every rank's result and mean the float64 mean: of every
+                     wire and sum, for 2 to 4096 simulated ranks, of random gradients and of recorded gradients of a
+                     small transformer
+    training         the demo's network and that transformer, trained with the mean of 4 simulated ranks' gradients over
                      each wire: final loss, gradient error, error of the gradient's norm
 
-All by fusedcomm.simulate, that is by the CPU codec. Every way of one row sees the same gradients. docs/accuracy.md
-reads the figures.
+fusedcomm.simulate computes every mean, with the CPU codec. In one case every way gets the same gradients.
+docs/accuracy.md discusses the figures.
 """
 
 import argparse
@@ -35,18 +36,24 @@ from fusedcomm.tools.demo import training as demo
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-GRAIN = 4096  # gradients are cut between blocks of any size
-SAMPLE_NUMEL, MIN_SAMPLES, MAX_SAMPLES = 4 * GRAIN, 4, 64  # of random gradients
-MATRIX_NUMEL = 1 << 24  # elements of all ranks together that are held at once
+# Elements. Gradients are cut at multiples of it, which are boundaries of blocks of any size.
+GRAIN = 4096
+# Elements of a sample of random gradients for each rank, and the least and the greatest number of samples.
+SAMPLE_NUMEL, MIN_SAMPLES, MAX_SAMPLES = 4 * GRAIN, 4, 64
+# Elements of all ranks together that one piece has, to limit memory.
+MATRIX_NUMEL = 1 << 24
 NUM_TRAINING_RANKS = 4
-GRADIENT_ERROR_EVERY = 10  # steps
-LOSS_STEPS = 10  # whose mean is one point of a curve
-NO_GROWTH = 1.1  # what sampling may do to a ratio that does not change
+# Steps from one measurement of the gradient's error to the next.
+GRADIENT_ERROR_EVERY = 10
+# Steps whose mean loss is one point of a curve.
+LOSS_STEPS = 10
+# Growth of an error up to this factor counts as none: sampling alone may cause it.
+NO_GROWTH = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way of taking the mean."""
+    """One way of computing the mean."""
 
     name: str
     wire: str
@@ -100,12 +107,12 @@ TRAINING_WAYS = [
 
 
 def gaussian(num_ranks: int, numel: int, generator: torch.Generator) -> Tensor:
-    """fp32 [num_ranks, numel], nothing in common between the ranks: what is hardest on a relative error."""
+    """fp32 [num_ranks, numel], independent on every rank. Relative errors are greatest then: the mean is small."""
     return torch.randn(num_ranks, numel, generator=generator)
 
 
 def gaussian_with_common_part(num_ranks: int, numel: int, generator: torch.Generator) -> Tensor:
-    """Each rank's own part and the part that all share are of the same size."""
+    """fp32 [num_ranks, numel]. Each rank's own part and the part that all ranks share are of the same size."""
     return gaussian(num_ranks, numel, generator).add_(torch.randn(numel, generator=generator))
 
 
@@ -128,7 +135,8 @@ RANDOM_GRADIENTS = {
 
 
 def random_samples(kind: str, num_ranks: int, total_numel: int) -> Iterator[list[Tensor]]:
-    """Each one piece, [num_ranks, SAMPLE_NUMEL]: of one size, since a heavy tail's outliers grow with the sample."""
+    """Samples with one piece each, [num_ranks, SAMPLE_NUMEL]. All have this size, because the outliers of a heavy tail
+    grow with the size of the sample."""
     generator = torch.Generator().manual_seed(num_ranks)
     num_samples = min(max(total_numel // (num_ranks * SAMPLE_NUMEL), MIN_SAMPLES), MAX_SAMPLES)
     for _ in range(num_samples):
@@ -136,7 +144,7 @@ def random_samples(kind: str, num_ranks: int, total_numel: int) -> Iterator[list
 
 
 def recorded_sample(recorded: Tensor, num_ranks: int) -> Iterator[list[Tensor]]:
-    """One, of all there is, in pieces."""
+    """One sample of all recorded elements, in pieces [num_ranks, ≤ MATRIX_NUMEL / num_ranks]."""
     yield [recorded[:num_ranks, begin:end] for begin, end in _spans(recorded.shape[1], num_ranks)]
 
 
@@ -150,7 +158,7 @@ def _spans(numel: int, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def error_by_ranks(kind: str, num_ranks: int, samples: Iterator[list[Tensor]]) -> list[dict]:
-    """One row for each way: the median of the samples, and their range: how much of a difference may be chance."""
+    """One row for each way: the median of the samples, and their range, which shows what may be chance."""
     found: dict[str, list[float]] = {way.name: [] for way in WAYS}
     numel = 0
     for pieces in samples:
@@ -172,7 +180,7 @@ def error_by_ranks(kind: str, num_ranks: int, samples: Iterator[list[Tensor]]) -
 
 
 def targets(rows: list[dict]) -> list[dict]:
-    """What was to be reached, and what was."""
+    """The targets, and whether they were reached."""
     found = {(row["gradients"], row["way"], row["ranks"]): row["vnmse"] for row in rows}
     result = []
     for kind in dict.fromkeys(row["gradients"] for row in rows):
@@ -205,7 +213,7 @@ def _target(kind: str, what: str, figure: float, sign: str, wanted: float) -> di
 
 
 class Characters:
-    """The top modules of Python's standard library as ASCII codes, and windows of them."""
+    """The top-level modules of Python's standard library as ASCII codes: 19 of 20 to train on, the last one to test."""
 
     CONTEXT = 64
 
@@ -216,7 +224,7 @@ class Characters:
         self.train, self.test = codes[: len(codes) * 19 // 20], codes[len(codes) * 19 // 20 :]
 
     def batches(self, seed: int, batch: int, test: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless; inputs and targets int64 [batch, CONTEXT]."""
+        """Endless pairs of inputs and targets, int64 [batch, CONTEXT], at random places."""
         generator = torch.Generator().manual_seed(seed)
         codes = self.test if test else self.train
         while True:
@@ -242,7 +250,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """121,000 parameters."""
+    """A decoder with 121,000 parameters."""
 
     def __init__(self, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -259,7 +267,7 @@ def character_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def record(characters: Characters, num_ranks: int, steps: int, batch: int) -> Tensor:
-    """fp32 [num_ranks, parameters]: gradients of as many batches, taken after `steps` steps of training."""
+    """fp32 [num_ranks, numel]: gradients of one batch for each rank, taken after `steps` steps of training."""
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -280,7 +288,7 @@ def record(characters: Characters, num_ranks: int, steps: int, batch: int) -> Te
 
 
 def flat_gradient(model: nn.Module) -> Tensor:
-    """In the order of DDP's buckets: the last parameter first."""
+    """fp32 [numel], in the order of DDP's buckets: the last parameter first."""
     return torch.cat([parameter.grad.flatten() for parameter in reversed(list(model.parameters()))])
 
 
@@ -289,7 +297,8 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model and how it is trained. `batches` takes seed and rank, `final` returns what is to be told at the end."""
+    """A model and how it is trained. `batches` takes (seed, rank). `final` returns the trained model's "loss", and its
+    "accuracy" if the task has one."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -312,7 +321,7 @@ def characters_task(characters: Characters, held_out: int) -> Task:
 
 
 def digits_task() -> Task:
-    """The demo's network, data and schedule; the loss is that on all training digits."""
+    """The demo's network, data and schedule. The final loss is the loss on all training digits."""
     images, labels = load_digits(return_X_y=True)
     images = torch.from_numpy(images).float().div(16).view(-1, 1, 8, 8)
     split = train_test_split(images, torch.from_numpy(labels), test_size=0.3, random_state=0, stratify=labels)
@@ -340,7 +349,7 @@ def digits_task() -> Task:
 
 
 def rank_gradients(task: Task, model: nn.Module, batches: Sequence[Iterator]) -> tuple[list[Tensor], list[float]]:
-    """The flat gradient and the loss of every rank, each on the next of its batches."""
+    """The flat gradient and the loss of every rank, each on the rank's next batch."""
     grads, losses = [], []
     for of_rank in batches:
         model.zero_grad()
@@ -359,7 +368,8 @@ def set_gradient(model: nn.Module, flat: Tensor) -> None:
 
 
 def train(task: Task, way: Way, seed: int, steps: int) -> dict:
-    """Trains with one bucket; biases and norms travel in fp32 on wires with scales, as by attach()'s default."""
+    """Trains with one bucket and returns the run's figures. On wires with scales, biases and norms are sent in fp32, as
+    attach() does by default."""
     torch.manual_seed(seed)
     model = task.model()
     named = list(reversed(list(model.named_parameters())))
@@ -399,7 +409,7 @@ def train(task: Task, way: Way, seed: int, steps: int) -> dict:
 
 
 def training_summary(runs: list[dict]) -> list[dict]:
-    """One row for each model and way. Differences are from the unmodified run of the same seed."""
+    """One row for each model and way. A difference compares a run with the unmodified run of the same seed."""
     result = []
     for model, way in dict.fromkeys((run["model"], run["way"]) for run in runs):
         own = [run for run in runs if (run["model"], run["way"]) == (model, way)]
@@ -462,7 +472,7 @@ def print_training(summary: list[dict]) -> None:
     print_markdown(headings, body)
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; rotated wires are dashed in their wire's.
+# Okabe and Ito's colors, which color-blind readers can tell apart. A rotated wire has its wire's color, dashed.
 COLOURS = {
     "fp32": "#8a8a8a",
     "bf16": "#0072b2",
@@ -531,11 +541,13 @@ def plot_training(runs: list[dict], summary: list[dict], path: Path) -> None:
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     ranks: tuple[int, ...] = (2, 8, 32, 128, 512, 4096)
-    total_numel: int = 1 << 26  # elements of all ranks and samples together, within MIN_SAMPLES and MAX_SAMPLES
+    # Elements of all ranks and samples together. MIN_SAMPLES and MAX_SAMPLES take precedence.
+    total_numel: int = 1 << 26
     record_steps: int = 300
     record_batch: int = 4
     train_steps: int = 300
     seeds: int = 3
+    # Windows of the text to test on.
     held_out: int = 512
     models: tuple[str, ...] = ("digits", "characters")
 
@@ -547,8 +559,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few ranks, elements and steps: the figures mean little")
     parser.add_argument("--parts", nargs="+", choices=("error", "training"), default=["error", "training"])
-    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
-    parser.add_argument("--json", metavar="PATH", help="write the figures there, as they come")
+    parser.add_argument("--threads", type=int, default=1, help="threads that torch uses (1)")
+    parser.add_argument("--json", metavar="PATH", help="write figures there as soon as they are known")
     parser.add_argument("--plots", metavar="FOLDER", help="write accuracy-ranks.png and accuracy-training.png there")
     return parser.parse_args()
 

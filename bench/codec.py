@@ -1,14 +1,15 @@
-"""How near to the memory's speed are the CPU codec's stages, and how far ahead of what PyTorch offers?
+"""How near to the memory's speed are the CPU codec's stages, and how do they compare with PyTorch's expressions?
 
     pack     fp32 gradients → wire bytes
     reduce   4 ranks' encodings of a quarter of them → the encoded mean
     unpack   wire bytes → fp32 gradients
-    sum      2 ranks' wire bytes → their fp32 mean, which is what unpack does after a one-shot
+    sum      2 ranks' wire bytes → their fp32 mean, as unpack does after a one-shot sum
 
-beside a memcpy that moves as many bytes in all, the eager PyTorch expression for the same step, and the same under
-torch.compile. Every call works on another buffer of a ring that no cache holds, all implementations take turns, and a
-result is checked before it is timed: ours bit for bit against fusedcomm.reference, the others against float64. The
-allocator keeps what is freed, so that torch's fresh outputs cost no page faults.
+Each is compared with a memcpy that moves as many bytes in total, with the eager PyTorch expression for the same stage,
+and with that expression under torch.compile. Every call uses another buffer of a ring that is larger than the caches,
+and all implementations take turns. A result is checked before it is timed: fusedcomm's bit for bit against
+fusedcomm.reference, the others against float64. The allocator keeps freed memory, so that torch's fresh outputs cost no
+page faults.
 """
 
 import argparse
@@ -26,20 +27,24 @@ from fusedcomm.native import _C
 MIB = 1 << 20
 BLOCK = _C.DEFAULT_BLOCK_NUMEL
 NUM_RANKS = 4
+# Total size of the fp32 gradients of a ring's buffers. A ring has at least two buffers.
 RING_NBYTES = 256 * MIB
-WHOLE = 1 << 62  # one chunk, whatever its size
-ONE_SHOT_CHUNK_NBYTES = 128 << 10  # of each of two ranks, on a link of 1 Gbit/s
+# Chunk size so large that any bucket is one chunk.
+WHOLE = 1 << 62
+# Chunk size of a one-shot sum of two ranks on a link of 1 Gbit/s.
+ONE_SHOT_CHUNK_NBYTES = 128 << 10
 PLAIN_WIRES = _C.WIRES
-# Encoded otherwise: unpack is the plain one's, or the rotated one's.
+# Wires that differ only in how they encode. They unpack like the plain or the rotated wire.
 SPECIAL_WIRES = (
     *("int8-stochastic", "int4-stochastic"),
     *("bf16-feedback", "int8-feedback", "fp8-feedback", "int4-feedback", "int4-rotated-feedback"),
     *("int4-feedback_bf16", "int4-stochastic-feedback"),
 )
 WIRES = (*PLAIN_WIRES, "int4-rotated", *SPECIAL_WIRES)
-# Half a step relative to the greatest value of a block, twice over where an expression rounds before it divides.
+# Greatest error that passes the check, relative to the value itself, or for int8 to the greatest value of its block:
+# twice half a step, because an expression may round before it divides.
 TOLERANCE = {"fp32": 2.0**-22, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1.01 / 127}
-# What PyTorch has no expression for that anyone would write is compared with the reference and memcpy alone.
+# PyTorch has no usual expression for the other wires. They are compared with memcpy only.
 TORCH_WIRES = tuple(TOLERANCE)
 
 Tensors = tuple[torch.Tensor, ...]
@@ -47,7 +52,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass
 class Case:
-    """One stage and wire. `impls` take the index of a buffer, `checks` look at what index 0 gave."""
+    """One stage of one wire. `impls` take the index of a buffer. `checks` look at the result for index 0."""
 
     name: str
     numel: int
@@ -57,11 +62,11 @@ class Case:
     checks: dict[str, Callable[[], bool]]
 
 
-# ---- what PyTorch offers: (codes, scales) of a tensor [numel]; no scales unless the wire is int8
+# ---- PyTorch's expressions. They encode a tensor [numel] as (codes, scales) for int8, else as (codes,)
 
 
 def torch_encode(wire: str, x: torch.Tensor, factor: float) -> Tensors:
-    """The stock hooks' expression for 16 bits; the usual one for block-int8, in blocks of BLOCK."""
+    """16 bits: the expression of torch's own hooks. int8: the usual expression, in blocks of BLOCK."""
     if wire == "int8":
         blocks = x.view(-1, BLOCK) * factor
         scales = blocks.abs().amax(dim=1, keepdim=True) / 127
@@ -70,21 +75,21 @@ def torch_encode(wire: str, x: torch.Tensor, factor: float) -> Tensors:
 
 
 def torch_reduce(wire: str, codes: torch.Tensor, scales: torch.Tensor | None) -> Tensors:
-    """codes [NUM_RANKS, …], summed in fp32."""
+    """The encoded mean of codes [NUM_RANKS, …], summed in fp32."""
     if wire == "int8":
         return torch_encode(wire, (codes.float() * scales).sum(0).view(-1), 1 / NUM_RANKS)
     return (codes.float().sum(0).mul_(1 / NUM_RANKS).to(codes.dtype),)
 
 
 def torch_decode(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Decoded and divided by the world size, in fresh memory, as an eager hook does; `out` is not used."""
+    """Decodes and divides by the world size, into fresh memory, as an eager hook does. `out` is not used."""
     if wire == "int8":
         return (codes.view(-1, BLOCK) * scales).div_(NUM_RANKS)
     return codes.to(torch.float32, copy=True).div_(NUM_RANKS)
 
 
 def torch_copy(wire: str, codes: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Decoded into the bucket, nothing more: what the stock hooks do after their sum."""
+    """Only decodes into the bucket, as torch's own hooks do after their sum."""
     if wire == "int8":
         return out.view(-1, BLOCK).copy_(codes.view(-1, BLOCK) * scales)
     return out.copy_(codes)
@@ -102,7 +107,7 @@ def layout_of(
 
 
 class Encoding:
-    """The noise and the residuals that `wire` asks for, one residual for each buffer of a ring."""
+    """The noise and the residuals that `wire` needs, one residual for each buffer of a ring."""
 
     def __init__(self, wire: str, layout: "_C.BucketLayout", numel: int, num_buffers: int) -> None:
         how = wire.split("-")[1:]
@@ -119,19 +124,19 @@ class Encoding:
 
     @property
     def traffic_bytes(self) -> int:
-        """A residual is read and written."""
+        """Bytes of a residual that are read and written."""
         return 2 * self.residuals[0].numel() if self.residuals else 0
 
     def arguments(self, index: int) -> tuple:
         return (self.noise, (self._format, self.residuals[index], self._numel) if self.residuals else None)
 
     def feedback(self) -> "reference.Feedback | None":
-        """The oracle's, still zeros."""
+        """The reference's feedback, with a residual of zeros. None without error feedback."""
         return reference.Feedback(self._format, torch.zeros_like(self.residuals[0])) if self.residuals else None
 
 
 def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(codes, scales) as views into one part's bytes; int8 by blocks."""
+    """(codes, scales) as views of one part's bytes; for int8 as blocks, for other wires without scales."""
     part = layout.part
     codes = part_bytes[part.code_offset : part.nbytes].view(reference.WIRE_DTYPES[layout.wire])
     if layout.wire != "int8":
@@ -142,7 +147,7 @@ def sections(layout: "_C.BucketLayout", part_bytes: torch.Tensor) -> tuple[torch
 
 
 def ring(num_buffers: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Written once, so that every page is memory of its own."""
+    """Buffers that have been written once, so that every page has its own physical memory."""
     return [torch.empty(numel, dtype=dtype).fill_(1) for _ in range(num_buffers)]
 
 
@@ -151,9 +156,10 @@ def gradients(numel: int, seed: int) -> torch.Tensor:
 
 
 def close(wire: str, result: torch.Tensor, truth: torch.Tensor) -> bool:
-    """Within the wire's step, relative to the greatest value of a block or to the value itself.
+    """Whether the error is within TOLERANCE, relative to the greatest value of a block (int8) or to the value itself.
 
-    Terms of order one may cancel in a sum, which leaves fp32's rounding at that order.
+    For other wires the bound has a constant, too: in a sum, terms of order one may cancel, which leaves fp32's rounding
+    of terms of that order.
     """
     result, truth = result.double().view(-1, BLOCK), truth.double().view(-1, BLOCK)
     size = truth.abs().amax(1, keepdim=True) if wire == "int8" else truth.abs() + (1 if wire == "fp32" else 1e-4)
@@ -211,7 +217,7 @@ def reduce_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
     add_memcpy(case)
     if wire not in TORCH_WIRES:
         return case
-    # The expressions get codes and scales in tensors of their own, as they would have them.
+    # The expressions get codes and scales in separate tensors, as hooks would have them.
     split = [[sections(layout, part) for part in buffer.view(NUM_RANKS, -1)] for buffer in parts]
     codes = [torch.stack([codes for codes, _ in ranks]) for ranks in split]
     scales = [torch.stack([scales for _, scales in ranks]) if wire == "int8" else None for ranks in split]
@@ -251,7 +257,7 @@ def unpack_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torc
 
 
 def sum_case(wire: str, numel: int, num_buffers: int, codec: "_C.Codec", torch_impls: dict[str, Callable]) -> Case:
-    """In chunks, as a bucket has them."""
+    """Sums two ranks' messages chunk by chunk, as the engine does for a bucket."""
     layout = layout_of(wire, 1, numel, chunk_nbytes=ONE_SHOT_CHUNK_NBYTES)
     message_nbytes, num_chunks = layout.chunk_nbytes, layout.num_chunks
     nbytes = 2 * message_nbytes
@@ -285,6 +291,7 @@ STAGES = {"pack": pack_case, "reduce": reduce_case, "unpack": unpack_case, "sum"
 
 
 def measure(case: Case, rounds: int) -> list[Row]:
+    """Checks, then times, all implementations of one case."""
     checked = {}
     for name in list(case.impls):
         try:
@@ -295,7 +302,7 @@ def measure(case: Case, rounds: int) -> list[Row]:
                 raise
             print(f"{case.name}: torch.compile is not measured: {str(error).splitlines()[0]}")
             del case.impls[name]
-    # One ring for all: a buffer comes round again only after all the others.
+    # All implementations share one ring: a buffer is used again only after all the others.
     turns = itertools.count(1)
     functions = {name: lambda _, impl=impl: impl(next(turns) % case.num_buffers) for name, impl in case.impls.items()}
     seconds = interleave(functions, rounds)
@@ -308,9 +315,9 @@ def main() -> None:
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=WIRES)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--isa", default="auto", help=f"one of auto, {', '.join(_C.available_isas())} (auto)")
-    parser.add_argument("--threads", type=int, default=1, help="of the codec and of torch (1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the codec and of torch (1)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-compile", action="store_true", help="do not measure torch.compile")
     parser.add_argument("--quick", action="store_true", help="4 MiB, 5 rounds")
     parser.add_argument("--json", metavar="PATH", help="write the rows there")
     arguments = parser.parse_args()

@@ -1,33 +1,36 @@
-"""How long is a training step, over links of a chosen speed, with each way of synchronising gradients?
+"""How long is a training step, over links of a chosen speed, with each way of synchronizing gradients?
 
     python bench/ddp_step.py --hosts 2 --link 100mbit 1gbit --model transformer --params 25e6 --size 1
 
-Whole steps (forward, backward with its synchronisation, optimizer) of a residual network or a transformer, on hosts of
-bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets what has to be sent,
---batch, --size or --compute-ms what there is to compute: with --size 1 communication is nearly all of a step. --model
-waiting computes on no core, as with an accelerator: its layers sleep.
+Whole steps (forward, backward with its synchronization, optimizer) of a residual network or a transformer, on hosts of
+bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no root. --params sets how much has to be
+sent; --batch, --size or --compute-ms set how much there is to compute. With --size 1 communication is nearly all of a
+step. The layers of --model waiting sleep instead of computing, as if an accelerator computed.
 
-Every way has a DDP module, gradients, buckets, an optimizer and a process group of its own; the weights are shared. All
-take turns in every round, in another order each time, a turn being one step that is not timed and --steps that are; the
-time of a step is the slowest rank's. "ddp default" is DDP as it comes. "ddp tuned" and all others have
-gradient_as_bucket_view=True, which saves a copy, and the best of several bucket sizes, searched first; but wire="auto"
-has DDP's own size, and what cannot do with more than one bucket has one. The ranks' allocator keeps what is freed. Then
-gradients that are known on every rank go through each way three times: the result must be near their exact mean, as
-near as the wire allows, and the same bits on every rank.
+Every way has its own DDP module, gradients, buckets, optimizer and process group; the weights are shared. All ways take
+turns in every round, in another order each time. A turn is one step that is not timed and --steps that are. The time of
+a step is the slowest rank's. The ranks' allocator keeps freed memory.
 
-Columns, besides percentiles of the step and speed relative to DDP's default:
+"ddp default" is DDP with its default options. "ddp tuned" and all other ways have gradient_as_bucket_view=True, which
+saves a copy, and the best of several bucket sizes, which is searched first. But wire="auto" has DDP's own size, and
+ways that cannot run with several buckets have one.
+
+Before that, each way is checked with gradients that are known on every rank, in three steps: the result must be as near
+to their exact mean as the wire allows, and have the same bits on every rank.
+
+Columns, besides percentiles of the step and speed relative to DDP's default and tuned:
 
     MB/host    bytes that a host sends in a step, by its interface's counter (with --hosts 0: a rank, by its sockets')
-    sync ms    a step's synchronisation alone: a backward pass that has nothing to compute
-    exposed    what a step takes beyond the same step without synchronisation ("compute alone")
+    sync ms    a step's synchronization alone: a backward pass that has nothing to compute
+    exposed    time that a step takes beyond the same step without synchronization ("compute alone")
     overlap    part of "sync ms" that a step hides behind its compute
-    x bytes    bytes that DDP's default sends for each byte of this way: what a step that is all communication may gain
-    of ideal   the longer of compute alone and of the bytes' time on the line, headers included, as a part of the step
+    x bytes    bytes that DDP's default sends / bytes that this way sends: the gain if a step were all communication
+    of ideal   ideal step / step. The ideal is the longer of compute alone and the bytes' time on the line with headers
     busy       part of all cores' time that is not idle during steps, on rank 0's machine (with --hosts: on this one)
     error      ‖mean − exact mean‖ / ‖exact mean‖ of known gradients: normal ones, of rank 1 or 2 for PowerSGD
 
-Not measured: DDP over MPI or UCC, for torch's wheels have neither backend (mpi4py does not bring them); Horovod, whose
-last release, 0.28.1, has to be compiled, as C++14, which the headers of torch 2.13 refuse.
+Not measured: DDP over MPI or UCC, because torch's wheels have neither backend, and mpi4py does not add one; Horovod,
+because its last release, 0.28.1, compiles as C++14, which the headers of torch 2.13 refuse.
 """
 
 import argparse
@@ -45,11 +48,11 @@ from lib.models import MODELS
 from lib.namespaces import CONGESTION, NetworkError, line_s, problem
 from lib.ways import COMPUTE, DEFAULT, TUNED, ways_by_name
 
-THIS_BENCH = "this torch has it, but this bench starts gloo"
+THIS_BENCH = "this torch has it, but this benchmark only uses gloo"
 NOT_MEASURED = {
     "ddp over mpi": THIS_BENCH
     if dist.is_mpi_available()
-    else "torch's wheels are built without it, and mpi4py does not bring it",
+    else "torch's wheels are built without it, and mpi4py does not add it",
     "ddp over ucc": THIS_BENCH if dist.is_ucc_available() else "torch's wheels are built without it",
     "horovod": "0.28.1, its last release, compiles as C++14, which the headers of torch 2.13 refuse",
 }
@@ -59,26 +62,26 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, as root; 0: loopback (0)")
-    parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", help="each host's, each way (1gbit)")
-    parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
-    parser.add_argument("--congestion", help=f"control that TCP has between hosts: cubic, reno, bbr ({CONGESTION})")
+    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, which needs root; 0: loopback (0)")
+    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
+    parser.add_argument("--link", nargs="+", help="speed of a host's link, each way (1gbit)")
+    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
+    parser.add_argument("--congestion", help=f"TCP's congestion control: cubic, reno, bbr ({CONGESTION})")
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["transformer"])
-    parser.add_argument("--params", type=float, default=10e6, help="numel of the model (10e6)")
+    parser.add_argument("--params", type=float, default=10e6, help="elements of the model (10e6)")
     parser.add_argument("--size", type=int, default=16, help="sequence length, or side of an image (16)")
     samples = parser.add_mutually_exclusive_group()
-    samples.add_argument("--batch", type=int, default=1, help="samples of a rank (1)")
-    samples.add_argument("--compute-ms", type=float, help="as many samples as make a step without sync take so long")
-    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd", help="fused (sgd)")
-    parser.add_argument("--ways", nargs="+", choices=list(ways_by_name()), help="those to compare (all)")
+    samples.add_argument("--batch", type=int, default=1, help="samples of each rank (1)")
+    samples.add_argument("--compute-ms", type=float, help="choose samples so that a step without sync takes this long")
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd", help="the fused one (sgd)")
+    parser.add_argument("--ways", nargs="+", choices=list(ways_by_name()), help="ways to compare (all)")
     parser.add_argument("--caps", type=float, nargs="*", default=[5, 100], help="bucket_cap_mb to try (5 100)")
     parser.add_argument("--rounds", type=int, default=8, help="(8)")
-    parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of all that, in fresh processes each (1)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in each turn (3)")
+    parser.add_argument("--repeat", type=int, default=1, help="times to run all this, each in new processes (1)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
-    parser.add_argument("--quick", action="store_true", help="by default 1e6 parameters, two rounds, no search")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    parser.add_argument("--quick", action="store_true", help="defaults of 1e6 parameters, two rounds, no search")
+    parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     if parser.parse_args().quick:
         parser.set_defaults(params=1e6, rounds=2, steps=2, caps=[])
     arguments = parser.parse_args()
@@ -90,7 +93,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_ranks(arguments: argparse.Namespace, link: str, model: str, results: Path) -> int:
-    """Measures in processes of their own, which write to `results`. Returns the exit status."""
+    """Runs the ranks, which write to `results`, in their own processes. Returns the exit status."""
     worker = [str(Path(__file__).with_name("_ddp_step_rank.py")), str(results)]
     worker.append(json.dumps({**vars(arguments), "model": model}))
     return hosts.run_ranks(arguments, worker, link, arguments.subnet, arguments.congestion)
@@ -119,7 +122,7 @@ def measure(arguments: argparse.Namespace, link: str, model: str, report: Report
 
 
 def of_runs(runs: list[list[Row]]) -> list[Row]:
-    """One row of each way: medians of what the runs that have it have found, and each one's median as "medians_s"."""
+    """One row for each way: medians over the runs that have the way, and each run's median as "medians_s"."""
     if len(runs) == 1:
         return runs[0]
     by_impl: dict[str, list[Row]] = {}
@@ -142,7 +145,8 @@ def of_runs(runs: list[list[Row]]) -> list[Row]:
 
 
 def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:
-    """The rows with "bytes_ratio", to DDP's default, and "of_ideal", where the link is limited to `bits_s`."""
+    """The rows with the figures "bytes_ratio", if DDP's default was measured, and "of_ideal", if the link is limited to
+    `bits_s`."""
     by_impl = {row.impl: row for row in rows}
     default_nbytes = by_impl[DEFAULT].figures.get("wire_nbytes") if DEFAULT in by_impl else None
     result = []
@@ -157,7 +161,7 @@ def with_floors(rows: list[Row], bits_s: int | None) -> list[Row]:
 
 
 def print_steps(rows: list[Row]) -> None:
-    """What the common table has no room for."""
+    """Prints the columns that the common table does not have."""
     width = max((len(row.impl) for row in rows), default=4)
     names = ("p50", "p75", "p90", "p95")
     print(

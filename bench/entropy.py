@@ -1,28 +1,28 @@
-"""What would a lossless stage save on the wire, and on which links would it pay?
+"""How many bytes would a lossless stage save on the wire, and on which links would it pay?
 
     entropy      order 0, in bits an element: of bf16's exponents, of its signs and mantissas, and of the codes and
                  scales of the wires with blocks, as the CPU codec packs them
-    errors       of the wires, and of blocks of other sizes and bits: what a wire of fixed size gives for the bytes
-    coders       ratio and rates of compression libraries on the same bytes, one thread; what they decompress is
-                 compared with what they were given before they are timed
-    break-even   whether a two-shot step gains by the best of them, by link, and what a smaller wire gives instead
+    errors       of the wires, and of blocks of other sizes and bits, by bytes: to compare with wires of fixed size
+    coders       ratio and rates of compression libraries on the same bytes, with one thread. A coder is timed only
+                 after its decompressed bytes were compared with the original ones
+    break-even   whether a two-shot step gains by the best coder, by link, and what a smaller wire gains instead
 
-The gradients are recorded while the models of accuracy.py train; Gaussian ones beside them. docs/lossless.md reads the
-figures. zstandard and lz4 are measured where they are installed.
+Gradients are recorded while the models of accuracy.py train. Gaussian gradients are measured, too. docs/lossless.md
+discusses the figures. zstandard and lz4 are measured if they are installed.
 
-The break-even, in seconds for each byte of a bucket's wire bytes on one of p ranks, which has a link of B bytes/s each
-way and n threads for coding; r = coded / plain bytes, C and D = bytes/s that one thread compresses and decompresses,
-counted in plain bytes:
+The break-even is computed for one of p ranks, which has a link of B bytes/s each way and n threads for coding. Let r =
+coded / plain bytes. Let C and D be the plain bytes/s that one thread compresses and decompresses. Then, in seconds for
+each byte of a bucket's wire bytes:
 
-    wire    = 2(p − 1)/p / B                  both shots carry (p − 1)/p of the bytes, in and out
-    coding  = (1/C + 2(p − 1)/p / D) / n      compressed: p − 1 parts, then the own mean; decompressed: all that came in
+    wire    = 2(p − 1)/p / B                  each of the two shots sends and receives (p − 1)/p of the bytes
+    coding  = (1/C + 2(p − 1)/p / D) / n      compresses p − 1 parts and the rank's own mean, decompresses what it gets
 
-    gain with overlap     = wire / max(r · wire, coding)    the threads are a stage of the pipeline beside the wire
+    gain with overlap     = wire / max(r · wire, coding)    coding is a stage of the pipeline beside the wire
     gain without overlap  = wire / (r · wire + coding)
 
-Above 1 it pays. All is in the coder's favour: n threads are n times as fast, and are free for coding; sizes are known
-on the other side without an exchange; all chunks shrink alike; pack writes bf16's two planes at no cost; pack, reduce
-and unpack are not counted.
+Coding pays if the gain exceeds 1. Every assumption favors the coder: n threads are n times as fast, and are free for
+coding; receivers know the sizes without an exchange; all chunks shrink alike; pack writes bf16's two planes at no cost;
+pack, reduce and unpack take no time.
 """
 
 import argparse
@@ -56,11 +56,15 @@ from tqdm import tqdm
 from fusedcomm.native import _C
 
 WIRES = ("bf16", "int8", "fp8", "int4", "int8-rotated", "int4-rotated")
-PLANES = "bf16 planes"  # exponents and the rest apart; only the exponents are coded
+# bf16 with the exponents apart from the rest. Only the exponents are coded.
+PLANES = "bf16 planes"
 STREAMS = (PLANES, "bf16", "int8", "fp8", "int4")
-RUN_NUMEL = 1 << 14  # what a coder that adapts itself could have a table for
-OTHER_BLOCKS = (("int4", 64), ("int4", 128))  # as by attach(…, block=)
-BLOCK_BITS = range(5, 13)  # of wires that do not exist, in blocks of 128
+# Elements of a run for which a coder that adapts could have its own table.
+RUN_NUMEL = 1 << 14
+# Wires with the block sizes of Config(blocks=Blocks(numel)).
+OTHER_BLOCKS = (("int4", 64), ("int4", 128))
+# Bits of a code, for wires that do not exist, in blocks of 128.
+BLOCK_BITS = range(5, 13)
 LINKS_GBIT = (0.1, 1, 10, 25, 100)
 NUM_THREADS = (1, 4)
 
@@ -70,9 +74,9 @@ NUM_THREADS = (1, 4)
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Each rank's own gradients, end to end, as the first shot carries them, or their mean, as the second does."""
+    """Each rank's own gradients, end to end, as the first shot sends them, or their mean, as the second shot does."""
 
-    source: str  # a model, or a distribution
+    source: str  # name of a model or a distribution
     step: int | None
     mean: bool
     grads: Tensor  # fp32 [numel], a multiple of GRAIN
@@ -84,7 +88,7 @@ class Sample:
 
 
 def recorded_samples(task: Task, steps: int) -> Iterator[Sample]:
-    """Near the beginning, in the middle and at the end of `steps` steps of training by the ranks' exact mean."""
+    """Samples from near the beginning, the middle and the end of `steps` steps of training with the exact mean."""
     moments = sorted({min(5, steps - 1), steps // 2, steps - 1})
     torch.manual_seed(0)
     model = task.model()
@@ -122,7 +126,7 @@ def codec() -> "_C.Codec":
 
 
 def pack(wire: str, grads: Tensor, block: int | None = None) -> Tensor:
-    """uint8: scales, then codes."""
+    """uint8 [wire bytes]: scales, then codes."""
     layout = layout_of(wire, 1, grads.numel(), block)
     packed = torch.empty(layout.chunk_nbytes, dtype=torch.uint8)
     codec().pack(layout, 0, [grads], [], 1.0, packed)
@@ -151,7 +155,7 @@ def merge_planes(exponents: Tensor, rest: Tensor) -> Tensor:
 
 
 def entropy(symbols: Tensor, run: int | None = None) -> float:
-    """Bits a symbol, order 0, of integers ≥ 0. With `run` each run of so many has a distribution of its own."""
+    """Bits a symbol, order 0, of integers ≥ 0. With `run` each run of that many symbols has its own distribution."""
     bits = 0.0
     for part in symbols.split(run or len(symbols)):
         counts = torch.bincount(part.int()).double()
@@ -161,7 +165,8 @@ def entropy(symbols: Tensor, run: int | None = None) -> float:
 
 
 def section_bits(wire: str, packed: Tensor, numel: int) -> dict[str, float]:
-    """Bits an element by section of the wire bytes; of "codes" and "exponent" the lesser of whole and in runs."""
+    """Bits an element for each section of the wire bytes. "codes" and "exponent" have the lesser of two entropies: of
+    the whole section, and of runs with their own distributions."""
 
     def least(symbols: Tensor) -> float:
         return min(entropy(symbols), entropy(symbols, RUN_NUMEL)) * len(symbols) / numel
@@ -189,7 +194,7 @@ def section_bits(wire: str, packed: Tensor, numel: int) -> dict[str, float]:
 
 
 def entropy_row(sample: Sample, wire: str) -> dict:
-    """`ratio` is the least that coding symbol by symbol could make of the wire bytes."""
+    """The row of one sample and wire. `ratio`: the least coded / plain bytes that coding symbol by symbol can reach."""
     numel = sample.grads.numel()
     packed = pack(wire, sample.grads)
     bits = section_bits(wire, packed, numel)
@@ -211,7 +216,7 @@ def entropy_row(sample: Sample, wire: str) -> dict:
 
 
 def block_round_trip(grads: Tensor, bits: int) -> Tensor:
-    """As wire="int8" rounds, with codes of `bits` bits."""
+    """Rounds as wire="int8" does, but to codes of `bits` bits."""
     blocks = grads.view(-1, _C.DEFAULT_BLOCK_NUMEL)
     greatest = 2 ** (bits - 1) - 1
     scales = blocks.abs().amax(dim=1, keepdim=True) / greatest
@@ -219,7 +224,7 @@ def block_round_trip(grads: Tensor, bits: int) -> Tensor:
 
 
 def error_rows(sample: Sample) -> list[dict]:
-    """vNMSE of one encoding, with the bits that it takes on the wire."""
+    """A row for each format: vNMSE of encoding once, and bits an element on the wire."""
 
     def row(name: str, bits: float, decoded: Tensor) -> dict:
         error = (decoded.double() - sample.grads).square().sum() / sample.grads.double().square().sum()
@@ -251,7 +256,8 @@ def zlib_huffman(data: bytes) -> bytes:
 
 
 def zstd_coders(zstandard) -> dict[str, Coder]:
-    """Fast levels do not code literals at all. "zstd Huffman" is level 1 that can find no matches, and hardly tries."""
+    """zstd's fast levels (-1, -5) do not code literals at all. "zstd Huffman" finds hardly any matches, so it codes all
+    symbols."""
     parameters = zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7
     )
@@ -273,6 +279,7 @@ OPTIONAL = {"zstandard": zstd_coders, "lz4.block": lz4_coders}
 
 
 def find_coders(report: Report) -> dict[str, Coder]:
+    """The coders by name. The report gets the versions of the packages, and the names of those not installed."""
     report.extra["packages"] = {}
     coders = {"zlib 1": Coder(lambda data: zlib.compress(data, 1), zlib.decompress)}
     coders["zlib Huffman"] = Coder(zlib_huffman, zlib.decompress)
@@ -287,7 +294,7 @@ def find_coders(report: Report) -> dict[str, Coder]:
 
 
 def measure_coders(sample: Sample, stream: str, coders: dict[str, Coder], rounds: int) -> tuple[list[Row], list[dict]]:
-    """`stream` is one of STREAMS."""
+    """Checks, then times, all coders on one sample: (rows, ratio and times of each). `stream` is one of STREAMS."""
     planes = stream == PLANES
     packed = pack("bf16" if planes else stream, sample.grads)
     coded_part, rest = split_planes(packed) if planes else (packed, None)
@@ -338,16 +345,16 @@ def measure_coders(sample: Sample, stream: str, coders: dict[str, Coder], rounds
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Of one thread, in plain bytes."""
+    """A coder's ratio and the rates of one thread, in plain bytes."""
 
-    wire_bits: float  # an element, plain
+    wire_bits: float  # of an element, without coding
     ratio: float
     compress_bytes_s: float
     decompress_bytes_s: float
 
 
 def pooled(found: Sequence[dict]) -> Rates:
-    """All that was coded, one after the other."""
+    """The rates over everything in `found`, coded one after the other."""
     nbytes = sum(one["nbytes"] for one in found)
     return Rates(
         nbytes * 8 / sum(one["numel"] for one in found),
@@ -358,7 +365,7 @@ def pooled(found: Sequence[dict]) -> Rates:
 
 
 def gain(rates: Rates, link_bytes_s: float, ranks: int, threads: int, overlap: bool) -> float:
-    """How many times as fast a step's communication becomes; see the top of the file."""
+    """How many times as fast coding makes a step's communication. The formula is at the top of this file."""
     carried = 2 * (ranks - 1) / ranks
     wire = carried / link_bytes_s
     coding = (1 / rates.compress_bytes_s + carried / rates.decompress_bytes_s) / threads
@@ -367,7 +374,7 @@ def gain(rates: Rates, link_bytes_s: float, ranks: int, threads: int, overlap: b
 
 
 def break_even_gbit(rates: Rates, ranks: int, threads: int, overlap: bool) -> float:
-    """The link on which the gain is 1; 0 where bytes do not become fewer."""
+    """The link, in Gbit/s, on which the gain is 1. 0 if coding does not reduce the bytes."""
     if rates.ratio >= 1:
         return 0.0
     carried = 2 * (ranks - 1) / ranks
@@ -376,9 +383,9 @@ def break_even_gbit(rates: Rates, ranks: int, threads: int, overlap: bool) -> fl
 
 
 def break_even(rates: dict[tuple[str, str], Rates], ranks: int) -> list[dict]:
-    """For every stream, link, number of threads and overlap the coder that gains most. `rates` by (stream, coder).
+    """A row for every stream, link, number of threads and overlap, with the coder that gains most there.
 
-    "beside_bf16": times as fast as bf16 without coding.
+    `rates` is by (stream, coder). "beside_bf16": how many times as fast as bf16 without coding.
     """
     rows = []
     for stream in dict.fromkeys(stream for stream, _ in rates):
@@ -458,7 +465,7 @@ def _threads(threads: int) -> str:
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     steps: int = 300
-    gaussian_numel: int = 1 << 18  # of each rank
+    gaussian_numel: int = 1 << 18  # elements of each rank
     rounds: int = 7
 
 
@@ -468,8 +475,8 @@ QUICK = Sizes(steps=2, gaussian_numel=GRAIN, rounds=1)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps, elements and rounds: the figures mean little")
-    parser.add_argument("--ranks", type=int, default=8, help="of the break-even (8)")
-    parser.add_argument("--json", metavar="PATH", help="write the figures there, as they come")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of the break-even (8)")
+    parser.add_argument("--json", metavar="PATH", help="write figures there as soon as they are known")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sizes = QUICK if arguments.quick else Sizes()

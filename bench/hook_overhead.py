@@ -1,17 +1,17 @@
-"""What does a communication hook cost the host, for each bucket?
+"""How much of the host's time does a communication hook take for each bucket?
 
-Every hook is registered on a DDP module of its own and called through the reducer as the backward pass calls it
-(`Reducer._run_comm_hook`), with buckets of the same size, in turn. Two figures for each:
+Every hook is registered on its own DDP module and called through the reducer as the backward pass calls it
+(`Reducer._run_comm_hook`). Hooks take turns, with buckets of the same size. Each hook has two figures:
 
-    call/…      until the hook returns: what the backward pass is held up
-    result/…    until the bucket's future is complete: what a bucket costs from end to end
+    call/…      time until the hook returns, during which the backward pass waits
+    result/…    time until the bucket's future is complete
 
-Run with one rank (the network costs nothing, the host's share is all there is) or, with --ranks 2, over loopback. The
-host's share is seen best with small buckets. Results are checked before anything is timed.
+With one rank (the default) the network takes no time, and the figures are the host's. --ranks 2 runs over loopback.
+Small buckets show the host's time best. Results are checked before anything is timed.
 
-With --device cuda, over NCCL: a step's calls fit into the device's queue, which is empty before each step, so `call` is
-what the host does; and the kernels and copies that the device is given for each bucket are counted with torch.profiler.
-More ranks than GPUs share one, over loopback sockets: then results are checked and nothing is timed.
+--device cuda runs over NCCL. The device's queue is empty before each step and holds all calls of a step, so `call` is
+the host's time. torch.profiler counts the kernels and copies that each bucket enqueues. If there are more ranks than
+GPUs, ranks share a GPU over loopback sockets. Then results are checked and nothing is timed.
 """
 
 import argparse
@@ -34,6 +34,7 @@ import fusedcomm
 from fusedcomm.config import Config
 from fusedcomm.ranks import groups
 
+# Buckets of each module.
 NUM_BUCKETS = 16
 
 
@@ -54,19 +55,19 @@ class Parameters(torch.nn.Module):
 
 
 class Impl:
-    """One hook on one module of NUM_BUCKETS buckets of `numel` elements."""
+    """One hook on one module with NUM_BUCKETS buckets of `numel` elements. `scale`: the hook's result / the mean."""
 
     def __init__(
         self, name: str, register: Callable[[DistributedDataParallel], object], numel: int, scale: float, device: str
     ) -> None:
         self.name, self.device = name, device
-        # A cap of one byte puts each parameter into a bucket of its own, once DDP has rebuilt its buckets.
+        # A cap of one byte gives each parameter its own bucket, once DDP has rebuilt its buckets.
         self.ddp = DistributedDataParallel(Parameters(numel, device), bucket_cap_mb=1 / (1 << 20))
         self.has_hook = register(self.ddp) is not False
         for _ in range(3):
             self.ddp().backward()
         self.buckets = self.ddp.reducer._get_zeros_like_grad_buckets()
-        self.scale = scale  # a no-op leaves the sum undone, DDP's default divides before its hook
+        self.scale = scale  # DDP's default divides before its all-reduce, so this all-reduce alone returns the sum
         self.call_s: list[float] = []
         self.result_s: list[float] = []
 
@@ -76,7 +77,8 @@ class Impl:
         return self.ddp.reducer._run_allreduce_hook(bucket)
 
     def check(self, rank: int, world_size: int) -> bool:
-        """Rank r sends r + 1 in every element; the mean is exact in every wire, equal values being so even in int8."""
+        """Whether results are right. Rank r sends r + 1 in every element. All values are equal, so the mean is exact in
+        every wire, even int8."""
         results = []
         for bucket in self.buckets:
             bucket.buffer().fill_(rank + 1)
@@ -88,7 +90,7 @@ class Impl:
         return len(self.buckets) == NUM_BUCKETS and results == [[expected]] * NUM_BUCKETS
 
     def time_once(self) -> None:
-        """As in a backward pass: all buckets are handed over, then all results are waited for."""
+        """Hands over all buckets, then waits for all results, as a backward pass does."""
         futures = []
         synchronize(self.device)
         started = time.perf_counter()
@@ -103,10 +105,11 @@ class Impl:
         self.result_s.append((done - started) / NUM_BUCKETS)
 
     def launches(self) -> dict[str, float] | None:
-        """Kernels, NCCL's among them, and copies (memcpy, memset) for each bucket; None if the profiler sees none."""
+        """Kernels ("kernels", of which "nccl" are NCCL's) and copies (memcpy, memset) for each bucket. None if the
+        profiler sees no kernel."""
         with torch.profiler.profile(activities=torch.profiler.supported_activities()) as profiler:
             if self.device == "cuda":
-                torch.cuda._sleep(1000)  # one kernel that must be seen, for there are hooks that start none
+                torch.cuda._sleep(1000)  # one kernel that must be seen: some hooks launch none
             self.time_once()
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
@@ -175,7 +178,8 @@ def make_impls(numel: int, world_size: int, device: str) -> dict[str, Callable[[
 
 
 def make_and_check(rank: int, world_size: int, numel: int, device: str, send: Callable[..., None]) -> dict[str, Impl]:
-    """Those that work. On a CPU all of them do; on a GPU the others are to be measured even if one fails."""
+    """The hooks whose results are right, by name. On a CPU a failure is raised. On a GPU it is sent as "missing", and
+    the other hooks are measured."""
     impls = {}
     for name, make in make_impls(numel, world_size, device).items():
         try:
@@ -228,7 +232,7 @@ def count_launches(numel: int, impls: list[Impl], device: str, send: Callable[..
         except Exception as error:
             counts, reason = None, f"{type(error).__name__}: {error}"
         if counts is None:
-            # The profiler may not work here at all, so the rest is not tried.
+            # The profiler may not work on this machine at all, so the other hooks are not tried.
             send("missing", f"launches/{numel}", f"{impl.name} and the rest", reason, False)
             synchronize(device)
             return
@@ -255,7 +259,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace, send: Callable
         if impls and not arguments.check_only:
             time_in_turn(impls, arguments.rounds, world_size)
             send("rows", rows_of(numel, impls, arguments.rounds))
-    # Last, because a profiler that has been started may leave something running.
+    # This comes last, because a profiler may leave something running that would change times.
     if not arguments.check_only and (device == "cuda" or arguments.dry_run):
         for numel, impls in everything.items():
             count_launches(numel, list(impls.values()), device, send)
@@ -264,7 +268,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace, send: Callable
 
 def _rank(rank: int, store: str, arguments: argparse.Namespace, pipe) -> None:
     if arguments.shared_gpu:
-        # NCCL takes ranks for ranks of different hosts, and so lets them share a GPU.
+        # With different host IDs, NCCL takes the ranks to be on different hosts, and lets them share a GPU.
         os.environ.update(NCCL_HOSTID=f"fusedcomm-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
     def send(kind: str, *values: object) -> None:
@@ -283,14 +287,14 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=1, help="local ranks (1)")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cpu (default) or nccl on cuda"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cpu with gloo, or cuda with nccl (cpu)"
     )
     parser.add_argument("--numel", type=int, nargs="+", default=[1024, 65536], help="elements in a bucket (1024 65536)")
     parser.add_argument("--rounds", type=int, default=200, help="timed rounds of 16 buckets each (200)")
     parser.add_argument("--quick", action="store_true", help="20 rounds")
-    parser.add_argument("--check-only", action="store_true", help="check the results, time nothing")
+    parser.add_argument("--check-only", action="store_true", help="check results, time nothing")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: the times mean nothing")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 20
@@ -304,7 +308,7 @@ def parse() -> argparse.Namespace:
 
 
 def receive(pipe, report: Report) -> None:
-    """What rank 0 sends, into the report, until it ends."""
+    """Adds what rank 0 sends to the report, until rank 0 ends."""
     while True:
         try:
             kind, values = pipe.recv()
@@ -350,7 +354,7 @@ def main() -> None:
         receive(ours, report)
         for process in processes:
             process.join(30)
-            process.kill()  # those that still wait for one that is gone
+            process.kill()  # a rank may still wait for one that has ended
             process.join()
     print_table(report.rows)
     print_launches(report)

@@ -2,19 +2,19 @@
 
     python bench/hosts.py --hosts 2 --ranks-per-host 1 --link 1gbit -- script.py --its arguments
 
-runs the script on every host under torchrun, as on a small cluster: each host has a name and an address of its own, and
-its link carries --link bits a second each way, headers included. Where there are as many cores as hosts, each host has
-its own, as it would elsewhere; else all hosts share them. Without a script it measures what TCP gets of links of
-several speeds.
+runs the script on every host under torchrun, as on a small cluster. Each host has its own name and address, and its
+link carries --link bits a second each way, headers included. If there are at least as many cores as hosts, each host
+has its own cores, as in a cluster. Otherwise all hosts share all cores. Without a script, hosts.py measures the rate
+that TCP reaches on links of several speeds.
 
-The hosts see each other and nothing else. All of it is made for this run, in namespaces of its own, and removed with
-it: the machine's own network is not touched, runs go side by side, and what a killed run has left is removed by the
-next. Needs Linux, root, and ip and tc (package iproute2).
+The hosts can reach each other and nothing else. They are made for this run, in their own namespaces, and removed with
+it. The machine's own network is not touched, several runs may go on at once, and a run removes what a killed run has
+left. This needs Linux, root, and ip and tc (package iproute2).
 
-For other programs there is `with hosts.make(2, "1gbit") as cluster: cluster.torchrun([...])`. What runs on a host finds
-in its environment, besides what torchrun sets:
+Other programs use `with hosts.make(2, "1gbit") as cluster: cluster.torchrun([...])`. A process on a host has these
+environment variables, besides torchrun's:
 
-    FUSEDCOMM_BENCH_HOSTS, FUSEDCOMM_BENCH_LINK      the number of hosts, and what was given as --link
+    FUSEDCOMM_BENCH_HOSTS, FUSEDCOMM_BENCH_LINK      the number of hosts, and the value of --link
     FUSEDCOMM_BENCH_INTERFACE, GLOO_SOCKET_IFNAME    the interface that leads to the other hosts
 """
 
@@ -36,16 +36,18 @@ from lib.namespaces import CONGESTION, INTERFACE, Network, NetworkError, make_ne
 UNLIMITED = "unlimited"
 MIN_BITS_S, MAX_BITS_S = 10**6, 10**11
 MAX_HOSTS = 64
-MASTER_PORT = 29500  # every host's ports are its own
+# May be the same in all runs, because every host has its own ports.
+MASTER_PORT = 29500
+# Seconds that other processes may go on after one has failed, and between two looks at them.
 GRACE_S, POLL_S = 10.0, 0.02
 MIN_SHARE, FILLED_BITS_S = 0.8, 10**9
-"""What TCP gets at least of a link up to this one."""
+"""TCP must reach at least MIN_SHARE of a link's rate, up to FILLED_BITS_S. Faster links take more cores to fill."""
 FLOW = Path(__file__).resolve().parent / "_flow.py"
 FLOW_PORT = 5001
 
 
 def parse_link(text: str) -> int | None:
-    """Bits a second; None: unlimited."""
+    """Bits a second; None: unlimited. Raises NetworkError for anything but 1mbit to 100gbit or "unlimited"."""
     if text == UNLIMITED:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)bit", text)
@@ -57,9 +59,10 @@ def parse_link(text: str) -> int | None:
 
 @contextlib.contextmanager
 def make(num_hosts: int, link: str, subnet: str | None = None, congestion: str = CONGESTION) -> Iterator["Cluster"]:
-    """Hosts that are gone when the context is left, however it is left. Raises NetworkError, with a text for the user.
+    """`num_hosts` hosts, each with a link of speed `link`. They are removed when the context ends, however it ends.
 
-    In the main thread SIGINT, SIGTERM and SIGHUP raise SystemExit meanwhile.
+    In the main thread SIGINT, SIGTERM and SIGHUP raise SystemExit within the context. Raises NetworkError, with a text
+    for the user, if the hosts cannot be made.
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise NetworkError(f"--hosts {num_hosts} is not possible: use 1 to {MAX_HOSTS}")
@@ -72,8 +75,8 @@ def make(num_hosts: int, link: str, subnet: str | None = None, congestion: str =
 
 
 def cores_of(index: int, num_hosts: int) -> list[int]:
-    """Of this machine's, on which a host's processes run: hosts that take each other's time are late by chance, and
-    what is slow on one is waited for on all. Of more hosts than cores none has its own."""
+    """The cores of this machine on which a host's processes run. Each host has its own, because hosts that share cores
+    delay each other by chance, and all hosts wait for the slowest. With more hosts than cores, all share all cores."""
     cores = sorted(os.sched_getaffinity(0))
     if num_hosts > len(cores):
         return cores
@@ -81,6 +84,8 @@ def cores_of(index: int, num_hosts: int) -> list[int]:
 
 
 class Cluster:
+    """Starts processes on hosts."""
+
     def __init__(self, network: Network, link: str) -> None:
         self.network, self.link = network, link
         self._started: list[subprocess.Popen] = []
@@ -90,9 +95,9 @@ class Cluster:
         return [host.address for host in self.network.hosts]
 
     def start(self, index: int, command: Sequence[str], **popen: object) -> subprocess.Popen:
-        """A process on one host. It is killed with everything on the host at the end."""
+        """Starts a process on host `index`. It is killed when the hosts are removed."""
         environment = {
-            "OMP_NUM_THREADS": "1",  # ranks share this machine's cores; torchrun would say so at length
+            "OMP_NUM_THREADS": "1",  # ranks share this machine's cores; unset, torchrun would warn
             **os.environ,
             "FUSEDCOMM_BENCH_HOSTS": str(len(self.network.hosts)),
             "FUSEDCOMM_BENCH_LINK": self.link,
@@ -102,20 +107,22 @@ class Cluster:
         cores = cores_of(index, len(self.network.hosts))
         inside = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
         inside = self.network.command(self.network.hosts[index], inside)
-        # In a session of its own: the terminal's interrupt is for this process, which then ends the hosts.
+        # The process has its own session, so an interrupt from the terminal reaches only this process, which removes
+        # the hosts.
         self._started.append(subprocess.Popen(inside, env=environment, start_new_session=True, **popen))
         return self._started[-1]
 
     def end_started(self) -> None:
-        """Processes that are killed with their host have to be on it: these may only be on their way there."""
+        """Kills the processes that start() has started. Some may not have entered their host's namespace yet, and would
+        not be killed with the host."""
         for process in self._started:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, commands: Sequence[Sequence[str]]) -> int:
-        """One command on each host, their output with the host's name before each line. Returns 0, or the status of
-        the first that failed; the others are then ended."""
+        """Runs one command on each host, and prints their output with the host's name before each line. Returns 0, or
+        the status of the first command that failed; then the others are ended."""
         processes, threads = [], []
         for index, command in enumerate(commands):
             output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
@@ -137,7 +144,8 @@ class Cluster:
         return status
 
     def torchrun(self, arguments: Sequence[str], ranks_per_host: int = 1) -> int:
-        """The script and its arguments on every host; the ranks meet at the first one."""
+        """Runs a script with its arguments under torchrun on every host; the first host is the master. Returns the exit
+        status, like run()."""
         common = [
             *(sys.executable, "-m", "torch.distributed.run"),
             f"--nnodes={len(self.network.hosts)}",
@@ -155,13 +163,14 @@ class Cluster:
 
 def _copy_lines(lines: Iterator[str], name: str) -> None:
     for line in lines:
-        # One write a line, so that those of several hosts do not mix.
+        # One write for each line, so that lines of several hosts do not mix.
         sys.stdout.write(f"[{name}] {line.rstrip()}\n")
         sys.stdout.flush()
 
 
 def _first_failure(processes: Sequence[subprocess.Popen]) -> int:
-    """Waits for all, or for one to fail and, for a while, for what the others have to say about that."""
+    """Waits until all processes have ended, and returns 0. If one fails, waits at most GRACE_S for the others'
+    messages, and returns its status: 128 + the signal's number if a signal ended it."""
     while True:
         statuses = [process.poll() for process in processes]
         failed = next((status for status in statuses if status), None)
@@ -175,11 +184,12 @@ def _first_failure(processes: Sequence[subprocess.Popen]) -> int:
         time.sleep(POLL_S)
 
 
-# ---- what the links carry
+# ---- the rates of links
 
 
 def measure_flow(cluster: Cluster, seconds: float, both_ways: bool = False) -> list[dict]:
-    """{"nbytes", "seconds"} of one TCP connection from the first host to the second, and of one back meanwhile."""
+    """{"nbytes", "seconds"} of one TCP connection from the first host to the second, and, if `both_ways`, of one in the
+    other direction at the same time. Raises NetworkError if a process fails."""
     pipes = {"stdout": subprocess.PIPE, "text": True}
     receivers, senders = [], []
     for sender, receiver in ((0, 1), (1, 0))[: 1 + both_ways]:
@@ -207,7 +217,7 @@ def measure_links(links: Sequence[str], seconds: float, subnet: str | None, cong
                 share = nbytes * 8 / taken_s / bits_s if bits_s else None
                 ratios = {} if share is None else {"line": share}
                 impl = "TCP, both ways" if both_ways else "TCP, one way"
-                # Payload above the line's rate would mean that the limit is none. Faster lines take more cores to fill.
+                # More payload than the line's rate would mean that the limit does not work.
                 least = MIN_SHARE if bits_s and bits_s <= FILLED_BITS_S else 0
                 checked = share is None or least <= share <= 1
                 report.add([Row(f"link/{link}", impl, 0, nbytes, taken_s, taken_s, checked, ratios)])
@@ -219,8 +229,8 @@ def measure_links(links: Sequence[str], seconds: float, subnet: str | None, cong
 
 
 def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **of_hosts: object) -> None:
-    """Gives what was left out its default: `of_hosts` has those of options that only hosts have, which are refused over
-    loopback. --ranks-per-host is 1 on hosts, else 2."""
+    """Sets the defaults of options that were not given. `of_hosts` has the defaults of options for hosts only, which
+    are refused over loopback. The default of --ranks-per-host is 1 on hosts, else 2."""
     for name, default in of_hosts.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
@@ -233,7 +243,7 @@ def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **o
 
 
 def run_ranks(arguments: argparse.Namespace, worker: Sequence[str], link: str, *of_hosts: str | None) -> int:
-    """The worker, a script and its arguments, as every rank; `of_hosts`: what make() takes besides hosts and link.
+    """Runs `worker`, a script and its arguments, as every rank. `of_hosts`: make()'s arguments after the link.
     Returns the exit status."""
     if arguments.hosts:
         with make(arguments.hosts, link, *of_hosts) as cluster:
@@ -250,21 +260,21 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, help="of a script (2)")
-    parser.add_argument("--ranks-per-host", type=int, help="of a script (1)")
-    parser.add_argument("--link", nargs="+", help="each host's, each way: 100mbit … 10gbit, or unlimited (1gbit)")
-    parser.add_argument("--subnet", help="a private one that this machine does not use (one that is free)")
+    parser.add_argument("--hosts", type=int, help="hosts to run a script on (2)")
+    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host, for a script (1)")
+    parser.add_argument("--link", nargs="+", help="a link's speed, each way: 100mbit … 10gbit, or unlimited (1gbit)")
+    parser.add_argument("--subnet", help="a private subnet that this machine does not use (a free one)")
     parser.add_argument(
-        "--congestion", default=CONGESTION, help=f"control that TCP has: cubic, reno, bbr ({CONGESTION})"
+        "--congestion", default=CONGESTION, help=f"TCP's congestion control: cubic, reno, bbr ({CONGESTION})"
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, help="of each measured flow (3)")
+    length.add_argument("--seconds", type=float, help="length of each measured flow (3)")
     length.add_argument("--quick", action="store_const", dest="seconds", const=0.5, help="flows of half a second")
-    parser.add_argument("--json", metavar="PATH", help="write what was measured there")
+    parser.add_argument("--json", metavar="PATH", help="write the measured rates there")
     parser.add_argument("command", nargs="*", metavar="-- script.py …", help="what torchrun runs on every host")
     arguments = parser.parse_args()
     if arguments.command and arguments.link and len(arguments.link) > 1:
-        parser.error("a script runs over one --link")
+        parser.error("a script runs over one --link: give only one")
     of_others = ("seconds", "json") if arguments.command else ("hosts", "ranks_per_host")
     for name in of_others:
         if getattr(arguments, name) is not None:

@@ -1,19 +1,21 @@
-"""How near to the speed of a device copy are the GPU kernels, and how far ahead of what PyTorch offers?
+"""How near to the speed of a device copy are the GPU kernels, and how do they compare with PyTorch's expressions?
 
-    pack       fp32 gradients → wire bytes: one flat bucket, and ragged ones, whose exempt tensors travel as fp32
+    pack       fp32 gradients → wire bytes: a flat bucket, and ragged ones, whose exempt tensors are sent as fp32
     unpack     wire bytes → fp32 gradients
     sum        two ranks' wire bytes → fp32 gradients
     reduce     4 ranks' encodings of a quarter of the bucket → the encoded mean
-    scale      fp32 gradients in place, as the exact wire has it
-    programs   flat bf16 by the number of programs (one saturates an SM): what a limit on the SMs costs
+    scale      fp32 gradients in place, as for a bucket that is summed exactly
+    programs   pack and unpack of a flat bf16 bucket by the number of programs (one saturates an SM): the cost of a
+               limit on the SMs
 
-beside a device-to-device copy that moves as many bytes in all (gradient read and wire written, each once), the stock
-hooks' expressions, the same under torch.compile, and torch._foreach_copy_ for ragged buckets, which casts but does not
-scale. Every call works on another of several sets that together exceed the cache fourfold, all implementations take
-turns, host time is excluded (where it cannot be, the JSON says so under "host_bound"), and a result is checked before
-it is timed: ours bit for bit against the CPU codec, the others against it or against float64.
+Each is compared with a device-to-device copy that moves as many bytes in total (the gradient is read and the wire
+written once each), with the expressions of torch's own hooks, with those under torch.compile, and for ragged buckets
+with torch._foreach_copy_, which casts but does not scale. Every call uses another of several sets of buffers, which
+together exceed the cache fourfold. All implementations take turns. Times exclude the host's; where they cannot, the
+JSON says so under "host_bound". A result is checked before it is timed: fusedcomm's bit for bit against the CPU codec,
+the others against that or against float64.
 
-The rows are written as they come (--json), and what is left when --seconds are over is named.
+With --json, rows are written as soon as they are measured. Cases that are left when --seconds have passed are named.
 """
 
 import argparse
@@ -36,8 +38,10 @@ from lib.device import Device, have_gpu
 from fusedcomm.native import _C
 
 MIB = 1 << 20
+# Tensors in a ragged bucket.
 LIST_LENGTHS = (10, 100, 1000, 10_000)
 PARTS = ("flat", "reduce", "scale", "programs", "ragged")
+# A timed sample is 2 to 20 calls, enough to take a device that moves COPY_RATE bytes/s about SAMPLE_S.
 SAMPLE_S, COPY_RATE = 150e-6, 4e12
 COPY, CUDA = "device copy", "cuda c++"
 BASELINES = (COPY, "torch")
@@ -48,15 +52,15 @@ class Context:
     device: Device
     codec: "_C.Codec"
     compiles: Callable[[int], bool]
-    """Whether torch.compile is measured, too, for a bucket of so many elements."""
+    """Whether torch.compile is measured for a bucket with this numel."""
     cuda: bool
-    """Whether the CUDA C++ variant is."""
+    """Whether the kernels in CUDA C++ are measured."""
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device.name).manual_seed(seed)
 
     def gradients(self, numel: int, seed: int) -> torch.Tensor:
-        """Signed and random, of several magnitudes."""
+        """fp32 [numel], normal values. Their magnitude depends on the seed."""
         grads = torch.randn(numel, device=self.device.name, generator=self.generator(seed))
         return grads.mul_(10.0 ** (seed % 3 - 1))
 
@@ -64,6 +68,7 @@ class Context:
         return torch.empty(numel, dtype=dtype, device=self.device.name)
 
     def poisoned(self, numel: int) -> torch.Tensor:
+        """fp32 [numel], all NaN: an element that a kernel does not write fails the check."""
         return self.empty(numel, torch.float32).fill_(torch.nan)
 
     def compile(self, function: Callable) -> Callable:
@@ -76,7 +81,7 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Which elements of a bucket travel lossily and which exactly: (offset, numel) in elements."""
+    """The elements of a bucket that are sent lossily and those that are sent exactly: (offset, numel) in elements."""
 
     lossy: list[tuple[int, int]]
     exact: list[tuple[int, int]]
@@ -106,7 +111,7 @@ def flat_shape(numel: int) -> Shape:
 
 
 def ragged_shape(numel: int, num_tensors: int, seed: int = 0) -> Shape:
-    """A DDP bucket: weights of uneven sizes, each followed by a small exempt tensor, all end to end, so unaligned."""
+    """A DDP bucket: weights of uneven sizes, each followed by a small exempt tensor, end to end and thus unaligned."""
     generator = torch.Generator().manual_seed(seed)
     num_small = num_tensors // 2
     small = torch.randint(1, min(4096, numel // (8 * num_tensors)) + 2, (num_small,), generator=generator)
@@ -132,12 +137,12 @@ def add_copy(context: Context, case: Case) -> None:
 
 
 def same_bits(result: torch.Tensor, expected: torch.Tensor) -> bool:
-    """`expected` is on the CPU; both are contiguous and start at multiples of 16 bytes."""
+    """Compares bytes. `expected` is on the CPU. Both are contiguous and start at multiples of 16 bytes."""
     return torch.equal(result.view(torch.uint8), expected.to(result.device).view(torch.uint8))
 
 
 def anew(case: Case, impl: str, out: torch.Tensor, right: Callable[[], bool]) -> Callable[[], bool]:
-    """A check of what `impl` writes into `out`, the output of set 0: all of it, whatever was there before."""
+    """A check that `impl` writes all of `out`, the output of set 0: other values are put there first."""
 
     def check() -> bool:
         out.fill_(0xA5 if out.dtype == torch.uint8 else torch.nan)
@@ -226,7 +231,7 @@ def unpack_case(context: Context, name: str, wire: str, shape: Shape) -> Case:
 
 
 def sum_case(context: Context, wire: str, numel: int) -> Case:
-    """Unpack in a one-shot sum of two ranks."""
+    """Unpack of a one-shot sum of two ranks."""
     from fusedcomm.kernels import bucket, unpack
 
     shape, scale, num_messages = flat_shape(numel), 0.5, 2
@@ -234,7 +239,7 @@ def sum_case(context: Context, wire: str, numel: int) -> Case:
     traffic_bytes = numel * 4 + layout.chunk_nbytes * num_messages
     num_sets = context.device.num_sets(traffic_bytes)
     encoded = [pack_on_cpu(context, shape, wire, context.gradients(numel, r), 1.0) for r in range(num_messages)]
-    # The ranks in another order in every other set.
+    # The order of the ranks alternates between sets.
     messages = [torch.cat(encoded[:: 1 - 2 * (i % 2)]).to(context.device.name) for i in range(num_sets)]
     grads = [context.poisoned(numel) for _ in messages]
     buckets = [bucket.make_bucket(layout, flat, shape.lossy, shape.exact) for flat in grads]
@@ -256,12 +261,14 @@ def sum_case(context: Context, wire: str, numel: int) -> Case:
 def add_foreach(
     case: Case, shape: Shape, wire: str, grads: list[torch.Tensor], packed: list[torch.Tensor], to_wire: bool
 ) -> None:
-    """What PyTorch has for many tensors in few launches. Like the stock hooks' copy back, it does not scale."""
+    """Adds PyTorch's function for many tensors in few launches. Like the copy back of torch's hooks, it does not
+    scale."""
     layout = shape.layout(wire)
     lossy_numels, exact_numels = ([numel for _, numel in slices] for slices in (shape.lossy, shape.exact))
 
     def streams(flat: torch.Tensor, buffer: torch.Tensor) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """(to, from) of each stream. Lists of one dtype: others are copied tensor by tensor."""
+        """(to, from) of the lossy and of the exact elements. Each list has one dtype: PyTorch would copy a list of
+        mixed dtypes tensor by tensor."""
         lossy, exact = shape.views(flat)
         codes = sections(layout, buffer)[0][: shape.lossy_numel].split(lossy_numels)
         floats = buffer[: shape.exact_numel * 4].view(torch.float32).split(exact_numels)
@@ -281,7 +288,7 @@ def add_foreach(
 
 
 def have_cuda(device: Device, report: Report) -> bool:
-    """Whether the kernels in CUDA C++ can be measured here; if not, the report says why."""
+    """Whether the kernels in CUDA C++ can be measured on this machine. If not, the report says why."""
     from fusedcomm.kernels import nvrtc
 
     try:
@@ -290,12 +297,12 @@ def have_cuda(device: Device, report: Report) -> bool:
         report.missing("ragged", CUDA, error, failed=False)
         return False
     if device.dry_run:
-        report.missing("ragged", CUDA, "Triton's interpreter stands in for a GPU, and runs nothing else", failed=False)
+        report.missing("ragged", CUDA, "a dry run has only Triton's interpreter, which cannot run them", failed=False)
     return not device.dry_run
 
 
 def in_cuda(launcher: Callable) -> Callable:
-    """The launcher of a Triton kernel, with its twin in CUDA C++ instead."""
+    """The launcher of a Triton kernel, made to launch the same kernel in CUDA C++."""
     if (helpers := str(REPOSITORY / "tests" / "helpers")) not in sys.path:
         sys.path.insert(0, helpers)
     from cuda_cpp import Kernel
@@ -313,7 +320,7 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
     traffic_bytes = layout.chunk_nbytes + layout.part.nbytes
     num_sets = context.device.num_sets(traffic_bytes)
     encoded = [pack_on_cpu(context, shape, wire, context.gradients(shape.numel, r), 1.0) for r in range(NUM_RANKS)]
-    # The ranks in another order in each set.
+    # The order of the ranks rotates from set to set.
     parts = [torch.cat(encoded[i % 4 :] + encoded[: i % 4]).to(context.device.name) for i in range(num_sets)]
     out = [context.empty(layout.part.nbytes, torch.uint8).zero_() for _ in parts]
     case = Case(f"reduce/{wire}/4 ranks", shape.numel, traffic_bytes, num_sets, {}, {})
@@ -326,7 +333,7 @@ def reduce_case(context: Context, wire: str, numel: int) -> Case:
     case.impls["fusedcomm"] = lambda i: reduce.reduce(layout, parts[i], scale, out[i], context.device.num_sms)
     case.checks["fusedcomm"] = anew(case, "fusedcomm", out[0], lambda: same_bits(out[0], expected()))
     add_copy(context, case)
-    # The expressions get codes and scales in tensors of their own, as they would have them.
+    # The expressions get codes and scales in separate tensors, as hooks would have them.
     split = [[sections(layout, part) for part in buffer.view(NUM_RANKS, -1)] for buffer in parts]
     codes = [torch.stack([codes for codes, _ in ranks]) for ranks in split]
     scales = [torch.stack([scales for _, scales in ranks]) if wire == "int8" else None for ranks in split]
@@ -348,7 +355,7 @@ def scale_case(context: Context, numel: int) -> Case:
     from fusedcomm.kernels import bucket, scale
 
     shape, device = flat_shape(numel), context.device
-    num_sets, factor = device.num_sets(numel * 8), -1.0  # any other factor would end in zeros or Infs
+    num_sets, factor = device.num_sets(numel * 8), -1.0  # repeated, any other factor would end in zeros or Infs
     grads = [context.gradients(numel, seed) for seed in range(num_sets)]
     buckets = [bucket.make_bucket(shape.layout("fp32"), flat, shape.lossy, shape.exact) for flat in grads]
     case = Case("scale/fp32/flat", numel, numel * 8, num_sets, {}, {})
@@ -395,7 +402,7 @@ def programs_case(context: Context, op: str, numel: int) -> Case:
 
 
 def measure(context: Context, case: Case, rounds: int, report: Report) -> None:
-    """Checks, then times, one case. What fails is left out and named."""
+    """Checks, then times, one case. An implementation that fails is not timed, and is named in the report."""
     checked = {}
     for impl in list(case.impls):
         try:
@@ -403,7 +410,7 @@ def measure(context: Context, case: Case, rounds: int, report: Report) -> None:
             checked[impl] = bool(case.checks[impl]())
         except Exception as error:
             report.missing(case.name, impl, error)
-            context.device.synchronize()  # raises if the device is lost, and with it all that would follow
+            context.device.synchronize()  # raises if the device is lost, since nothing else could run either
             del case.impls[impl]
     functions = {name: lambda turn, impl=impl: impl(turn % case.num_buffers) for name, impl in case.impls.items()}
     calls = min(20, max(2, round(SAMPLE_S * COPY_RATE / case.traffic_bytes))) if not context.device.dry_run else 1
@@ -412,13 +419,14 @@ def measure(context: Context, case: Case, rounds: int, report: Report) -> None:
     rows = with_ratios(rows, BASELINES)
     print_table(rows)
     for impl in context.device.host_bound:
-        print(f"{case.name} {impl}: its times include the host's share, which is too long to hide")
+        print(f"{case.name} {impl}: its times include the host's time, which is too long to exclude")
         report.extra["host_bound"].append({"case": case.name, "numel": case.numel, "impl": impl})
     report.add(rows)
 
 
 def plan(arguments: argparse.Namespace, context: Context, unit: int) -> list[tuple[str, Callable[[], Case]]]:
-    """What is to be measured, the most telling first; `unit` elements are a MiB."""
+    """The names and constructors of the cases, the most telling first. `unit`: fp32 elements in a MiB (fewer in a dry
+    run)."""
     big = arguments.big_mib * unit
     codecs = {"pack": pack_case, "unpack": unpack_case}
     flat = [
@@ -451,18 +459,18 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 1024, 256, 16, 1], help="MiB of fp32 gradients")
-    parser.add_argument("--ragged-mib", type=int, nargs="+", default=[64, 16, 256], help="likewise, ragged (64 16 256)")
-    parser.add_argument("--big-mib", type=int, default=256, help="likewise, programs (256)")
-    parser.add_argument("--compile-mib", type=int, nargs="*", default=[64], help="with torch.compile (64)")
-    parser.add_argument("--tensors", type=int, nargs="+", default=list(LIST_LENGTHS), help="in a ragged bucket")
+    parser.add_argument("--ragged-mib", type=int, nargs="+", default=[64, 16, 256], help="MiB if ragged (64 16 256)")
+    parser.add_argument("--big-mib", type=int, default=256, help="MiB of the part programs (256)")
+    parser.add_argument("--compile-mib", type=int, nargs="*", default=[64], help="MiB with torch.compile (64)")
+    parser.add_argument("--tensors", type=int, nargs="+", default=list(LIST_LENGTHS), help="tensors in a ragged bucket")
     parser.add_argument("--wires", nargs="+", choices=("fp32", "bf16", "fp16", "int8"), default=["bf16", "int8"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (15)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing more after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--all", action="store_true", help="every wire; ragged buckets of every size")
     parser.add_argument("--quick", action="store_true", help="one size, 5 rounds, no torch.compile")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, interpreted: the times mean nothing")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     arguments = parser.parse_args()
     if arguments.all:
         arguments.wires, arguments.ragged_mib = ["bf16", "int8", "fp16", "fp32"], arguments.mib
@@ -478,12 +486,12 @@ def main() -> None:
     started = time.monotonic()
     arguments = parse()
     if not (arguments.dry_run or have_gpu()):
-        print("needs a CUDA GPU: not measured (--dry-run goes through the motions)")
+        print("not measured: this needs a CUDA GPU (--dry-run runs the same code on a CPU)")
         return
-    # One kernel at a time is compiled here: a pool of compilers would cost more than it brings.
+    # Only one kernel is compiled at a time, so starting a pool of compilers would take longer than it saves.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     device = Device(arguments.dry_run)
-    # Dry: two tiles and a part of one, divisible by the blocks and the ranks.
+    # A dry run has two tiles and a part of one, divisible by the blocks and the ranks.
     unit = 2 * 8192 + 2 * NUM_RANKS * BLOCK if arguments.dry_run else MIB // 4
     compiled = {mib * unit for mib in arguments.compile_mib}
     codec = _C.Codec("auto", min(16, os.cpu_count() or 1))
@@ -498,7 +506,7 @@ def main() -> None:
         except Exception as error:
             report.missing(name, "all", error)
             device.synchronize()
-        gc.collect()  # a case is in a cycle, and holds its buffers
+        gc.collect()  # a case is in a reference cycle, and holds its buffers until it is collected
     report.finish()
 
 

@@ -1,14 +1,14 @@
-"""How much do the codec's kernels and a matrix product slow each other, by the number of SMs the codec may use?
+"""How much do the codec's kernels and matrix products slow each other, by the number of SMs the codec may use?
 
-A stream of large bf16 products, as a backward pass has them, and beside it, on a stream of high priority, the packing
-and unpacking of buckets in turn, by 4, 8, 16, … programs (one saturates an SM). Two duties:
+One stream has large bf16 products, as in a backward pass. Beside it a stream of high priority packs and unpacks buckets
+in turn, with 4, 8, 16, … programs (one saturates an SM). There are two duties:
 
-    back-to-back   one codec kernel after another: the worst that can happen to the products
+    back-to-back   one codec kernel after another: the worst case for the products
     step           a codec kernel, then a pause, so that alone it would be active for --duty of the time
 
-Four medians for each: a product alone and beside the codec, a codec kernel alone and beside the products, taken in
-turn. A kernel's time is from when it could have started (its predecessor's end) to its end, waiting for SMs included.
-Only what ran while both streams were busy counts. The kernels are checked before anything is timed.
+Each duty has four medians, measured in turn: a product alone and beside the codec, a codec kernel alone and beside the
+products. A kernel's time begins when it could have started, at its predecessor's end, so it includes waiting for SMs.
+Only kernels that ran while both streams were busy count. The kernels are checked before anything is timed.
 """
 
 import argparse
@@ -28,12 +28,14 @@ from fusedcomm.native import _C
 
 MIB = 1 << 20
 MAX_ENTRIES = 900
-"""Fewer than a stream's queue holds (1,024), so that the host never waits for one stream while another runs dry."""
+"""Fewer entries than a stream's queue holds (1,024), so the host never waits for one stream while another is empty."""
+# GROUP_S: the time that a group of back-to-back codec kernels takes at least. MAX_HOST_S: if enqueueing takes longer,
+# the streams start before all is enqueued.
 GROUP_S, MAX_HOST_S = 150e-6, 0.2
 
 
 class Product:
-    """C = A·B, each [n, n] in bf16, of several sets in turn."""
+    """C = A·B, each [n, n] in bf16, with two sets of matrices in turn."""
 
     def __init__(self, device: Device, n: int) -> None:
         generator = torch.Generator(device.name).manual_seed(0)
@@ -50,7 +52,7 @@ class Product:
 
 
 class CodecKernels:
-    """Pack of one bucket and unpack of another, in turn, by `num_programs` programs."""
+    """Packs and unpacks a bucket in turn, with `num_programs` programs."""
 
     def __init__(self, device: Device, numel: int, wire: str) -> None:
         from fusedcomm.kernels import bucket
@@ -67,7 +69,8 @@ class CodecKernels:
         self.buckets = [bucket.make_bucket(self.layout, flat, [(0, numel)], []) for flat in self.grads]
 
     def check(self, num_programs: int) -> bool:
-        """By the oracle, on the device; bench/kernels.py checks the kernels against the CPU codec."""
+        """Whether both kernels agree with fusedcomm.reference on the device. bench/kernels.py compares the kernels with
+        the CPU codec."""
         before = self.grads[0].clone()
         self(0, num_programs)
         self(1, num_programs)
@@ -87,7 +90,7 @@ class CodecKernels:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Work for one stream: `count` groups of `group` calls, a pause after each."""
+    """Work for one stream: `count` groups of `group` calls, with a pause after each group."""
 
     stream: object
     call: Callable[[int], None]
@@ -97,11 +100,11 @@ class Stream:
 
     @property
     def entries(self) -> int:
-        """In the stream's queue: the calls, two events and the pause."""
+        """Entries in the stream's queue: for each group its calls, two events and the pause."""
         return self.count * (self.group + 2 + (self.pause_s > 0))
 
     def enqueue(self, device: Device, gate: object) -> list[tuple[object, object]]:
-        """(begin, end) events of every group, which start no earlier than `gate`."""
+        """Enqueues all groups, to start after the event `gate`. Returns each group's (begin, end) events."""
         marks = []
         with device.on(self.stream):
             gate.wait()
@@ -118,15 +121,16 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What one stream's calls took while all streams were busy."""
+    """The times of one stream's calls while all streams were busy."""
 
     seconds: list[float]
     active: float
-    """Fraction of the time that they ran or waited to run; the rest are pauses."""
+    """Fraction of the time in which calls ran or waited to run. The rest are pauses."""
 
 
 def run(device: Device, *streams: Stream) -> list[Taken]:
-    """Runs the streams side by side. All is enqueued before any of it starts, if that takes the host MAX_HOST_S."""
+    """Runs the streams side by side. Everything is enqueued before anything starts, unless that takes the host longer
+    than MAX_HOST_S."""
     host_s = 1e-3 + 20e-6 * sum(stream.entries for stream in streams)
     while True:
         results, late = _run_once(device, streams, host_s)
@@ -136,8 +140,8 @@ def run(device: Device, *streams: Stream) -> list[Taken]:
 
 
 def _run_once(device: Device, streams: Sequence[Stream], host_s: float) -> tuple[list[Taken], bool]:
-    """A gate keeps the streams closed while the host, for an expected `host_s`, enqueues. Returns what was taken, and
-    whether the host was late."""
+    """The streams wait for an event while the host enqueues, which may take `host_s`. Returns each stream's times, and
+    whether the host took longer."""
     device.synchronize()
     start, gate = device.event(), device.event()
     start.record()
@@ -149,7 +153,7 @@ def _run_once(device: Device, streams: Sequence[Stream], host_s: float) -> tuple
     shared_ms = min(start.elapsed_time(of_stream[-1][1]) for of_stream in marks)
     results = []
     for stream, of_stream in zip(streams, marks, strict=True):
-        # The first also waits for the others to start.
+        # The first group is not counted, because it also waits for the other streams to start.
         times = [(start.elapsed_time(begin), start.elapsed_time(end)) for begin, end in of_stream[1:]]
         times = [(begin, end) for begin, end in times if end <= shared_ms or device.dry_run]
         busy_ms = sum(end - begin for begin, end in times)
@@ -161,8 +165,8 @@ def _run_once(device: Device, streams: Sequence[Stream], host_s: float) -> tuple
 def measure(
     device: Device, product: Product, codec: CodecKernels, num_programs: int, duty: float, arguments: argparse.Namespace
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each call by what ran: "product alone", "product beside codec", and likewise of the codec; and which
-    part of the time the codec was active beside the products."""
+    """({name: seconds of each call}, part of the time in which the codec was active beside the products). The names are
+    "product alone", "product beside codec", "codec alone" and "codec beside product"."""
     of_products, of_codec = device.stream(high_priority=False), device.stream(high_priority=True)
 
     def call(turn: int) -> None:
@@ -171,10 +175,10 @@ def measure(
     codec_s = statistics.median(run(device, Stream(of_codec, call, 20))[0].seconds)
     product_s = statistics.median(run(device, Stream(of_products, product, 4))[0].seconds)
     pause_s = codec_s * (1 / duty - 1)
-    # Back to back, so many calls in a group that its two events cost little beside it.
+    # Back to back, a group has so many calls that its two events add little to its time.
     group = max(1, round(GROUP_S / codec_s)) if pause_s == 0 and not device.dry_run else 1
     codecs = Stream(of_codec, call, 1, group, pause_s)
-    # Beside each other both take longer; calls that are left over when the products are done do no harm.
+    # Side by side both streams take longer, so the codec gets calls to spare. Calls left at the end do no harm.
     wanted = 2.5 * arguments.products * product_s / (group * codec_s + pause_s)
     count = 4 if device.dry_run else min(MAX_ENTRIES // codecs.entries, max(8, round(wanted)))
     codecs = dataclasses.replace(codecs, count=count)
@@ -197,14 +201,14 @@ def measure(
 
 
 class NothingBeside(RuntimeError):
-    """One stream kept the other from getting anything done: a finding, but no figure."""
+    """One stream kept the other from finishing any call: a finding, but there is no figure."""
 
 
 def rows_of(case: str, seconds: dict[str, list[float]], product: Product, codec: CodecKernels) -> list[Row]:
     rows = []
     for impl, values in seconds.items():
         if not values:
-            raise NothingBeside(f"{impl}: none was done while both streams were busy")
+            raise NothingBeside(f"{impl}: no call ended while both streams were busy")
         numel, nbytes = (
             (product.n**2, 6 * product.n**2) if impl.startswith("product") else (codec.numel, codec.traffic_bytes)
         )
@@ -232,17 +236,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="programs, and as many as SMs")
+    parser.add_argument("--sms", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="programs, besides one per SM")
     parser.add_argument("--wires", nargs="+", choices=("bf16", "int8"), default=["bf16"])
     parser.add_argument("--mib", type=int, default=64, help="MiB of fp32 gradients in a bucket (64)")
-    parser.add_argument("--matrix", type=int, default=8192, help="rows and columns (8192)")
-    parser.add_argument("--products", type=int, default=5, help="in a round (5)")
+    parser.add_argument("--matrix", type=int, default=8192, help="rows and columns of a matrix (8192)")
+    parser.add_argument("--products", type=int, default=5, help="products in a round (5)")
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds (10)")
-    parser.add_argument("--duty", type=float, default=0.15, help="of the codec in a step (0.15)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing more after so long")
+    parser.add_argument("--duty", type=float, default=0.15, help="the codec's active part of a step (0.15)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--quick", action="store_true", help="two rounds")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, interpreted: the times mean nothing")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds = 2
@@ -255,7 +259,7 @@ def main() -> None:
     started = time.monotonic()
     arguments = parse()
     if not (arguments.dry_run or have_gpu()):
-        print("needs a CUDA GPU: not measured (--dry-run goes through the motions)")
+        print("not measured: this needs a CUDA GPU (--dry-run runs the same code on a CPU)")
         return
     device = Device(arguments.dry_run)
     active_of: dict[str, float] = {}

@@ -1,20 +1,22 @@
-"""Is `fusedcomm probe` right? Its predicted steps beside measured ones, over links of several speeds, and what its
-recommendation costs beside the best choice that was measured.
+"""Is `fusedcomm probe` right? Compares its predicted steps with measured ones over links of several speeds, and its
+recommendation with the best choice that was measured.
 
     python bench/probe_check.py --link 100mbit 1gbit 10gbit unlimited --mix 0 0.5 2
 
-On hosts of bench/hosts.py, or with --hosts 0 on loopback. For each link and mix of compute and communication the
-ranks run the probe on a model, and in the same processes, half of them before it and half after, real training steps
-with DDP's own all-reduce and with each wire, all taking turns, as bench/ddp_step.py does. --mix is a step's compute
-as a multiple of the time that DDP's gradients take at the link's speed (10 Gbit/s where it is unlimited); 0: as
-little as can be.
+It runs on hosts of bench/hosts.py, or with --hosts 0 on loopback. For each link and mix of compute and communication
+the ranks run the probe on a model. In the same processes they run real training steps with DDP's own all-reduce and
+with each wire, half of them before the probe and half after it, in turns as in bench/ddp_step.py. --mix is a step's
+compute as a multiple of the time that DDP's gradients take at the link's speed (10 Gbit/s if it is unlimited). 0 means
+as little compute as possible.
 
-A row is one choice; its figures: predicted_s, and ratio, the predicted step to the measured one. A machine that is not
-quite one's own changes its speed within minutes: ratio_at_speed is what the same model predicts if all that a core does
-takes as much longer as compute alone does beside the steps. `cases` in the JSON has for each link and mix the greatest
-and the median error, by either, the recommended and the best choice, and regret: the recommended one's measured step
-over the best one's, less 1. The probe may recommend every wire of --wires here; "by_default" says the same of what it
-would have recommended of those that it accepts by default, by its predictions alone.
+A row is one choice. Its figures are predicted_s; ratio, the predicted step / the measured one; and ratio_at_speed. A
+machine's speed may change within minutes if others use it, too. ratio_at_speed therefore has the prediction for cores
+that are slower by the same factor as compute alone was beside the measured steps.
+
+In the JSON `cases` has for each link and mix: the greatest and the median error, by both ratios; the recommended and
+the best choice; and regret, the measured step of the recommended choice / that of the best one, minus 1. The probe may
+recommend every wire of --wires here. "by_default" has the same for the recommendation among the wires that the probe
+accepts by default, by its predictions alone.
 """
 
 import argparse
@@ -36,42 +38,42 @@ BYTES_PER_ELEMENT = 4
 MIN_PARAMS, MAX_PARAMS = 3e6, 20e6
 LINKS = ("100mbit", "1gbit", "10gbit", "unlimited")
 STEP_S = 0.3
-"""Of communication alone, by which a link's model is sized within these bounds."""
+"""A link's model is chosen so that its gradients take DDP this many seconds, within MIN_PARAMS and MAX_PARAMS."""
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=2, help="hosts to make, as root; 0: loopback (2)")
-    parser.add_argument("--ranks-per-host", type=int, help="(1; with --hosts 0: 2)")
-    parser.add_argument("--link", nargs="+", help=f"({' '.join(LINKS)})")
-    parser.add_argument("--subnet", help="of the hosts; a private one that this machine does not use")
+    parser.add_argument("--hosts", type=int, default=2, help="hosts to make, which needs root; 0: loopback (2)")
+    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
+    parser.add_argument("--link", nargs="+", help=f"speeds of a host's link ({' '.join(LINKS)})")
+    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
     parser.add_argument("--mix", nargs="+", type=float, default=[0, 0.5, 2], help="compute / communication (0 0.5 2)")
     parser.add_argument("--model", choices=MODELS, default="transformer")
-    parser.add_argument("--params", type=float, help="numel of the model (by the link, 3e6 to 20e6)")
-    parser.add_argument("--wires", nargs="+", default=list(WIRES), help=f"({' '.join(WIRES)})")
+    parser.add_argument("--params", type=float, help="elements of the model (by the link, 3e6 to 20e6)")
+    parser.add_argument("--wires", nargs="+", default=list(WIRES), help=f"wires to compare ({' '.join(WIRES)})")
     parser.add_argument(
-        "--caps", type=float, nargs="+", default=[25], help="bucket_cap_mb to compare, 25 among them (25)"
+        "--caps", type=float, nargs="+", default=[25], help="bucket_cap_mb to compare, which must include 25 (25)"
     )
-    parser.add_argument("--seconds", type=float, default=60, help="of each probe (60)")
-    parser.add_argument("--rounds", type=int, default=6, help="of measured steps (6)")
-    parser.add_argument("--steps", type=int, default=3, help="timed ones in each turn (3)")
+    parser.add_argument("--seconds", type=float, default=60, help="time of each probe (60)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of measured steps (6)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in each turn (3)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds until a stuck way is given up (120)")
-    parser.add_argument("--quick", action="store_true", help="by default probes of 10 s, two rounds, mixes of 0 and 1")
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, as they come")
+    parser.add_argument("--quick", action="store_true", help="defaults of probes of 10 s, two rounds, mixes 0 and 1")
+    parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
     if parser.parse_args().quick:
         parser.set_defaults(seconds=10, rounds=2, steps=2, mix=[0, 1])
     arguments = parser.parse_args()
     hosts.complete(parser, arguments, link=LINKS, subnet=None)
     if 25 not in arguments.caps:
-        parser.error("--caps needs 25 among them: it is DDP's own, which all is compared with")
+        parser.error("--caps must include 25, DDP's own size: every choice is compared with it")
     arguments.optimizer, arguments.size, arguments.batch = "sgd", 1, 1
     return arguments
 
 
 def settings_of(arguments: argparse.Namespace, link: str, mix: float) -> dict:
-    """What the ranks are told: also how large the model is and how long its compute takes."""
+    """The ranks' settings: the arguments, the elements of the model, and the milliseconds that it computes."""
     bits_s = min((hosts.parse_link(link) if arguments.hosts else None) or FASTEST_BITS_S, FASTEST_BITS_S)
     params = arguments.params or min(max(STEP_S * bits_s / 8 / BYTES_PER_ELEMENT, MIN_PARAMS), MAX_PARAMS)
     compute_ms = 1e3 * mix * params * BYTES_PER_ELEMENT * 8 / bits_s if mix else None
@@ -99,7 +101,7 @@ def measure(arguments: argparse.Namespace, link: str, mix: float, report: Report
 
 
 def verdict(rows: list[Row], found: dict) -> dict:
-    """How good the predictions of one case are; empty without rows."""
+    """How good the predictions of one case are; empty if the recommended choice was not measured."""
     measured = {row.impl: row.median_s for row in rows}
     if found.get("recommended") not in measured:
         return {}
@@ -122,6 +124,7 @@ def verdict(rows: list[Row], found: dict) -> dict:
 
 
 def recommendation(measured: dict[str, float], recommended: str) -> dict:
+    """The recommended choice beside the best of `measured` (seconds by name). Regret is NaN if it was not measured."""
     best = min(measured, key=measured.get)
     regret = measured[recommended] / measured[best] - 1 if recommended in measured else math.nan
     return {"recommended": recommended, "best": best, "regret": regret}
@@ -141,14 +144,14 @@ def print_verdicts(report: Report) -> None:
         predicted_ms, measured_ms = row.figures["predicted_s"] * 1e3, row.median_s * 1e3
         print(
             f"  {row.impl:<{width}} predicted {predicted_ms:9.1f} ms, measured {measured_ms:9.1f} ms: "
-            f"{row.figures['ratio'] - 1:+.1%} ({row.figures['ratio_at_speed'] - 1:+.1%} at this speed)"
+            f"{row.figures['ratio'] - 1:+.1%} ({row.figures['ratio_at_speed'] - 1:+.1%} at the machine's speed then)"
         )
     print()
     for case, found in report.extra.get("cases", {}).items():
         if "regret" in found:
             print(
-                f"{case}: error at most {found['max_error']:.1%}, median {found['median_error']:.1%}; at the speed "
-                f"that the machine had then {found['max_error_at_speed']:.1%}, {found['median_error_at_speed']:.1%}; "
+                f"{case}: error at most {found['max_error']:.1%}, median {found['median_error']:.1%}; at the "
+                f"machine's speed then {found['max_error_at_speed']:.1%}, {found['median_error_at_speed']:.1%}; "
                 f"without the factors {found['max_error_unfitted']:.1%}, {found['median_error_unfitted']:.1%}; "
                 f"recommended {found['recommended']}, best {found['best']}, regret {found['regret']:.1%}; of the wires "
                 f"accepted by default {found['by_default']['recommended']}, best {found['by_default']['best']}, regret "

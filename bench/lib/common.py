@@ -1,4 +1,4 @@
-"""What every benchmark shares: one row format, one JSON format, one way of taking turns on the clock."""
+"""Shared by every benchmark: the row format, the JSON format, and timing in turns."""
 
 import ctypes
 import dataclasses
@@ -19,31 +19,32 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
+"""Parameters of mallopt(), as glibc's malloc.h numbers them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One implementation in one case. `checked`: its result was compared, and found right, before it was timed."""
+    """The times of one implementation in one case."""
 
     case: str
     impl: str
     numel: int
     traffic_bytes: int
-    """Bytes that have to be read and written at the least."""
+    """The fewest bytes that have to be read and written."""
     median_s: float
     best_s: float
+    # Whether the result was compared before it was timed, and was right.
     checked: bool
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Speed relative to other rows of the case, by medians: {"memcpy": 0.95} is 0.95 times as fast as memcpy."""
+    """Speed relative to other rows of the case, by medians: {"memcpy": 0.95} means 0.95 times as fast as memcpy."""
     percentiles_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds, where the spread matters: {"p50": …, "p95": …}."""
+    """Seconds, where the spread matters: {"p50": …, "p95": …}. Otherwise empty."""
     figures: dict[str, float] = dataclasses.field(default_factory=dict)
-    """What else was measured, by names that tell the unit: {"wire_nbytes": …}."""
+    """Other measured values. Their names give the unit: {"wire_nbytes": …}."""
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p75, p90 and p95, between the two nearest values."""
+    """p50, p75, p90 and p95 of `seconds`, interpolated between the two nearest values."""
     values = sorted(seconds)
     result = {}
     for percent in (50, 75, 90, 95):
@@ -54,7 +55,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def with_ratios(rows: Sequence[Row], baselines: Sequence[str]) -> list[Row]:
-    """The rows with their speed relative to those rows of the same case and numel whose impl is in `baselines`."""
+    """The rows with `ratios`: their speed relative to the rows of the same case and numel whose impl is a baseline."""
     medians = {(row.case, row.numel, row.impl): row.median_s for row in rows}
     result = []
     for row in rows:
@@ -65,8 +66,10 @@ def with_ratios(rows: Sequence[Row], baselines: Sequence[str]) -> list[Row]:
 
 
 def keep_memory() -> None:
-    """What is freed stays with the process, as PyTorch's tuning guide has it by another allocator: otherwise
-    whatever writes fresh tensors waits for the kernel to clear their pages. Only glibc can."""
+    """Makes malloc keep freed memory in the process. Otherwise code that writes fresh tensors would wait for the kernel
+    to clear their pages. PyTorch's tuning guide recommends another allocator for the same effect.
+
+    Does nothing where the C library is not glibc. Raises OSError if glibc refuses."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for parameter, value in ((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0)):
         if mallopt is not None and mallopt(parameter, value) != 1:
@@ -74,9 +77,10 @@ def keep_memory() -> None:
 
 
 def interleave(functions: dict[str, Callable[[int], object]], rounds: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds that each function took in each of `rounds` rounds; each is called with the number of the round.
+    """Seconds that each function took in each of `rounds` rounds. A function is called with the round's number.
 
-    All take their turn in every round, in another order each time, so that whatever else the machine does falls on all.
+    Every function runs once in every round, in another order each time, so that other load on the machine affects all
+    of them alike. `warmup` rounds come first and are not timed.
     """
     names = list(functions)
     seconds = {name: [] for name in names}
@@ -98,7 +102,7 @@ def interleave(functions: dict[str, Callable[[int], object]], rounds: int, warmu
 
 
 def worst(errors: Sequence[float]) -> float:
-    """The greatest, NaN if one is; max() passes over a NaN that does not come first."""
+    """The largest error, NaN if any is NaN. max() alone would ignore a NaN that does not come first."""
     return next((error for error in errors if error != error), max(errors))
 
 
@@ -107,7 +111,7 @@ def make_row(case: str, impl: str, numel: int, traffic_bytes: int, seconds: Sequ
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """One line a row: sizes, times, rate at the median, what it is worth beside other rows."""
+    """Prints a line for each row: sizes, times, rate at the median, speed relative to other rows."""
     columns = list(dict.fromkeys(name for row in rows for name in row.ratios))
     width = max((len(row.case) for row in rows), default=4)
     impl_width = max((len(row.impl) for row in rows), default=4)
@@ -126,7 +130,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def env() -> dict[str, object]:
-    """What the figures depend on."""
+    """The software and hardware that the figures depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -141,13 +145,13 @@ def env() -> dict[str, object]:
 
 
 def write_json(path: str | os.PathLike, rows: Sequence[Row], **extra: object) -> None:
-    """{"env": …, "rows": […]} and whatever else is given; env= replaces the one taken here."""
+    """Writes {"env": …, "rows": […]} with the entries of `extra`. env= replaces the environment that is found here."""
     document = {"env": extra.pop("env", None) or env(), **extra, "rows": [dataclasses.asdict(row) for row in rows]}
     write_document(path, document)
 
 
 def write_document(path: str | os.PathLike, document: dict) -> None:
-    """At once: whoever reads meanwhile sees the old document or the new one."""
+    """Replaces the file in one step: a concurrent reader sees either the old document or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
@@ -156,9 +160,10 @@ def write_document(path: str | os.PathLike, document: dict) -> None:
 
 
 class Report:
-    """The results of one run, in its JSON file (if there is one) as soon as they are known: a run may be killed.
+    """The results of one run. They are in its JSON file, if `path` names one, as soon as they are known, because the
+    run may be killed.
 
-    `extra` are further entries of the document; "dry_run" marks one whose times mean nothing.
+    `extra` are further entries of the document. "dry_run" marks a document whose times mean nothing.
     """
 
     def __init__(self, path: str | os.PathLike | None, **extra: object) -> None:
@@ -176,7 +181,10 @@ class Report:
         self.write()
 
     def missing(self, case: str, impl: str, reason: object, *, failed: bool = True) -> None:
-        """`failed`: something that should work did not; else there was nothing to measure here."""
+        """Records that `impl` was not measured, with the first line of `reason`.
+
+        `failed`: something that should work did not. Otherwise there was nothing to measure here.
+        """
         reason = (str(reason).strip() or type(reason).__name__).splitlines()[0][:300]
         print(f"{case} {impl}: not measured: {reason}", flush=True)
         self.not_measured.append({"case": case, "impl": impl, "reason": reason, "failed": failed})
@@ -188,7 +196,7 @@ class Report:
             write_json(self.path, self.rows, env=self.env, **extra)
 
     def finish(self) -> None:
-        """Exits with 1 if a result was wrong or something that should work did not."""
+        """Exits with status 1 if a result was wrong, or if something that should work failed."""
         failed = [f"{entry['case']} {entry['impl']}" for entry in self.not_measured if entry["failed"]]
         problems = [f"wrong results: {', '.join(self.wrong)}"] if self.wrong else []
         problems += [f"not measured: {', '.join(failed)}"] if failed else []
@@ -197,7 +205,7 @@ class Report:
 
 
 def _gpu_env() -> dict[str, object]:
-    """What is there of a GPU and its libraries; None for what is not."""
+    """The GPU and its libraries; None for each that is absent."""
     gpu: dict[str, object] = dict.fromkeys(("gpu", "num_sms", "gpu_memory_nbytes", "nccl"))
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -236,8 +244,8 @@ def _cpu_name() -> str:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """By /proc/cpuinfo, with its generation: of virtual machines the name alone may be no more than the maker's. Empty
-    if that does not say."""
+    """The processor's name and generation from the text of /proc/cpuinfo; empty if the text has no name. On a virtual
+    machine the name alone may give no more than the maker."""
     found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
     generation = {"family": found.get("cpu family"), "model": found.get("model")}
     if "model name" not in found or None in generation.values():
@@ -246,7 +254,8 @@ def cpu_name(cpuinfo: str) -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, marked where more than results has been changed since; None without git or a commit."""
+    """The checkout's commit, with "-dirty" if files other than results have changed since. None without git or a
+    commit."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True)

@@ -1,6 +1,7 @@
-"""The GPU as the benchmarks see it, and a stand-in for dry runs on a CPU, where the times mean nothing.
+"""The GPU that benchmarks measure on, and a replacement for dry runs on a CPU.
 
-A dry run goes through the same code: the kernels under Triton's interpreter, on CPU tensors, by the host's clock.
+A dry run executes the same code: the kernels under Triton's interpreter, on CPU tensors, timed by the host's clock. Its
+times mean nothing.
 """
 
 import contextlib
@@ -15,15 +16,17 @@ import torch
 from lib.common import REPOSITORY
 
 if "--dry-run" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks at when a kernel's module is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel's module is imported
 
 SLEEP_CYCLES_PER_S = 2e9
-"""No GPU of today clocks higher, so that a sleep is never shorter than asked for."""
+"""GPU cycles that Device.sleep counts for a second. Data center GPUs have no faster clock, so there a sleep is never
+shorter than requested."""
+# Seconds that Device.time first lets the device sleep, and at most.
 FIRST_SLEEP_S, MAX_SLEEP_S = 200e-6, 0.2
 
 
 class HostEvent:
-    """What torch.cuda.Event is, where everything happens at once."""
+    """In place of torch.cuda.Event in dry runs, where enqueued work is done at once."""
 
     def record(self, stream: object = None) -> None:
         self.time_s = time.perf_counter()
@@ -68,7 +71,7 @@ class Device:
         return contextlib.nullcontext() if self.dry_run else torch.cuda.stream(stream)
 
     def sleep(self, seconds: float) -> None:
-        """Occupies the current stream (and one thread of one SM)."""
+        """Occupies the current stream (and one thread of one SM). Does nothing in a dry run."""
         if not self.dry_run and seconds > 0:
             torch.cuda._sleep(int(seconds * SLEEP_CYCLES_PER_S))
 
@@ -77,14 +80,16 @@ class Device:
             torch.cuda.synchronize()
 
     def num_sets(self, nbytes: int) -> int:
-        """Sets of `nbytes` to take in turn, so that none is still in the cache when its turn comes again."""
+        """How many sets of `nbytes` to use in turn, so that a set is no longer in the L2 cache when its turn comes
+        again: four times the cache, and at least 3 sets."""
         return max(3, -(-4 * self.l2_nbytes // nbytes))
 
     def time(self, key: str, function: Callable[[], object]) -> float:
-        """Device seconds of what `function` enqueues on the current stream, without the host's share: the device is
-        kept asleep until all of it is in the queue. For how long is learnt, under `key`.
+        """Device seconds of the work that `function` enqueues on the current stream, without the host's time: the
+        device sleeps until all of it is enqueued. How long it must sleep is learned and kept by `key`.
 
-        What the host cannot enqueue in MAX_SLEEP_S is timed with the host's share, and `key` is put into `host_bound`.
+        If the host cannot enqueue the work in MAX_SLEEP_S, the result includes the host's time, and `key` is added to
+        `host_bound`.
         """
         sleep_s = self._sleep_s.get(key, FIRST_SLEEP_S)
         while True:
@@ -109,10 +114,10 @@ class Device:
     def interleave(
         self, functions: dict[str, Callable[[int], object]], rounds: int, calls: int, warmup_s: float = 0.03
     ) -> dict[str, list[float]]:
-        """Device seconds of one call of each function, once for each of `rounds` rounds, as the mean of `calls` calls.
+        """Device seconds of one call of each function, a value for each of `rounds` rounds: the mean of `calls` calls.
 
-        All take their turn in every round, in another order each time. A function is called with a number that rises
-        from call to call. `host_bound` then names those whose times include the host's share.
+        Every function runs in every round, in another order each time. A function's argument counts its calls.
+        Afterward `host_bound` has the names of the functions whose times include the host's time.
         """
         names = list(functions)
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -128,7 +133,7 @@ class Device:
         enabled = gc.isenabled()
         gc.disable()
         try:
-            # The clocks of a GPU that has waited for the host need a while to come up again.
+            # A GPU that has waited for the host runs at a low clock, which takes a while to rise.
             index, started = -1, time.perf_counter()
             while index < rounds:
                 first = index % len(names)

@@ -1,4 +1,4 @@
-"""What `make gpu` runs: every part, its limit, and the call that it belongs to, the most valuable first."""
+"""The plan of `make gpu`: every part, its time limit, and the call that runs it, the most valuable first."""
 
 import argparse
 import dataclasses
@@ -12,21 +12,21 @@ from pathlib import Path
 from lib.common import REPOSITORY
 
 Word = str | Callable[[float], str]
-"""Of a command. A function makes one of the seconds that the part is given."""
+"""A word of a command. A function makes the word from the seconds that the part may take."""
 BENCH = Path(__file__).resolve().parents[1]
 TESTS = REPOSITORY / "tests"
 
-# What a call may take in all. Of its nine minutes, 15 s are for make and for the start of Python.
+# Seconds that a call may take in total: nine minutes, less 15 s for make and for the start of Python.
 CALL_S = 525
 
-# Kept back of it, for merging and for stopping a part.
+# Seconds at the end of a call that are kept for stopping a part and merging results.
 FINISH_S = 8
 
 FAILED = ("failed", "timed out")
 ENDED = ("ok", *FAILED)
-"""States of a part. The others are "not run" and "running", and "cut off" where a call was ended while it ran."""
+"""States of a part that has ended. The others are "not run", "running", and "cut off": its call ended while it ran."""
 
-# More than a call of ranks may take, so that a test that hangs is told by name.
+# Seconds that one test may take. pytest then ends a test that hangs, and names it.
 TEST_LIMIT_S = 120
 
 
@@ -36,14 +36,14 @@ class Planned:
     call: int
     limit_s: float
     in_dry_run: bool = True
-    """A dry run has the benchmarks alone."""
+    """Whether dry runs have this part. They have only benchmarks."""
 
 
-# A dry run's limits are so many times those on a GPU's machine: it is for machines that are slow or busy.
+# Factor between a dry run's limits and those on a machine with a GPU: a dry run's machine may be slow or busy.
 DRY_RUN_PATIENCE = 8
 
 BUILD = Planned("build", 0, 160, in_dry_run=False)
-"""Comes first in every call, since the machine may be another each time."""
+"""Comes first in every call, because each call may be on another machine."""
 
 PLAN = (
     Planned("compile", 1, 60, in_dry_run=False),
@@ -57,7 +57,7 @@ PLAN = (
 )
 CALLS = tuple(sorted({planned.call for planned in PLAN}))
 
-# Hundreds of tests that compile a kernel or two each. All other files with GPU tests are about hooks.
+# Files with hundreds of tests that each compile one or two kernels. All other files with GPU tests test hooks.
 KERNEL_TESTS = ("test_kernels.py",)
 
 
@@ -66,21 +66,22 @@ def of_call(call: int) -> list[Planned]:
 
 
 def call_limit_s(call: int) -> float:
-    """What the parts of a call may take in all."""
+    """Seconds that the build and the parts of a call may take in total."""
     return BUILD.limit_s + sum(planned.limit_s for planned in of_call(call))
 
 
 def describe() -> str:
-    """The calls with their parts and limits, for --help."""
-    lines = [f"{BUILD.name}, {BUILD.limit_s:.0f} s at most, comes first, always; then, the most valuable first:"]
+    """Text for --help: the calls with their parts and limits."""
+    lines = [f"{BUILD.name} (at most {BUILD.limit_s:.0f} s) always comes first. Then, the most valuable parts first:"]
     for call in CALLS:
         names = ", ".join(f"{planned.name} ({planned.limit_s:.0f} s)" for planned in of_call(call))
-        lines.append(f"  --call {call}, {call_limit_s(call):.0f} s at most in all: {names}")
+        lines.append(f"  --call {call}, at most {call_limit_s(call):.0f} s in total: {names}")
     return "\n".join(lines)
 
 
 def advice(ended: Sequence[str], dry_run: bool) -> str:
-    """What of the plan has not come to an end, and the commands that run it; empty if all has."""
+    """Text that names the parts of the plan that have not ended, and the commands that run them. Empty if every part
+    has ended."""
     wanted = [planned for planned in PLAN if planned.in_dry_run or not dry_run]
     left = [planned for planned in wanted if planned.name not in ended]
     if not left:
@@ -101,7 +102,7 @@ def advice(ended: Sequence[str], dry_run: bool) -> str:
 class Part:
     name: str
     commands: list[list[Word]]
-    """Run beside each other."""
+    """They run side by side."""
     limit_s: float
     state: str = "not run"
     detail: str = ""
@@ -113,7 +114,8 @@ class Part:
 
 
 def parts(arguments: argparse.Namespace, folder: Path) -> list[Part]:
-    """Those chosen by arguments.call or arguments.parts, or else all, in the order of the plan, after the build."""
+    """The build, then the parts that arguments.call or arguments.parts choose, in the order of the plan. With neither,
+    all parts."""
     everything = [BUILD, *PLAN]
     if arguments.call is not None:
         everything = [BUILD, *of_call(arguments.call)]
@@ -155,12 +157,12 @@ def commands(name: str, arguments: argparse.Namespace, folder: Path) -> list[lis
             return kernels("flat", "reduce", "programs", "scale")
         case "kernels-ragged":
             return kernels("ragged")
-    raise ValueError(f"{name}: in the plan, but nothing says what it runs")
+    raise ValueError(f"{name} is in the plan, but commands() has no case for it: add one")
 
 
 def test_files(name: str) -> list[Path]:
-    """The files with GPU tests of "tests-hooks" or "tests-kernels". They run beside each other, since most of their
-    time goes into compiling kernels, which as many cores can do at once."""
+    """The files with GPU tests of "tests-hooks" or "tests-kernels". They run side by side: most of their time goes into
+    compiling kernels, and each file's kernels can be compiled on another core."""
     files = [path for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     return [path for path in files if (path.name in KERNEL_TESTS) == (name == "tests-kernels")]
 
@@ -168,13 +170,14 @@ def test_files(name: str) -> list[Path]:
 def pytest_command(path: Path, options: str) -> list[Word]:
     command = [sys.executable, "-X", "faulthandler", "-m", "pytest", "-m", "gpu", "--all", "-v", "--durations=10"]
     if importlib.util.find_spec("pytest_timeout"):
-        # The session ends itself, so that what has failed is printed.
+        # pytest ends its session itself before the part's limit, so that it still prints what has failed.
         command += [f"--timeout={TEST_LIMIT_S}", lambda limit_s: f"--session-timeout={max(10, limit_s - 30):.0f}"]
     return [*command, *spread(path), str(path), *shlex.split(options)]
 
 
 def spread(path: Path) -> list[str]:
-    """Options by which a file's tests share the cores: of those hundreds that compile a kernel or two each."""
+    """Options that spread a file's tests over the cores. Empty except for test_kernels.py, whose hundreds of tests each
+    compile one or two kernels, and empty without pytest-xdist."""
     if path.name != "test_kernels.py" or not importlib.util.find_spec("xdist"):
         return []
     return ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "worksteal"]

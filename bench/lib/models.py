@@ -1,6 +1,5 @@
-"""Models whose numel is chosen, and whose compute for each sample is another matter: a residual network and a
-transformer, both without buffers, so that gradients are all that ranks have to say to each other; and one that waits
-instead of computing."""
+"""Models of any numel: a residual network, a transformer, and a model that waits instead of computing. How much they
+compute for a sample is chosen apart from their numel. They have no buffers, so ranks exchange nothing but gradients."""
 
 import functools
 import math
@@ -18,7 +17,8 @@ BLOCKS_PER_STAGE = 2
 NUM_LAYERS = 4
 CHANNELS_PER_GROUP = 8
 WAIT_S = 1e-10
-"""Of a forward pass, for each sample and element of a weight; a backward pass takes twice as long."""
+"""Seconds that a forward pass waits for each sample, unit of `size` and element of a weight. A backward pass takes
+twice as long."""
 
 
 class Block(nn.Module):
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet-18 for images of `size`²; groups are normalised and not batches, which may be of one image."""
+    """A ResNet-18 for images of `size` × `size` pixels. It normalizes groups, since a batch may have only one image."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -77,19 +77,19 @@ class Transformer(nn.Module):
 
 
 class HandOver(Layer):
-    """Its gradient is in memory when the computation ends, as one that an accelerator has written."""
+    """A layer whose gradient is in memory when its computation ends, as if an accelerator had written it."""
 
     @staticmethod
     def backward(context, output: Tensor) -> tuple:
         context.compute()
-        # A tensor of its own, so that autograd takes it as it is; one that others hold would be copied.
+        # detach() returns a tensor that nothing else holds: autograd uses it as it is, and would copy any other.
         return output, context.gradient.detach(), None, None
 
 
 class Waiting(nn.Module):
-    """The matrices of a transformer's layers, whose computation takes no core, as if an accelerator did it: what a step
-    takes beyond it is not what communication takes from computing. What is left for cores to do is DDP's copies and the
-    optimizer. Without bucket views DDP writes the mean into the gradients that are handed over."""
+    """The matrices of a transformer's layers. Their computation uses no core, as if an accelerator did it, so
+    communication cannot slow it by taking cores from it. The cores only run DDP's copies and the optimizer. Without
+    bucket views DDP writes the mean into the gradients that are handed over."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ MODELS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
     "transformer": (Transformer, 32),
     "waiting": (Waiting, 16),
 }
-"""By name, with the step of their width."""
+"""The constructor, which takes (width, size), and the number that a width must be a multiple of, by name."""
 
 
 def numel_of(model: nn.Module) -> int:
@@ -123,7 +123,7 @@ def numel_of(model: nn.Module) -> int:
 
 
 def make_model(name: str, numel: int, size: int) -> nn.Module:
-    """The one whose numel is nearest to `numel`. The same values on every rank."""
+    """The model of this name whose numel is nearest to `numel`. It has the same values on every rank."""
     make, step = MODELS[name]
 
     def numel_at(steps: int) -> int:

@@ -1,11 +1,12 @@
-"""Network namespaces joined by a bridge: made for one run, removed with it, and nothing else touched.
+"""Network namespaces that a bridge joins. They are made for one run and removed with it; nothing else is touched.
 
     switch: bridge ─┬─ port0 ══ eth0 :host0
                     └─ port1 ══ eth0 :host1        ══ a veth pair, limited at both ends
 
-The bridge is in a namespace of its own and every pair is made inside two namespaces, so the machine's own network never
-sees an interface. A run has a token; a namespace is called PREFIX, token, name, and a file that is locked as long as
-the run lives says that the token is ours. Only namespaces with the token of such a file are ever entered or removed.
+The bridge is in its own namespace and every pair is made inside two namespaces, so no interface ever appears in the
+machine's own network. Each run has a token. Its namespaces are named PREFIX + token + "-" + name, and a file with the
+token's name is locked while the run's process exists. Only namespaces with the token of such a file are entered or
+removed.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from pathlib import Path
 PREFIX = "fusedcomm-hosts-"
 RECORDS = Path("/run/fusedcomm-hosts")
 INTERFACE = "eth0"
-SUBNETS = ("10.213.0.0/24", "172.29.213.0/24", "192.168.213.0/24")  # the first that is free here
+# The first of these that this machine does not use is taken.
+SUBNETS = ("10.213.0.0/24", "172.29.213.0/24", "192.168.213.0/24")
 PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
 TOOLS = {
     "ip": "iproute2 (dnf: iproute)",
@@ -35,23 +37,26 @@ TOOLS = {
     "taskset": "util-linux",
 }
 
-# A token bucket as deep as 1 ms of the link: timers are late by less, even on a busy machine, and a link that has been
-# idle gives nothing away, for what it carries at once then is no more. TCP's packets, of up to 64 KiB before a network
-# card would cut them, must fit in; cut by the queue they would cost CPU time, and twice the acknowledgements.
+# A link's token bucket holds 1 ms of its rate, and at least MIN_BURST_NBYTES. Timers are late by less than 1 ms even on
+# a busy machine, and a link that was idle can exceed its rate by no more than these bytes.
 BURST_S, MIN_BURST_NBYTES = 1e-3, 20 << 10
-PACKET_OF_BURST, MAX_PACKET_NBYTES = 0.8, 1 << 16  # the rest is for headers
-# Ethernet's, IP's and TCP's with timestamps; of a packet with 1,500 bytes of IP.
+# TCP's packets, up to MAX_PACKET_NBYTES before a network card would cut them, must fit into the token bucket. If the
+# queue cut them, that would cost CPU time and twice the acknowledgments. A packet may take PACKET_OF_BURST of the
+# bucket; the rest is for headers.
+PACKET_OF_BURST, MAX_PACKET_NBYTES = 0.8, 1 << 16
+# Headers of Ethernet, IP, and TCP with timestamps; and a whole packet with 1,500 bytes of IP.
 HEADERS_NBYTES, SENT_PACKET_NBYTES = 66, 1514
-# What may wait in a queue. TCP fills it when ranks send to the same host; where it is short, it drops instead.
+# Seconds that a packet may wait in a queue. TCP fills the queue when several ranks send to one host. A shorter queue
+# would drop packets instead.
 QUEUE_S = 0.05
 
 CONGESTION = "cubic"
-"""Linux's default. bbr paces connections by what they got before, which all-to-alls of more than two hosts do not suit:
-at 100 Mbit/s, 4 hosts got 0.93–0.95 of the line with cubic or reno and 0.75–0.92 with bbr."""
+"""Linux's default. bbr paces a connection by the rate that it had before, which does not suit all-to-alls of more than
+two hosts: at 100 Mbit/s, 4 hosts got 0.93–0.95 of the line with cubic or reno, and 0.75–0.92 with bbr."""
 
 
 class NetworkError(RuntimeError):
-    """Its text is for the user."""
+    """Its text is shown to the user as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +71,22 @@ class Network:
     token: str
     hosts: tuple[Host, ...]
     names_file: Path
-    """An /etc/hosts of theirs."""
+    """The file that every host has as /etc/hosts."""
 
     def command(self, host: Host, command: list[str]) -> list[str]:
-        """Runs `command` on the host: with its interfaces (also in /sys), its host name and its /etc/hosts."""
-        # `ip netns exec` gives the process mounts of its own, so /etc/hosts is replaced for nobody else.
+        """A command that runs `command` on the host, with its interfaces (in /sys too), name and /etc/hosts."""
+        # `ip netns exec` gives the process its own mounts, so /etc/hosts is replaced for no other process.
         script = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
         inside = ["unshare", "--uts", "sh", "-c", script, "sh", host.name, str(self.names_file), *command]
         return ["ip", "netns", "exec", host.namespace, *inside]
 
     def kill(self, host: Host) -> None:
-        """Every process on the host."""
+        """Kills every process on the host."""
         _kill_inside(host.namespace)
 
 
 def problem() -> str | None:
-    """Why no network can be made here, in one line; None if it can."""
+    """One line that says why no network can be made here, and what to do; None if it can be made."""
     if sys.platform != "linux":
         return "hosts on one machine need Linux and its network namespaces"
     missing = {tool: package for tool, package in TOOLS.items() if shutil.which(tool) is None}
@@ -100,8 +105,11 @@ def problem() -> str | None:
 def make_network(
     num_hosts: int, bits_s: int | None, subnet: str | None = None, congestion: str = CONGESTION
 ) -> Iterator[Network]:
-    """`num_hosts` hosts whose links carry `bits_s` each way (None: unlimited). They are gone when the context is left,
-    also by SIGINT, SIGTERM or SIGHUP, which raise SystemExit in it."""
+    """`num_hosts` hosts whose links carry `bits_s` each way (None: unlimited). They are removed when the context ends.
+    Within it SIGINT, SIGTERM and SIGHUP raise SystemExit.
+
+    Raises NetworkError if the hosts cannot be made.
+    """
     reason = problem()
     if reason:
         raise NetworkError(reason)
@@ -111,7 +119,8 @@ def make_network(
         try:
             yield _make(token, addresses, num_hosts, bits_s, congestion)
         finally:
-            with _signals_wait(), _said():  # what was measured, or has failed, is more than what is left behind
+            # A failure to remove hosts is only printed: it must not replace results, or the error that ended the run.
+            with _signals_wait(), _said():
                 _remove(token)
 
 
@@ -119,7 +128,10 @@ def make_network(
 
 
 def choose_subnet(subnet: str | None, num_hosts: int) -> ipaddress.IPv4Network:
-    """The given one, or the first of ours that is free. Raises NetworkError where hosts could be taken for others."""
+    """The given subnet, or the first of SUBNETS that is free.
+
+    Raises NetworkError if none is free, or if the given one is not private, in use on this machine, or too small.
+    """
     used = _used_networks()
     if subnet is None:
         chosen = next((network for network in map(ipaddress.ip_network, SUBNETS) if not _clash(network, used)), None)
@@ -136,12 +148,12 @@ def choose_subnet(subnet: str | None, num_hosts: int) -> ipaddress.IPv4Network:
         if clash:
             raise NetworkError(f"--subnet {subnet} is in use on this machine ({clash}): choose another private one")
     if chosen.num_addresses - 2 < num_hosts:
-        raise NetworkError(f"--subnet {chosen} has no room for {num_hosts} hosts")
+        raise NetworkError(f"--subnet {chosen} has too few addresses for {num_hosts} hosts: choose a larger one")
     return chosen
 
 
 def _used_networks() -> dict[str, ipaddress.IPv4Network]:
-    """What this machine has addresses in or routes to, by a text that says so."""
+    """The networks that this machine has addresses in or routes to. A key describes its network."""
     used = {}
     for interface in json.loads(_call("ip", "-json", "-4", "addr", "show") or "[]"):
         for address in interface.get("addr_info", ()):
@@ -182,7 +194,7 @@ def _make(token: str, addresses: ipaddress.IPv4Network, num_hosts: int, bits_s: 
         _limit(host.namespace, INTERFACE, bits_s)
         _limit(switch, port, bits_s)
     names_file = RECORDS / f"{token}.hosts"
-    # torch also asks for the names of IPv4 addresses in IPv6's clothes.
+    # torch also looks up the names of IPv4 addresses that are mapped into IPv6.
     names = [f"{prefix}{host.address} {host.name}\n" for host in hosts for prefix in ("", "::ffff:")]
     names_file.write_text("127.0.0.1 localhost\n" + "".join(names))
     return Network(token, tuple(hosts), names_file)
@@ -191,22 +203,25 @@ def _make(token: str, addresses: ipaddress.IPv4Network, num_hosts: int, bits_s: 
 def _add_namespace(token: str, name: str) -> str:
     namespace = f"{PREFIX}{token}-{name}"
     _call("ip", "netns", "add", namespace)
-    # Interfaces have the one address they are given, and nothing but the ranks sends anything.
+    # Without IPv6, interfaces have only the address that they are given, and only the ranks send packets.
     switch_off = "test ! -e $0 || echo 1 > $0"
     _call("ip", "netns", "exec", namespace, "sh", "-c", switch_off, "/proc/sys/net/ipv6/conf/default/disable_ipv6")
     return namespace
 
 
 def _burst(bits_s: int) -> tuple[int, int]:
-    """(bytes of a link's token bucket, of TCP's packets)."""
+    """(bytes of a link's token bucket, bytes of a TCP packet)."""
     burst_nbytes = max(MIN_BURST_NBYTES, round(bits_s / 8 * BURST_S))
     return burst_nbytes, min(MAX_PACKET_NBYTES, round(PACKET_OF_BURST * burst_nbytes))
 
 
 def line_s(counted_nbytes: float, bits_s: int) -> float:
-    """Seconds that a limited link takes for what an interface has counted. That sees TCP's packets before a network
-    card would cut them; the queue, as a line would, charges the headers of each packet that is then sent: by `tc -s`
-    1.041 times as many bytes at 100 Mbit/s, 1.044 times from 1 Gbit/s on."""
+    """Seconds that a link of `bits_s` takes for bytes that an interface has counted.
+
+    The interface counts TCP's packets before a network card would cut them. The queue, like a real line, charges the
+    headers of every packet after the cut: according to `tc -s`, 1.041 times as many bytes at 100 Mbit/s and 1.044 times
+    from 1 Gbit/s on.
+    """
     _, packet_nbytes = _burst(bits_s)
     payload_nbytes = counted_nbytes * packet_nbytes / (packet_nbytes + HEADERS_NBYTES)
     return 8 / bits_s * payload_nbytes * SENT_PACKET_NBYTES / (SENT_PACKET_NBYTES - HEADERS_NBYTES)
@@ -222,11 +237,11 @@ def _limit(namespace: str, interface: str, bits_s: int | None) -> None:
 
 
 def _remove(token: str) -> None:
-    """All that has the token; also what a run that failed half way has made of it. Raises NetworkError if it cannot."""
+    """Removes everything with the token, also of a run that failed half way. Raises NetworkError if some remains."""
     said = ""
     for namespace in _namespaces_of(token):
         _kill_inside(namespace)
-        # It may be gone by now: two runs may remove the same stale one.
+        # The namespace may be gone by now: two runs may remove the same stale one.
         delete = ["ip", "netns", "delete", namespace]
         said = subprocess.run(delete, capture_output=True, text=True, start_new_session=True).stderr.strip() or said
     (RECORDS / f"{token}.hosts").unlink(missing_ok=True)
@@ -241,7 +256,7 @@ def _namespaces_of(token: str) -> list[str]:
 
 
 def _kill_inside(namespace: str) -> None:
-    """What starts while the others are killed is killed the next time round."""
+    """Kills every process in the namespace. A process that starts meanwhile is killed in the next round."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samefile(f"/run/netns/{namespace}", "/proc/self/ns/net"):
             raise NetworkError(f"{namespace} is the network of this process: not touched")
@@ -257,26 +272,27 @@ def _kill_inside(namespace: str) -> None:
 
 
 def _call(*command: str) -> str:
-    # In a session of its own: an interrupt from the terminal is for this process to deal with, between two calls.
+    # The command has its own session, so an interrupt from the terminal reaches only this process, which handles it
+    # between two calls.
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
     return done.stdout
 
 
-# ---- records of who made what
+# ---- records of the runs that made namespaces
 
 
 @contextlib.contextmanager
 def _record() -> Iterator[str]:
-    """A new token. Its file is locked as long as this process lives, whatever ends it."""
+    """A new token. Its file is locked while this process exists, however the process ends."""
     RECORDS.mkdir(mode=0o700, exist_ok=True)
     token = secrets.token_hex(4)
     path = RECORDS / f"{token}.lock"
     unfinished = RECORDS / f".{token}"
     with open(unfinished, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        unfinished.rename(path)  # so that nobody meets it unlocked
+        unfinished.rename(path)  # locked by now: no other run sees the file unlocked
         try:
             yield token
         finally:
@@ -285,7 +301,8 @@ def _record() -> Iterator[str]:
 
 
 def remove_stale() -> list[str]:
-    """Removes what runs that were killed have left. Returns their tokens. What cannot be removed is said, and stays."""
+    """Removes the namespaces and files of runs that were killed, and returns their tokens. Prints a line for each token
+    whose namespaces cannot be removed; they stay."""
     stale = []
     for path in sorted(RECORDS.glob("*.lock")):
         with contextlib.suppress(FileNotFoundError, BlockingIOError), open(path) as file:
@@ -299,6 +316,7 @@ def remove_stale() -> list[str]:
 
 @contextlib.contextmanager
 def _said() -> Iterator[None]:
+    """Prints a NetworkError instead of raising it."""
     try:
         yield
     except NetworkError as error:
@@ -312,7 +330,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SystemExit with the shell's status for the signal, so that `finally` has its turn."""
+    """A signal raises SystemExit with the status that a shell gives for it, so `finally` blocks run."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -322,14 +340,14 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _signals_wait() -> contextlib.AbstractContextManager[None]:
-    """They do nothing: what has begun is brought to its end."""
+    """Signals are ignored, so that the removal completes."""
     return _handlers(signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _handlers(handler: object) -> Iterator[None]:
     before = {}
-    with contextlib.suppress(ValueError):  # handlers are the main thread's alone
+    with contextlib.suppress(ValueError):  # only the main thread may set handlers
         before = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:
         yield

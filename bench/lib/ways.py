@@ -1,12 +1,12 @@
-"""The ways of synchronising gradients that bench/ddp_step.py compares: ours, DDP's own, and the hooks torch ships.
+"""The ways of synchronizing gradients that bench/ddp_step.py compares: fusedcomm, DDP alone, and torch's own hooks.
 
-Peers run as they ship, but for what they cannot run without:
+Torch's hooks run unchanged, except where they could not run at all:
 
-- DDP refuses the stock bf16 hook on gloo by its name alone, so it has another.
-- PowerSGD compresses nothing in its first 1,000 steps; it is told to begin earlier.
-- PowerSGD and the quantisation hooks wait for a collective inside the callback of another. On gloo a callback runs on
-  one of the group's two threads, so two buckets under way block both and the step hangs, whatever the group's timeout
-  (and with more threads, ranks may issue their collectives in different orders). They get one bucket.
+- DDP refuses the stock bf16 hook on gloo because of its name, so it is registered under another name.
+- PowerSGD compresses nothing in its first 1,000 steps. Here it begins earlier.
+- PowerSGD and the quantization hooks wait for a collective inside the callback of another. On gloo a callback runs on
+  one of the group's two threads. Two buckets under way therefore block both threads, and the step hangs, whatever the
+  group's timeout. (With more threads, ranks may issue their collectives in different orders.) They get one bucket.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ DEFAULT, TUNED = "ddp default", "ddp tuned"
 COMPUTE = "compute alone"
 ONE_BUCKET_MB = 1 << 20
 FIRST_COMPRESSED_STEP = 3
-"""Of PowerSGD, counted from 0: the first whose result is checked."""
+"""The first step in which PowerSGD compresses, counted from 0. It is also the first step whose result is checked."""
 
-# Relative error of a mean of normal values, with a margin of two or more over what the roundings to the wire and back
-# make of it. Loose enough for any rounding, tight enough for a lost scale, element or rank.
+# Greatest relative error of a mean of normal values that passes the check: at least twice the error that rounding to
+# the wire causes. A lost scale, element or rank causes a greater error.
 TOLERANCES = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 3e-2, "fp8": 1e-1, "int4": 3e-1}
 
 
@@ -35,23 +35,23 @@ TOLERANCES = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 3e-2, "fp8": 1e-
 class Way:
     name: str
     register: Callable[[DistributedDataParallel, dist.ProcessGroup], object]
-    """What it returns is kept as long as the module."""
+    """Registers the way on a module with its process group. The result is kept as long as the module."""
     tolerance: float
     cap_mb: float | None = None
     """bucket_cap_mb; None: DDP's own."""
     bucket_views: bool = True
-    """gradient_as_bucket_view, which DDP has off by default: its gradients need no copy out of the buckets."""
+    """gradient_as_bucket_view, off by default in DDP. With it gradients need no copy out of the buckets."""
     max_rank: int | None = None
-    """It can only send gradients of this rank, as matrices; None: any."""
+    """The greatest matrix rank of gradients that the way can send without error; None: it can send any gradients."""
 
     @property
     def chooses(self) -> bool:
-        """In its first steps, which takes long; so it has DDP's own bucket size."""
+        """Whether the way chooses a wire in its first steps. That takes long, so it keeps DDP's own bucket size."""
         return self.name.startswith("fusedcomm auto")
 
     @property
     def is_peer(self) -> bool:
-        """Where it fails, that is a finding and not an error of ours."""
+        """Whether the way is torch's. Its failure is then a finding, not an error of fusedcomm's."""
         return not self.name.startswith(("fusedcomm", "ddp"))
 
 
@@ -63,7 +63,7 @@ def ways_by_name() -> dict[str, Way]:
         Way("python bf16 hook", _python(_stock_bf16_hook), TOLERANCES["bf16"]),
         Way("powersgd rank 1", _power_sgd(1), 1e-3, ONE_BUCKET_MB, max_rank=1),
         Way("powersgd rank 2", _power_sgd(2), 1e-3, ONE_BUCKET_MB, max_rank=2),
-        # Codes of eight bits between the least and the greatest value of a bucket, or of 512 elements.
+        # 8-bit codes between the least and the greatest value of a bucket (pertensor), or of 512 elements (perchannel).
         Way(
             "pertensor hook", _python(quantization_hooks.quantization_pertensor_hook), TOLERANCES["int8"], ONE_BUCKET_MB
         ),
@@ -76,17 +76,17 @@ def ways_by_name() -> dict[str, Way]:
     ]
     for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
         ways.append(Way(f"fusedcomm {wire}", _ours(Config(wire)), TOLERANCES[wire]))
-    # What sum="auto" takes of more than two ranks, and could of two.
+    # The sums that sum="auto" takes for more than two ranks. With two ranks they are possible, too.
     ways.append(Way("fusedcomm bf16 direct", _ours(Config("bf16", "direct")), TOLERANCES["bf16"]))
     for wire in ("int8", "int4"):
         ways.append(Way(f"fusedcomm {wire} two-shot", _ours(Config(wire, "two-shot")), TOLERANCES[wire]))
-    # What they choose from has exact wires, too.
+    # The tolerance is that of the least exact wire among those to choose from.
     ways.append(Way("fusedcomm auto", _ours(fusedcomm.Auto()), TOLERANCES["bf16"]))
     ways.append(Way("fusedcomm auto int8", _ours(fusedcomm.Auto(("fp32", "bf16", "int8"))), TOLERANCES["int8"]))
     for wire in ("bf16", "int8", "int4"):
-        # The same as one level where a host has one rank.
+        # With one rank on each host this is the same as a sum on one level.
         ways.append(Way(f"fusedcomm {wire} by host", _ours(Config(wire, hosts="auto")), TOLERANCES[wire]))
-    # What earlier steps left out is in the result too.
+    # The result contains the residual of earlier steps, too.
     ways.append(Way("fusedcomm int4 feedback", _ours(Config("int4", feedback=Feedback())), 1.5 * TOLERANCES["int4"]))
     return {way.name: way for way in ways}
 

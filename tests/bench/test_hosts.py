@@ -291,7 +291,7 @@ def test_subnets_that_are_refused(monkeypatch):
         "10.0.0.0/7": "is not private",
         "10.1.2.0/24": r"10.1.2.0/24 is in use on this machine \(10.1.0.0/16 on eth9\): choose another private one",
         "10.0.0.0/8": "is in use on this machine",
-        "10.2.0.0/30": "has no room for 6 hosts",
+        "10.2.0.0/30": "has too few addresses for 6 hosts",
         "fe80::/64": "is not possible",
         "somewhere": "is not possible",
     }.items():

@@ -209,7 +209,7 @@ def test_results_of_other_sources_or_libraries_are_not_added_to(
     assert measured(document) == {"overlap": "b"}
     assert states(document) == {"overlap": "ok"}
     said = capsys.readouterr().out
-    assert f"begun anew, the old one is now {os.path.relpath(tmp_path, BENCH.parent)}/replaced-gpu.json" in said
+    assert f"replaced, the old one is now {os.path.relpath(tmp_path, BENCH.parent)}/replaced-gpu.json" in said
     assert f"{different} was one and is two" in said
     assert json.loads((tmp_path / "replaced-gpu.json").read_text()) == before
 
@@ -219,7 +219,7 @@ def test_a_file_that_is_no_document_is_not_added_to(bench_modules, monkeypatch, 
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "gpu.json").write_text(text)
     assert measured(run_parts(monkeypatch, tmp_path, measuring(tmp_path, "overlap", "b"))) == {"overlap": "b"}
-    assert "begun anew" in capsys.readouterr().out
+    assert "is replaced, the old one is now" in capsys.readouterr().out
     assert (tmp_path / "replaced-gpu.json").read_text() == text
 
 
