@@ -239,7 +239,8 @@ __device__ __forceinline__ void encode_tile(float (&y)[kPerThread], const Sectio
                      : stochastic ? stochastically_rounded(turned[k], noise, wire)
                                   : rounded(turned[k], wire);
     const u32 next = in_pairs(wire) ? __shfl_xor_sync(kAllLanes, code, 1) : 0;
-    if (i < tile.numel && (!in_pairs(wire) || i % 2 == 0)) store_bits(out.codes, tile.inside + i, code | next << 4, wire);
+    if (i < tile.numel && (!in_pairs(wire) || i % 2 == 0))
+      store_bits(out.codes, tile.inside + i, code | next << 4, wire);
     if (feedback) {
       const float value = scaled ? value_of(code, wire) * factor : value_of(code, wire);
       const float left_out = y[k] - (rotated ? unrotate(value) : value);

@@ -157,7 +157,7 @@ void sum_unit(const KernelTable& kernels, const BucketLayout& from, const std::b
   const Section<const std::byte> first(from, unit, parts + part_place(from, 0));
   if (!unit.exact && has_scales(from.wire)) {
     kernels.blocks[scaled_index(from.wire)].sum(first.scales, first.codes, from.part_stride, from.num_parts, acc,
-                                              unit.numel / from.block_numel, from.block_numel);
+                                                unit.numel / from.block_numel, from.block_numel);
   } else {
     const int wire = index_of(unit.exact ? Format::kFp32 : format_of(from.wire));
     kernels.sum[wire](first.codes, from.part_stride, from.num_parts, acc, unit.numel);
