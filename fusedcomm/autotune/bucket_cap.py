@@ -72,6 +72,8 @@ def predict(passes: Sequence[Sequence[Bucket]], step_ms: float, cuts: Mapping[in
         cuts: for each bucket_cap_mb, the bytes of the buckets that DDP would make, in backward order.
     """
     typical = _typical(passes)
+    if not typical:
+        return BucketCap(unknown="no backward pass was observed to its end: train some steps first")
     if len(typical) < 2:
         return BucketCap(unknown="all gradients are in one bucket: make DDP with a smaller bucket_cap_mb to see")
     wire = _fit(typical)
