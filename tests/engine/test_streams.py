@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import HANG_S
-from scripts import cxx
+from scripts import built, cxx
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
@@ -42,6 +42,8 @@ def build(compiler: str, folder: Path) -> None:
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
 
     def compile_one(source: str) -> Path:
+        if (made := built(source)).suffix == ".o":
+            return made
         out = folder / (Path(source).stem + ".o")
         run(compiler, *flags, "-c", ROOT / source, "-o", out)
         return out

@@ -74,6 +74,7 @@ def library(tmp_path_factory):
     return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_300_tensors_give_the_bits_of_one_run(ranks, request, path, name):

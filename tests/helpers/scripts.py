@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from patience import HANG_S
 
+from fusedcomm.native import _C
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -61,10 +63,19 @@ def cxx() -> str:
     return compiler
 
 
+def built(source: str) -> Path:
+    """The object file that the build has made of a source of the extension, if the extension is newer than everything in
+    csrc/; else the source itself. A test program links it instead of compiling the source again. `source` is relative to
+    the repository's root, and includes nothing of torch."""
+    made = (ROOT / "build" / "objects" / source).with_suffix(".o")
+    newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    return made if made.exists() and Path(_C.__file__).stat().st_mtime > newest else ROOT / source
+
+
 def compiled(folder: Path, *sources: str) -> Path:
     """Compiles a program without torch and returns its path. `sources` are relative to the repository's root. Skips the
     test if there is no compiler."""
     binary = folder / "program"
-    paths = [ROOT / source for source in sources]
+    paths = [built(source) for source in sources]
     subprocess.run([cxx(), "-std=c++17", "-O1", "-I", ROOT / "csrc", *paths, "-o", binary, "-pthread"], check=True)
     return binary
