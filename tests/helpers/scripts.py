@@ -64,9 +64,9 @@ def cxx() -> str:
 
 
 def built(source: str) -> Path:
-    """The object file that the build has made of a source of the extension, if the extension is newer than everything in
-    csrc/; else the source itself. A test program links it instead of compiling the source again. `source` is relative to
-    the repository's root, and includes nothing of torch."""
+    """The object file that the build has made of a source of the extension, if the extension is newer than everything
+    in csrc/; else the source itself. A test program links it instead of compiling the source again. `source` is
+    relative to the repository's root, and includes nothing of torch."""
     made = (ROOT / "build" / "objects" / source).with_suffix(".o")
     newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.is_file())
     return made if made.exists() and Path(_C.__file__).stat().st_mtime > newest else ROOT / source
