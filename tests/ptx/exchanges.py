@@ -24,9 +24,11 @@ def warps_ready(member_mask: Callable[[Grid], np.ndarray]) -> Ready:
 
     def ready(grid, arrived):
         masks = member_mask(grid)
-        if len(masks) == 1 and masks[0] == ALL and arrived.all():
-            return None
-        masks, lanes = grid.full(masks).reshape(-1, WARP), arrived.reshape(-1, WARP)
+        lanes = arrived.reshape(-1, WARP)
+        if len(masks) == 1 and masks[0] == ALL:
+            whole = lanes.all(axis=1)
+            return None if whole.all() else np.repeat(whole, WARP)
+        masks = grid.full(masks).reshape(-1, WARP)
         here = np.packbits(lanes, axis=1, bitorder="little").view(np.uint32)
         bits = masks[:, :, None] >> np.arange(WARP, dtype=np.uint32) & 1 == 1
         alone = lanes & ~bits[:, range(WARP), range(WARP)]

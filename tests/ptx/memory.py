@@ -222,19 +222,20 @@ class Memory:
         if self.needs_writer and not writes and not found.all():
             index = int(np.argmin(found.all(axis=1)))
             raise self._fault("reads what no thread wrote", self._addresses(region, offsets, by), by, index)
-        other = (found ^ by.words[:, None]) & THREAD_MASK != 0
-        other &= found != 0
+        other = ((found ^ by.words[:, None]) & THREAD_MASK != 0) & (found != 0)
         if other.any():
-            other &= ~self._ordered(found, by)
-            if other.any():
+            threads, bytes_ = np.nonzero(other)
+            unordered = ~self._ordered(found[threads, bytes_], by[threads])
+            if unordered.any():
+                other[threads, bytes_] = unordered
                 self._race(region, offsets, by, found, other, reason)
 
     def _ordered(self, found: np.ndarray, by: By) -> np.ndarray:
-        """Whether a barrier lies between the writes that left the words `found`, and these threads' accesses."""
-        writer, reader = (found & THREAD_MASK).astype(np.int64) - 1, by.threads[:, None]
-        written, now = found >> THREAD_BITS, by.words[:, None] >> THREAD_BITS
-        same_block = writer // self.num_threads == by.blocks[:, None]
-        same_warp = same_block & (writer // WARP == reader // WARP)
+        """Whether a barrier lies between the writes that left the words `found` and an access of each thread."""
+        writers = (found & THREAD_MASK).astype(np.int64) - 1
+        written, now = found >> THREAD_BITS, by.words >> THREAD_BITS
+        same_block = writers // self.num_threads == by.blocks
+        same_warp = same_block & (writers // WARP == by.threads // WARP)
         return (same_block & (written >> np.uint64(8) != now >> np.uint64(8))) | (same_warp & (written != now))
 
     def _race(self, region, offsets, by, found, other, reason) -> None:

@@ -1,6 +1,7 @@
 """The state of a launch, and how instructions read and write its registers."""
 
 import re
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -23,14 +24,14 @@ class Registers(dict):
 
     def __init__(self, types: dict[str, str], numel: int, seed: int) -> None:
         super().__init__()
-        self._types, self._numel = types, numel
-        self._random = np.random.default_rng(seed)
+        self._types = types
+        self._garbage = np.frombuffer(np.random.default_rng(seed).bytes(8 * numel), np.uint64)
 
     def __missing__(self, name: str) -> np.ndarray:
         dtype = bits_dtype(self._types[name])
-        nbytes = self._random.bytes(self._numel * dtype.itemsize)
-        garbage = np.frombuffer(nbytes, UNSIGNED[dtype.itemsize])
-        self[name] = garbage & 1 == 1 if dtype.kind == "b" else garbage
+        # The same random numbers serve all registers, each with other bits of them changed.
+        garbage = self._garbage ^ np.uint64(zlib.crc32(name.encode()) * 0x100000001)
+        self[name] = garbage & np.uint64(1) == 1 if dtype.kind == "b" else garbage.astype(dtype)
         return self[name]
 
 
