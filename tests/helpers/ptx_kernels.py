@@ -5,6 +5,7 @@ compiles in this process.
 """
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -103,6 +104,13 @@ class Kernel(cuda_cpp.Kernel):
         values += [("ptr", 0)] * code["num_scratch_pointers"]
         memory = ptx.TensorMemory([(x.data_ptr(), x.numel() * x.element_size()) for x in tensors])
         ptx.launch(code["ptx"], num_programs, code["num_threads"], values, memory, code["shared_nbytes"])
+
+
+def replace_kernels(monkeypatch, compiler: "TritonCompiler | NvrtcCompiler", capability: int) -> None:
+    """Makes the launchers of fusedcomm.kernels run what `compiler` compiles, for the rest of the test."""
+    for name in cuda_cpp.KERNELS:
+        launcher = importlib.import_module(f"fusedcomm.kernels.{name}")
+        monkeypatch.setattr(launcher, f"{name}_kernel", Kernel(name, compiler, capability))
 
 
 def compile_on_request() -> None:
