@@ -1,6 +1,7 @@
 """What instructions compute: PTX ISA, chapter "Instruction Set". Integers, bits and comparisons are here, fp32
 arithmetic and conversions in floats.py. Memory and exchanges between threads are in grid.py."""
 
+import functools
 import operator
 
 import numpy as np
@@ -9,6 +10,7 @@ from .floats import SIGN, conversion, float_min_max, float_operation, flushed, w
 from .operation import DTYPES, INTEGERS, PAIRS, Modifiers, Operation, Unsupported, nbits_of, require, same
 
 
+@functools.cache
 def operation(opcode: tuple[str, ...]) -> Operation:
     """The operation of an opcode, split at its dots. Raises Unsupported if it or one of its modifiers is not known."""
     name, *middle = opcode

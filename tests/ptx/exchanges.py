@@ -1,5 +1,5 @@
-"""Instructions in which threads meet, ready to run: PTX ISA, sections shfl.sync, vote.sync, redux.sync, bar and
-bar.warp.sync.
+"""Instructions in which threads meet, ready to run: PTX ISA, sections shfl.sync, vote.sync, redux.sync, bar,
+bar.warp.sync, ldmatrix and stmatrix.
 
 Each comes with a function ready(grid, arrived): of the threads that have arrived, bool [threads], those whose partners
 have arrived, too. None means all threads.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .memory import WARP, MemoryFault
-from .operands import Grid, reader, writer
+from .operands import Grid, address_reader, members, reader, writer
 from .operation import DTYPES, Modifiers, Unsupported, require
 from .parse import Instruction, Kernel
 
@@ -159,4 +159,54 @@ def bar_step(kernel: Kernel, instruction: Instruction):
     return run, ready
 
 
-EXCHANGES = {"shfl": shfl_step, "vote": vote_step, "redux": redux_step, "bar": bar_step, "barrier": bar_step}
+def matrix_step(kernel: Kernel, instruction: Instruction):
+    """ldmatrix and stmatrix: matrices of 8 rows of 16 bytes in shared memory. Lanes 8·i to 8·i + 7 hold the addresses
+    of the rows of matrix i. A lane holds two neighbors of row lane // 4, or with .trans of that column."""
+    name, modifiers = instruction.opcode[0], Modifiers(instruction.opcode[1:-1])
+    require(instruction.opcode[-1], "b16")
+    for needed in ("sync", "aligned", "m8n8", "shared"):
+        modifiers.one(needed)
+    num_matrices, transposed = int(modifiers.one("x1", "x2", "x4")[1:]), modifiers.has("trans")
+    modifiers.check()
+    place, vector = instruction.operands[:: 1 if name == "stmatrix" else -1]
+    names, address, line = members(vector), address_reader(kernel, place, "u32"), instruction.line
+    values, bits = [reader(kernel, text, "b32") for text in names], [writer(kernel, text, "b32") for text in names]
+    if len(names) != num_matrices:
+        raise Unsupported(f"{len(names)} registers instead of {num_matrices}")
+
+    def places(grid, matrix, half):
+        """Addresses of each lane's two bytes of the matrix, [threads]."""
+        lane, rows = grid.threads % WARP, grid.full(address(grid))
+        row, column = (2 * (lane % 4) + half, lane // 4) if transposed else (lane // 4, 2 * (lane % 4) + half)
+        starts = rows[grid.threads - lane + 8 * matrix + row]
+        if (starts % np.uint64(16)).any():
+            bad = int(np.argmax(starts % np.uint64(16) != 0))
+            raise MemoryFault("misaligned row of 16 bytes", bad, int(starts[bad]), line)
+        return starts + (2 * column).astype(np.uint64)
+
+    def load(grid, mask):
+        by = grid.by(mask, line)
+        for matrix, (text, extend) in enumerate(zip(names, bits, strict=True)):
+            low, high = (
+                grid.shared.load(grid.full(places(grid, matrix, half), mask), by, 2, 1)[0].astype(np.uint32)
+                for half in (0, 1)
+            )
+            grid.put_chosen(text, extend(low | high << np.uint32(16)), mask)
+
+    def store(grid, mask):
+        by = grid.by(mask, line)
+        for matrix, value in enumerate(values):
+            word = grid.full(value(grid), mask)
+            for half in (0, 1):
+                part = (word >> np.uint32(16 * half)).astype(np.uint16)
+                grid.shared.store(grid.full(places(grid, matrix, half), mask), by, [part])
+
+    everyone = np.array([ALL])
+    return (store if name == "stmatrix" else load), warps_ready(lambda grid: everyone)
+
+
+EXCHANGES = {
+    **{"shfl": shfl_step, "vote": vote_step, "redux": redux_step},
+    **{"bar": bar_step, "barrier": bar_step},
+    **{"ldmatrix": matrix_step, "stmatrix": matrix_step},
+}

@@ -86,6 +86,7 @@ def launch(
     shared_nbytes: int = 0,
     count: bool = False,
     seed: int = 0,
+    max_steps: int = 10**7,
 ) -> Counts:
     """Launches the kernel of a PTX module.
 
@@ -96,6 +97,7 @@ def launch(
         shared_nbytes: bytes of dynamic shared memory for each block.
         count: whether to count. If not, the result is zeros.
         seed: of what registers hold that no instruction has written.
+        max_steps: a launch that executes more instructions is a fault: it does not end.
 
     Raises:
         Unsupported: the PTX has something that is not known, the text names the line.
@@ -111,7 +113,7 @@ def launch(
     for space, traffic in ((memory, counts.global_memory), (grid.shared, counts.shared_memory)):
         space.begin(num_threads, traffic if count else None)
     with np.errstate(all="ignore"):
-        Schedule(code, grid, counts if count else None).run()
+        Schedule(code, grid, counts if count else None, max_steps).run()
     return counts
 
 
@@ -135,8 +137,8 @@ def bound_params(kernel: Kernel, arguments: Sequence[tuple[str, int | float]]) -
 class Schedule:
     """Which threads run which instruction next."""
 
-    def __init__(self, code: Program, grid: Grid, counts: Counts | None) -> None:
-        self.code, self.grid, self.counts = code, grid, counts
+    def __init__(self, code: Program, grid: Grid, counts: Counts | None, max_steps: int) -> None:
+        self.code, self.grid, self.counts, self.num_left = code, grid, counts, max_steps
         self.end = len(code.steps) - 1
         self.at = np.zeros(grid.numel, np.int64)  # each thread's next instruction
         self.waits = np.zeros(grid.numel, bool)  # for partners in an exchange
@@ -168,6 +170,9 @@ class Schedule:
         while at < others:
             step = steps[at]
             self.current = at
+            self.num_left -= 1
+            if self.num_left < 0:
+                raise MemoryFault("the launch does not end", int(np.argmax(active)), -1, 0)
             mask = threads
             if step.guard:
                 guard = grid.full(grid.regs[step.guard])

@@ -30,9 +30,9 @@ def test_predicates():
     body = "setp.lt.s32 %p1, %r1, 3;\n mov.b32 %r10, 5;\n @%p1 mov.b32 %r10, 6;\n @!%p1 add.s32 %r10, %r10, %r1;"
     assert result(body) == [6] * 3 + [5 + n for n in range(3, 32)]
     body = "setp.lt.and.s32 %p1|%p2, %r1, 3, %p3;\n selp.b32 %r10, 1, 0, %p1;\n @%p2 add.s32 %r10, %r10, 2;"
-    ever = "setp.ge.s32 %p3, %r1, 0;\n" + body
-    assert result(ever) == [1] * 3 + [2] * 29
-    assert result(ever.replace("%p3;", "!%p3;", 1).replace("0;\n setp", "0;\n setp")) is not None
+    always = "setp.ge.s32 %p3, %r1, 0;\n"
+    assert result(always + body) == [1] * 3 + [2] * 29
+    assert result(always + body.replace("%p3", "!%p3")) == [0] * 32
 
 
 def test_loops_of_different_lengths():
@@ -211,6 +211,48 @@ def test_a_warp_that_meets_in_different_exchanges():
     shfl.sync.bfly.b32 %r10, %r1, 1, 31, -1;"""
     found = fault(body, 6, 32)
     assert f"where (block 0, thread 16) does not come: it waits at line {FIRST_LINE + 2}: block 0, thread 0" in found
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_of_shared_memory(transposed):
+    """Four matrices are stored with rows in reverse order, and loaded. Lane l holds (row, column) l // 4, 2·(l % 4)."""
+    trans = ".trans" if transposed else ""
+    body = f"""mov.u32 %r20, scratch;
+    sub.s32 %r21, 31, %r1;
+    shl.b32 %r21, %r21, 4;
+    add.s32 %r21, %r20, %r21;
+    shl.b32 %r22, %r1, 4;
+    add.s32 %r22, %r20, %r22;
+    add.s32 %r11, %r1, 0x10000;
+    add.s32 %r12, %r1, 0x20000;
+    add.s32 %r13, %r1, 0x30000;
+    add.s32 %r14, %r1, 0x40000;
+    stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r21], {{%r11, %r12, %r13, %r14}};
+    bar.warp.sync -1;
+    ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r15, %r16, %r17, %r18}}, [%r22];
+    ldmatrix.sync.aligned.m8n8.x1.shared.b16 {{%r10}}, [%r22];"""
+    # The first matrix that is read is the last one that was written, with its rows reversed.
+    expected = [0x40000 + 4 * row + pair for row in range(7, -1, -1) for pair in range(4)]
+    found = result(body.replace("%r10}}", "%r19}}") + "\nmov.b32 %r10, %r15;")
+    # Loaded as it was stored, by columns: the reversed rows have swapped the halves, and the lanes of a column.
+    swapped = [(lane // 4 * 4 + 3 - lane % 4) << 16 | 4 for lane in range(32)]
+    assert found == (swapped if transposed else expected)
+    plain = result(body)
+    assert (plain == expected) != transposed
+    if transposed:
+        # Stored as columns: the first row read is the last row of matrix 3, which holds the pairs' halves of column 7.
+        halves = np.zeros((8, 8), np.uint16)
+        for lane in range(32):
+            halves[2 * (lane % 4), lane // 4], halves[2 * (lane % 4) + 1, lane // 4] = lane, 4
+        reversed_rows = np.ascontiguousarray(halves[::-1])
+        assert plain == reversed_rows.view(np.uint32).reshape(-1).tolist()
+
+
+def test_a_launch_that_does_not_end():
+    data = aligned(32)
+    memory = TensorMemory([(data.ctypes.data, data.nbytes)])
+    with pytest.raises(Fault, match="the launch does not end"):
+        launch(text("$again:\n bra $again;"), 1, 32, [("ptr", data.ctypes.data)], memory, max_steps=1000)
 
 
 # ---- barriers

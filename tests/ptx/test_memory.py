@@ -77,7 +77,8 @@ def test_a_null_pointer():
 @pytest.mark.parametrize("access", ["ld.global.u8 %h1, [%rd3];", "st.global.u8 [%rd3], %h1;"])
 def test_outside_of_a_tensor_by_one_byte(moved, access):
     data = aligned(32, np.uint8)
-    body = f"ld.param.u64 %rd3, [p0];\n cvt.u64.u32 %rd4, %r1;\n add.s64 %rd3, %rd3, %rd4;\n add.s64 %rd3, %rd3, {{}};\n {access}"
+    body = "ld.param.u64 %rd3, [p0];\n cvt.u64.u32 %rd4, %r1;\n add.s64 %rd3, %rd3, %rd4;\n"
+    body += f"add.s64 %rd3, %rd3, {{}};\n {access}"
     run(body.format(0), data)
     found = fault(body.format(moved), data, line=5)
     address = data.ctypes.data + (-1 if moved < 0 else 32)
