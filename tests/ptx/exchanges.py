@@ -174,22 +174,24 @@ def matrix_step(kernel: Kernel, instruction: Instruction):
     if len(names) != num_matrices:
         raise Unsupported(f"{len(names)} registers instead of {num_matrices}")
 
-    def places(grid, matrix, half):
-        """Addresses of each lane's two bytes of the matrix, [threads]."""
+    def places(grid, mask, matrix, half):
+        """Addresses of two bytes of the matrix for each lane in the mask."""
         lane, rows = grid.threads % WARP, grid.full(address(grid))
         row, column = (2 * (lane % 4) + half, lane // 4) if transposed else (lane // 4, 2 * (lane % 4) + half)
-        starts = rows[grid.threads - lane + 8 * matrix + row]
-        if (starts % np.uint64(16)).any():
-            bad = int(np.argmax(starts % np.uint64(16) != 0))
-            raise MemoryFault("misaligned row of 16 bytes", bad, int(starts[bad]), line)
-        return starts + (2 * column).astype(np.uint64)
+        starts = grid.full(rows[grid.threads - lane + 8 * matrix + row], mask)
+        misaligned = starts % np.uint64(16) != 0
+        if misaligned.any():
+            bad = int(np.argmax(misaligned))
+            raise MemoryFault(
+                "misaligned row of 16 bytes", int(grid.full(grid.threads, mask)[bad]), int(starts[bad]), line
+            )
+        return starts + (2 * grid.full(column, mask)).astype(np.uint64)
 
     def load(grid, mask):
         by = grid.by(mask, line)
         for matrix, (text, extend) in enumerate(zip(names, bits, strict=True)):
             low, high = (
-                grid.shared.load(grid.full(places(grid, matrix, half), mask), by, 2, 1)[0].astype(np.uint32)
-                for half in (0, 1)
+                grid.shared.load(places(grid, mask, matrix, half), by, 2, 1)[0].astype(np.uint32) for half in (0, 1)
             )
             grid.put_chosen(text, extend(low | high << np.uint32(16)), mask)
 
@@ -199,7 +201,7 @@ def matrix_step(kernel: Kernel, instruction: Instruction):
             word = grid.full(value(grid), mask)
             for half in (0, 1):
                 part = (word >> np.uint32(16 * half)).astype(np.uint16)
-                grid.shared.store(grid.full(places(grid, matrix, half), mask), by, [part])
+                grid.shared.store(places(grid, mask, matrix, half), by, [part])
 
     everyone = np.array([ALL])
     return (store if name == "stmatrix" else load), warps_ready(lambda grid: everyone)
