@@ -5,6 +5,9 @@ Memory is a list of regions. Each byte of a region that is tracked has a word, u
 and the time. A time counts barriers: those of the block in the high 24 bits, those of the warp since then in the low 8.
 Two accesses of a byte by different threads, of which one writes, need a barrier of their block or warp between them.
 Reads are recorded, and compared with later writes at the next barrier of all blocks, or at the end of the launch.
+
+Some races are missed: of a thread outside a barrier of part of a block, and of a read if its bytes are written again,
+after a barrier, before reads are compared. Atomic operations race with all other accesses of their bytes in a launch.
 """
 
 import bisect
