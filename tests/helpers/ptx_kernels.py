@@ -85,7 +85,11 @@ class NvrtcCompiler:
 
 
 class Kernel(cuda_cpp.Kernel):
-    """A kernel that is called like a Triton kernel, and runs from its PTX on CPU tensors."""
+    """A kernel that is called like a Triton kernel, and runs from its PTX on CPU tensors.
+
+    Tensors are accessed within their own bounds. With Triton use the real tile: of a tile with fewer than 16 elements
+    for each thread several threads hold the same ones, so a kernel that works in place has races.
+    """
 
     def __init__(self, name: str, compiler: "TritonCompiler | NvrtcCompiler", capability: int) -> None:
         super().__init__(name, None)

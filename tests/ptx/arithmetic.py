@@ -1,5 +1,5 @@
 """What instructions compute: PTX ISA, chapter "Instruction Set". Integers, bits and comparisons are here, fp32
-arithmetic and conversions in floats.py. Memory and exchanges between threads are in grid.py."""
+arithmetic and conversions in floats.py."""
 
 import functools
 import operator
@@ -7,7 +7,7 @@ import operator
 import numpy as np
 
 from .floats import SIGN, conversion, float_min_max, float_operation, flushed, with_sign_of
-from .operation import DTYPES, INTEGERS, PAIRS, Modifiers, Operation, Unsupported, nbits_of, require, same
+from .operation import DTYPES, INTEGERS, PAIRS, Function, Modifiers, Operation, Unsupported, nbits_of, require, same
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def operation(opcode: tuple[str, ...]) -> Operation:
 # ---- Integer Arithmetic Instructions
 
 
-def sum_or_difference(name, modifiers, kind):
+def sum_or_difference(name: str, modifiers: Modifiers, kind: str) -> Operation:
     function = {"add": np.add, "sub": np.subtract}[name]
     if kind == "f32":
         return float_operation(name, modifiers, kind)
@@ -40,7 +40,7 @@ def sum_or_difference(name, modifiers, kind):
     return same(kind, 2, function)
 
 
-def in_pairs(function, kind):
+def in_pairs(function: Function, kind: str) -> Operation:
     halves = PAIRS[kind]
 
     def compute(a, b):
@@ -50,7 +50,7 @@ def in_pairs(function, kind):
     return same("b32", 2, compute)
 
 
-def product(name, modifiers, kind):
+def product(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """mul and mad: of the product of twice the width the whole (.wide), the low or the high half."""
     if kind == "f32":
         return float_operation(name, modifiers, kind)
@@ -63,14 +63,17 @@ def product(name, modifiers, kind):
     wide = f"{kind[0]}{2 * nbits_of(kind)}"
     dtype, nbits = DTYPES[wide], DTYPES[wide].type(nbits_of(kind))
     if part == "hi":
-        high = lambda a, b: (np.multiply(a, b, dtype=dtype) >> nbits).astype(DTYPES[kind])  # noqa: E731
-        return same(kind, 2 + num_added, lambda a, b, *c: plus(high(a, b), *c))
+
+        def high(a, b, *c):
+            return plus((np.multiply(a, b, dtype=dtype) >> nbits).astype(DTYPES[kind]), *c)
+
+        return same(kind, 2 + num_added, high)
     return Operation(
         (kind, kind) + (wide,) * num_added, wide, lambda a, b, *c: plus(np.multiply(a, b, dtype=dtype), *c)
     )
 
 
-def quotient(name, modifiers, kind):
+def quotient(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """div and rem round toward zero. What a zero divisor gives is left open: here all bits are set."""
     if kind == "f32":
         return float_operation(name, modifiers, kind)
@@ -86,7 +89,7 @@ def quotient(name, modifiers, kind):
     return same(kind, 2, compute)
 
 
-def least_or_greatest(name, modifiers, kind):
+def least_or_greatest(name: str, modifiers: Modifiers, kind: str) -> Operation:
     if kind == "f32":
         return float_min_max(name, modifiers)
     function = {"min": np.minimum, "max": np.maximum}[name]
@@ -96,7 +99,7 @@ def least_or_greatest(name, modifiers, kind):
     return same(kind, 2, function)
 
 
-def sign_operation(name, modifiers, kind):
+def sign_operation(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """neg and abs. For fp32 they change the sign bit alone, which the ISA allows for NaN."""
     if kind == "f32":
         flush = flushed if modifiers.has("ftz") else (lambda x: x)
@@ -106,7 +109,7 @@ def sign_operation(name, modifiers, kind):
     return same(kind, 1, {"neg": np.negative, "abs": np.abs}[name])
 
 
-def count_of_bits(name, modifiers, kind):
+def count_of_bits(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """popc, clz and bfind: a u32."""
     nbits = nbits_of(kind)
     require(kind, *(("b32", "b64") if name != "bfind" else INTEGERS[1:3] + INTEGERS[4:]))
@@ -132,7 +135,7 @@ def count_of_bits(name, modifiers, kind):
     return Operation((kind,), "u32", compute)
 
 
-def reversed_bits(name, modifiers, kind):
+def reversed_bits(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "b32", "b64")
     dtype = DTYPES[kind]
 
@@ -144,7 +147,7 @@ def reversed_bits(name, modifiers, kind):
     return same(kind, 1, compute)
 
 
-def extracted_field(name, modifiers, kind):
+def extracted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, *INTEGERS[1:3], *INTEGERS[4:])
     nbits, dtype = nbits_of(kind), DTYPES[kind]
 
@@ -158,7 +161,7 @@ def extracted_field(name, modifiers, kind):
     return Operation((kind, "u32", "u32"), kind, compute)
 
 
-def inserted_field(name, modifiers, kind):
+def inserted_field(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "b32", "b64")
     dtype = DTYPES[kind]
 
@@ -174,13 +177,13 @@ def inserted_field(name, modifiers, kind):
 # ---- Logic and Shift Instructions
 
 
-def bitwise(name, modifiers, kind):
+def bitwise(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "pred", "b16", "b32", "b64")
     function = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}[name]
     return same(kind, 1 if name == "not" else 2, function)
 
 
-def by_table(name, modifiers, kind):
+def by_table(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """lop3: bit i of the table, an immediate, is the result for operand bits whose number is i."""
     require(kind, "b32")
 
@@ -194,14 +197,14 @@ def by_table(name, modifiers, kind):
     return same("b32", 4, compute)
 
 
-def shifted_left(a, amount, kind):
+def shifted_left(a: np.ndarray, amount: np.ndarray, kind: str) -> np.ndarray:
     nbits = nbits_of(kind)
     if amount.size == 1 and amount[0] < nbits:
         return a << amount.astype(a.dtype)
     return np.where(amount < nbits, a << np.minimum(amount, nbits - 1).astype(a.dtype), a.dtype.type(0))
 
 
-def shifted_right(a, amount, kind):
+def shifted_right(a: np.ndarray, amount: np.ndarray, kind: str) -> np.ndarray:
     """Fills with the sign of signed types, else with zeros, also for amounts beyond the width."""
     nbits = nbits_of(kind)
     if amount.size == 1 and amount[0] < nbits:
@@ -210,13 +213,13 @@ def shifted_right(a, amount, kind):
     return result if kind[0] == "s" else np.where(amount < nbits, result, a.dtype.type(0))
 
 
-def shift(name, modifiers, kind):
+def shift(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "b16", "b32", "b64", *(INTEGERS if name == "shr" else ()))
     function = {"shl": shifted_left, "shr": shifted_right}[name]
     return Operation((kind, "u32"), kind, lambda a, amount: function(a, amount, kind))
 
 
-def funnel_shift(name, modifiers, kind):
+def funnel_shift(name: str, modifiers: Modifiers, kind: str) -> Operation:
     require(kind, "b32")
     left, clamp = modifiers.one("l", "r") == "l", modifiers.one("clamp", "wrap") == "clamp"
 
@@ -242,12 +245,15 @@ COMPARISONS = {
 UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
-def comparison(modifiers, kind):
+def unordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a != a) | (b != b)
+
+
+def comparison(modifiers: Modifiers, kind: str) -> Function:
     """The comparison's function of two arrays. A comparison with a NaN is false, and with u, as in ltu, true."""
     name = modifiers.one(*COMPARISONS, *UNSIGNED, *(f"{name}u" for name in COMPARISONS), "num", "nan")
     if kind == "f32":
         flush = flushed if modifiers.has("ftz") else (lambda x: x)
-        unordered = lambda a, b: (a != a) | (b != b)  # noqa: E731
         if name in ("num", "nan"):
             return unordered if name == "nan" else lambda a, b: ~unordered(a, b)
         compare = COMPARISONS[name.rstrip("u")]
@@ -261,13 +267,13 @@ def comparison(modifiers, kind):
     return COMPARISONS[name]
 
 
-def combination(modifiers):
+def combination(modifiers: Modifiers) -> Function | None:
     """The Boolean operation with another predicate, or None."""
     functions = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
     return next((function for name, function in functions.items() if modifiers.has(name)), None)
 
 
-def set_predicate(name, modifiers, kind):
+def set_predicate(name: str, modifiers: Modifiers, kind: str) -> Operation:
     compare, combine = comparison(modifiers, kind), combination(modifiers)
     if combine is None:
         return Operation((kind, kind), "pred", compare, lambda a, b: ~compare(a, b))
@@ -279,7 +285,7 @@ def set_predicate(name, modifiers, kind):
     )
 
 
-def set_value(name, modifiers, kind):
+def set_value(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """set: all bits of an integer, or 1.0."""
     result = modifiers.one("u32", "s32", "f32")
     predicate = set_predicate(name, modifiers, kind)
@@ -289,7 +295,7 @@ def set_value(name, modifiers, kind):
     )
 
 
-def selection(name, modifiers, kind):
+def selection(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """selp selects by a predicate; slct by the sign of a number, where -0 counts as positive and a NaN does not."""
     if name == "selp":
         return Operation((kind, kind, "pred"), kind, lambda a, b, c: np.where(c, a, b))
@@ -304,7 +310,7 @@ def selection(name, modifiers, kind):
 # ---- Data Movement and Conversion Instructions: prmt and cvt
 
 
-def permuted(name, modifiers, kind):
+def permuted(name: str, modifiers: Modifiers, kind: str) -> Operation:
     """prmt in its general form: four bytes of eight, each as it is, or filled with its sign."""
     require(kind, "b32")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .memory import WARP, MemoryFault
-from .operands import Grid, address_reader, members, reader, writer
+from .operands import Grid, Run, address_reader, members, reader, writer
 from .operation import DTYPES, Modifiers, Unsupported, require
 from .parse import Instruction, Kernel
 
@@ -45,7 +45,7 @@ def warps_ready(member_mask: Callable[[Grid], np.ndarray]) -> Ready:
     return ready
 
 
-def shfl_step(kernel: Kernel, instruction: Instruction):
+def shfl_step(kernel: Kernel, instruction: Instruction) -> tuple[Run, Ready]:
     modifiers = Modifiers(instruction.opcode[1:-1])
     require(instruction.opcode[-1], "b32")
     mode = modifiers.one("up", "down", "bfly", "idx") if modifiers.has("sync") else modifiers.one("sync")
@@ -89,7 +89,7 @@ def by_warp(grid: Grid, mask: np.ndarray | None, values: np.ndarray, neutral) ->
     return (values if mask is None else np.where(mask, values, neutral)).reshape(-1, WARP)
 
 
-def vote_step(kernel: Kernel, instruction: Instruction):
+def vote_step(kernel: Kernel, instruction: Instruction) -> tuple[Run, Ready]:
     modifiers = Modifiers(instruction.opcode[1:-1])
     mode = modifiers.one("ballot", "any", "all", "uni") if modifiers.has("sync") else modifiers.one("sync")
     modifiers.check()
@@ -111,7 +111,7 @@ def vote_step(kernel: Kernel, instruction: Instruction):
     return run, warps_ready(masks)
 
 
-def redux_step(kernel: Kernel, instruction: Instruction):
+def redux_step(kernel: Kernel, instruction: Instruction) -> tuple[Run, Ready]:
     modifiers, kind = Modifiers(instruction.opcode[1:-1]), instruction.opcode[-1]
     functions = {"add": np.add, "min": np.minimum, "max": np.maximum}
     functions |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
@@ -132,7 +132,7 @@ def redux_step(kernel: Kernel, instruction: Instruction):
     return run, warps_ready(masks)
 
 
-def bar_step(kernel: Kernel, instruction: Instruction):
+def bar_step(kernel: Kernel, instruction: Instruction) -> tuple[Run, Ready]:
     kind = [name for name in instruction.opcode[1:] if name not in ("cta", "aligned")]
     if kind == ["warp", "sync"]:
         masks = reader(kernel, instruction.operands[0], "b32")
@@ -159,7 +159,7 @@ def bar_step(kernel: Kernel, instruction: Instruction):
     return run, ready
 
 
-def matrix_step(kernel: Kernel, instruction: Instruction):
+def matrix_step(kernel: Kernel, instruction: Instruction) -> tuple[Run, Ready]:
     """ldmatrix and stmatrix: matrices of 8 rows of 16 bytes in shared memory. Lanes 8·i to 8·i + 7 hold the addresses
     of the rows of matrix i. A lane holds two neighbors of row lane // 4, or with .trans of that column."""
     name, modifiers = instruction.opcode[0], Modifiers(instruction.opcode[1:-1])

@@ -14,12 +14,16 @@ DTYPES |= {"bf16": np.dtype("u2"), "f16x2": np.dtype("u4"), "bf16x2": np.dtype("
 PAIRS = {"s16x2": np.dtype("i2"), "u16x2": np.dtype("u2")}
 
 
+Function = Callable[..., np.ndarray]
+"""Of arrays, [threads] each, or [1] for the same value in all threads."""
+
+
 @dataclass(frozen=True)
 class Operation:
     sources: tuple[str, ...]  # the operands' types
     result: str  # the result's type
-    compute: Callable[..., np.ndarray]  # of arrays of these types; one element stands for the same value in all threads
-    complement: Callable[..., np.ndarray] | None = None  # setp's second result
+    compute: Function  # of arrays of these types
+    complement: Function | None = None  # setp's second result
     any_width: bool = False  # whether registers may be wider than the types
 
 
@@ -47,7 +51,7 @@ class Modifiers:
             raise Unsupported(f"unknown modifier .{'.'.join(self._left)}")
 
 
-def same(kind: str, numel: int, compute: Callable[..., np.ndarray]) -> Operation:
+def same(kind: str, numel: int, compute: Function) -> Operation:
     return Operation((kind,) * numel, kind, compute)
 
 
