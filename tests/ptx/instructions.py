@@ -1,0 +1,149 @@
+"""Instructions of one thread, ready to run: arithmetic, mov, and access to memory."""
+
+import functools
+
+import numpy as np
+
+from .arithmetic import operation
+from .operands import UNSIGNED, Run, address_reader, members, reader, writer
+from .operation import DTYPES, Modifiers, Operation, Unsupported, require
+from .parse import Instruction, Kernel
+
+# ---- arithmetic and mov
+
+
+def arithmetic_step(kernel: Kernel, instruction: Instruction) -> Run:
+    op = operation(instruction.opcode)
+    destination, *sources = instruction.operands
+    destination, _, second = destination.partition("|")
+    if op.result == "f32" and op.sources == ("f32", "f32") and len(sources) == 3 and instruction.opcode[0] in "min max":
+        op = Operation(("f32",) * 3, "f32", op.compute)
+    if len(sources) != len(op.sources) or (second and op.complement is None):
+        raise Unsupported(f"{len(sources)} operands instead of {len(op.sources)}")
+    read = [reader(kernel, text, kind, op.any_width) for text, kind in zip(sources, op.sources, strict=True)]
+    bits, compute, complement = writer(kernel, destination, op.result, op.any_width), op.compute, op.complement
+
+    def run(grid, mask):
+        operands = [operand(grid) for operand in read]
+        grid.put(destination, bits(compute(*operands)), mask)
+
+    def run_both(grid, mask):
+        operands = [operand(grid) for operand in read]
+        results = (destination, compute(*operands)), (second, complement(*operands))
+        for name, result in results:
+            if name != "_":
+                grid.put(name, result, mask)
+
+    return run_both if second or destination == "_" else run
+
+
+def mov_step(kernel: Kernel, instruction: Instruction) -> Run:
+    """mov, also between a vector and a register of the same bits, and cvta: global addresses are generic addresses."""
+    kind = instruction.opcode[-1]
+    destination, source = instruction.operands
+    if instruction.opcode[0] == "cvta":
+        if instruction.opcode not in (("cvta", "to", "global", "u64"), ("cvta", "global", "u64")):
+            raise Unsupported("unknown instruction")
+    elif len(instruction.opcode) != 2 or kind not in DTYPES:
+        raise Unsupported("unknown type or modifier")
+    if not (destination + source).count("{"):
+        read, bits = reader(kernel, source, kind), writer(kernel, destination, kind)
+        return lambda grid, mask: grid.put(destination, bits(read(grid)), mask)
+    vector = members(destination if destination.startswith("{") else source)
+    part, dtype = f"b{8 * DTYPES[kind].itemsize // len(vector)}", DTYPES[kind]
+    shifts = [dtype.type(DTYPES[part].itemsize * 8 * index) for index in range(len(vector))]
+    if destination.startswith("{"):
+        read, narrow = reader(kernel, source, kind), [writer(kernel, name, part) for name in vector]
+
+        def unpack(grid, mask):
+            values = read(grid)
+            for name, shift, bits in zip(vector, shifts, narrow, strict=True):
+                if name != "_":
+                    grid.put(name, bits((values >> shift).astype(DTYPES[part])), mask)
+
+        return unpack
+    parts, bits = [reader(kernel, name, part) for name in vector], writer(kernel, destination, kind)
+
+    def pack(grid, mask):
+        whole = [value(grid).astype(dtype) << shift for value, shift in zip(parts, shifts, strict=True)]
+        grid.put(destination, bits(functools.reduce(np.bitwise_or, whole)), mask)
+
+    return pack
+
+
+# ---- ld, st, atom and red
+
+# Cache operators, hints and orders. They change when other threads see a write, which counts as a race here anyway.
+HINTS = ("weak", "relaxed", "volatile", "nc", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "cta", "gpu", "sys")
+HINTS += ("L1::evict_normal", "L1::evict_first", "L1::evict_last", "L1::evict_unchanged", "L1::no_allocate")
+HINTS += ("L2::64B", "L2::128B", "L2::256B")
+
+
+def ld_param_step(kernel: Kernel, instruction: Instruction) -> Run:
+    destination, source = instruction.operands
+    name, kind = source.strip("[] "), instruction.opcode[-1]
+    if len(instruction.opcode) != 3 or name not in kernel.params:
+        raise Unsupported(f"unknown parameter or modifier: {name}")
+    nbytes, dtype = DTYPES["u64" if kernel.params[name] == "ptr" else kernel.params[name]].itemsize, DTYPES[kind]
+    if dtype.itemsize != nbytes:
+        raise Unsupported(f"{name} has {nbytes} bytes")
+    bits = writer(kernel, destination, kind, any_width=True)
+    return lambda grid, mask: grid.put(destination, bits(grid.params[name].view(dtype)), mask)
+
+
+def memory_step(kernel: Kernel, instruction: Instruction) -> Run:
+    name, *middle = instruction.opcode
+    if middle[:1] == ["param"] and name == "ld":
+        return ld_param_step(kernel, instruction)
+    modifiers, kind = Modifiers(tuple(middle[:-1])), middle[-1]
+    space = {"global": "memory", "shared": "shared"}[modifiers.one("global", "shared")]
+    for hint in HINTS:
+        modifiers.has(hint)
+    if kind not in DTYPES or kind == "pred":
+        raise Unsupported(f"unknown type .{kind}")
+    if name in ("atom", "red"):
+        return atomic_step(kernel, instruction, modifiers, space, kind)
+    count = next((numel for numel in (2, 4, 8) if modifiers.has(f"v{numel}")), 1)
+    modifiers.check()
+    place, vector = instruction.operands[:: 1 if name == "st" else -1]
+    names, address = members(vector), address_reader(kernel, place, "u64" if space == "memory" else "u32")
+    nbytes, line = DTYPES[kind].itemsize, instruction.line
+    if len(names) != count or nbytes * count > 32:
+        raise Unsupported(f"{len(names)} registers instead of {count}")
+    if name == "st":
+        values = [reader(kernel, text, kind, any_width=True) for text in names]
+
+        def store(grid, mask):
+            stored = [grid.full(value(grid), mask).view(UNSIGNED[nbytes]) for value in values]
+            getattr(grid, space).store(grid.full(address(grid), mask), grid.by(mask, line), stored)
+
+        return store
+    bits = [writer(kernel, text, kind, any_width=True) for text in names]
+
+    def load(grid, mask):
+        loaded = getattr(grid, space).load(grid.full(address(grid), mask), grid.by(mask, line), nbytes, count)
+        for text, extend, word in zip(names, bits, loaded, strict=True):
+            if text != "_":
+                grid.put_chosen(text, extend(word.view(DTYPES[kind])), mask)
+
+    return load
+
+
+def atomic_step(kernel: Kernel, instruction: Instruction, modifiers: Modifiers, space: str, kind: str) -> Run:
+    """atom and red: add, min, max, and, or, xor and exch. The order of threads is that of their numbers."""
+    functions = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+    functions |= {"xor": np.bitwise_xor, "exch": lambda before, value: value}
+    function = functions[modifiers.one(*functions)]
+    modifiers.check()
+    require(kind, "u32", "s32", "b32", "u64", "s64", "b64", "f32")
+    *destination, place, source = instruction.operands
+    address, value = address_reader(kernel, place, "u64" if space == "memory" else "u32"), reader(kernel, source, kind)
+    bits, line = writer(kernel, (destination or ["_"])[0], kind), instruction.line
+
+    def run(grid, mask):
+        by = grid.by(mask, line)
+        before = getattr(grid, space).add(grid.full(address(grid), mask), by, function, grid.full(value(grid), mask))
+        if destination and destination[0] != "_":
+            grid.put_chosen(destination[0], bits(before), mask)
+
+    return run
