@@ -5,6 +5,7 @@ This includes neither streams (tests/engine/test_streams.py simulates them) nor 
 """
 
 import dataclasses
+import functools
 import itertools
 import pickle
 import shutil
@@ -50,32 +51,33 @@ def fake(library):
 SHAPES = ((61, 50), (301,), (7,), (5000,), (1,))
 
 
-def both_paths(rank, world_size, library, config, dtype, in_cuda=None):
+def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes=SHAPES, any_nan=False):
     """Trains on the CPU path and on the CUDA path, for several steps each, because DDP rebuilds its buckets.
 
     Returns ([gradients' bits and counts, of each path], [(kernel, programs) of each launch], the number of buckets).
 
-    in_cuda: the library of the kernels in CUDA C++, which then run instead of Triton's.
+    takes_over: FakeCuda.takes_over, with other options than its defaults. any_nan: all NaNs count as the same bits.
     """
     num_steps = 4 if config.feedback else 2  # a residual shows in the next step
     generator = torch.Generator().manual_seed(rank)
-    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     gradients[0].view(-1)[3] = -torch.inf
     gradients[3][17 * rank : 17 * rank + 2] = torch.nan
     results, fake = [], fake_cuda.gpu(library)
     for path in ("cpu", "cuda"):
-        ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.016)
+        ddp = DistributedDataParallel(Gradients(*shapes, dtype=dtype), bucket_cap_mb=0.016)
         if path == "cpu":
             comm = fusedcomm.attach(ddp, config)
             seen = synchronise(ddp, gradients, steps=num_steps)
         else:
-            with fake.takes_over(config, in_cuda):
+            with (takes_over or fake.takes_over)(config):
                 comm = fusedcomm.attach(ddp, config)
                 seen = synchronise(ddp, gradients, steps=num_steps)
         stats = comm.stats()
         num_buckets = len(comm.plan().buckets)
         comm.detach()
-        bits = torch.cat([gradient.flatten() for gradient in seen]).view(torch.uint8)
+        flat = torch.cat([gradient.flatten() for gradient in seen])
+        bits = (torch.where(flat.isnan(), torch.nan, flat) if any_nan else flat).view(torch.uint8)
         # As text, because some errors are NaN, which equals nothing.
         told = str(stats.verified), str(stats.quantisation_error)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
@@ -206,11 +208,16 @@ def in_cuda(made_once):
     return str(made_once("cuda_cpp", cuda_cpp.build) / cuda_cpp.LIBRARY)
 
 
+def in_cuda_cpp(rank, world_size, library, config, dtype, in_cuda):
+    takes_over = functools.partial(fake_cuda.gpu(library).takes_over, in_cuda=in_cuda)
+    return both_paths(rank, world_size, library, config, dtype, takes_over)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
     dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
     world_size = 4 if CONFIGS[name].hosts else 2
-    check_both_paths(ranks.run(both_paths, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
+    check_both_paths(ranks.run(in_cuda_cpp, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32 two-shot", "bf16", "int8"])

@@ -1,5 +1,5 @@
-"""Runs the engine's CUDA path in host memory. A fake CUDA driver runs each launch under Triton's interpreter, or runs
-the CUDA C++ kernel that a C++ compiler has compiled.
+"""Runs the engine's CUDA path in host memory. A fake CUDA driver runs each launch under Triton's interpreter, or from
+the PTX that Triton compiles, or runs the CUDA C++ kernel that a C++ compiler has compiled.
 
 Everything except the GPU is real: the hook, the engine, the tables, the packing of arguments, the kernels' code.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cuda_cpp
 import interpreter
+import ptx_kernels
 import torch
 
 from fusedcomm.config import Config
@@ -69,6 +70,8 @@ class FakeCuda:
         self.errors: list[BaseException] = []
         self.max_programs_of_last = MAX_PROGRAMS
         self._in_cuda: ctypes.CDLL | None = None
+        self._compiled: ptx_kernels.TritonCompiler | None = None
+        self._capability = 0
         self._variants = {}
         self._callback = _LAUNCH(self._launch)  # must stay alive: the library holds only its address
         self.library.fake_on_launch(self._callback)
@@ -88,7 +91,7 @@ class FakeCuda:
     def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
         from fusedcomm.kernels import variants
 
-        loader = _C.KernelLoader(self.driver, TILE)
+        loader = _C.KernelLoader(self.driver, variants.TILE if self._compiled else TILE)
         for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes):
             image = str(variant)
             self._variants[f"{image}:{variant.kernel}"] = variant
@@ -120,14 +123,22 @@ class FakeCuda:
         )
 
     @contextlib.contextmanager
-    def takes_over(self, config: Config, in_cuda: str | None = None):
+    def takes_over(
+        self,
+        config: Config,
+        in_cuda: str | None = None,
+        compiled: "ptx_kernels.TritonCompiler | None" = None,
+        capability: int = 90,
+    ):
         """Inside this context, fusedcomm.attach with this configuration uses the CUDA path for gradients on the CPU.
         Clears the recorded launches on entry. Raises the first exception of a launch on exit.
 
         `in_cuda`: path of the library that cuda_cpp.build made; its CUDA C++ kernels run instead of the Triton ones.
+        `compiled`: the compiler whose PTX is executed, for the real tile and the compute capability `capability`.
         """
         fake = self
         self._in_cuda = in_cuda and ctypes.CDLL(in_cuda)
+        self._compiled, self._capability = compiled, capability
 
         class Path:
             codec = "fake"
@@ -151,7 +162,7 @@ class FakeCuda:
         finally:
             session.CpuPath = own
             self.fail("", 0)
-            self._in_cuda = None
+            self._in_cuda = self._compiled = None
             if self.errors:
                 raise self.errors[0]
 
@@ -179,6 +190,21 @@ class FakeCuda:
 
         InPlace(kernel.rewrite(), kernel.arg_names, (num_programs,), [])(*args)
 
+    def _execute(self, variant: "_C.KernelKey", num_programs: int, num_threads: int, addresses) -> None:
+        """Executes the PTX of a variant. `addresses`: those of its parameters, as cuLaunchKernel is given them."""
+        from fusedcomm.kernels import variants
+
+        code = self._compiled(variant, variants.TILE, self._capability)
+        assert code["num_threads"] == num_threads
+        arguments = [
+            (kind, _C_TYPES[kind].from_address(address).value or 0)
+            for address, kind in zip(addresses, _C.kernel_params(variant.kernel), strict=False)
+        ]
+        arguments += [("ptr", 0)] * code["num_scratch_pointers"]
+        ptx_kernels.ptx.launch(
+            code["ptx"], num_programs, num_threads, arguments, ptx_kernels.ptx.HostMemory(), code["shared_nbytes"]
+        )
+
     def _run(self, name: str, num_programs: int, num_threads: int, params: int) -> None:
         from fusedcomm.kernels import compile, variants
 
@@ -196,6 +222,9 @@ class FakeCuda:
             assert ctypes.c_void_p.from_address(scratch).value is None
         self.launches.append((variant.kernel, values))
         self.grids.append(num_programs)
+        if self._compiled:
+            self._execute(variant, num_programs, num_threads, addresses)
+            return
         if self._in_cuda:
             cuda_cpp.launch_on_cpu(self._in_cuda, variant, TILE, num_programs, params)
             return

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import cuda_cpp
+import pytest
 import torch
 
 from fusedcomm.kernels import nvrtc, variants
@@ -25,6 +26,14 @@ if str(TESTS) not in sys.path:
 import ptx  # noqa: E402
 
 FIELDS = ("kernel", "wire", "block", "grad_dtype", "flat", "rotated", "in_wire", "stochastic", "feedback", "sums")
+
+
+def oldest_triton(config: pytest.Config) -> Path:
+    """The folder with the oldest supported Triton. Skips the test if there is none."""
+    folder = Path(config.getoption("--oldest-triton") or Path(sys.prefix) / "triton-oldest")
+    if not (folder / "triton").is_dir():
+        pytest.skip(f"no Triton in {folder}: `make test` installs the oldest there, or name one with --oldest-triton")
+    return folder
 
 
 class TritonCompiler:

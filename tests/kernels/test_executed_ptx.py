@@ -11,7 +11,6 @@ import ptx_kernels
 import pytest
 import test_kernels
 import torch
-from test_kernel_constants import oldest_triton
 from test_kernels import bucket_layout, check_bucket, check_steps, make_bucket, pack, signed
 
 from fusedcomm.kernels import nvrtc
@@ -34,7 +33,7 @@ def compilers(request):
                     pytest.skip(str(error))
                 made[name] = ptx_kernels.NvrtcCompiler()
             else:
-                folder = oldest_triton(request.config) if name == "oldest" else None
+                folder = ptx_kernels.oldest_triton(request.config) if name == "oldest" else None
                 made[name] = ptx_kernels.TritonCompiler(folder)
         return made[name]
 

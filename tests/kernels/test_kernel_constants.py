@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ptx_kernels import oldest_triton
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 90)
@@ -182,14 +183,6 @@ def child_environment(folder):
     if folder is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH"))))
     return environment
-
-
-def oldest_triton(config):
-    """The folder with the oldest supported Triton. Skips the test if there is none."""
-    folder = Path(config.getoption("--oldest-triton") or Path(sys.prefix) / "triton-oldest")
-    if not (folder / "triton").is_dir():
-        pytest.skip(f"no Triton in {folder}: `make test` installs the oldest there, or name one with --oldest-triton")
-    return folder
 
 
 CASES = [(which, capability) for which in ("oldest", "newest") for capability in CAPABILITIES]

@@ -1,0 +1,74 @@
+"""The engine's CUDA path with the kernels that run on a GPU: compiled by Triton for the real tile, and executed from
+their PTX by the driver of the test. The gradients, the counts and the bytes sent are those of the CPU path.
+
+tests/devices/test_cuda_engine.py has the same configurations with interpreted kernels and small tiles.
+"""
+
+import functools
+import shutil
+from pathlib import Path
+
+import fake_cuda
+import ptx_kernels
+import pytest
+import torch
+from test_cuda_engine import CONFIGS, both_paths, check_both_paths
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
+]
+
+SHAPES = ((61, 500), (301,), (7,), (17000,), (1,))
+"""Small buckets and one of several tiles."""
+
+
+@functools.cache
+def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
+    """The compiler of this process."""
+    return ptx_kernels.TritonCompiler(triton_folder and Path(triton_folder))
+
+
+def on_ptx(rank, world_size, library, config, dtype, triton_folder, capability):
+    fake = fake_cuda.gpu(library)
+    return both_paths(
+        rank,
+        world_size,
+        library,
+        config,
+        dtype,
+        takes_over=functools.partial(fake.takes_over, compiled=compiler(triton_folder), capability=capability),
+        shapes=SHAPES,
+        # A product that is NaN has other bits on a GPU, and gradients that are scaled in place keep them.
+        any_nan=config.wire == "fp32",
+    )
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+def what_it_is(name: str, triton: str, capability: int) -> dict:
+    config = CONFIGS[name]
+    return {
+        "wire": config.wire,
+        "sum": config.sum,
+        "several levels": bool(config.hosts),
+        "several wires": bool(config.wires),
+        "rotated": config.blocks.rotate,
+        "rounding": config.rounding.kind,
+        "triton": triton,
+        "capability": capability,
+    }
+
+
+@pytest.mark.sampled(by=what_it_is)
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("triton", ["newest", "oldest"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_and_bytes_are_those_of_the_cpu(ranks, library, request, name, triton, capability):
+    folder = str(ptx_kernels.oldest_triton(request.config)) if triton == "oldest" else None
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
+    world_size = 4 if CONFIGS[name].hosts else 2
+    check_both_paths(ranks.run(on_ptx, library, CONFIGS[name], dtype, folder, capability, world_size=world_size))
