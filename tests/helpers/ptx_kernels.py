@@ -6,6 +6,7 @@ compiles in this process.
 
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -39,9 +40,10 @@ def oldest_triton(config: pytest.Config) -> Path:
 class TritonCompiler:
     """Compiles variants with Triton, in a child process that starts with the first request. Keeps what it compiled."""
 
-    def __init__(self, triton_folder: Path | None = None) -> None:
-        """triton_folder: the folder of another Triton than the installed one."""
-        self._folder = triton_folder
+    def __init__(self, triton_folder: Path | None = None, kernels: Path | None = None) -> None:
+        """triton_folder: the folder of another Triton than the installed one. kernels: a folder to use as
+        fusedcomm.kernels."""
+        self._folder, self._kernels = triton_folder, kernels
         self._compiled: dict[tuple, dict] = {}
 
     @functools.cached_property
@@ -50,7 +52,8 @@ class TritonCompiler:
         if self._folder is not None:
             env["PYTHONPATH"] = os.pathsep.join([str(self._folder), *filter(None, [env.get("PYTHONPATH")])])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, __file__], env=env, **pipes)
+        options = [] if self._kernels is None else [str(self._kernels)]
+        return subprocess.Popen([sys.executable, __file__, *options], env=env, **pipes)
 
     def __call__(self, variant: "_C.KernelKey", tile: int, capability: int) -> dict:
         """{"ptx", "shared_nbytes", "num_scratch_pointers", "num_threads", "triton"} of a variant with this tile."""
@@ -126,10 +129,24 @@ def replace_kernels(monkeypatch, compiler: "TritonCompiler | NvrtcCompiler", cap
         monkeypatch.setattr(launcher, f"{name}_kernel", Kernel(name, compiler, capability))
 
 
+def use_kernels(folder: Path) -> None:
+    """Makes fusedcomm.kernels the package in `folder`, for the rest of this process."""
+    for name in [name for name in sys.modules if name.startswith("fusedcomm.kernels")]:
+        del sys.modules[name]
+    spec = importlib.util.spec_from_file_location(
+        "fusedcomm.kernels", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    package = sys.modules["fusedcomm.kernels"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    sys.modules["fusedcomm"].kernels = package
+
+
 def compile_on_request() -> None:
     """Reads [fields of a variant, tile, capability] as JSON from each line of stdin. Writes a line with the result."""
     import triton
 
+    if len(sys.argv) > 1:
+        use_kernels(Path(sys.argv[1]))
     from fusedcomm.kernels import compile
 
     for line in sys.stdin:

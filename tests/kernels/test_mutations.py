@@ -1,0 +1,211 @@
+"""Seeded faults in the kernels' sources: the compiled kernels, executed from their PTX, show each of them.
+
+A fault is one edit of a copy of kernels/, which is compiled for the real tile. The check named beside it must then
+fail: the bytes differ from the oracle's, or the execution is a fault of memory or a race.
+tests/kernels/test_executed_ptx.py removes barriers.
+"""
+
+import shutil
+from pathlib import Path
+
+import ptx
+import ptx_kernels
+import pytest
+import test_kernels
+import torch
+from test_kernels import bucket_layout, check_bucket, check_steps, signed
+
+from fusedcomm.kernels.variants import TILE
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+RAGGED = [TILE + 4, 7, 64, TILE + 1], [TILE + 20]
+FLAT = [TILE + 4, 2 * TILE + 480], []  # a part has 66 blocks of 128 elements: padding follows its fp32 scales
+
+
+def bucket(wire_format: str, numels: tuple[list[int], list[int]]) -> None:
+    """A bucket of three parts, so that the order of a sum shows."""
+    layout = bucket_layout(wire_format, 128, 3, sum(numels[1]), sum(numels[0]))
+    flats = signed(sum(numels[0]), seed=8, specials=True), signed(sum(numels[1]), seed=9, specials=True)
+    check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
+
+
+def ties() -> None:
+    """Values halfway between two codes of fp8: the block's greatest value is 448, so the scale is 1."""
+    numel = 3 * TILE
+    flat = torch.tensor([448.0, 1.0625, 1.1875, -1.0625, -1.1875, 17.0, 19.0, 0.0009765625] * (numel // 8))
+    layout = bucket_layout("fp8", 128, 3, 0, numel)
+    check_bucket(layout, (flat, flat[:0]), ([numel], []), [0], "cpu", tile=TILE, scale=1.0)
+
+
+def counts() -> None:
+    """Every element is infinite, so that each slice's count is its size."""
+    numels = [sum(part) for part in RAGGED]
+    layout = bucket_layout("bf16", 128, 3, numels[1], numels[0])
+    check_bucket(layout, tuple(torch.full((numel,), torch.inf) for numel in numels), RAGGED, [0, 3], "cpu", tile=TILE)
+
+
+def steps(wire_format: str) -> None:
+    layout = bucket_layout(wire_format, 128, 2, 0, 2 * TILE + 300)
+    check_steps([layout], [[TILE + 300, TILE]], [], "cpu", True, "bf16", torch.float32, tile=TILE, flat=True)
+
+
+CHECKS = {
+    "bf16": lambda: bucket("bf16", RAGGED),
+    "bf16 flat": lambda: bucket("bf16", FLAT),
+    "fp8": lambda: bucket("fp8", FLAT),
+    "int8": lambda: bucket("int8", FLAT),
+    "int4": lambda: bucket("int4", FLAT),
+    "int8 rotated": lambda: bucket("int8-rotated", FLAT),
+    "fp8 ties": ties,
+    "counts": counts,
+    "int4 steps": lambda: steps("int4-rotated"),
+    "scale": lambda: test_kernels.test_scales_in_place("cpu", 2 * TILE + 3, TILE),
+}
+
+# (name, file, text, what replaces it, the check that fails)
+FAULTS = [
+    ("pack loads one element too many", "pack.py", "mask = lane < real\n", "mask = lane <= real\n", "bf16"),
+    (
+        "pack leaves out the last tile",
+        "pack.py",
+        "num_parts * num_tiles, tl.num_programs(0)):\n        part = (unit // num_tiles)",
+        "num_parts * num_tiles - 1, tl.num_programs(0)):\n        part = (unit // num_tiles)",
+        "bf16",
+    ),
+    (
+        "pack stores one vector too few",
+        "encode.py",
+        "mask=lane < numel // VEC * (VEC // PER_CODE)",
+        "mask=lane < (numel // VEC - 1) * (VEC // PER_CODE)",
+        "bf16",
+    ),
+    ("bf16 rounds half up", "elements.py", "0x7FFF + ((bits >> 16) & 1)", "0x8000", "bf16 flat"),
+    ("fp8 rounds half up", "quantise.py", "((bits >> FP8_SHIFT) & 1)) >> FP8_SHIFT", "1) >> FP8_SHIFT", "fp8 ties"),
+    (
+        "scales are read one block late",
+        "elements.py",
+        "tl.load(scales + (begin + element) // BLOCK",
+        "tl.load(scales + tl.maximum(begin + element - BLOCK, 0) // BLOCK",
+        "int8",
+    ),
+    (
+        "the scale is a product with a reciprocal",
+        "quantise.py",
+        "scales = tl.div_rn(absmax, of_greatest)",
+        "scales = absmax * (1.0 / GREATEST)",
+        "int8",
+    ),
+    (
+        "the halves of a byte are swapped",
+        "quantise.py",
+        "(low & 0xF) | (high << 4)",
+        "(high & 0xF) | (low << 4)",
+        "int4",
+    ),
+    ("padding after the scales is not zeroed", "encode.py", "mask=pad < end", "mask=pad < num_scales", "int8"),
+    ("the rotation has other signs", "rotation.py", "SIGNS << (RUN_MASK - place)", "SIGNS << place", "int8 rotated"),
+    ("the rotation is not scaled back", "rotation.py", "butterfly(y) * INVERSE", "butterfly(y)", "int8 rotated"),
+    (
+        "a rotation has the wrong distance",
+        "rotation.py",
+        "add_and_subtract(y, 4)",
+        "add_and_subtract(y, 2)",
+        "int8 rotated",
+    ),
+    ("the residual has the other sign", "encode.py", "y - decoded, kept_at", "decoded - y, kept_at", "int4 steps"),
+    ("noise has a wrong shift", "noise.py", "(seed.to(tl.int64) >> 32)", "(seed.to(tl.int64) >> 31)", "int4 steps"),
+    (
+        "noise is in the wrong order",
+        "noise.py",
+        "words & 0xFFFF, words >> 16",
+        "words >> 16, words & 0xFFFF",
+        "int4 steps",
+    ),
+    (
+        "a part is as long as its tiles",
+        "tiles.py",
+        "on_wire = tl.minimum(part_numel - inside, TILE)",
+        "on_wire = TILE + 0 * inside",
+        "bf16",
+    ),
+    ("elements belong to the slice before", "tiles.py", "(start <= element)", "(start < element)", "bf16"),
+    ("a count has one element too many", "tiles.py", "(lane < end)", "(lane <= end)", "counts"),
+    (
+        "ranks are added in another order",
+        "reduce.py",
+        """total = add(total, c1, s1, VEC, IN_WIRE)
+        if AT_A_TIME == 4:
+            total = add(total, c2, s2, VEC, IN_WIRE)
+""",
+        """if AT_A_TIME == 4:
+            total = add(total, c2, s2, VEC, IN_WIRE)
+        total = add(total, c1, s1, VEC, IN_WIRE)
+        if AT_A_TIME == 4:
+""",
+        "bf16",
+    ),
+    (
+        "a tile's tail is not decoded",
+        "unpack.py",
+        "mask=lane * PER_CODE < numel,",
+        "mask=lane * PER_CODE < numel - 1,",
+        "bf16",
+    ),
+    ("the scale is forgotten", "unpack.py", "to_gradient(values * scale, dtype)", "to_gradient(values, dtype)", "bf16"),
+    ("scale writes past the end", "scale.py", "if begin + TILE <= numel:", "if begin <= numel:", "scale"),
+]
+
+
+def edited(folder: Path, file: str, text: str, replacement: str) -> Path:
+    """A copy of kernels/ with one edit."""
+    copy = folder / "kernels"
+    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (copy / file).read_text()
+    assert source.count(text) >= 1, f"{file} no longer has {text!r}"
+    (copy / file).write_text(source.replace(text, replacement, 1))
+    return copy
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "text", "replacement", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
+)
+def test_a_fault_is_found(tmp_path, monkeypatch, file, text, replacement, check):
+    compiler = ptx_kernels.TritonCompiler(kernels=edited(tmp_path, file, text, replacement))
+    ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
+    try:
+        with pytest.raises((AssertionError, ptx.Fault)) as found:
+            CHECKS[check]()
+        print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
+    finally:
+        compiler.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_a_fault_the_check_passes(monkeypatch, check):
+    compiler = ptx_kernels.TritonCompiler()
+    ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
+    try:
+        CHECKS[check]()
+    finally:
+        compiler.close()
+
+
+CONSTANT = (
+    "none = minus_zero_unless(present, codes_in.dtype.element_ty)",
+    "none = -(2 ** (codes_in.dtype.element_ty.primitive_bitwidth - 1))",
+)
+
+
+@pytest.mark.full
+def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, monkeypatch):
+    """Triton 3.6 sign-extends a 16-bit constant where a register should hold it twice: absent ranks change the sum."""
+    oldest = ptx_kernels.oldest_triton(request.config)
+    compiler = ptx_kernels.TritonCompiler(oldest, kernels=edited(tmp_path, "reduce.py", *CONSTANT))
+    ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
+    try:
+        with pytest.raises(AssertionError):
+            CHECKS["bf16 flat"]()
+    finally:
+        compiler.close()
