@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import chunks, env, version
-from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
@@ -146,7 +146,7 @@ class Session:
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            record = {**self._record(), **path.must_agree, **(also_agree or {})}
+            record = self._record({**(also_agree or {}), **path.must_agree})
         except Exception as error:
             problem = error
         self.peers = Peers(self.process_group, store, timeout, stall_after_s)
@@ -303,8 +303,12 @@ class Session:
             self.config, self.local, self.process_group, self.device, dtypes or list(_C.GRAD_DTYPES), announce
         )
 
-    def _record(self) -> dict:
-        """What must be equal on all ranks. LocalOptions may differ: the bytes do not depend on them."""
+    def _record(self, also_agree: dict[str, object]) -> dict[str, object]:
+        """What must be equal on all ranks, `also_agree` included. Causes stand before what follows from them.
+
+        LocalOptions may differ: the bytes do not depend on them.
+        """
+        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
             "versions": {
                 "fusedcomm": version.__version__,
@@ -313,8 +317,11 @@ class Session:
                 "byte order": sys.byteorder,
             },
             "device": self.device.type,
-            "config": self.config.record(),
             "world size": self.world_size,
+            "wire": AUTO if searched else self.config.wire,
+            **searched,
+            "config": self.config.record(),
+            **also_agree,
         }
         if self.parameters is not None:
             record["parameters"] = {
