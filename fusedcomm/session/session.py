@@ -94,18 +94,19 @@ class Session:
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
-            hook = _C.Synchroniser(
-                config=self.native_config,
-                device=self.native_device,
-                transport=transport,
-                parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
-                wire_1d=cfg.wire_number_1d,
-                grad_device=device,
-                verify_every=cfg.checks.verify_every,
-                measure_every=cfg.checks.measure_every,
-                fallback_error=fallback.error if fallback else 0.0,
-                fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
-            )
+            with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
+                hook = _C.Synchroniser(
+                    config=self.native_config,
+                    device=self.native_device,
+                    transport=transport,
+                    parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
+                    wire_1d=cfg.wire_number_1d,
+                    grad_device=device,
+                    verify_every=cfg.checks.verify_every,
+                    measure_every=cfg.checks.measure_every,
+                    fallback_error=fallback.error if fallback else 0.0,
+                    fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
+                )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
