@@ -89,7 +89,7 @@ class Config(Options):
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
         if self.predivide != "auto":
-            check.positive("predivide", self.predivide, "'auto' or a positive number")
+            check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
         self._check_blocks()
         self._check_fallback()

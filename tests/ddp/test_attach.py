@@ -72,6 +72,9 @@ def test_an_environment_variable_out_of_range_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "many")
     with pytest.raises(ValueError, match="FUSEDCOMM_CODEC_THREADS='many'"):
         config.choose_codec_threads(None, 2)
+    monkeypatch.setenv("FUSEDCOMM_ISA", "sse9")
+    with pytest.raises(ValueError, match="FUSEDCOMM_ISA='sse9' is not known: use one of 'auto'"):
+        config.choose_isa(None)
     monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "3")
     assert config.choose_codec_threads(None, 2) == 3
     assert config.choose_codec_threads(1, 2) == 1
