@@ -13,7 +13,17 @@ from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import AUTO, Config, LocalOptions, explains_moved, given, local_options, refuse_both
+from fusedcomm.config import (
+    AUTO,
+    WIRES,
+    Config,
+    LocalOptions,
+    check,
+    explains_moved,
+    given,
+    local_options,
+    refuse_both,
+)
 from fusedcomm.ddp.handle import Handle, handles, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
@@ -124,9 +134,11 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
 
 
 def _given(config: Config | Auto | None, wire: str | None) -> Config | Auto:
+    refuse_both(config, wire)
+    if wire is not None:
+        check.choice("wire", wire, (*WIRES, AUTO))
     if wire != AUTO and not isinstance(config, Auto):
         return given(config, wire)
-    refuse_both(config, wire)
     return Auto() if config is None else config
 
 
