@@ -28,6 +28,7 @@ from fusedcomm.ddp.handle import Handle, handles, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
     device_of,
+    forget_refused_hooks,
     named_tensors,
     options_to_agree,
     refuse_options,
@@ -85,6 +86,8 @@ def attach(
     device = device_of(named)
     parameters, problem = [], None
     try:
+        if ddp in targets:
+            forget_refused_hooks(ddp)
         refuse_options(ddp)
         wait_for_delayed(ddp)
         parameters = synchronised_parameters(named, configs)
@@ -128,8 +131,8 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
                 "fusedcomm: this DDP module already has a built-in communication hook; a reducer keeps its first "
                 "hook, so wrap the model in a new DistributedDataParallel"
             ) from error
-        ddp.logger._set_comm_hook_name("fusedcomm")
         targets[ddp] = target
+    ddp.logger._set_comm_hook_name("fusedcomm")
     return target
 
 

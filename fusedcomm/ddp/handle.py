@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.ddp.module import bucket_nbytes_caps, native_hook, options_to_agree
+from fusedcomm.ddp.module import bucket_nbytes_caps, forget_refused_hooks, native_hook, options_to_agree
 from fusedcomm.native import _C
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
@@ -108,7 +108,9 @@ class Handle:
         ddp = self._ddp()
         if ddp is not None:
             self._target.set(None, ddp.process_group)
-            if not self._is_hooked:
+            if self._is_hooked:
+                forget_refused_hooks(ddp)
+            else:
                 del targets[ddp]
             ddp._comm_hooks.remove(self._registered)
             handles.pop(ddp, None)
@@ -157,6 +159,7 @@ class Handle:
             self._follow_process_group(ddp)
         self._session.say_notices()
         if self._is_hooked and self._tuner is not None and self._tuner.is_off_for_good:
+            forget_refused_hooks(ddp)
             self._is_hooked = not _C.remove_hook(ddp.reducer)
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
@@ -219,6 +222,7 @@ class _ForwardGuard:
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = handles.get(ddp)
         if handle is None and ddp in targets:  # detached
+            forget_refused_hooks(ddp)
             if _C.remove_hook(ddp.reducer):
                 del targets[ddp]
                 self._is_detached = True
