@@ -402,7 +402,7 @@ class Session:
             device_type=self.device.type,
             codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
-            exempt=tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
+            exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,
