@@ -178,6 +178,56 @@ def test_stats_plan_detach_and_attach_again(ranks):
         assert buckets == 1
 
 
+def after_detach(rank, world_size, wire):
+    ddp = DistributedDataParallel(Gradients((128, 64), (9,)))
+    gradients = [integers(rank, (128, 64)), integers(rank, (9,))]
+    comm = fusedcomm.attach(ddp, wire=wire, quiet=True)
+    synchronise(ddp, gradients, steps=2)
+    state, attached = comm.state_dict(), comm.plan()
+    comm.detach()
+    errors = []
+    for call in (lambda: comm.load_state_dict(state), lambda: comm.trace("trace.json"), comm.__enter__):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        errors.append(str(error.value))
+    assert comm.state_dict() == state and comm.stats().steps in (0, 2) and comm.nonfinite_report() == []
+    return attached, comm.plan(), errors
+
+
+@pytest.mark.parametrize("wire", ["int8", "auto"])
+def test_a_detached_handle_does_not_read_as_if_it_were_attached(ranks, wire):
+    for attached, detached, errors in ranks.run(after_detach, wire, world_size=2):
+        assert not attached.detached and "detached" not in str(attached)
+        assert detached.detached and detached.off and detached.exempt == ()
+        first, *table = str(detached).splitlines()
+        assert first == "fusedcomm: detached, DDP's own exact all-reduce, 2 ranks"
+        assert "int8" not in str(detached) and "auto" not in str(detached)
+        assert detached.buckets[0].sum == "exact" and "weights.1" in table[1]
+        assert all("this handle is detached" in text and "call fusedcomm.attach again" in text for text in errors)
+
+
+def in_a_block(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((128, 64)))
+    gradients = [integers(rank, (128, 64))]
+    with fusedcomm.attach(ddp, wire="int8", quiet=True) as comm:
+        synchronise(ddp, gradients)
+    seen = [comm.plan().detached, comm.stats().steps]
+    with pytest.raises(KeyError):
+        with fusedcomm.attach(ddp, wire="int8", quiet=True) as comm:
+            raise KeyError
+    seen.append(comm.plan().detached)
+    with fusedcomm.attach(ddp, wire="int8", quiet=True) as comm:
+        comm.detach()  # detached already when the block ends
+    with pytest.raises(RuntimeError, match="this handle is a copy"):
+        copy.copy(comm).__enter__()
+    return seen, synchronise(ddp, gradients)
+
+
+def test_a_handle_is_a_context_that_detaches_at_its_end(ranks):
+    for seen, means in ranks.run(in_a_block, world_size=2):
+        assert seen == [True, 1, True] and torch.equal(means[0], mean_of_integers(2, (128, 64)))
+
+
 class Trainer:
     """Holds the handle, as trainers do. Its module holds the handle, too."""
 
