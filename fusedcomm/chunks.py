@@ -1,7 +1,10 @@
 """Chooses the bytes of a bucket's chunks and how many chunks are under way, where a configuration leaves that open."""
 
+import contextlib
 import dataclasses
 import math
+import os
+from collections.abc import Iterator
 
 from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
@@ -44,6 +47,8 @@ _DEFAULT_S_PER_BYTE = 8e-9
 _MIN_NBYTES_PER_RANK, _MAX_NBYTES_PER_RANK = 32 << 10, 1 << 20
 # Most bytes of a chunk on CPU, if its size is chosen here.
 MAX_DEFAULT_NBYTES = 8 << 20
+
+_GIB = 1 << 30
 
 # Bytes under way at once, in many small chunks: ranks differ in speed, and a rank's link is idle while every one of its
 # chunks waits for another rank.
@@ -95,6 +100,38 @@ def native(config: Config, world_size: int, device_type: str = "cpu", ranks_per_
     """The engine's configuration, with the chunks that :func:`resolved` chooses for a link that was not timed."""
     whole = resolved(config, world_size, device_type, ranks_per_host=ranks_per_host)
     return whole.native(whole.chunks, ranks_per_host)
+
+
+@contextlib.contextmanager
+def fitting_memory(config: Config, world_size: int, device_type: str, ranks_per_host: int) -> Iterator[None]:
+    """Context in which an engine allocates its scratch memory. `config` has both numbers of its chunks.
+
+    Raises:
+        ValueError: the chunks need more memory than this machine has, or than can be allocated. Not on accelerators,
+            whose allocators say what they lack.
+    """
+    native = config.native(config.chunks, ranks_per_host)
+    num_parts = world_size if _C.is_one_shot(native, world_size) else 2
+    scratch_nbytes = config.chunks.in_flight * num_parts * _C.workspace_nbytes(native, world_size)
+    needs = (
+        f"{config.chunks} needs {scratch_nbytes / _GIB:.1f} GiB of scratch memory on each rank, {{}}: use fewer bytes "
+        "or fewer chunks in flight"
+    )
+    has_nbytes = _memory_nbytes()
+    if device_type == "cpu" and has_nbytes is not None and scratch_nbytes > has_nbytes:
+        raise ValueError(needs.format(f"and this machine has {has_nbytes / _GIB:.1f} GiB in all"))
+    try:
+        yield
+    except MemoryError as error:
+        raise ValueError(needs.format("which cannot be allocated")) from error
+
+
+def _memory_nbytes() -> int | None:
+    """Bytes of memory of this machine; None if the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:

@@ -17,7 +17,7 @@ from fusedcomm.autotune import bucket_cap
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Tuning
 from fusedcomm.autotune.space import MAX_CHUNKS, MAX_SUMS, Space
-from fusedcomm.config import LocalOptions
+from fusedcomm.config import AUTO, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
 from fusedcomm.session.parameters import NamedParameter, numbered, trainable
@@ -77,7 +77,7 @@ class Tuner:
             local,
             device,
             announce,
-            also_agree={"auto": auto, **self._also_agree},
+            also_agree={AUTO: auto, **self._also_agree},
             watched=False,
             problem=problem,
         )

@@ -1,5 +1,7 @@
 """Checks that many options share. Each raises ValueError with the option, its value and the possible values."""
 
+import math
+import sys
 from collections.abc import Sequence
 
 
@@ -20,8 +22,13 @@ def flag(option: str, value: object) -> None:
 
 
 def positive(option: str, value: object, possible: str) -> None:
-    """Requires a finite number greater than 0; `possible` says so in words."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    """Requires a number greater than 0 that a float can hold; `possible` says so in words."""
+    number(option, value, math.ulp(0.0), sys.float_info.max, possible)
+
+
+def number(option: str, value: object, least: float, most: float, possible: str) -> None:
+    """Requires a number from `least` to `most`; `possible` says so in words."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(f"{option}={value!r} is not possible: use {possible}")
 
 

@@ -81,7 +81,10 @@ class Config(Options):
 
     def __post_init__(self) -> None:
         if self.wire == AUTO:
-            raise ValueError("wire='auto' is a search and not a configuration: use fusedcomm.Auto(…) in its place")
+            raise ValueError(
+                "wire='auto' is a search, which only fusedcomm.attach makes: give it a fusedcomm.Auto(…) in place of a "
+                f"Config(…), or name a wire, one of {', '.join(map(repr, WIRES))}"
+            )
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
         for name, kind in (("blocks", Blocks), ("rounding", Rounding), ("chunks", Chunks), ("checks", Checks)):
@@ -89,7 +92,7 @@ class Config(Options):
         if self.feedback is not None:
             check.kind("feedback", self.feedback, Feedback)
         if self.predivide != "auto":
-            check.positive("predivide", self.predivide, "'auto' or a positive number")
+            check.number("predivide", self.predivide, 1e-38, 1e38, "'auto' or a positive number from 1e-38 to 1e38")
         self._check_wires()
         self._check_blocks()
         self._check_fallback()

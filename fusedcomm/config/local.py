@@ -14,6 +14,9 @@ MOST_CODEC_THREADS = 256
 
 STALL_AFTER_S = 60.0
 """Seconds: by default a bucket in flight that has not moved for this long is a stall."""
+LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S = 0.1, 1e9
+"""Seconds that a user can ask for. On most networks a bucket takes longer than the least, so that a shorter time would
+report every bucket. The most are 31 years, and fit into the engine's clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +32,8 @@ class LocalOptions:
         stall_after: seconds. If a bucket is in flight and nothing has moved for this long, the ranks are asked what
             they have in flight. Each rank that waits then warns once and names the slow or missing rank, the step, the
             bucket and the stage. Training goes on. The same happens if the oldest bucket in flight moves but takes this
-            long, as on a slow link, and again when one takes twice as long. None: 60, or a third of the group's timeout
-            if that is less. A failure is explained in the same way, in the error's text.
+            long, as on a slow link, and again when one takes twice as long. From 0.1 to 1e9. None: 60, or a third of
+            the group's timeout if that is less. A failure is explained in the same way, in the error's text.
     """
 
     isa: str | None = None
@@ -59,8 +62,8 @@ def local_options(local: LocalOptions | None) -> LocalOptions:
 
 def choose_isa(isa: str | None) -> str:
     """The argument, else FUSEDCOMM_ISA, else "auto". Raises ValueError for a set that this machine cannot run."""
-    chosen = env.isa() if isa is None else isa
-    check.choice("isa", chosen, ("auto", *_C.available_isas()))
+    option, chosen = (env.ISA, env.isa()) if isa is None else ("isa", isa)
+    check.choice(option, chosen, ("auto", *_C.available_isas()))
     return chosen
 
 
@@ -83,9 +86,10 @@ def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
 def choose_stall_after(stall_after: float | None, timeout_s: float) -> float:
     """Seconds: the argument, else STALL_AFTER_S, but at most a third of the group's timeout.
 
-    A report then comes before the timeout. Raises ValueError if a given number is not positive.
+    A report then comes before the timeout. Raises ValueError if a given number is out of range.
     """
     if stall_after is None:
         return min(STALL_AFTER_S, timeout_s / 3)
-    check.positive("stall_after", stall_after, "a number of seconds greater than 0")
+    possible = "a number of seconds from 0.1 to 1e9"
+    check.number("stall_after", stall_after, LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S, possible)
     return float(stall_after)

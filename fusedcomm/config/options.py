@@ -17,6 +17,8 @@ RESIDUALS = _C.RESIDUAL_FORMATS
 # The greatest int64.
 _MOST = 2**63 - 1
 
+LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES = 4096, 1 << 30
+
 ALWAYS_SHOWN = "always shown"
 """A key in a field's metadata: repr() shows the field even if it has its default."""
 
@@ -106,11 +108,11 @@ class Feedback(Options):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Chunks(Options):
     """How a bucket is cut into chunks. Scratch memory is about 2 · nbytes · in_flight; with one-shot, world_size times
-    that.
+    that. On cpu it is an error if the machine has less memory.
 
     Args:
-        nbytes: most bytes of a packed bucket that one collective sends; at least 4096. None: 16 MiB on cuda. On cpu as
-            many as the link, timed at attach, sends in 2 ms: 32 KiB to 1 MiB for each rank, at most 8 MiB in all. The
+        nbytes: most bytes of a packed bucket that one collective sends; from 4096 to 2^30. None: 16 MiB on cuda. On
+            cpu as many as the link, timed at attach, sends in 2 ms: 32 KiB to 1 MiB for each rank, at most 8 MiB. The
             time is 3 ms among more than two ranks, 4 ms with one-shot, and 8 ms with "direct" between two ranks. A
             bucket that is summed exactly in its own memory is not cut.
         in_flight: most chunks in flight at once, from 1 to 64. None: as many as 4 MiB hold, from 4 to 16; 4 on cuda.
@@ -121,7 +123,8 @@ class Chunks(Options):
 
     def __post_init__(self) -> None:
         if self.nbytes is not None:
-            check.whole("Chunks(nbytes)", self.nbytes, 4096, _MOST, "a whole number of bytes, at least 4096")
+            possible = f"a whole number of bytes from {LEAST_CHUNK_NBYTES} to {MOST_CHUNK_NBYTES}"
+            check.whole("Chunks(nbytes)", self.nbytes, LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES, possible)
         if self.in_flight is not None:
             check.whole("Chunks(in_flight)", self.in_flight, 1, 64, "a whole number from 1 to 64")
 

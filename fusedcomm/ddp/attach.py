@@ -13,11 +13,22 @@ from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.config import AUTO, Config, LocalOptions, explains_moved, given, local_options, refuse_both
+from fusedcomm.config import (
+    AUTO,
+    WIRES,
+    Config,
+    LocalOptions,
+    check,
+    explains_moved,
+    given,
+    local_options,
+    refuse_both,
+)
 from fusedcomm.ddp.handle import Handle, handles, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
     device_of,
+    forget_refused_hooks,
     named_tensors,
     options_to_agree,
     refuse_options,
@@ -75,6 +86,8 @@ def attach(
     device = device_of(named)
     parameters, problem = [], None
     try:
+        if ddp in targets:
+            forget_refused_hooks(ddp)
         refuse_options(ddp)
         wait_for_delayed(ddp)
         parameters = synchronised_parameters(named, configs)
@@ -118,15 +131,17 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
                 "fusedcomm: this DDP module already has a built-in communication hook; a reducer keeps its first "
                 "hook, so wrap the model in a new DistributedDataParallel"
             ) from error
-        ddp.logger._set_comm_hook_name("fusedcomm")
         targets[ddp] = target
+    ddp.logger._set_comm_hook_name("fusedcomm")
     return target
 
 
 def _given(config: Config | Auto | None, wire: str | None) -> Config | Auto:
+    refuse_both(config, wire)
+    if wire is not None:
+        check.choice("wire", wire, (*WIRES, AUTO))
     if wire != AUTO and not isinstance(config, Auto):
         return given(config, wire)
-    refuse_both(config, wire)
     return Auto() if config is None else config
 
 

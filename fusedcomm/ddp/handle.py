@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.ddp.module import bucket_nbytes_caps, native_hook, options_to_agree
+from fusedcomm.ddp.module import bucket_nbytes_caps, forget_refused_hooks, native_hook, options_to_agree
 from fusedcomm.native import _C
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
@@ -56,7 +56,12 @@ class Handle:
         return stats if self._tuner is None else dataclasses.replace(stats, off=self._tuner.is_off)
 
     def plan(self) -> Plan:
-        """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass."""
+        """How each bucket is sent; printable. Shows DDP's actual buckets after the first backward pass.
+
+        After detach() it shows DDP's own all-reduce.
+        """
+        if not self._attached:
+            return dataclasses.replace(self._session.plan(bucket_nbytes_caps(self._ddp()), off=True), detached=True)
         if self._tuner is not None:
             return self._tuner.plan()
         return self._session.plan(bucket_nbytes_caps(self._ddp()))
@@ -80,10 +85,11 @@ class Handle:
         Raises:
             ValueError: all_ranks is set and the path has ``{rank}``.
             OSError: the file cannot be written. Raised when the block begins, on the rank that writes.
-            RuntimeError: with wire="auto", on every rank: the search has not ended, or it has chosen DDP's own
-                all-reduce. With all_ranks, on rank 0, when the block ends: another rank left the block with an error,
-                or did not leave it within the group's timeout.
+            RuntimeError: the handle has been detached. With wire="auto", on every rank: the search has not ended, or it
+                has chosen DDP's own all-reduce. With all_ranks, on rank 0, when the block ends: another rank left the
+                block with an error, or did not leave it within the group's timeout.
         """
+        self._refuse_detached("there is nothing to trace")
         if self._tuner is not None and self._tuner.is_searching:
             raise RuntimeError(
                 "fusedcomm: wire='auto' is still searching, and would change what is traced: wait for "
@@ -108,7 +114,9 @@ class Handle:
         ddp = self._ddp()
         if ddp is not None:
             self._target.set(None, ddp.process_group)
-            if not self._is_hooked:
+            if self._is_hooked:
+                forget_refused_hooks(ddp)
+            else:
                 del targets[ddp]
             ddp._comm_hooks.remove(self._registered)
             handles.pop(ddp, None)
@@ -145,8 +153,30 @@ class Handle:
             ValueError: the version is another, a key is missing, a value is of the wrong kind, the model does not have
                 a parameter or has it in another size, or there are residuals and this attachment has no error feedback.
                 Nothing has changed then.
+            RuntimeError: the handle has been detached.
         """
+        self._refuse_detached("no engine would use the state")
         load_state_dict(self._session, state)
+
+    def __enter__(self) -> "Handle":
+        """``with fusedcomm.attach(ddp) as comm:`` detaches when the block ends, also if it ends with an error.
+
+        As :meth:`detach`, every rank must leave the block between steps.
+        """
+        self._refuse_detached("a block cannot detach it")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _refuse_detached(self, consequence: str) -> None:
+        """Raises RuntimeError if this handle is detached or a copy."""
+        self._session  # noqa: B018  (raises if this handle is a copy)
+        if not self._attached:
+            raise RuntimeError(
+                f"fusedcomm: this handle is detached, so {consequence}: call fusedcomm.attach again, and use the "
+                "handle that it returns"
+            )
 
     def __reduce__(self) -> tuple:
         # Process groups, threads and connections stay with the original.
@@ -157,6 +187,7 @@ class Handle:
             self._follow_process_group(ddp)
         self._session.say_notices()
         if self._is_hooked and self._tuner is not None and self._tuner.is_off_for_good:
+            forget_refused_hooks(ddp)
             self._is_hooked = not _C.remove_hook(ddp.reducer)
 
     def _follow_process_group(self, ddp: DistributedDataParallel) -> None:
@@ -219,6 +250,7 @@ class _ForwardGuard:
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = handles.get(ddp)
         if handle is None and ddp in targets:  # detached
+            forget_refused_hooks(ddp)
             if _C.remove_hook(ddp.reducer):
                 del targets[ddp]
                 self._is_detached = True

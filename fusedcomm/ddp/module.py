@@ -57,6 +57,17 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
         )
 
 
+def forget_refused_hooks(ddp: DistributedDataParallel) -> None:
+    """Removes the hooks that the reducer has refused from ``ddp._comm_hooks``.
+
+    Call it only while fusedcomm's hook is in the reducer, which has one hook at most.
+
+    ``register_comm_hook`` adds its entry, and gives the hook's name to DDP's logger, before it asks the reducer.
+    """
+    ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is native_hook]
+    ddp.logger._set_comm_hook_name("fusedcomm")
+
+
 class DelayedAllReduce:
     """DDP's tensor hook for ``delay_all_reduce_named_params``, except that the backward pass waits for its all-reduce.
 

@@ -47,6 +47,7 @@ def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:
 
     Args:
         store: a store that only this call uses.
+        record: each field stands before those whose values follow from it, because the first difference is named.
         what: what this rank is doing, for reports; "attaching" for example.
 
     Raises:
@@ -134,9 +135,12 @@ def _first_problem(records: list[dict]) -> Verdict:
 
 
 def _first_difference(left: object, right: object, field: str = "") -> tuple[str, object, object] | None:
-    """The path and the two values of the first difference between two JSON values; None if they are equal."""
+    """The path and the two values of the first difference between two JSON values; None if they are equal.
+
+    Keys are compared in the order of `left`. A record has a field before those whose values follow from it.
+    """
     if isinstance(left, dict) and isinstance(right, dict):
-        for key in sorted({*left, *right}):
+        for key in {**left, **right}:
             found = _first_difference(left.get(key), right.get(key), f"{field}.{key}" if field else key)
             if found:
                 return found

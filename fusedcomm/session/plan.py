@@ -65,13 +65,15 @@ class Plan:
     """Whether `buckets` is a prediction: before the first backward pass, and when `off`. DDP may cut others."""
     hosts: Hosts | None = None
     off: bool = False
-    """Whether gradients go through DDP's own all-reduce, because wire="auto" tries it now or has chosen it."""
+    """Whether gradients go through DDP's own all-reduce: wire="auto" tries it now or has chosen it, or `detached`."""
     tuning: Found | None = None
     """What wire="auto" has found; None for other wires."""
     ranks_on_host: int | None = None
     """Ranks on this host, as torchrun sets them; None if not set."""
     frozen: bool = False
     """Whether no parameter requires gradients now. `buckets` is then empty, or shows the last backward pass."""
+    detached: bool = False
+    """Whether the handle has been detached. `config` and `codec` are then those that it had."""
 
     @property
     def grad_nbytes(self) -> int:
@@ -87,28 +89,9 @@ class Plan:
         return None if self.hosts is None else sum(row.sent_between_hosts_nbytes for row in self.buckets)
 
     def __str__(self) -> str:
-        config = self.config
-        wire = " ".join(
-            (
-                config.wire,
-                *(["rotated"] if config.blocks.rotate else []),
-                *(["rounded stochastically"] if config.is_stochastic else []),
-                *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
-            )
-        )
-        chunk_kib = config.chunks.nbytes >> 10
-        lines = [
-            f"fusedcomm: wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
-            f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
-        ]
-        if self.off:
-            lines = [f"fusedcomm: off, DDP's own exact all-reduce, {self.world_size} ranks"]
-        if self.tuning is not None:
-            lines.append(f"  {self.tuning.line}")
-            if self.tuning.bucket_cap is not None:
-                lines.append(f"  {self.tuning.bucket_cap}")
+        lines = self._head()
         if self.hosts is not None and self.hosts.flat_reason and not self.off:
-            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={config.groups!r})")
+            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={self.config.groups!r})")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.buckets or not self.frozen:
@@ -120,6 +103,33 @@ class Plan:
             later = "" if self.off else "; plan() after two steps shows them as they are"
             lines.append(f"  buckets as DDP is expected to cut them{later}")
         return "\n".join(lines)
+
+    def _head(self) -> list[str]:
+        """How gradients are sent. With wire="auto" the search comes first, because that is what the user asked for."""
+        if self.detached:
+            return [f"fusedcomm: detached, DDP's own exact all-reduce, {self.world_size} ranks"]
+        if self.tuning is None:
+            return [f"fusedcomm: {self._way()}"]
+        cap = [] if self.tuning.bucket_cap is None else [f"  {self.tuning.bucket_cap}"]
+        return [f"fusedcomm: {self.tuning.line}", *cap, f"  now {self._way()}"]
+
+    def _way(self) -> str:
+        if self.off:
+            return f"off, DDP's own exact all-reduce, {self.world_size} ranks"
+        config = self.config
+        wire = " ".join(
+            (
+                config.wire,
+                *(["rotated"] if config.blocks.rotate else []),
+                *(["rounded stochastically"] if config.is_stochastic else []),
+                *([f"with {config.feedback.format} error feedback"] if config.feedback else []),
+            )
+        )
+        chunk_kib = config.chunks.nbytes >> 10
+        return (
+            f"wire {wire}, sum {config.sum}, {self._ranks()}, codec {self.codec}, chunks of "
+            f"{chunk_kib} KiB, scratch {self.scratch_nbytes / _MIB:.1f} MiB"
+        )
 
     def _table(self) -> list[str]:
         lines = [f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"]

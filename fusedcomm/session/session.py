@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm import chunks, env, version
-from fusedcomm.config import STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
@@ -94,18 +94,19 @@ class Session:
         try:
             self.peers.doing("attaching: connecting with the other ranks")
             transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
-            hook = _C.Synchroniser(
-                config=self.native_config,
-                device=self.native_device,
-                transport=transport,
-                parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
-                wire_1d=cfg.wire_number_1d,
-                grad_device=device,
-                verify_every=cfg.checks.verify_every,
-                measure_every=cfg.checks.measure_every,
-                fallback_error=fallback.error if fallback else 0.0,
-                fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
-            )
+            with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
+                hook = _C.Synchroniser(
+                    config=self.native_config,
+                    device=self.native_device,
+                    transport=transport,
+                    parameters=[(p.tensor, p.name, p.wire) for p in parameters or []],
+                    wire_1d=cfg.wire_number_1d,
+                    grad_device=device,
+                    verify_every=cfg.checks.verify_every,
+                    measure_every=cfg.checks.measure_every,
+                    fallback_error=fallback.error if fallback else 0.0,
+                    fallback_wire=cfg.number_of(fallback.wire if fallback else cfg.wire),
+                )
             if self.world_size > 1:
                 self._store.set(f"watch/who/{self.rank}", groups.describe_process(process_group))
         except Exception as error:
@@ -146,7 +147,7 @@ class Session:
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
-            record = {**self._record(), **path.must_agree, **(also_agree or {})}
+            record = self._record({**(also_agree or {}), **path.must_agree})
         except Exception as error:
             problem = error
         self.peers = Peers(self.process_group, store, timeout, stall_after_s)
@@ -303,8 +304,12 @@ class Session:
             self.config, self.local, self.process_group, self.device, dtypes or list(_C.GRAD_DTYPES), announce
         )
 
-    def _record(self) -> dict:
-        """What must be equal on all ranks. LocalOptions may differ: the bytes do not depend on them."""
+    def _record(self, also_agree: dict[str, object]) -> dict[str, object]:
+        """What must be equal on all ranks, `also_agree` included. Causes stand before what follows from them.
+
+        LocalOptions may differ: the bytes do not depend on them.
+        """
+        searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
             "versions": {
                 "fusedcomm": version.__version__,
@@ -313,8 +318,11 @@ class Session:
                 "byte order": sys.byteorder,
             },
             "device": self.device.type,
-            "config": self.config.record(),
             "world size": self.world_size,
+            "wire": AUTO if searched else self.config.wire,
+            **searched,
+            "config": self.config.record(),
+            **also_agree,
         }
         if self.parameters is not None:
             record["parameters"] = {
@@ -394,7 +402,7 @@ class Session:
             device_type=self.device.type,
             codec=self.codec,
             scratch_nbytes=self.hook.scratch_nbytes,
-            exempt=tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
+            exempt=() if off else tuple(p.name for p in now if p.wire == _C.EXACT_WIRE),
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,

@@ -923,6 +923,11 @@ def printed(rank, world_size):
 
 def test_rank_0_prints_what_is_tried_and_what_was_chosen_once(ranks):
     (first, report), (second, _) = ranks.run(printed, world_size=2)
+    assert first.startswith("fusedcomm: wire='auto' is searching, step 0 of at most")
+    assert "\n  now off, DDP's own exact all-reduce, 2 ranks\n" in first
+    assert (
+        "\nfusedcomm: bf16 two-shot chosen by wire='auto' from" in first and "\n  now wire bf16, sum two-shot" in first
+    )
     assert first.count("is searching, step 0 of at most") == 1 and first.count("bf16 two-shot chosen by") == 1
     assert "off 6" in first and "bucket_cap_mb" in first and second == ""
     assert "bf16 two-shot chosen by" in report and "bucket_cap_mb" in report

@@ -29,8 +29,9 @@ from fusedcomm.config import Config, LocalOptions
         ({"local": LocalOptions(isa="sse9")}, ["sse9", "portable"]),
         ({"local": LocalOptions(sm_limit=8)}, ["sm_limit=8 is for gradients on cuda, and these are on cpu"]),
         ({"local": 8}, ["local=8", "a fusedcomm.LocalOptions(…)"]),
-        ({"wire": "fp7"}, ["wire='fp7'", "'fp32', 'bf16', 'fp16', 'int8'"]),
-        ({"wire": 8}, ["wire=8", "'fp32', 'bf16', 'fp16', 'int8'"]),
+        ({"wire": "fp7"}, ["wire='fp7'", "'fp32', 'bf16', 'fp16', 'int8'", "'int4', 'auto'"]),
+        ({"wire": 8}, ["wire=8", "'fp32', 'bf16', 'fp16', 'int8'", "'auto'"]),
+        ({"wire": ["bf16"]}, ["wire=['bf16']", "'auto'"]),
         ({"config": "int8"}, ["config='int8'", "wire='int8'", "fusedcomm.Config('int8', …)"]),
         ({"config": {"wire": "int8"}}, ["config={'wire': 'int8'}", "a fusedcomm.Config(…)"]),
         ({"config": Config("int8"), "wire": "bf16"}, ["config=Config(wire='int8') and wire='bf16'", "leave wire out"]),
@@ -72,6 +73,9 @@ def test_an_environment_variable_out_of_range_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "many")
     with pytest.raises(ValueError, match="FUSEDCOMM_CODEC_THREADS='many'"):
         config.choose_codec_threads(None, 2)
+    monkeypatch.setenv("FUSEDCOMM_ISA", "sse9")
+    with pytest.raises(ValueError, match="FUSEDCOMM_ISA='sse9' is not known: use one of 'auto'"):
+        config.choose_isa(None)
     monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "3")
     assert config.choose_codec_threads(None, 2) == 3
     assert config.choose_codec_threads(1, 2) == 1
@@ -172,6 +176,56 @@ def test_stats_plan_detach_and_attach_again(ranks):
         for seen in (after_detach, after_attach):
             assert all(torch.equal(a, b) for a, b in zip(seen, means, strict=True))
         assert buckets == 1
+
+
+def after_detach(rank, world_size, wire):
+    ddp = DistributedDataParallel(Gradients((128, 64), (9,)))
+    gradients = [integers(rank, (128, 64)), integers(rank, (9,))]
+    comm = fusedcomm.attach(ddp, wire=wire, quiet=True)
+    synchronise(ddp, gradients, steps=2)
+    state, attached = comm.state_dict(), comm.plan()
+    comm.detach()
+    errors = []
+    for call in (lambda: comm.load_state_dict(state), lambda: comm.trace("trace.json"), comm.__enter__):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        errors.append(str(error.value))
+    assert comm.state_dict() == state and comm.stats().steps in (0, 2) and comm.nonfinite_report() == []
+    return attached, comm.plan(), errors
+
+
+@pytest.mark.parametrize("wire", ["int8", "auto"])
+def test_a_detached_handle_does_not_read_as_if_it_were_attached(ranks, wire):
+    for attached, detached, errors in ranks.run(after_detach, wire, world_size=2):
+        assert not attached.detached and "detached" not in str(attached)
+        assert detached.detached and detached.off and detached.exempt == ()
+        first, *table = str(detached).splitlines()
+        assert first == "fusedcomm: detached, DDP's own exact all-reduce, 2 ranks"
+        assert "int8" not in str(detached) and "auto" not in str(detached)
+        assert detached.buckets[0].sum == "exact" and "weights.1" in table[1]
+        assert all("this handle is detached" in text and "call fusedcomm.attach again" in text for text in errors)
+
+
+def in_a_block(rank, world_size):
+    ddp = DistributedDataParallel(Gradients((128, 64)))
+    gradients = [integers(rank, (128, 64))]
+    with fusedcomm.attach(ddp, wire="int8", quiet=True) as comm:
+        synchronise(ddp, gradients)
+    seen = [comm.plan().detached, comm.stats().steps]
+    with pytest.raises(KeyError):
+        with fusedcomm.attach(ddp, wire="int8", quiet=True) as comm:
+            raise KeyError
+    seen.append(comm.plan().detached)
+    with fusedcomm.attach(ddp, wire="int8", quiet=True) as comm:
+        comm.detach()  # detached already when the block ends
+    with pytest.raises(RuntimeError, match="this handle is a copy"):
+        copy.copy(comm).__enter__()
+    return seen, synchronise(ddp, gradients)
+
+
+def test_a_handle_is_a_context_that_detaches_at_its_end(ranks):
+    for seen, means in ranks.run(in_a_block, world_size=2):
+        assert seen == [True, 1, True] and torch.equal(means[0], mean_of_integers(2, (128, 64)))
 
 
 class Trainer:

@@ -65,6 +65,45 @@ def test_one_hook_for_each_module(ranks):
         assert "built-in communication hook" in errors["attach after builtin"]
 
 
+def after_refused_hooks(rank, world_size):
+    """Registers a hook while fusedcomm's is in the reducer, which refuses it: attached, just detached, and twice."""
+    ddp, inputs, seen = DistributedDataParallel(Mlp()), torch.ones(4, 10), []
+
+    def refuse():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can only be called once"):
+                ddp.register_comm_hook(fusedcomm.CommState(), fusedcomm.comm_hook)
+
+    for when in ("attached", "detached", "both"):
+        comm = fusedcomm.attach(ddp, quiet=True)
+        if when != "detached":
+            refuse()
+        comm.detach()
+        if when != "attached":
+            refuse()
+            ddp(inputs).sum().backward()  # gives the reducer back without a hook
+            seen.append(len(ddp._comm_hooks))
+        again = fusedcomm.attach(ddp, wire="int8", quiet=True)
+        seen.append(ddp._get_ddp_logging_data()["comm_hook"])
+        again.detach()
+    comm = fusedcomm.attach(ddp, quiet=True)
+    comm.detach()
+    ddp(inputs).sum().backward()
+    ddp.register_comm_hook(fusedcomm.CommState(), fusedcomm.comm_hook)  # the reducer has no hook now
+    try:
+        fusedcomm.attach(ddp, quiet=True)
+    except RuntimeError as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_a_hook_that_the_reducer_refused_does_not_keep_fusedcomm_from_attaching_again(ranks):
+    for seen in ranks.run(after_refused_hooks, world_size=2):
+        *counts_and_names, error = seen
+        assert counts_and_names == ["fusedcomm", 0, "fusedcomm", 0, "fusedcomm"]
+        assert "already has the communication hook comm_hook" in error
+
+
 def incompatible(rank, world_size):
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torch.nn.parallel.distributed import _MixedPrecision

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import refused
 
 from fusedcomm import chunks
 from fusedcomm.config import Blocks, Chunks, Config, TwoLevels
@@ -129,3 +130,26 @@ def test_chunks_that_were_asked_for_stay(device_type):
 )
 def test_few_exchanges_send_at_once_where_connections_share_a_slow_line(world_size, s_per_byte, expected):
     assert chunks.max_sending(world_size, s_per_byte) == expected
+
+
+@pytest.mark.parametrize("sum", ["one-shot", "two-shot"])
+def test_chunks_that_do_not_fit_into_the_machines_memory_are_refused(ranks, sum):
+    config = Config("int8", sum, chunks=Chunks(64 * MIB, in_flight=4))
+    for error in ranks.run(attached_with_memory, config, 256 * MIB, world_size=2):
+        assert "Chunks(nbytes=67108864, in_flight=4) needs 0.5 GiB of scratch memory on each rank" in error
+        assert "and this machine has 0.2 GiB in all: use fewer bytes or fewer chunks in flight" in error
+
+
+def attached_with_memory(rank, world_size, config, has_nbytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_memory_nbytes", lambda: has_nbytes)
+        return refused(rank, world_size, {"config": config, "quiet": True})
+
+
+def test_memory_that_cannot_be_allocated_is_an_error_about_chunks():
+    config = Config("int8", chunks=Chunks(MIB, in_flight=4))
+    with pytest.raises(ValueError, match=r"Chunks\(nbytes=1048576, in_flight=4\) needs .*which cannot be allocated"):
+        with chunks.fitting_memory(config, 4, "cpu", 1):
+            raise MemoryError("std::bad_alloc")
+    with chunks.fitting_memory(config, 4, "cuda", 1):
+        pass

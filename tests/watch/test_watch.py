@@ -389,9 +389,11 @@ def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, in_a_roll
 # ---- the option
 
 
-@pytest.mark.parametrize("stall_after", [0, -1.0, True, "60", float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "stall_after", [0, -1.0, True, "60", float("inf"), float("nan"), 1e-9, 0.099, 2e9, 1e300, 10**400]
+)
 def test_an_impossible_stall_after_is_refused(stall_after):
-    with pytest.raises(ValueError, match="stall_after=.*seconds greater than 0"):
+    with pytest.raises(ValueError, match=r"stall_after=.* is not possible: use a number of seconds from 0\.1 to 1e9"):
         config.choose_stall_after(stall_after, 30)
 
 
@@ -399,6 +401,7 @@ def test_by_default_a_stall_is_reported_before_the_timeout():
     assert config.choose_stall_after(None, 1800) == 60
     assert config.choose_stall_after(None, 30) == 10
     assert config.choose_stall_after(25, 30) == 25
+    assert config.choose_stall_after(0.1, 30) == 0.1
 
 
 def refused(rank, world_size):
