@@ -1,5 +1,6 @@
 """The ranks of the probe. They act at the same time, and agree on what they measured."""
 
+import pickle
 import resource
 import time
 from collections.abc import Callable
@@ -35,9 +36,9 @@ class Team:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def slowest(self, seconds: list[float]) -> list[float]:
-        """The largest of all ranks, for each value. A collective call."""
-        values = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+    def slowest(self, numbers: list[float]) -> list[float]:
+        """The largest of all ranks, for each number. A collective call."""
+        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values.tolist()
 
@@ -48,10 +49,19 @@ class Team:
         return (sums / self.world_size).tolist()
 
     def gather(self, value: object) -> list:
-        """The values of all ranks, in rank order. A collective call."""
-        values: list = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        """The values of all ranks, in rank order. A collective call.
+
+        It does what ``dist.all_gather_object`` does, which needs numpy.
+        """
+        own = pickle.dumps(value)
+        (nbytes,) = self.slowest([len(own)])
+        # pickle ignores the zeros after a shorter rank's value.
+        padded = torch.zeros(int(nbytes), dtype=torch.uint8)
+        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        padded = padded.to(self.device)
+        everybodys = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(everybodys, padded, group=self.group)
+        return [pickle.loads(bytes(theirs.tolist())) for theirs in everybodys]
 
     def agree_on_errors(self, error: str) -> None:
         """Raises ProbeError on every rank if `error` is not empty on one of them. A collective call."""
