@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         Feedback,
         LocalOptions,
         Rounding,
+        Sum,
         TwoLevels,
+        Wire,
     )
     from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
@@ -48,8 +50,10 @@ __all__ = [
     "Residuals",
     "Rounding",
     "Stats",
+    "Sum",
     "Tuning",
     "TwoLevels",
+    "Wire",
     "__version__",
     "attach",
     "comm_hook",
@@ -77,16 +81,20 @@ _HOME = {
     "Feedback": "config",
     "LocalOptions": "config",
     "Rounding": "config",
+    "Sum": "config",
     "TwoLevels": "config",
+    "Wire": "config",
 }
 
 
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'fusedcomm' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"fusedcomm.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take every name for known
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'fusedcomm' has no attribute '{name}'")
+        value = getattr(importlib.import_module(f"fusedcomm.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

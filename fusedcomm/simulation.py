@@ -11,6 +11,8 @@ from fusedcomm.config import (
     Checks,
     Config,
     Feedback,
+    ResidualFormat,
+    Wire,
     choose_codec_threads,
     choose_isa,
     explains_moved,
@@ -35,7 +37,7 @@ def simulate(
     grads: Sequence[torch.Tensor],
     config: Config | None = None,
     *,
-    wire: str | None = None,
+    wire: Wire | None = None,
     exempt_mask: torch.Tensor | None = None,
     step: int = 0,
     residuals: "Residuals | None" = None,
@@ -112,7 +114,7 @@ class Residuals:
         format: "fp32" or "bf16"; see :class:`fusedcomm.Feedback`.
     """
 
-    def __init__(self, format: str = "fp32") -> None:
+    def __init__(self, format: ResidualFormat = "fp32") -> None:
         self.format = Feedback(format).format
         self._of_senders: list[torch.Tensor] = []  # one for each rank, or for each host with two levels
         self._of_means: torch.Tensor | None = None

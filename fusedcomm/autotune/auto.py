@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from fusedcomm.autotune.search import OFF, Tuning
-from fusedcomm.config import WIRES, Config, Options, check
+from fusedcomm.config import WIRES, Config, Options, Wire, check
 from fusedcomm.native import _C
 
-EXACT_WIRE = "fp32"
+EXACT_WIRE: Wire = "fp32"
 """The wire that is tried by default beside the wire of `Auto.base`, if `base` allows it."""
 
 
@@ -34,7 +34,7 @@ class Auto(Options):
             lacks `base.wire`, or `tuned` is of another type. The message names the value.
     """
 
-    wires: Sequence[str] | None = None
+    wires: Sequence[Wire] | None = None
     base: Config | None = None
     tuned: Tuning | str | os.PathLike | None = None
 
@@ -78,7 +78,7 @@ class Auto(Options):
         return self.base or Config()
 
     @property
-    def tried(self) -> tuple[str, ...]:
+    def tried(self) -> tuple[Wire, ...]:
         """The wires to try, the most exact first."""
         wires = self.wires
         if wires is None:
@@ -87,7 +87,7 @@ class Auto(Options):
                 wires.append(EXACT_WIRE)
         return tuple(sorted(dict.fromkeys(wires), key=lambda wire: (-_C.exactness(wire), WIRES.index(wire))))
 
-    def config(self, wire: str) -> Config:
+    def config(self, wire: Wire) -> Config:
         """The configuration in which `wire` is tried first. Raises ValueError if it is not possible."""
         return dataclasses.replace(self.common, wire=wire)
 

@@ -5,6 +5,7 @@ may differ from rank to rank. Each option is documented in its class's docstring
 """
 
 from fusedcomm.config.config import AUTO, Config, given, refuse_both
+from fusedcomm.config.literals import ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.config.local import (
     STALL_AFTER_S,
     LocalOptions,
@@ -36,6 +37,12 @@ __all__ = [
     "AUTO",
     "ONE_DIMENSIONAL",
     "RESIDUALS",
+    "ResidualFormat",
+    "RoundingKind",
+    "Search",
+    "Sum",
+    "Wire",
+    "WireWithoutScales",
     "ROUNDINGS",
     "STALL_AFTER_S",
     "SUMS",

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from fusedcomm import patterns
 from fusedcomm.config import check
+from fusedcomm.config.literals import Sum, Wire
 from fusedcomm.config.moved import explains_moved
 from fusedcomm.config.options import (
     ALWAYS_SHOWN,
@@ -68,10 +70,10 @@ class Config(Options):
         TypeError: a keyword of fusedcomm 0.1. The text names its new place.
     """
 
-    wire: str = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
-    sum: str = "auto"
-    wires: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    predivide: float | str = "auto"
+    wire: Wire = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
+    sum: Sum = "auto"
+    wires: Mapping[str, Wire] = dataclasses.field(default_factory=dict)
+    predivide: float | Literal["auto"] = "auto"
     blocks: Blocks = Blocks()
     rounding: Rounding = Rounding()
     feedback: Feedback | None = None
@@ -307,7 +309,7 @@ class Config(Options):
         }
 
 
-def given(config: Config | None, wire: str | None) -> Config:
+def given(config: Config | None, wire: Wire | None) -> Config:
     """The configuration that a front end is called with. `wire` is a shorthand for ``Config(wire)``.
 
     Raises:

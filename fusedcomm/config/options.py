@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from fusedcomm.config import check
+from fusedcomm.config.literals import ResidualFormat, RoundingKind, Sum, Wire, WireWithoutScales
 from fusedcomm.native import _C
 from fusedcomm.ranks import hosts
 
-WIRES = _C.WIRES
+WIRES: tuple[Wire, ...] = tuple(_C.WIRES)
 WITH_SCALES = tuple(wire for wire in WIRES if _C.has_scales(wire))
 WITHOUT_SCALES = tuple(wire for wire in WIRES if not _C.has_scales(wire))
-SUMS = tuple(_C.SUMS)
-ROUNDINGS = ("nearest", "stochastic")
+SUMS: tuple[Sum, ...] = tuple(_C.SUMS)
+ROUNDINGS: tuple[RoundingKind, ...] = ("nearest", "stochastic")
 RESIDUALS = _C.RESIDUAL_FORMATS
 
 # The greatest int64.
@@ -72,7 +73,7 @@ class Rounding(Options):
             device.
     """
 
-    kind: str = "nearest"
+    kind: RoundingKind = "nearest"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class Feedback(Options):
             addition), or "bf16" (half of that).
     """
 
-    format: str = "fp32"
+    format: ResidualFormat = "fp32"
 
     def __post_init__(self) -> None:
         check.choice("Feedback(format)", self.format, RESIDUALS)
@@ -144,7 +145,7 @@ class Fallback(Options):
     """
 
     error: float
-    wire: str = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
+    wire: WireWithoutScales = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
 
     def __post_init__(self) -> None:
         check.positive("Fallback(error)", self.error, "a relative error greater than 0, e.g. 0.5")
@@ -201,7 +202,7 @@ class TwoLevels(Options):
     """
 
     groups: str | int | Sequence[Sequence[int]] = hosts.AUTO
-    local_wire: str | None = None
+    local_wire: WireWithoutScales | None = None
 
     def __post_init__(self) -> None:
         if self.local_wire is not None:

@@ -18,6 +18,8 @@ from fusedcomm.config import (
     WIRES,
     Config,
     LocalOptions,
+    Search,
+    Wire,
     check,
     explains_moved,
     given,
@@ -46,7 +48,7 @@ def attach(
     ddp: DistributedDataParallel,
     config: Config | Auto | None = None,
     *,
-    wire: str | None = None,
+    wire: Wire | Search | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> Handle:
@@ -136,7 +138,7 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
     return target
 
 
-def _given(config: Config | Auto | None, wire: str | None) -> Config | Auto:
+def _given(config: Config | Auto | None, wire: Wire | Search | None) -> Config | Auto:
     refuse_both(config, wire)
     if wire is not None:
         check.choice("wire", wire, (*WIRES, AUTO))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import AUTO, Config, LocalOptions, explains_moved, given, local_options
+from fusedcomm.config import AUTO, Config, LocalOptions, Wire, explains_moved, given, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, named_parameters
@@ -38,7 +38,7 @@ class CommState:
         self,
         config: Config | None = None,
         *,
-        wire: str | None = None,
+        wire: Wire | None = None,
         local: LocalOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
         module: torch.nn.Module | None = None,
