@@ -182,3 +182,10 @@ def test_an_arrow_upward_is_found(arrows, found):
 def test_a_circle_is_found():
     assert circle([("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")]) == ["b", "c", "b"]
     assert circle([("a", "b"), ("b", "c"), ("a", "c")]) == []
+
+
+def test_every_package_is_installed():
+    listed = set(re.findall(r'^    "(fusedcomm[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.M))
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "fusedcomm").rglob("__init__.py")]
+    found = {".".join(folder.parts) for folder in folders} | {"fusedcomm.kernels"}
+    assert listed == found
