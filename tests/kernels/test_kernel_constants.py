@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from ptx_kernels import oldest_triton
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 90)
@@ -198,6 +197,8 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.timeout(3600)  # a sample takes half a minute of an idle core, all variants take minutes
 def test_no_constant_is_extended(request, which, capability):
     pytest.importorskip("triton")
+    from ptx_kernels import oldest_triton  # not at the top: this file is also run as a program
+
     folder = oldest_triton(request.config) if which == "oldest" else None
     number = -1 if request.config.getoption("--every-kernel") else CASES.index((which, capability))
     child = subprocess.run(
