@@ -37,11 +37,5 @@ OPTIONS = {
 
 # The same values for device functions, which can read only globals that are constexpr.
 NUM_THREADS = tl.constexpr(32 * NUM_WARPS)
-FP32 = tl.constexpr(WIRE_IDS["fp32"])
-BF16 = tl.constexpr(WIRE_IDS["bf16"])
-FP16 = tl.constexpr(WIRE_IDS["fp16"])
-INT8 = tl.constexpr(WIRE_IDS["int8"])
-FP8 = tl.constexpr(WIRE_IDS["fp8"])
-INT4 = tl.constexpr(WIRE_IDS["int4"])
 FEEDBACK_FP32 = tl.constexpr(FEEDBACK_IDS["fp32"])
 FEEDBACK_BF16 = tl.constexpr(FEEDBACK_IDS["bf16"])

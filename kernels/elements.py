@@ -7,7 +7,15 @@ of a block share is computed or loaded once for each VEC elements, as [TILE // V
 import triton
 import triton.language as tl
 
-from .constants import BF16, BF16_SCALES, FP8, FP16, FP32, IN_PAIRS, INT4, INT8, WITH_SCALES
+from .constants import BF16_SCALES, IN_PAIRS, WIRE_IDS, WITH_SCALES
+
+# The wires, for comparison with a WIRE.
+FP32 = tl.constexpr(WIRE_IDS["fp32"])
+BF16 = tl.constexpr(WIRE_IDS["bf16"])
+FP16 = tl.constexpr(WIRE_IDS["fp16"])
+INT8 = tl.constexpr(WIRE_IDS["int8"])
+FP8 = tl.constexpr(WIRE_IDS["fp8"])
+INT4 = tl.constexpr(WIRE_IDS["int4"])
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)

@@ -6,8 +6,10 @@ A step that a variant does not have costs nothing: its parameters are not read, 
 import triton
 import triton.language as tl
 
-from .constants import BF16, FP16, FP32
 from .elements import (
+    BF16,
+    FP16,
+    FP32,
     bf16_bits,
     canonical_bits,
     code_lane,

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from .arguments import counted_slices_of, shape_of
-from .constants import FEEDBACK_IDS, FP32, NUM_THREADS, OPTIONS, WIRE_IDS
-from .elements import INF_BITS, magnitude_bits, max_in_thread, to_fp32, vector_numel
+from .constants import FEEDBACK_IDS, NUM_THREADS, OPTIONS, WIRE_IDS
+from .elements import FP32, INF_BITS, magnitude_bits, max_in_thread, to_fp32, vector_numel
 from .encode import encode_tile
 from .encoding import NEAREST, Encoding, encoding_args
 from .residual import load_residual

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .constants import FP8
 from .elements import (
+    FP8,
     INF_BITS,
     LEAST_ABSMAX_BITS,
     ROUND_TO_INTEGER,

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from .arguments import shape_of
-from .constants import FEEDBACK_IDS, FP32, OPTIONS, WIRE_IDS
-from .elements import code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
+from .constants import FEEDBACK_IDS, OPTIONS, WIRE_IDS
+from .elements import FP32, code_lane, decode, has_scales, load_scales, per_code, times_scales, vector_numel
 from .encode import encode_tile
 from .encoding import NEAREST, Encoding, encoding_args
 from .residual import load_residual

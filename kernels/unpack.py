@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from .arguments import shape_of, slices_of
-from .constants import FP32, OPTIONS, WIRE_IDS
+from .constants import OPTIONS, WIRE_IDS
 from .elements import (
+    FP32,
     code_lane,
     decode,
     has_scales,

@@ -1,8 +1,9 @@
 // The wire dtypes, one row of a table each: what the layout of messages depends on. What the codes mean is defined in
 // fusedcomm/reference.
 //
-// A new wire dtype is an enumerator and a row here. Its arithmetic is in codec/isa/scalar_impl.h, kernels/constants.py,
-// elements.py, quantise.py and arithmetic.cuh, and fusedcomm/reference/elements.py.
+// A new wire dtype is an enumerator and a row here. Its arithmetic is in codec/isa/scalar_impl.h, in
+// kernels/elements.py, quantise.py and arithmetic.cuh, and in fusedcomm/reference/elements.py. For users its name is in
+// fusedcomm/config/literals.py and in the docstring of Config.
 #pragma once
 
 #include <cstdint>

@@ -327,21 +327,23 @@ struct CodesOf<V, Code, false> {
     second = V::load(values + V::kLanes);
   }
   static void store(uint8_t* p, F first, F second) {
-    alignas(64) float values[2 * V::kLanes];
-    V::store(values, first);
-    V::store(values + V::kLanes, second);
-    for (int i = 0; i < V::kLanes; ++i) {
-      Scalar::store_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1]);
-    }
+    for_pairs(first, second,
+              [p](int i, float even, float odd) { Scalar::store_codes(Code(), p + i * kPairNbytes, even, odd); });
   }
   static void stream(uint8_t* p, F first, F second) { store(p, first, second); }
   static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
+    for_pairs(first, second, [p, noise](int i, float even, float odd) {
+      Scalar::store_codes(Code(), p + i * kPairNbytes, even, odd, noise + 2 * i);
+    });
+  }
+
+ private:
+  template <class Function>
+  static void for_pairs(F first, F second, Function function) {
     alignas(64) float values[2 * V::kLanes];
     V::store(values, first);
     V::store(values + V::kLanes, second);
-    for (int i = 0; i < V::kLanes; ++i) {
-      Scalar::store_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1], noise + 2 * i);
-    }
+    for (int i = 0; i < V::kLanes; ++i) function(i, values[2 * i], values[2 * i + 1]);
   }
 };
 
