@@ -8,6 +8,7 @@ import functools
 import shutil
 from pathlib import Path
 
+import compiling
 import fake_cuda
 import ptx_kernels
 import pytest
@@ -70,7 +71,7 @@ CASES = [(name, *COMPILERS[index % len(COMPILERS)]) for index, name in enumerate
 @pytest.mark.sampled(by=what_it_is)
 @pytest.mark.parametrize(("name", "triton", "capability"), CASES)
 def test_gradients_and_bytes_are_those_of_the_cpu(ranks, library, request, name, triton, capability):
-    folder = str(ptx_kernels.oldest_triton(request.config)) if triton == "oldest" else None
+    folder = str(compiling.oldest_triton(request.config)) if triton == "oldest" else None
     dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
     world_size = 4 if CONFIGS[name].hosts else 2
     check_both_paths(ranks.run(on_ptx, library, CONFIGS[name], dtype, folder, capability, world_size=world_size))

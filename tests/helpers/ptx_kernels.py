@@ -4,17 +4,14 @@ A child process compiles, because Triton may interpret in this one. The child is
 compiles in this process.
 """
 
-import functools
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import compiling
 import cuda_cpp
-import pytest
 import torch
 
 from fusedcomm.kernels import nvrtc, variants
@@ -29,31 +26,15 @@ import ptx  # noqa: E402
 FIELDS = ("kernel", "wire", "block", "grad_dtype", "flat", "rotated", "in_wire", "stochastic", "feedback", "sums")
 
 
-def oldest_triton(config: pytest.Config) -> Path:
-    """The folder with the oldest supported Triton. Skips the test if there is none."""
-    folder = Path(config.getoption("--oldest-triton") or Path(sys.prefix) / "triton-oldest")
-    if not (folder / "triton").is_dir():
-        pytest.skip(f"no Triton in {folder}: `make test` installs the oldest there, or name one with --oldest-triton")
-    return folder
-
-
 class TritonCompiler:
     """Compiles variants with Triton, in a child process that starts with the first request. Keeps what it compiled."""
 
     def __init__(self, triton_folder: Path | None = None, kernels: Path | None = None) -> None:
         """triton_folder: the folder of another Triton than the installed one. kernels: a folder to use as
         fusedcomm.kernels."""
-        self._folder, self._kernels = triton_folder, kernels
+        options = [] if kernels is None else [str(kernels)]
+        self._child = compiling.Child(__file__, *options, triton_folder=triton_folder)
         self._compiled: dict[tuple, dict] = {}
-
-    @functools.cached_property
-    def _child(self) -> subprocess.Popen:
-        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        if self._folder is not None:
-            env["PYTHONPATH"] = os.pathsep.join([str(self._folder), *filter(None, [env.get("PYTHONPATH")])])
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        options = [] if self._kernels is None else [str(self._kernels)]
-        return subprocess.Popen([sys.executable, __file__, *options], env=env, **pipes)
 
     def __call__(self, variant: "_C.KernelKey", tile: int, capability: int) -> dict:
         """{"ptx", "shared_nbytes", "num_scratch_pointers", "num_threads", "triton"} of a variant with this tile."""
@@ -61,16 +42,11 @@ class TritonCompiler:
         if key not in self._compiled:
             fields = {name: getattr(variant, name) for name in FIELDS}
             fields["grad_dtype"] = variant.grad_dtype and str(variant.grad_dtype).removeprefix("torch.")
-            self._child.stdin.write(json.dumps([fields, tile, capability]) + "\n")
-            self._child.stdin.flush()
-            line = self._child.stdout.readline()
-            assert line, f"the compiler ended at {variant}: see its traceback above"
-            self._compiled[key] = json.loads(line)
+            self._compiled[key] = json.loads(self._child.ask(json.dumps([fields, tile, capability])))
         return self._compiled[key]
 
     def close(self) -> None:
-        if "_child" in self.__dict__:
-            self._child.communicate()
+        self._child.close()
 
 
 class NvrtcCompiler:

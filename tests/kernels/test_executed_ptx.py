@@ -6,6 +6,7 @@ They are compiled for the real tile. tests/kernels/test_kernels.py tests the sam
 import dataclasses
 import re
 
+import compiling
 import ptx
 import ptx_kernels
 import pytest
@@ -33,7 +34,7 @@ def compilers(request):
                     pytest.skip(str(error))
                 made[name] = ptx_kernels.NvrtcCompiler()
             else:
-                folder = ptx_kernels.oldest_triton(request.config) if name == "oldest" else None
+                folder = compiling.oldest_triton(request.config) if name == "oldest" else None
                 made[name] = ptx_kernels.TritonCompiler(folder)
         return made[name]
 

@@ -147,38 +147,16 @@ def compiled_by_triton(variant, capability):
     }
 
 
-def without_interpreter():
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-
-class Compiler:
-    """Asks the child process, which starts with the first request, and returns its line of JSON."""
-
-    @functools.cached_property
-    def _child(self):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, __file__], env=without_interpreter(), **pipes)
-
-    def __call__(self, key):
-        self._child.stdin.write(f"{key}\n")
-        self._child.stdin.flush()
-        line = self._child.stdout.readline()
-        assert line, f"the compiler ended at {key}: see its traceback above"
-        return line
-
-    def close(self):
-        if "_child" in self.__dict__:
-            self._child.communicate()
-
-
 @pytest.fixture(scope="session")
 def compiled(made_once):
     """compiled(key) returns the compiled kernel or encoder. Each is compiled once for all processes that run tests."""
-    compiler = Compiler()
+    from compiling import Child  # not at the top: this file is also run as a program
+
+    compiler = Child(__file__)
 
     @functools.cache
     def compiled(key):
-        folder = made_once(f"kernel {key}", lambda folder: (folder / "code.json").write_text(compiler(key)))
+        folder = made_once(f"kernel {key}", lambda folder: (folder / "code.json").write_text(compiler.ask(key)))
         return json.loads((folder / "code.json").read_text())
 
     yield compiled
@@ -438,7 +416,9 @@ def run_python(source, env):
 
 
 def test_refuses_what_the_engine_could_not_launch():
-    result = run_python(REFUSALS, without_interpreter())
+    from compiling import environment
+
+    result = run_python(REFUSALS, environment())
     assert result.returncode == 0, result.stderr
 
 

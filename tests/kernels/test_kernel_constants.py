@@ -10,7 +10,6 @@ pytest tests/kernels/test_kernel_constants.py --every-kernel
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -176,14 +175,6 @@ def compile_and_check(capability, number, num_samples):
     }
 
 
-def child_environment(folder):
-    """The child's environment, with the Triton in `folder` before any other. None: the installed Triton."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if folder is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), environment.get("PYTHONPATH"))))
-    return environment
-
-
 CASES = [(which, capability) for which in ("oldest", "newest") for capability in CAPABILITIES]
 
 
@@ -197,13 +188,13 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.timeout(3600)  # a sample takes half a minute of an idle core, all variants take minutes
 def test_no_constant_is_extended(request, which, capability):
     pytest.importorskip("triton")
-    from ptx_kernels import oldest_triton  # not at the top: this file is also run as a program
+    from compiling import environment, oldest_triton  # not at the top: this file is also run as a program
 
     folder = oldest_triton(request.config) if which == "oldest" else None
     number = -1 if request.config.getoption("--every-kernel") else CASES.index((which, capability))
     child = subprocess.run(
         [sys.executable, __file__, str(capability), str(number), str(len(CASES))],
-        env=child_environment(folder),
+        env=environment(folder),
         capture_output=True,
         text=True,
     )

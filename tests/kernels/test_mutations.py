@@ -8,6 +8,7 @@ tests/kernels/test_executed_ptx.py removes barriers.
 import shutil
 from pathlib import Path
 
+import compiling
 import ptx
 import ptx_kernels
 import pytest
@@ -166,30 +167,36 @@ def edited(folder: Path, file: str, text: str, replacement: str) -> Path:
     return copy
 
 
+@pytest.fixture
+def run_on(monkeypatch):
+    """run_on(compiler) makes the rest of the test run what the compiler compiles for sm_90."""
+    compilers = []
+
+    def run_on(compiler: ptx_kernels.TritonCompiler) -> None:
+        compilers.append(compiler)
+        ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
+
+    yield run_on
+    for compiler in compilers:
+        compiler.close()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "text", "replacement", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
 )
-def test_a_fault_is_found(tmp_path, monkeypatch, file, text, replacement, check):
-    compiler = ptx_kernels.TritonCompiler(kernels=edited(tmp_path, file, text, replacement))
-    ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
-    try:
-        with pytest.raises((AssertionError, ptx.Fault)) as found:
-            CHECKS[check]()
-        print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
-    finally:
-        compiler.close()
+def test_a_fault_is_found(tmp_path, run_on, file, text, replacement, check):
+    run_on(ptx_kernels.TritonCompiler(kernels=edited(tmp_path, file, text, replacement)))
+    with pytest.raises((AssertionError, ptx.Fault)) as found:  # not an edit that does not compile: RuntimeError
+        CHECKS[check]()
+    print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
-def test_without_a_fault_the_check_passes(monkeypatch, check):
-    compiler = ptx_kernels.TritonCompiler()
-    ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
-    try:
-        CHECKS[check]()
-    finally:
-        compiler.close()
+def test_without_a_fault_the_check_passes(run_on, check):
+    run_on(ptx_kernels.TritonCompiler())
+    CHECKS[check]()
 
 
 CONSTANT = (
@@ -199,13 +206,10 @@ CONSTANT = (
 
 
 @pytest.mark.full
-def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, monkeypatch):
+def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, run_on):
     """Triton 3.6 sign-extends a 16-bit constant where a register should hold it twice: absent ranks change the sum."""
-    oldest = ptx_kernels.oldest_triton(request.config)
-    compiler = ptx_kernels.TritonCompiler(oldest, kernels=edited(tmp_path, "reduce.py", *CONSTANT))
-    ptx_kernels.replace_kernels(monkeypatch, compiler, 90)
-    try:
-        with pytest.raises(AssertionError):
-            CHECKS["bf16 flat"]()
-    finally:
-        compiler.close()
+    oldest = compiling.oldest_triton(request.config)
+    run_on(ptx_kernels.TritonCompiler(oldest, kernels=edited(tmp_path, "reduce.py", *CONSTANT)))
+    with pytest.raises(AssertionError) as found:
+        CHECKS["bf16 flat"]()
+    print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
