@@ -1,5 +1,6 @@
 """Runs scripts and programs in separate processes, for tests of a whole process: its allocations, its end."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -68,8 +69,14 @@ def built(source: str) -> Path:
     in csrc/; else the source itself. A test program links it instead of compiling the source again. `source` is
     relative to the repository's root, and includes nothing of torch."""
     made = (ROOT / "build" / "objects" / source).with_suffix(".o")
+    return made if made.exists() and is_built() else ROOT / source
+
+
+@functools.cache
+def is_built() -> bool:
+    """Whether the extension is newer than everything in csrc/."""
     newest = max(path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.is_file())
-    return made if made.exists() and Path(_C.__file__).stat().st_mtime > newest else ROOT / source
+    return Path(_C.__file__).stat().st_mtime > newest
 
 
 def compiled(folder: Path, *sources: str) -> Path:
