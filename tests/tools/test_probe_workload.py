@@ -118,5 +118,5 @@ def test_cores_are_as_busy_as_computing_keeps_them(ranks, compute):
     # The rest of a step computes, too, but little compared with what the ranks do here.
     assert of_all.busy_cores == pytest.approx((busy + other_busy) / 2, abs=0.2)
     assert of_all.busy_cores == other.busy_cores
-    assert of_all.busy_cores < (0.4 if compute == "sleeps" else 1.2)
+    assert of_all.busy_cores < (0.4 if compute == "sleeps" else 1.1)
     assert of_all.backward_s > 0.02 and of_all.numel == 3 * PARAMETER_NUMEL
