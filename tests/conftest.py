@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from budget import Budget
 from filelock import FileLock
 from patience import measure_slowness
 from ranks import Ranks
@@ -30,7 +31,12 @@ def pytest_addoption(parser):
     group.addoption("--all", action="store_true", help="run every case of the tests marked sampled or full")
     group.addoption("--rest", action="store_true", help="run only the cases that need --all")
     group.addoption("--every-kernel", action="store_true", help="check the constants of every kernel (half an hour)")
+    group.addoption("--executed-minutes", type=float, metavar="M", help="see tests/helpers/budget.py")
     group.addoption("--oldest-triton", metavar="FOLDER", help="folder with the oldest supported Triton")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Budget())
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m have made their selection

@@ -16,6 +16,7 @@ import torch
 from test_cuda_engine import CONFIGS, both_paths, check_both_paths
 
 pytestmark = [
+    pytest.mark.executed,
     pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/devices/test_cuda.py runs the same on it"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
 ]

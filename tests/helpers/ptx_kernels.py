@@ -4,6 +4,7 @@ A child process compiles, because Triton may interpret in this one. The child is
 compiles in this process.
 """
 
+import base64
 import importlib
 import importlib.util
 import json
@@ -37,7 +38,8 @@ class TritonCompiler:
         self._compiled: dict[tuple, dict] = {}
 
     def __call__(self, variant: "_C.KernelKey", tile: int, capability: int) -> dict:
-        """{"ptx", "shared_nbytes", "num_scratch_pointers", "num_threads", "triton"} of a variant with this tile."""
+        """{"ptx", "shared_nbytes", "num_scratch_pointers", "num_threads", "cubin" (base 64), "triton"} of a variant
+        with this tile."""
         key = variant, tile, capability
         if key not in self._compiled:
             fields = {name: getattr(variant, name) for name in FIELDS}
@@ -79,9 +81,16 @@ class Kernel(cuda_cpp.Kernel):
     for each thread several threads hold the same ones, so a kernel that works in place has races.
     """
 
-    def __init__(self, name: str, compiler: "TritonCompiler | NvrtcCompiler", capability: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        compiler: "TritonCompiler | NvrtcCompiler",
+        capability: int,
+        counts: "list[ptx.Counts] | None" = None,
+    ) -> None:
+        """counts: what each launch did is appended. None: nothing is counted."""
         super().__init__(name, None)
-        self.compiler, self.capability = compiler, capability
+        self.compiler, self.capability, self.counts = compiler, capability, counts
 
     def launch(self, num_programs, *arguments, TILE, **constants):
         fields = [x for argument in arguments for x in (argument if isinstance(argument, tuple) else (argument,))]
@@ -95,14 +104,25 @@ class Kernel(cuda_cpp.Kernel):
         ]
         values += [("ptr", 0)] * code["num_scratch_pointers"]
         memory = ptx.TensorMemory([(x.data_ptr(), x.numel() * x.element_size()) for x in tensors])
-        ptx.launch(code["ptx"], num_programs, code["num_threads"], values, memory, code["shared_nbytes"])
+        count = self.counts is not None
+        counts = ptx.launch(
+            code["ptx"], num_programs, code["num_threads"], values, memory, code["shared_nbytes"], count
+        )
+        if count:
+            self.counts.append(counts)
 
 
-def replace_kernels(monkeypatch, compiler: "TritonCompiler | NvrtcCompiler", capability: int) -> None:
-    """Makes the launchers of fusedcomm.kernels run what `compiler` compiles, for the rest of the test."""
+def replace_kernels(
+    monkeypatch,
+    compiler: "TritonCompiler | NvrtcCompiler",
+    capability: int,
+    counts: "list[ptx.Counts] | None" = None,
+) -> None:
+    """Makes the launchers of fusedcomm.kernels run what `compiler` compiles, for the rest of the test. What each launch
+    did is appended to `counts`."""
     for name in cuda_cpp.KERNELS:
         launcher = importlib.import_module(f"fusedcomm.kernels.{name}")
-        monkeypatch.setattr(launcher, f"{name}_kernel", Kernel(name, compiler, capability))
+        monkeypatch.setattr(launcher, f"{name}_kernel", Kernel(name, compiler, capability, counts))
 
 
 def use_kernels(folder: Path) -> None:
@@ -135,6 +155,7 @@ def compile_on_request() -> None:
             "shared_nbytes": result.shared_nbytes,
             "num_scratch_pointers": result.num_scratch_pointers,
             "num_threads": 32 * result.num_warps,
+            "cubin": base64.b64encode(result.cubin).decode(),
             "triton": triton.__version__,
         }
         print(json.dumps(answer), flush=True)

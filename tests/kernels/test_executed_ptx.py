@@ -50,6 +50,7 @@ def executed(request, compilers, monkeypatch):
     ptx_kernels.replace_kernels(monkeypatch, compilers(name), int(capability))
 
 
+@pytest.mark.executed
 @pytest.mark.sampled(strength=2)
 @pytest.mark.parametrize("flat", [True, False], ids=["flat", "ragged"])
 @pytest.mark.parametrize("wire_format", ["bf16", "int8", "int4-rotated"])
@@ -61,6 +62,7 @@ def test_compiled_kernels_give_the_bytes_of_the_oracle(executed, wire_format, fl
     check_bucket(layout, flats, numels, [0, 3], "cpu", tile=TILE)
 
 
+@pytest.mark.executed
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("wire_format", "feedback", "dtype"),

@@ -18,6 +18,8 @@ from test_kernels import bucket_layout, check_bucket, check_steps, signed
 
 from fusedcomm.kernels.variants import TILE
 
+pytestmark = [pytest.mark.executed, pytest.mark.full]
+
 KERNELS = Path(__file__).parents[2] / "kernels"
 RAGGED = [TILE + 4, 7, 64, TILE + 1], [TILE + 20]
 FLAT = [TILE + 4, 2 * TILE + 480], []  # a part has 66 blocks of 128 elements: padding follows its fp32 scales
@@ -181,7 +183,6 @@ def run_on(monkeypatch):
         compiler.close()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "text", "replacement", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
 )
@@ -192,7 +193,6 @@ def test_a_fault_is_found(tmp_path, run_on, file, text, replacement, check):
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_without_a_fault_the_check_passes(run_on, check):
     run_on(ptx_kernels.TritonCompiler())
@@ -205,7 +205,6 @@ CONSTANT = (
 )
 
 
-@pytest.mark.full
 def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, run_on):
     """Triton 3.6 sign-extends a 16-bit constant where a register should hold it twice: absent ranks change the sum."""
     oldest = compiling.oldest_triton(request.config)

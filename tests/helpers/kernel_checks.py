@@ -1,0 +1,121 @@
+"""One launch of one kernel variant on a small bucket, against the oracle: all memory that it writes, and nothing else.
+
+It launches through fusedcomm.kernels, so it runs whichever kernels are there: interpreted, executed from their PTX, or
+on a GPU.
+"""
+
+import torch
+from test_kernels import (
+    GAP,
+    Encoder,
+    assert_bytes,
+    assert_same_bits,
+    bucket_layout,
+    guarded,
+    lay_out,
+    nonfinite_by_slice,
+    signed,
+    test_scales_in_place,
+)
+
+from fusedcomm import reference
+from fusedcomm.kernels.bucket import make_bucket
+from fusedcomm.kernels.pack import pack
+from fusedcomm.kernels.reduce import reduce
+from fusedcomm.kernels.unpack import unpack
+from fusedcomm.kernels.variants import TILE
+from fusedcomm.native import _C
+from fusedcomm.reference.stages import store_residual
+
+SCALE = 0.3
+PROGRAMS = 2
+
+
+def check_variant(variant: "_C.KernelKey", device: str = "cpu") -> None:
+    """Raises AssertionError if the variant, launched for the real tile, writes anything that the oracle does not."""
+    {"pack": check_pack, "unpack": check_unpack, "reduce": check_reduce, "scale": check_scale}[variant.kernel](
+        variant, device
+    )
+
+
+def check_scale(variant: "_C.KernelKey", device: str) -> None:
+    test_scales_in_place(device, 2 * TILE + 3, TILE)
+
+
+def wire_format(variant: "_C.KernelKey") -> str:
+    return variant.wire + "-rotated" * variant.rotated
+
+
+def streams(flat: bool, dtype: torch.dtype) -> tuple[tuple, tuple, torch.Tensor]:
+    """(values of each stream, slices of each, gradients that hold them), lossy before exact. Parts of half the elements
+    have full tiles and others. The gradients of a flat bucket are one run; others have gaps."""
+    numels = ([TILE + 4, 2 * TILE - 900], []) if flat else ([TILE + 4, 7, 64, TILE + 1], [TILE + 20])
+    values = tuple(signed(sum(of_stream), dtype, 8 + i, specials=True) for i, of_stream in enumerate(numels))
+    lossy, end = lay_out(numels[0], [0] if flat else [0, 3], 0)
+    exact, end = lay_out(numels[1], [0, 3], end)
+    gradients = torch.full((end + 11,), GAP, dtype=dtype)
+    place((lossy, exact), values, gradients)
+    return values, (lossy, exact), gradients
+
+
+def place(slices: tuple, values: tuple, gradients: torch.Tensor) -> None:
+    """Writes each stream's values where its slices lie."""
+    for of_stream, flat in zip(slices, values, strict=True):
+        for (offset, numel), piece in zip(of_stream, flat.split([numel for _, numel in of_stream]), strict=True):
+            gradients[offset : offset + numel] = piece
+
+
+def with_residual(variant: "_C.KernelKey", source: int, numel: int, device: str) -> Encoder:
+    """The variant's encoder. Its residual is not zero."""
+    encoder = Encoder(source, variant.stochastic, variant.feedback, numel, device)
+    if variant.feedback:
+        store_residual(encoder.expected, signed(numel, seed=5), 0, variant.feedback)
+        encoder.residual.copy_(encoder.expected)
+    return encoder
+
+
+def check_pack(variant: "_C.KernelKey", device: str) -> None:
+    flats, slices, original = streams(variant.flat, variant.grad_dtype)
+    layout = bucket_layout(wire_format(variant), variant.block, 2, len(flats[1]), len(flats[0]))
+    gradients = original.to(device)
+    bucket = make_bucket(layout, gradients, *slices)
+    encoder = with_residual(variant, 1, layout.padded_numel, device)
+    memory, message = guarded(layout.chunk_nbytes, device)
+    pack(bucket, 0, SCALE, message, PROGRAMS, encoder.of_kernel(1))
+    assert_bytes(memory, reference.pack(layout, 0, *flats, SCALE, **encoder.of_reference(1)))
+    encoder.check()
+    assert_same_bits(gradients, original)
+    for stream, flat, of_stream in zip((bucket.lossy, bucket.exact), flats, slices, strict=True):
+        assert stream.counts.tolist() == nonfinite_by_slice(flat, of_stream, SCALE).tolist()
+
+
+def check_unpack(variant: "_C.KernelKey", device: str) -> None:
+    num_messages, num_parts = (3, 1) if variant.sums else (1, 2)
+    dtype = variant.grad_dtype
+    flats, slices, original = streams(variant.flat, dtype)
+    layout = bucket_layout(wire_format(variant), variant.block, num_parts, len(flats[1]), len(flats[0]))
+    sent = [tuple(flat.roll(7 * i) * (-1) ** i for flat in flats) for i in range(num_messages)]
+    messages = torch.cat([reference.pack(layout, 0, *of_rank, SCALE) for of_rank in sent])
+    gradients = torch.full_like(original, GAP, device=device)
+    unpack(make_bucket(layout, gradients, *slices), 0, messages.to(device), 3.0, PROGRAMS, num_messages=num_messages)
+    place(slices, reference.unpack(layout, 0, messages, 3.0, dtype, num_messages), original)
+    assert_same_bits(gradients, original)
+
+
+def check_reduce(variant: "_C.KernelKey", device: str) -> None:
+    """Three ranks. With another input wire, each rank's part becomes two parts."""
+    in_wire = variant.in_wire or variant.wire
+    num_parts = 1 if in_wire == variant.wire else 2
+    part_numel, exact_numel = TILE + 2048, 0 if variant.flat else TILE // 4 + 8
+    numels = 3 * num_parts * exact_numel, 3 * num_parts * part_numel
+    layout = bucket_layout(in_wire + "-rotated" * (variant.rotated and num_parts == 1), variant.block, 3, *numels)
+    to = bucket_layout(wire_format(variant), variant.block, 3 * num_parts, *numels)
+    assert layout.part.lossy_numel == num_parts * to.part.lossy_numel
+    flats = signed(numels[1], seed=2, specials=True), signed(numels[0], seed=9)
+    parts = reference.pack(layout, 0, *flats, 1.0)
+    encoder = with_residual(variant, reference.REDUCER, num_parts * to.part.lossy_numel, device)
+    memory, reduced = guarded(num_parts * to.part_stride, device)
+    how = {"chunk": 0, "first_part": 0, "to": to, "num_parts": num_parts}
+    reduce(layout, parts.to(device), SCALE, reduced, PROGRAMS, TILE, encoder.of_kernel(1), **how)
+    assert_bytes(memory, reference.reduce(layout, parts, SCALE, **encoder.of_reference(1), **how))
+    encoder.check()

@@ -1,0 +1,127 @@
+"""Every kernel variant that an engine may launch, compiled for the real tile and executed from its PTX, gives the bytes
+of the oracle: Triton's kernels from the oldest and the newest supported Triton, fused.cu's from NVRTC, for sm_80 and
+sm_90.
+
+`make test` runs a sample, in which every stage, wire, dtype, option, compiler and capability appears. `make test-all`
+runs all of them, or those for which --executed-minutes leaves time.
+What has passed is noted in build/executed/, by the hash of the PTX, the executor and the checks: a run that was
+interrupted goes on where it was, and the same PTX is executed once.
+"""
+
+import functools
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import compiling
+import ptx_kernels
+import pytest
+import torch
+from kernel_checks import check_variant
+from sampling import covering
+from test_kernel_constants import every_variant
+
+from fusedcomm.kernels import nvrtc
+from fusedcomm.kernels.variants import TILE
+from fusedcomm.native import _C
+
+pytest.importorskip("triton")
+
+TESTS = Path(__file__).parents[1]
+PASSED = TESTS.parent / "build" / "executed"
+COMPILERS = ("newest", "oldest", "nvrtc")
+CAPABILITIES = (80, 90)
+
+VARIANTS = every_variant()
+CASES = [(name, capability, variant) for name in COMPILERS for capability in CAPABILITIES for variant in VARIANTS]
+# In an order that spreads what does not fit over all kinds. It is the same in every process.
+random.Random(0).shuffle(CASES)
+
+
+def fields(variant: "_C.KernelKey") -> dict:
+    named = {name: getattr(variant, name) for name in ptx_kernels.FIELDS}
+    return {**named, "stage and wire": (variant.kernel, variant.wire)}
+
+
+def what_it_is(compiler: str, capability: int, variant: "_C.KernelKey") -> dict:
+    return {"compiler": (compiler, capability), **fields(variant)}
+
+
+ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(x).items()} for x in VARIANTS], 1)]
+"""The others compile too long for a GPU that is there for minutes."""
+
+
+@pytest.fixture(scope="module")
+def compilers(request) -> Iterator:
+    """A function from a name in COMPILERS to the compiler. Skips the test if it is not installed."""
+
+    @functools.cache
+    def compiler(name: str):
+        if name == "nvrtc":
+            try:
+                nvrtc.check_nvrtc()
+            except RuntimeError as error:
+                pytest.skip(str(error))
+            return made.setdefault(name, ptx_kernels.NvrtcCompiler())
+        folder = compiling.oldest_triton(request.config) if name == "oldest" else None
+        return made.setdefault(name, ptx_kernels.TritonCompiler(folder))
+
+    made = {}
+    yield compiler
+    for compiler_ in made.values():
+        compiler_.close()
+
+
+@functools.cache
+def checks_hash() -> str:
+    """Of everything besides the PTX on which a result depends."""
+    reference = TESTS.parent / "fusedcomm" / "reference"
+    names = ("kernels/test_kernels.py", "helpers/kernel_checks.py", "helpers/ptx_kernels.py", "helpers/cuda_cpp.py")
+    files = [*(TESTS / name for name in names), *(TESTS / "ptx").glob("*.py"), *reference.glob("*.py")]
+    files += [*(TESTS.parent / "kernels").glob("*.py"), Path(_C.__file__)]
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in sorted(files))).hexdigest()
+
+
+def result_of(ptx: str) -> Path:
+    """The file that exists if this PTX has passed. Comments, line numbers and the target do not count."""
+    lines = (re.sub(r"//.*", "", line).strip() for line in ptx.splitlines())
+    body = "\n".join(line for line in lines if not re.match(r"\.(loc|file|target|version)\b", line))
+    return PASSED / hashlib.sha256(f"{checks_hash()}\n{body}".encode()).hexdigest()
+
+
+def fixed(variant: "_C.KernelKey", code: dict):
+    """A compiler that has compiled only this variant."""
+
+    def compiled(asked: "_C.KernelKey", tile: int, capability: int) -> dict:
+        # A launcher names the input wire even if it is the wire.
+        in_wires = [{"in_wire": key.in_wire or key.wire} for key in (asked, variant)]
+        assert fields(asked) | in_wires[0] == fields(variant) | in_wires[1], (
+            f"{asked} is launched in place of {variant}"
+        )
+        return code
+
+    return compiled
+
+
+@pytest.mark.executed
+@pytest.mark.sampled(by=what_it_is)
+@pytest.mark.parametrize(("compiler", "capability", "variant"), CASES, ids=str)
+def test_variant(compilers, monkeypatch, compiler, capability, variant):
+    code = compilers(compiler)(variant, TILE, capability)
+    result = result_of(code["ptx"])
+    if not result.exists():
+        ptx_kernels.replace_kernels(monkeypatch, fixed(variant, code), capability)
+        check_variant(variant)
+        PASSED.mkdir(parents=True, exist_ok=True)
+        result.touch()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ON_GPU, ids=str)
+def test_variant_on_a_gpu(variant):
+    """The same checks as in test_variant, on what Triton launches here: executed code and a GPU give the same bits."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU here")
+    check_variant(variant, "cuda")
