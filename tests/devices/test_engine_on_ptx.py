@@ -13,7 +13,9 @@ import fake_cuda
 import ptx_kernels
 import pytest
 import torch
-from test_cuda_engine import CONFIGS, both_paths, check_both_paths
+from test_cuda_engine import CHUNKED, CONFIGS, both_paths, check_both_paths
+
+from fusedcomm.config import Blocks, Config, Feedback, Rounding
 
 pytestmark = [
     pytest.mark.executed,
@@ -51,8 +53,31 @@ def library(tmp_path_factory):
     return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
 
 
+ALL = {
+    **CONFIGS,
+    "bf16 direct": Config("bf16", "direct"),
+    "bf16 one-shot": Config("bf16", "one-shot", feedback=Feedback("bf16")),
+    "fp16 one-shot": Config("fp16", "one-shot", chunks=CHUNKED),
+    "fp8 one-shot rotated": Config("fp8", "one-shot", blocks=Blocks(rotate=True), rounding=Rounding("stochastic")),
+}
+"""Each wire with each sum that it can have."""
+
+# Every configuration with both versions, and each of these with both capabilities in turn.
+CASES = [
+    (name, triton, (80, 90)[(index + which) % 2])
+    for which, triton in enumerate(("newest", "oldest"))
+    for index, name in enumerate(ALL)
+]
+
+
+def dtype_and_world_size(name: str) -> tuple[torch.dtype, int]:
+    index = list(ALL).index(name)
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
+    return dtype, 4 if ALL[name].hosts else (2, 3, 4)[index // 3 % 3]
+
+
 def what_it_is(name: str, triton: str, capability: int) -> dict:
-    config = CONFIGS[name]
+    config = ALL[name]
     return {
         "wire": config.wire,
         "sum": config.sum,
@@ -60,19 +85,14 @@ def what_it_is(name: str, triton: str, capability: int) -> dict:
         "several wires": bool(config.wires),
         "rotated": config.blocks.rotate,
         "rounding": config.rounding.kind,
-        "triton": triton,
-        "capability": capability,
+        "compiler": (triton, capability),
+        "dtype and world size": dtype_and_world_size(name),
     }
-
-
-COMPILERS = [("newest", 90), ("oldest", 80), ("newest", 80), ("oldest", 90)]
-CASES = [(name, *COMPILERS[index % len(COMPILERS)]) for index, name in enumerate(CONFIGS)]
 
 
 @pytest.mark.sampled(by=what_it_is)
 @pytest.mark.parametrize(("name", "triton", "capability"), CASES)
 def test_gradients_and_bytes_are_those_of_the_cpu(ranks, library, request, name, triton, capability):
     folder = str(compiling.oldest_triton(request.config)) if triton == "oldest" else None
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
-    world_size = 4 if CONFIGS[name].hosts else 2
-    check_both_paths(ranks.run(on_ptx, library, CONFIGS[name], dtype, folder, capability, world_size=world_size))
+    dtype, world_size = dtype_and_world_size(name)
+    check_both_paths(ranks.run(on_ptx, library, ALL[name], dtype, folder, capability, world_size=world_size))

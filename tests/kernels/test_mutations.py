@@ -2,7 +2,7 @@
 
 A fault is one edit of a copy of kernels/, which is compiled for the real tile. The check named beside it must then
 fail: the bytes differ from the oracle's, or the execution is a fault of memory or a race.
-tests/kernels/test_executed_ptx.py removes barriers.
+tests/kernels/test_executed_ptx.py removes barriers. docs/mutations.md lists the faults and what showed them.
 """
 
 import shutil
@@ -17,8 +17,6 @@ import torch
 from test_kernels import bucket_layout, check_bucket, check_steps, signed
 
 from fusedcomm.kernels.variants import TILE
-
-pytestmark = [pytest.mark.executed, pytest.mark.full]
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 RAGGED = [TILE + 4, 7, 64, TILE + 1], [TILE + 20]
@@ -183,6 +181,8 @@ def run_on(monkeypatch):
         compiler.close()
 
 
+@pytest.mark.executed
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "text", "replacement", "check"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
 )
@@ -193,6 +193,8 @@ def test_a_fault_is_found(tmp_path, run_on, file, text, replacement, check):
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
 
 
+@pytest.mark.executed
+@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_without_a_fault_the_check_passes(run_on, check):
     run_on(ptx_kernels.TritonCompiler())
@@ -205,6 +207,8 @@ CONSTANT = (
 )
 
 
+@pytest.mark.executed
+@pytest.mark.full
 def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_path, run_on):
     """Triton 3.6 sign-extends a 16-bit constant where a register should hold it twice: absent ranks change the sum."""
     oldest = compiling.oldest_triton(request.config)
@@ -212,3 +216,10 @@ def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_p
     with pytest.raises(AssertionError) as found:
         CHECKS["bf16 flat"]()
     print(f"{type(found.value).__name__}: {str(found.value).splitlines()[0][:160]}")
+
+
+def test_the_document_lists_every_fault():
+    document = (KERNELS.parent / "docs" / "mutations.md").read_text()
+    rows = [f"| {name} | {file} | {check} | " for name, file, _, _, check in FAULTS]
+    assert [row for row in rows if row not in document] == []
+    assert document.partition("## Kernels")[2].partition("\n## ")[0].count("\n| ") == len(rows) + 2  # title, constant
