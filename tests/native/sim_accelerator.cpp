@@ -1,5 +1,6 @@
 #include "sim_accelerator.h"
 
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -7,11 +8,14 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -20,6 +24,8 @@
 
 namespace sim {
 namespace {
+
+constexpr int64_t kMaxStreams = 1000;  // of a device
 
 using SteadyTime = std::chrono::steady_clock::time_point;
 
@@ -55,7 +61,7 @@ struct Recording {
 
 class StreamThread {
  public:
-  explicit StreamThread(unsigned seed) : random_(seed), thread_([this] { work_off(); }) {}
+  explicit StreamThread(const std::mt19937& random) : random_(random), thread_([this] { work_off(); }) {}
   ~StreamThread() {
     push(nullptr);
     thread_.join();
@@ -102,11 +108,26 @@ struct PastAccess {
   std::string what;
 };
 
+constexpr std::align_val_t kCacheLine{64};
+struct Delete {
+  void operator()(std::byte* data) const { ::operator delete(data, kCacheLine); }
+};
+
+// Memory of allocate(). It is freed by reset(), so that an access after it was given back is found.
+struct Block {
+  std::unique_ptr<std::byte, Delete> memory;
+  int64_t nbytes;
+  c10::StreamId home;
+  std::set<c10::StreamId> users;  // streams of record_use()
+  bool is_given_back = false;
+};
+
 struct DeviceState {
-  std::mutex mutex;  // protects threads, clocks and past
+  std::mutex mutex;  // protects threads, clocks, past and blocks
   std::map<c10::StreamId, std::unique_ptr<StreamThread>> threads;
   std::map<c10::StreamId, Clock> clocks;
   std::map<std::pair<const void*, int>, std::vector<PastAccess>> past;
+  std::map<const std::byte*, Block> blocks;  // by address
   std::atomic<bool> faulted{false};
   std::atomic<int64_t> num_launches{0}, num_calls{0}, failing_call{0};
   std::mutex calls_mutex;
@@ -123,9 +144,25 @@ thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kNumDevices> t_streams = {};
 thread_local bool t_count_calls = false;
 
+std::atomic<uint64_t> seed{1};
+std::atomic<int64_t> num_resets{0};
+
+// What this thread has waited for: all work that it enqueues later is ordered after that.
+Clock& host_clock(DeviceState& device) {
+  thread_local std::map<const DeviceState*, Clock> clocks;
+  thread_local int64_t num_resets_seen = 0;
+  if (const int64_t now = num_resets; std::exchange(num_resets_seen, now) != now) clocks.clear();
+  return clocks[&device];
+}
+
 StreamThread& thread_of(DeviceState& device, c10::StreamId id) {
   auto& thread = device.threads[id];
-  if (!thread) thread = std::make_unique<StreamThread>(static_cast<unsigned>(id) + 1);
+  if (!thread) {
+    const auto index = static_cast<uint32_t>(&device - &state(0)), stream = static_cast<uint32_t>(id);
+    const uint64_t number = seed;
+    std::seed_seq numbers{static_cast<uint32_t>(number), static_cast<uint32_t>(number >> 32), index, stream};
+    thread = std::make_unique<StreamThread>(std::mt19937(numbers));
+  }
   return *thread;
 }
 
@@ -146,29 +183,48 @@ void check_call(DeviceState& device) {
   }
 }
 
+void merge(Clock* clock, const Clock& other) {
+  for (const auto& [stream, index] : other) {
+    int64_t& known = (*clock)[stream];
+    known = std::max(known, index);
+  }
+}
+
 struct SimEvent {
-  explicit SimEvent(DeviceState& recorded_on) : device(recorded_on) {}
+  SimEvent(DeviceState& recorded_on, bool with_time) : device(recorded_on), keeps_time(with_time) {}
 
   std::shared_ptr<Recording> get() {
     std::lock_guard<std::mutex> lock(mutex);
     return last;
   }
   SteadyTime wait() {
-    const SteadyTime time = get()->wait();
+    const std::shared_ptr<Recording> recording = get();
+    const SteadyTime time = recording->wait();
+    merge(&host_clock(device), recording->clock);
     check_fault(device);
     return time;
   }
+  // The time of the last recording, which must be reached: CUDA reports an error otherwise.
+  SteadyTime time() {
+    REQUIRE(keeps_time, "the time of an event that keeps none");
+    const std::shared_ptr<Recording> recording = get();
+    REQUIRE(recording->is_reached(), "the time of an event that is not reached yet");
+    return recording->wait();
+  }
 
   DeviceState& device;
+  const bool keeps_time;
   std::mutex mutex;
   std::shared_ptr<Recording> last;
 };
 
-void merge(Clock* clock, const Clock& other) {
-  for (const auto& [stream, index] : other) {
-    int64_t& known = (*clock)[stream];
-    known = std::max(known, index);
-  }
+// The block that `data` points into; null if there is none. The caller has locked `device`.
+Block* block_of(DeviceState& device, const void* data) {
+  const auto* const at = static_cast<const std::byte*>(data);
+  auto after = device.blocks.upper_bound(at);
+  if (after == device.blocks.begin()) return nullptr;
+  auto& [begin, block] = *--after;
+  return at < begin + block.nbytes ? &block : nullptr;
 }
 
 // Ends the test if work on stream `id` is not ordered after conflicting earlier work. The caller has locked `device`.
@@ -177,9 +233,18 @@ void merge(Clock* clock, const Clock& other) {
 // ordered after the new access is then ordered after both.
 void check_order(DeviceState& device, c10::StreamId id, const std::string& what, const std::vector<Access>& accesses) {
   Clock& clock = device.clocks[id];
+  merge(&clock, host_clock(device));
   const int64_t index = ++clock[id];
-  for (const Access& access : accesses) {
+  for (Access access : accesses) {
     if (access.begin >= access.end) continue;
+    if (const Block* const block = block_of(device, access.memory)) {
+      REQUIRE(!block->is_given_back, "memory was given back before \"%s\" on stream %d was enqueued", what.c_str(),
+              static_cast<int>(id));
+      const int64_t offset = static_cast<const std::byte*>(access.memory) - block->memory.get();
+      access = {block->memory.get(), 0, access.begin + offset, access.end + offset, access.writes};
+      REQUIRE(access.end <= block->nbytes, "\"%s\" accesses byte %ld of %ld", what.c_str(),
+              static_cast<long>(access.end - 1), static_cast<long>(block->nbytes));
+    }
     auto& past = device.past[{access.memory, access.section}];
     for (const PastAccess& earlier : past) {
       const bool overlap = earlier.access.begin < access.end && access.begin < earlier.access.end;
@@ -231,23 +296,29 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     thread_of(sim, id);
     return c10::Stream(c10::Stream::UNSAFE, device, id);
   }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     auto& current = t_streams[static_cast<size_t>(stream.device_index())];
     return c10::Stream(c10::Stream::UNSAFE, stream.device(), std::exchange(current, stream.id()));
   }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    DeviceState& sim = state(stream.device_index());
-    std::shared_ptr<Recording> end;
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream, /*counts=*/true); }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    std::vector<c10::StreamId> ids;
     {
-      std::lock_guard<std::mutex> lock(sim.mutex);
-      end = enqueue_recording(sim, stream.id());
+      std::lock_guard<std::mutex> lock(state(index).mutex);
+      for (const auto& [id, thread] : state(index).threads) ids.push_back(id);
     }
-    end->wait();
-    check_fault(sim);
+    for (const c10::StreamId id : ids) synchronizeStream(c10::Stream(c10::Stream::UNSAFE, device(index), id));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(stream.device_index() * kMaxStreams + stream.id() + 1);  // not null
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_use(data.get(), stream);
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex index,
-              const c10::EventFlag) const override {
+              const c10::EventFlag flag) const override {
     REQUIRE(index == -1 || index == stream.device_index(), "an event of device %d recorded on device %d", index,
             stream.device_index());
     DeviceState& sim = state(stream.device_index());
@@ -255,7 +326,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     count(sim, &Calls::recorded);
     if (*event == nullptr) {
       count(sim, &Calls::created);
-      *event = new SimEvent(sim);
+      *event = new SimEvent(sim, flag == c10::EventFlag::BACKEND_DEFAULT);
     }
     auto* recorded = static_cast<SimEvent*>(*event);
     std::lock_guard<std::mutex> lock(sim.mutex);
@@ -287,14 +358,31 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
     count(static_cast<SimEvent*>(from)->device, &Calls::timed);
-    const SteadyTime begin = static_cast<SimEvent*>(from)->wait();
-    return std::chrono::duration<double, std::milli>(static_cast<SimEvent*>(to)->wait() - begin).count();
+    const SteadyTime begin = static_cast<SimEvent*>(from)->time();
+    return std::chrono::duration<double, std::milli>(static_cast<SimEvent*>(to)->time() - begin).count();
   }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl);
 
 }  // namespace
+
+c10::Stream stream_of(void* handle) {
+  const int64_t number = reinterpret_cast<int64_t>(handle) - 1;
+  return c10::Stream(c10::Stream::UNSAFE, device(static_cast<int>(number / kMaxStreams)), number % kMaxStreams);
+}
+
+void synchronize(const c10::Stream& stream, bool counts) {
+  DeviceState& sim = state(stream.device_index());
+  std::shared_ptr<Recording> end;
+  {
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    end = enqueue_recording(sim, stream.id());
+  }
+  end->wait();
+  if (counts) merge(&host_clock(sim), end->clock);
+  check_fault(sim);
+}
 
 c10::Device device(int index) { return {c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index)}; }
 
@@ -320,12 +408,44 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
   });
 }
 
+void set_seed(uint64_t number) { seed = number; }
+
 int64_t num_launches(int index) { return state(index).num_launches; }
 
-void keep_until_reached(const c10::Stream& stream, std::shared_ptr<void> memory) {
-  DeviceState& device = state(stream.device_index());
-  std::lock_guard<std::mutex> lock(device.mutex);
-  thread_of(device, stream.id()).push([memory = std::move(memory)] {});
+std::byte* allocate(const c10::Stream& stream, int64_t nbytes) {
+  auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
+  std::memset(data, 0, static_cast<size_t>(nbytes));
+  DeviceState& sim = state(stream.device_index());
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  sim.blocks[data] = {std::unique_ptr<std::byte, Delete>(data), nbytes, stream.id(), {}};
+  return data;
+}
+
+void record_use(const void* data, const c10::Stream& stream) {
+  DeviceState& sim = state(stream.device_index());
+  std::lock_guard<std::mutex> lock(sim.mutex);
+  if (Block* const block = block_of(sim, data)) block->users.insert(stream.id());
+}
+
+void give_back(const void* data) {
+  for (int index = 0; index < kNumDevices; ++index) {
+    DeviceState& sim = state(index);
+    std::lock_guard<std::mutex> lock(sim.mutex);
+    Block* const block = block_of(sim, data);
+    if (!block) continue;
+    block->is_given_back = true;
+    // What is ordered before all later work of its stream: work that the host, this stream or a recorded one has had.
+    Clock ended = sim.clocks[block->home];
+    merge(&ended, host_clock(sim));
+    for (const c10::StreamId user : block->users) merge(&ended, sim.clocks[user]);
+    for (const PastAccess& access : sim.past[{block->memory.get(), 0}]) {
+      REQUIRE(access.index <= ended[access.stream],
+              "memory of stream %d was given back, and \"%s\" on stream %d may still use it",
+              static_cast<int>(block->home), access.what.c_str(), static_cast<int>(access.stream));
+    }
+    return;
+  }
+  REQUIRE(false, "%p is not memory of a device", data);
 }
 
 void set_pause(int index, int stream, int microseconds) {
@@ -345,12 +465,14 @@ Calls calls(int index) {
 }
 
 void reset() {
+  ++num_resets;
   for (int index = 0; index < kNumDevices; ++index) {
     DeviceState& sim = state(index);
     std::lock_guard<std::mutex> lock(sim.mutex);
     sim.threads.clear();
     sim.clocks.clear();
     sim.past.clear();
+    sim.blocks.clear();
     sim.faulted = false;
     sim.num_launches = 0;
     sim.num_calls = 0;

@@ -7,14 +7,17 @@
 // for each stream tells which earlier work is ordered before it. If the work accesses memory that earlier work wrote,
 // or writes memory that earlier work read, and is not ordered after it, the test fails, whatever the timing was.
 //
+// Memory comes from an allocator like torch's caching allocator: memory that is given back goes to its stream again,
+// and the test fails if other streams may still use it.
+//
 // Each rank of a test has its own device index.
 #pragma once
 
 #include <c10/core/Stream.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,8 +25,11 @@ namespace sim {
 
 inline constexpr int kNumDevices = 6;
 
+// The pauses of all streams derive from this number. Call it before any stream is made.
+void set_seed(uint64_t seed);
+
 // An access to elements [begin, end) of a section of `memory`. Elements may be of any unit, but all work on that memory
-// must use the same one.
+// must use the same one. In memory of allocate() they are bytes from `memory` on, which may be anywhere in a block.
 struct Access {
   const void* memory;
   int section;
@@ -33,14 +39,25 @@ struct Access {
 
 c10::Device device(int index);
 c10::Stream current_stream(int index);
+// The stream with this native handle.
+c10::Stream stream_of(void* handle);
+// Waits on the host. If it `counts`, this thread's later work is ordered after what the stream has been given so far.
+void synchronize(const c10::Stream& stream, bool counts);
 
 // Enqueues `work`, as a kernel launch does. An exception from `work` is a fault of the device: the device does no more
 // work, and every later call that uses its streams or events throws.
 void launch(const c10::Stream& stream, const std::string& what, const std::vector<Access>& accesses,
             std::function<void()> work);
 int64_t num_launches(int index);
-// Keeps `memory` alive until the stream has finished the work enqueued before this call.
-void keep_until_reached(const c10::Stream& stream, std::shared_ptr<void> memory);
+
+// Returns zeroed memory, aligned to 64 bytes, that belongs to a stream.
+std::byte* allocate(const c10::Stream& stream, int64_t nbytes);
+// Like torch's record_stream(): memory that is given back also waits for the work that this stream has been given by
+// then. `data` may point anywhere into the memory; does nothing if it is not of allocate().
+void record_use(const void* data, const c10::Stream& stream);
+// Gives memory of allocate() back to its stream. The test fails if work that accesses it is neither on that stream, nor
+// on one that was recorded, nor ordered before that stream's next work. It also fails if later work accesses it.
+void give_back(const void* data);
 
 // Sets the longest pause of a stream before an item of work; not every item has a pause. The streams of a device are
 // numbered in the order in which they were made; 0 is the default stream.

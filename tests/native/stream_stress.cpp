@@ -3,10 +3,11 @@
 // enqueued on the current stream and waits there for the other ranks, as NCCL's do. The backward pass writes the
 // gradients on a compute stream, and the optimizer reads them there after the wait that DDP's future enqueues. The host
 // never waits.
+//
+//   stream_stress [scene] [--seed N]    one scene or all of them; the streams' pauses derive from the seed
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -19,6 +20,7 @@
 
 #include "codec/codec.h"
 #include "devices/stream_device.h"
+#include "run_scene.h"
 #include "sim_accelerator.h"
 #include "training.h"
 
@@ -34,7 +36,15 @@ std::vector<sim::Access> whole_bucket(const void* gradients, bool writes) {
   return {{gradients, 0, 0, kWhole, writes}, {gradients, 1, 0, kWhole, writes}};
 }
 
-enum class Fail { kNothing, kPackThrows, kPackFaults, kTransferThrows, kTransferEndsWithError, kTransferForgets };
+enum class Fail {
+  kNothing,
+  kPackThrows,
+  kPackFaults,
+  kTransferThrows,
+  kTransferEndsWithError,
+  kTransferForgets,
+  kTransferFaults
+};
 
 struct Setup {
   WireConfig config;  // its ranks_per_host determines which ranks share a host
@@ -42,6 +52,8 @@ struct Setup {
   Shapes shapes;
   // Whether one more bucket comes first, which is passed through like a DDP bucket that the codec cannot encode.
   bool passthrough = false;
+  // Whether each of its stages runs on its own lane; otherwise all of them run on the wire's.
+  bool staged = false;
   bool forced_sync = false;
   int slow_stream = 0;  // the stream of rank 0 with long pauses; every further rank's is the next stream
   // What fails on rank 0.
@@ -66,15 +78,10 @@ class SimDevice : public StreamDevice {
 
   const std::string& isa() const override { return codec_->isa(); }
 
-  // The memory is freed like memory that is marked as used on all streams: when the streams have reached that point.
   std::shared_ptr<std::byte> allocate(int64_t nbytes) override {
-    constexpr std::align_val_t kCacheLine{64};
-    auto* data = static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes), kCacheLine));
-    std::memset(data, 0, static_cast<size_t>(nbytes));
-    const std::shared_ptr<std::byte> memory(data, [](std::byte* p) { ::operator delete(p, kCacheLine); });
-    return {data, [memory, streams = streams()](std::byte*) {
-              for (const c10::Stream& stream : streams) sim::keep_until_reached(stream, memory);
-            }};
+    std::byte* const data = sim::allocate(current_stream(), nbytes);
+    for (const c10::Stream& stream : streams()) sim::record_use(data, stream);
+    return {data, [](std::byte* memory) { sim::give_back(memory); }};
   }
 
   int64_t pack(const PackArgs& args) override {
@@ -256,7 +263,8 @@ class SimTransport : public Transport {
     REQUIRE(!*has_failed_, "after the failure, rank %d begins another %s", rank_, what);
     const Communicator communicator = Communicator::of(channel, place_, rank_, world_size_);
     const int64_t sequence = num_of_level_[communicator.level]++;
-    if (num_transfers_++ == fail_at_ && fail_ >= Fail::kTransferThrows) {
+    const bool fails = num_transfers_++ == fail_at_ && fail_ >= Fail::kTransferThrows;
+    if (fails && fail_ != Fail::kTransferFaults) {
       *has_failed_ = fail_ != Fail::kTransferForgets;  // a forgotten transfer is noticed only by the lane
       const auto error = std::runtime_error("simulated failure of a transfer");
       if (fail_ == Fail::kTransferThrows) throw error;
@@ -267,7 +275,8 @@ class SimTransport : public Transport {
     const sim::CountCalls not_the_engine(false);
     sim::launch(sim::current_stream(rank_), what,
                 {{send.data, 0, 0, send.nbytes, send.data == receive.data}, {receive.data, 0, 0, receive.nbytes, true}},
-                [network = network_, communicator, sequence, kind, part = Part{send.data, receive.data, send.nbytes}] {
+                [=, network = network_, part = Part{send.data, receive.data, send.nbytes}] {
+                  if (fails) throw std::runtime_error("illegal address");
                   network->meet(communicator, sequence, kind, part);
                 });
     done(nullptr);
@@ -399,7 +408,8 @@ class Rank {
   const std::vector<uint64_t>& hashes() const { return hashes_; }
 
  private:
-  // Passes the first bucket through as grad_hook does on streams: all its work runs on the wire's lane.
+  // Passes the first bucket through. Unless it is staged, all its work runs on the wire's lane, as the work of DDP's
+  // buckets does on streams.
   void submit_passthrough(std::shared_ptr<BucketJob> job) {
     const auto& bucket = buckets_[0];
     const auto numel = static_cast<int64_t>(bucket->gradients.size());
@@ -408,12 +418,25 @@ class Rank {
     BucketSlices streams;
     streams.origin = bucket->gradients.data();
     streams.lossy.append(streams.origin, numel, GradDtype::kFloat32);
-    PassthroughStages stages;
-    stages.scatter = [this, streams, bucket, numel](Lane::Completion done) {
-      engine_->device().scale_in_place(streams, 1.0F / static_cast<float>(setup_.world_size), false);
+    const auto scale = [this, streams](float factor) { engine_->device().scale_in_place(streams, factor, false); };
+    const auto sum = [this, streams, bucket, numel](Lane::Completion done) {
       transport_->all_reduce(Channel::kScatter, {static_cast<std::byte*>(streams.origin), numel * 4, bucket},
                              Wire::kFp32, std::move(done));
     };
+    const float mean = 1.0F / static_cast<float>(setup_.world_size);
+    PassthroughStages stages;
+    if (setup_.staged) {  // sums twice
+      stages.pack = [scale, mean] { scale(mean); };
+      stages.scatter = sum;
+      stages.reduce = [scale, mean] { scale(mean); };
+      stages.gather = sum;
+      stages.unpack = [scale] { scale(1); };
+    } else {
+      stages.scatter = [scale, sum, mean](Lane::Completion done) {
+        scale(mean);
+        sum(std::move(done));
+      };
+    }
     engine_->submit_passthrough(std::move(job), std::move(stages));
   }
 
@@ -542,6 +565,19 @@ void two_levels() {
   }
 }
 
+// A bucket that is passed through in stages, each on its own lane.
+void staged_passthrough() {
+  for (int slow_stream = 0; slow_stream < 4; ++slow_stream) {
+    Setup setup;
+    setup.config = wire_config(Wire::kInt8, Sum::kTwoShot, 2);
+    setup.world_size = 2;
+    setup.shapes = kShapes;
+    setup.passthrough = setup.staged = true;
+    setup.slow_stream = slow_stream;
+    train_steadily(setup);
+  }
+}
+
 // Although the gradients are not ready, all work is enqueued. Times are known only afterwards.
 void host_never_waits() {
   for (const auto& [wire, sum] : {std::pair{Wire::kFp32, Sum::kAuto}, std::pair{Wire::kInt8, Sum::kTwoShot}}) {
@@ -590,7 +626,7 @@ void traced() {
       std::map<std::pair<int64_t, std::string>, const TraceSpan*> buckets;
       int num_exposed = 0;
       for (const TraceSpan& span : spans) {
-        REQUIRE(0 <= span.begin_ms && span.begin_ms <= span.end_ms, "%s of %s from %g to %g ms", stage_name(span.stage),
+        REQUIRE(0 <= span.begin_ms && span.begin_ms < span.end_ms, "%s of %s from %g to %g ms", stage_name(span.stage),
                 span.label->name.c_str(), span.begin_ms, span.end_ms);
         if (span.stage == Stage::kExposed) {
           ++num_exposed;
@@ -602,6 +638,9 @@ void traced() {
       }
       REQUIRE(buckets.size() == 3 * rank.num_buckets(), "%zu buckets", buckets.size());
       REQUIRE(num_exposed == 3, "%d steps waited for their last bucket", num_exposed);
+      for (const auto& [key, bucket] : buckets) {
+        REQUIRE(chunks.count({key.first, key.second, 0}) != 0, "no stage of %s was recorded", key.second.c_str());
+      }
       for (const auto& [key, stages] : chunks) {
         const auto& [step, name, chunk] = key;
         REQUIRE(1 <= step && step <= 3, "step %ld", static_cast<long>(step));
@@ -638,11 +677,12 @@ void failing() {
     bool forced_sync;
     const char* expected;
   };
-  for (const Case& c : {Case{Fail::kPackThrows, false, "simulated failure of a launch"},
-                        Case{Fail::kTransferThrows, false, "simulated failure of a transfer"},
-                        Case{Fail::kTransferEndsWithError, false, "simulated failure of a transfer"},
-                        Case{Fail::kTransferForgets, false, "did not enqueue its transfer"},
-                        Case{Fail::kPackFaults, true, "simulated fault"}}) {
+  for (const Case& c :
+       {Case{Fail::kPackThrows, false, "simulated failure of a launch"},
+        Case{Fail::kTransferThrows, false, "simulated failure of a transfer"},
+        Case{Fail::kTransferEndsWithError, false, "simulated failure of a transfer"},
+        Case{Fail::kTransferForgets, false, "did not enqueue its transfer"},
+        Case{Fail::kPackFaults, true, "the pack of chunk "}, Case{Fail::kTransferFaults, true, "all-"}}) {
     for (const auto& [wire, sum, ranks_per_host] :
          {std::tuple{Wire::kFp32, Sum::kAuto, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 1},
           std::tuple{Wire::kInt8, Sum::kOneShot, 1}, std::tuple{Wire::kInt8, Sum::kTwoShot, 2}}) {
@@ -658,8 +698,12 @@ void failing() {
           size_t failed = rank.num_buckets();
           for (int step = 0; failed == rank.num_buckets(); ++step) {
             REQUIRE(step < 1000, "nothing fails");
-            failed = rank.step(step);
-            if (failed == rank.num_buckets()) rank.synchronize();
+            try {
+              failed = rank.step(step);
+              if (failed == rank.num_buckets()) rank.synchronize();
+            } catch (const std::exception& e) {
+              REQUIRE(false, "the engine does not notice: %s", e.what());
+            }
           }
           network.go_down();
           const std::string text = text_of(rank.last_error());
@@ -838,12 +882,58 @@ void lane_streams() {
   // A wait is work, too: an end() from before the wait must not include the wait.
   const EventPtr ready = second.end(), blocked = first.end();
   second.wait_for(static_cast<StreamEvent&>(*blocked));
+  REQUIRE(recorded() == 5, "an end() from before a wait is to be recorded before it");
   first.go_on();
   LaneStream third(guard.getNewStream(sim::device(0), 0), events);
   third.wait_for(static_cast<StreamEvent&>(*ready));
   third.stream().synchronize();
   gate.set_value();
   second.stream().synchronize();
+  sim::reset();
+}
+
+// A thread that only asks about events has the device as its current one.
+void watching_thread() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+  SimDevice device(1, Setup(), std::make_shared<bool>(false));
+  std::thread watching([&] {
+    device.enter_watching_thread();
+    REQUIRE(guard.getDevice() == sim::device(1), "the watching thread's current device is %d",
+            static_cast<int>(guard.getDevice().index()));
+  });
+  watching.join();
+  sim::reset();
+}
+
+// A lane's later task does not delay those that wait for an earlier one. Times are known when both ends are reached.
+void lane_tasks() {
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
+  const auto events = std::make_shared<StreamEvents>();
+  const auto stream = [&] { return std::make_shared<LaneStream>(guard.getNewStream(sim::device(0), 0), events); };
+  const auto of_first = stream(), of_second = stream();
+  StreamLane first(of_first), second(of_second);
+  const sim::CountCalls counted(true);
+  const EventPtr end = first.run(nullptr, [] {});
+  std::promise<void> gate;
+  first.run(nullptr, [opened = gate.get_future().share()] {
+    sim::launch(sim::current_stream(0), "gate", {}, [opened] { opened.wait(); });
+  });
+  REQUIRE(sim::calls(0).recorded == 1, "the next task did not record the end of the task before, which is still held");
+  second.run(end, [] {});
+  of_second->stream().synchronize();  // does not return if the lane waits for the gate
+
+  const StreamEventPtr early = events->now(of_second->stream()), late = events->now(of_first->stream());
+  REQUIRE(early->is_recorded() && late->is_recorded(), "now() did not record its event");
+  std::thread opener([&gate] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    gate.set_value();
+  });
+  const double ms = early->ms_since(*late);
+  opener.join();
+  REQUIRE(ms < 0, "%g ms from a later moment to an earlier one", ms);
+  sim::launch(of_first->stream(), "work", {}, [] { std::this_thread::sleep_for(std::chrono::milliseconds(5)); });
+  const StreamEventPtr last = events->now(of_first->stream());
+  REQUIRE(last->ms_since(*early) > 0, "no time has passed");
   sim::reset();
 }
 
@@ -890,19 +980,32 @@ void calls() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::map<std::string, void (*)()> scenes = {{"steady", steady},   {"host_never_waits", host_never_waits},
-                                                    {"traced", traced},   {"failing", failing},
-                                                    {"stopped", stopped}, {"calls_fail", calls_fail},
-                                                    {"faulted", faulted}, {"two_levels", two_levels},
-                                                    {"calls", calls},     {"lane_streams", lane_streams}};
+  const std::map<std::string, void (*)()> scenes = {{"steady", steady},
+                                                    {"host_never_waits", host_never_waits},
+                                                    {"traced", traced},
+                                                    {"failing", failing},
+                                                    {"stopped", stopped},
+                                                    {"calls_fail", calls_fail},
+                                                    {"faulted", faulted},
+                                                    {"two_levels", two_levels},
+                                                    {"staged_passthrough", staged_passthrough},
+                                                    {"calls", calls},
+                                                    {"lane_streams", lane_streams},
+                                                    {"lane_tasks", lane_tasks},
+                                                    {"watching_thread", watching_thread}};
+  std::string wanted;
+  uint64_t seed = 1;
+  for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "--seed" && i + 1 < argc) {
+      seed = std::stoull(argv[++i]);
+    } else {
+      wanted = argv[i];
+    }
+  }
+  REQUIRE(wanted.empty() || scenes.count(wanted) != 0, "there is no scene %s", wanted.c_str());
+  sim::set_seed(seed);
   for (const auto& [name, scene] : scenes) {
-    if (argc > 1 && name != argv[1]) continue;
-    alarm(120);  // ends a hang
-    const auto begin = std::chrono::steady_clock::now();
-    scene();
-    std::printf("stream_stress: %s: %.1f s\n", name.c_str(),
-                std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-    std::fflush(stdout);
+    if (wanted.empty() || name == wanted) run_scene("stream_stress", name.c_str(), seed, scene);
   }
   return 0;
 }

@@ -1,0 +1,58 @@
+"""Seeded faults in the order of streams: each record, wait, keep-alive and stream switch of the CUDA path is removed by
+itself, and a scene with simulated streams must find it.
+
+A removal is an edit of the product's source (tests/helpers/event_mutations.py). The program of the scenes is built with
+all of them at once, and an environment variable chooses one. docs/mutations.md has the table of them.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import event_mutations
+import pytest
+import stream_stress
+from lane_mutations import LANE_MUTATIONS
+from patience import HANG_S
+from scripts import ROOT, cxx
+
+DOCUMENT = ROOT / "docs" / "mutations.md"
+
+
+def build_streams(folder: Path) -> None:
+    mutated = event_mutations.write_sources(LANE_MUTATIONS, folder)
+    stream_stress.build(folder, mutated, event_mutations.compile_flags(folder))
+
+
+@pytest.fixture(scope="module")
+def streams(made_once) -> Path:
+    cxx()
+    return made_once("mutated-streams", build_streams) / "stream_stress"
+
+
+def output_of_failure(command: list[str | Path], index: int) -> str:
+    """What a scene prints with a mutation. Fails if the scene passes, or ends in another way than by its own check."""
+    choice = {event_mutations.CHOICE: str(index)}
+    done = subprocess.run(command, env={**os.environ, **choice}, capture_output=True, text=True, timeout=HANG_S)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, f"the removal shows nothing: {output}"
+    assert "fails: " in output, f"exit status {done.returncode}: {output}"
+    return output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(LANE_MUTATIONS)), ids=[mutation.where for mutation in LANE_MUTATIONS])
+def test_a_removal_from_the_lanes_is_found(streams, index):
+    mutation = LANE_MUTATIONS[index]
+    output = output_of_failure([streams, mutation.scene], index)
+    assert mutation.is_found_in(output), output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scene", sorted({mutation.scene for mutation in LANE_MUTATIONS}))
+def test_without_a_removal_the_scene_passes(streams, scene):
+    stream_stress.run(streams, scene)
+
+
+def test_the_document_has_the_table_of_removals():
+    assert event_mutations.table(LANE_MUTATIONS) in DOCUMENT.read_text()

@@ -1,0 +1,92 @@
+"""Seeded faults in the order of streams. One build of the product's sources has all of them; an environment variable
+chooses the one that a process has."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import ROOT
+
+CHOICE = "EVENT_MUTATION"
+"""The environment variable: the index of the chosen mutation. Unset: none."""
+
+HEADER = f"""#pragma once
+#include <cstdlib>
+namespace event_mutations {{
+inline bool chosen(int index) {{
+  static const char* const choice = std::getenv("{CHOICE}");
+  static const int chosen_index = choice ? std::atoi(choice) : -1;
+  return index == chosen_index;
+}}
+}}  // namespace event_mutations
+"""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One record, wait, keep-alive or stream switch that is removed.
+
+    where: the function and what it is, in words. file: below csrc/. text: occurs once in the file. «» in it mark what
+    is replaced, otherwise all of it is: a statement, ending in a semicolon, or an expression. replacement: statements,
+    or an expression of the same type. effect: what the removal does. scene: of the native test; message: what the scene
+    prints when it fails, with … for any text.
+    """
+
+    where: str
+    file: str
+    text: str
+    replacement: str
+    effect: str
+    scene: str
+    message: str
+
+    def is_found_in(self, output: str) -> bool:
+        return re.search(".*".join(map(re.escape, self.message.split(" … "))), output) is not None
+
+    def row(self) -> str:
+        return f"| {self.where} | {self.effect} | {self.scene} | {self.message} |"
+
+
+def table(mutations: list[Mutation]) -> str:
+    """The table of docs/mutations.md."""
+    head = ["| what is removed | what goes wrong | scene | what it says |", "|---|---|---|---|"]
+    return "\n".join([*head, *(mutation.row() for mutation in mutations)]) + "\n"
+
+
+def write_sources(mutations: list[Mutation], folder: Path) -> dict[str, Path]:
+    """Writes the mutated sources to folder / "csrc", and the header that they need to be compiled with.
+
+    Returns the path of each by its name relative to the repository's root.
+    """
+    edits: dict[str, list[tuple[int, int, str]]] = {}
+    for index, mutation in enumerate(mutations):
+        before, _, rest = mutation.text.partition("«")
+        part, mark, after = rest.partition("»")
+        if not mark:
+            before, part, after = "", mutation.text, ""
+        source = (ROOT / "csrc" / mutation.file).read_text()
+        count = source.count(before + part + after)
+        assert count == 1, f"{mutation.file} has this text {count} times, not once: {mutation.text}"
+        chosen = f"event_mutations::chosen({index})"
+        if part.endswith(";"):
+            new = f"if ({chosen}) {{ {mutation.replacement} }} else {{ {part} }}"
+        else:
+            new = f"({chosen} ? ({mutation.replacement}) : ({part}))"
+        begin = source.index(before + part + after) + len(before)
+        edits.setdefault(mutation.file, []).append((begin, begin + len(part), new))
+    written = {}
+    for file, of_file in edits.items():
+        source = (ROOT / "csrc" / file).read_text()
+        for begin, end, new in sorted(of_file, reverse=True):
+            source = source[:begin] + new + source[end:]
+        path = folder / "csrc" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+        written[f"csrc/{file}"] = path
+    (folder / "event_mutations.h").write_text(HEADER)
+    return written
+
+
+def compile_flags(folder: Path) -> list[str]:
+    """For the sources that write_sources() has written to `folder`. They include each other before the originals."""
+    return ["-include", str(folder / "event_mutations.h"), "-I", str(folder / "csrc")]
