@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 
+from fusedcomm import memory
 from fusedcomm.config import Chunks, Config
 from fusedcomm.native import _C
 
@@ -107,8 +107,8 @@ def fitting_memory(config: Config, world_size: int, device_type: str, ranks_per_
     """Context in which an engine allocates its scratch memory. `config` has both numbers of its chunks.
 
     Raises:
-        ValueError: the chunks need more memory than this machine has, or than can be allocated. Not on accelerators,
-            whose allocators say what they lack.
+        ValueError: the chunks need more memory than a process may use here, or than can be allocated. Not on
+            accelerators, whose allocators say what they lack.
     """
     native = config.native(config.chunks, ranks_per_host)
     num_parts = world_size if _C.is_one_shot(native, world_size) else 2
@@ -117,21 +117,13 @@ def fitting_memory(config: Config, world_size: int, device_type: str, ranks_per_
         f"{config.chunks} needs {scratch_nbytes / _GIB:.1f} GiB of scratch memory on each rank, {{}}: use fewer bytes "
         "or fewer chunks in flight"
     )
-    has_nbytes = _memory_nbytes()
+    has_nbytes = memory.total_nbytes()
     if device_type == "cpu" and has_nbytes is not None and scratch_nbytes > has_nbytes:
-        raise ValueError(needs.format(f"and this machine has {has_nbytes / _GIB:.1f} GiB in all"))
+        raise ValueError(needs.format(f"and a process may use {has_nbytes / _GIB:.1f} GiB here"))
     try:
         yield
     except MemoryError as error:
         raise ValueError(needs.format("which cannot be allocated")) from error
-
-
-def _memory_nbytes() -> int | None:
-    """Bytes of memory of this machine; None if the system does not tell."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def _nbytes(config: Config, world_size: int, s_per_byte: float | None, ranks_per_host: int) -> int:

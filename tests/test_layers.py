@@ -33,6 +33,7 @@ FUSEDCOMM = (
     "kernels",
     "reference",
     "env",
+    "memory",
     "native",
     "version",
     "_C",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import refused
 
-from fusedcomm import chunks
+from fusedcomm import chunks, memory
 from fusedcomm.config import Blocks, Chunks, Config, TwoLevels
 from fusedcomm.native import _C
 
@@ -137,12 +137,12 @@ def test_chunks_that_do_not_fit_into_the_machines_memory_are_refused(ranks, sum)
     config = Config("int8", sum, chunks=Chunks(64 * MIB, in_flight=4))
     for error in ranks.run(attached_with_memory, config, 256 * MIB, world_size=2):
         assert "Chunks(nbytes=67108864, in_flight=4) needs 0.5 GiB of scratch memory on each rank" in error
-        assert "and this machine has 0.2 GiB in all: use fewer bytes or fewer chunks in flight" in error
+        assert "and a process may use 0.2 GiB here: use fewer bytes or fewer chunks in flight" in error
 
 
 def attached_with_memory(rank, world_size, config, has_nbytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_memory_nbytes", lambda: has_nbytes)
+        patch.setattr(memory, "total_nbytes", lambda: has_nbytes)
         return refused(rank, world_size, {"config": config, "quiet": True})
 
 
