@@ -89,28 +89,34 @@ std::string reason_text(const RollCall& call, const Conclusion& conclusion) {
   return "";
 }
 
-// A text of indented lines, with at most kMaxListed lines from list() for each kind.
+// A text of indented lines, with at most kMaxListed lines from list() for each kind. A line is about one or more ranks.
 class Lines {
  public:
   explicit Lines(std::string head) : text_(std::move(head)) {}
 
   void add(const std::string& line) { text_ += "\n  " + line; }
 
-  void list(const std::string& line) {
-    if (++num_listed_ <= kMaxListed) add(line);
+  void list(const std::string& line, size_t num_ranks = 1) {
+    if (++num_lines_ <= kMaxListed) {
+      add(line);
+    } else {
+      num_ranks_left_ += num_ranks;
+    }
   }
 
-  // Ends a kind: adds a line that says how many of it were not listed, if any.
+  // Ends a kind: adds a line that says of how many ranks there was no line, if any.
   void end_list(const char* what) {
-    if (num_listed_ > kMaxListed) add(std::to_string(num_listed_ - kMaxListed) + " more ranks are " + what);
-    num_listed_ = 0;
+    if (num_ranks_left_ != 0) {
+      add(std::to_string(num_ranks_left_) + (num_ranks_left_ == 1 ? " more rank is " : " more ranks are ") + what);
+    }
+    num_lines_ = num_ranks_left_ = 0;
   }
 
   const std::string& text() const { return text_; }
 
  private:
   std::string text_;
-  size_t num_listed_ = 0;
+  size_t num_lines_ = 0, num_ranks_left_ = 0;
 };
 
 // Adds a line for each rank whose answer is not known, with the reason.
@@ -148,9 +154,13 @@ std::string report_text(const RollCall& call, const Conclusion& conclusion) {
   for (const Conclusion::Slow& slow : conclusion.slow) lines.list(slow_text(call, conclusion, slow));
   lines.end_list("slow");
   if (const std::string reason = reason_text(call, conclusion); !reason.empty()) lines.add(reason);
-  for (const RankGroup& group : conclusion.at_work) lines.list(group_text(group, /*is_at_work=*/true));
+  for (const RankGroup& group : conclusion.at_work) {
+    lines.list(group_text(group, /*is_at_work=*/true), group.ranks.size());
+  }
   lines.end_list("at work");
-  for (const RankGroup& group : conclusion.waiting) lines.list(group_text(group, /*is_at_work=*/false));
+  for (const RankGroup& group : conclusion.waiting) {
+    lines.list(group_text(group, /*is_at_work=*/false), group.ranks.size());
+  }
   lines.end_list("waiting elsewhere");
   return lines.text();
 }

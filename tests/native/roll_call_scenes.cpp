@@ -52,7 +52,7 @@ RankState at(int64_t num_handed, int64_t num_ended, Stage stage) {
 RollCall scene(const std::string& name) {
   RollCall call;
   call.number = 5;
-  call.world_size = name == "many" ? 40 : 4;
+  call.world_size = name == "many" || name == "pairs apart" ? 40 : name == "apart" ? 9 : 4;
   call.opening = Opening{};
   call.waited_s = 2;
   for (int rank = 0; rank < call.world_size; ++rank) {
@@ -94,6 +94,12 @@ RollCall scene(const std::string& name) {
     for (int rank = 20; rank < 40; ++rank) {
       call.answers.erase(rank);
       call.absent[rank] = rank == 20 ? "" : "process 1 on node";
+    }
+  } else if (name == "pairs apart" || name == "apart") {  // two ranks, or one, wait for each chunk
+    const int num_together = name == "apart" ? 1 : 2;
+    for (auto& [rank, state] : call.answers) {
+      state.chunk = rank / num_together;
+      state.num_chunks = call.world_size / num_together;
     }
   } else if (name == "crawl" || name == "late crawl") {
     if (name == "late crawl") call.late_s[1] = 1.75;

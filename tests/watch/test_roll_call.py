@@ -188,6 +188,22 @@ REPORTS = [
     ),
     ("over", ["every rank answered, and none waits any more"]),
     (
+        "pairs apart",
+        [
+            "every rank answered and none is behind: they wait for the network",
+            *[f"ranks {2 * i}, {2 * i + 1} wait {WAITS.replace('3/4', f'{i + 1}/20')}" for i in range(8)],
+            "24 more ranks are waiting elsewhere",
+        ],
+    ),
+    (
+        "apart",
+        [
+            "every rank answered and none is behind: they wait for the network",
+            *[f"rank {i} waits {WAITS.replace('3/4', f'{i + 1}/9')}" for i in range(8)],
+            "1 more rank is waiting elsewhere",
+        ],
+    ),
+    (
         "unread",
         [
             "2 answers not read in time, of ranks 1, 3: the store is slow",
@@ -210,7 +226,8 @@ REPORTS = [
 @pytest.mark.parametrize(("scene", "lines"), REPORTS)
 def test_the_report_says_what_the_answers_say(roll_call_scenes, scene, lines):
     printed = printed_by(roll_call_scenes, scene).splitlines()
-    head = f"fusedcomm: roll call 5 of {40 if scene == 'many' else 4} ranks, opened by rank 0, where nothing has moved"
+    world_size = {"many": 40, "pairs apart": 40, "apart": 9}.get(scene, 4)
+    head = f"fusedcomm: roll call 5 of {world_size} ranks, opened by rank 0, where nothing has moved"
     head += " for 0.0 s"
     printed.remove(head)
     assert sorted(line.strip() for line in printed) == sorted(lines)
