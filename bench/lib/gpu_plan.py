@@ -26,7 +26,9 @@ FAILED = ("failed", "timed out")
 ENDED = ("ok", *FAILED)
 """States of a part that has ended. The others are "not run", "running", and "cut off": its call ended while it ran."""
 
-# Seconds that one test may take. pytest then ends a test that hangs, and names it.
+# Seconds that one test may take. pytest then ends a test that hangs, and names it. Ranks wait for longer, HANG_S in
+# tests/helpers/patience.py, which a slow machine may need; but that is more than a whole call, and a hang has to be
+# named before the call ends.
 TEST_LIMIT_S = 120
 
 
