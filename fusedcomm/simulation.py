@@ -53,7 +53,8 @@ def simulate(
         config: a :class:`fusedcomm.Config`, as for :func:`fusedcomm.attach`. sum="auto" chooses the sum as the engine
             does for a bucket of this size on this number of ranks. fp32 gradients of at most 16 KiB are then summed
             exactly, whatever the wire: use sum="two-shot" or "one-shot" to see the wire's effect. Every element is sent
-            in `config.wire`; `config.wires` is not used, because it selects parameters. Chunks and checks do not change
+            in `config.wire`; `config.wires` is not used, because it selects parameters. hosts="auto" is one level here,
+            where all ranks are on one host; ``hosts=8`` simulates hosts of eight ranks. Chunks and checks do not change
             the result.
         wire: short for ``Config(wire)``.
         exempt_mask: bool tensor in the gradients' shape: True where an element is sent in fp32. None: nowhere. (On
@@ -284,11 +285,13 @@ def _feedback(config: Config, residuals: Residuals | None) -> Feedback | None:
 
 def _levels(config: Config, world_size: int) -> Hosts | None:
     """None for sums on one level."""
-    groups = config.groups
-    if groups is None:
+    if not config.needs_two_levels:
         return None
+    groups = config.groups
     if groups == hosts.AUTO:
-        raise ValueError(f"hosts={groups!r} is not possible in one process: give the number of ranks on each host")
+        raise ValueError(
+            f"hosts={config.hosts!r} is not possible in one process: give the number of ranks on each host"
+        )
     found = hosts.given(groups, world_size)
     return None if found.flat_reason else found
 

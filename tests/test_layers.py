@@ -34,6 +34,7 @@ FUSEDCOMM = (
     "reference",
     "env",
     "memory",
+    "log",
     "native",
     "version",
     "_C",

@@ -74,20 +74,22 @@ def ways_by_name() -> dict[str, Way]:
             ONE_BUCKET_MB,
         ),
     ]
+    # One level also where hosts have several ranks; "by host" below has two there, as the default has.
     for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
-        ways.append(Way(f"fusedcomm {wire}", _ours(Config(wire)), TOLERANCES[wire]))
+        ways.append(Way(f"fusedcomm {wire}", _ours(Config(wire, hosts=None)), TOLERANCES[wire]))
     # The sums that sum="auto" takes for more than two ranks. With two ranks they are possible, too.
     ways.append(Way("fusedcomm bf16 direct", _ours(Config("bf16", "direct")), TOLERANCES["bf16"]))
     for wire in ("int8", "int4"):
-        ways.append(Way(f"fusedcomm {wire} two-shot", _ours(Config(wire, "two-shot")), TOLERANCES[wire]))
+        ways.append(Way(f"fusedcomm {wire} two-shot", _ours(Config(wire, "two-shot", hosts=None)), TOLERANCES[wire]))
     # The tolerance is that of the least exact wire among those to choose from.
     ways.append(Way("fusedcomm auto", _ours(fusedcomm.Auto()), TOLERANCES["bf16"]))
     ways.append(Way("fusedcomm auto int8", _ours(fusedcomm.Auto(("fp32", "bf16", "int8"))), TOLERANCES["int8"]))
     for wire in ("bf16", "int8", "int4"):
         # With one rank on each host this is the same as a sum on one level.
-        ways.append(Way(f"fusedcomm {wire} by host", _ours(Config(wire, hosts="auto")), TOLERANCES[wire]))
+        ways.append(Way(f"fusedcomm {wire} by host", _ours(Config(wire)), TOLERANCES[wire]))
     # The result contains the residual of earlier steps, too.
-    ways.append(Way("fusedcomm int4 feedback", _ours(Config("int4", feedback=Feedback())), 1.5 * TOLERANCES["int4"]))
+    int4 = Config("int4", feedback=Feedback(), hosts=None)
+    ways.append(Way("fusedcomm int4 feedback", _ours(int4), 1.5 * TOLERANCES["int4"]))
     return {way.name: way for way in ways}
 
 

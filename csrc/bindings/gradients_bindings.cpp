@@ -25,6 +25,7 @@ void bind_results(py::module_& m) {
       .def_readonly("sent_nbytes", &EngineStats::sent_nbytes)
       .def_readonly("sent_between_hosts_nbytes", &EngineStats::sent_between_hosts_nbytes)
       .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
+      .def_readonly("num_timed_steps", &EngineStats::num_timed_steps)
       .def_readonly("busy_ms", &EngineStats::busy_ms)
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
       .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
@@ -51,11 +52,7 @@ void bind_results(py::module_& m) {
       .def_readonly("numel", &BucketRecord::numel)
       .def_readonly("passthrough", &BucketRecord::passthrough)
       .def_property_readonly("dtype", [](const BucketRecord& record) { return record.dtype; })
-      .def_property_readonly("parameters", [](const BucketRecord& record) {
-        std::vector<std::string> names;
-        for (const auto& member : record.members) names.push_back(member.state->name);
-        return names;
-      });
+      .def_property_readonly("parameters", &BucketRecord::parameter_names);
 
   py::class_<Verification>(m, "Verification")
       .def_readonly("step", &Verification::step)
@@ -64,6 +61,7 @@ void bind_results(py::module_& m) {
 
   py::class_<Measurement>(m, "Measurement")
       .def_readonly("step", &Measurement::step)
+      .def_property_readonly("bucket", [](const Measurement& measurement) { return measurement.label->text; })
       .def_readonly("error_norm", &Measurement::error_norm)
       .def_readonly("norm", &Measurement::norm);
 }
@@ -155,6 +153,12 @@ void bind_gradients(pybind11::module_& m) {
                }),
            py::kw_only(), py::arg("index"), py::arg("is_last"), py::arg("parameters"), py::arg("gradients"));
 
+  m.def(
+      "bucket_label",
+      [](size_t index, const std::vector<std::string>& parameters, int64_t nbytes) {
+        return make_label(index, parameters, static_cast<double>(nbytes))->text;
+      },
+      py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
   bind_hook(m);
 }

@@ -25,7 +25,7 @@ void bind_config(py::module_& m) {
                        int64_t chunk_nbytes, int64_t chunks_in_flight, bool rotate,
                        const std::vector<std::tuple<std::string, int64_t, bool>>& others, bool stochastic,
                        uint64_t seed, const std::optional<std::string>& error_feedback, int64_t ranks_per_host,
-                       const std::string& local_wire) {
+                       const std::string& local_wire, int64_t ranks_on_host) {
              WireConfig config{wire_from_name(wire), sum_from_name(sum), block, predivide,
                                chunk_nbytes,         chunks_in_flight,   rotate};
              for (const auto& [name, block_numel, rotated] : others) {
@@ -36,13 +36,14 @@ void bind_config(py::module_& m) {
              if (error_feedback) config.feedback = residual_format_from_name(*error_feedback);
              config.ranks_per_host = ranks_per_host;
              config.local_wire = wire_from_name(local_wire);
+             config.ranks_on_host = ranks_on_host;
              check_config(config);
              return config;
            }),
            py::kw_only(), py::arg("wire"), py::arg("sum"), py::arg("block"), py::arg("predivide"),
            py::arg("chunk_nbytes"), py::arg("chunks_in_flight"), py::arg("rotate"), py::arg("others"),
            py::arg("stochastic"), py::arg("seed"), py::arg("error_feedback"), py::arg("ranks_per_host") = 1,
-           py::arg("local_wire") = "bf16");
+           py::arg("local_wire") = "bf16", py::arg("ranks_on_host") = 1);
 }
 
 void bind_steps(py::module_& m) {
@@ -75,7 +76,7 @@ void bind_steps(py::module_& m) {
       .def_readonly("unpack_scale", &BucketPlan::unpack_scale)
       .def_readonly("reason", &BucketPlan::reason)
       .def_property_readonly("sent_nbytes", &sent_nbytes)
-      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("ranks_per_host"));
+      .def("sent_between_hosts_nbytes", &sent_between_hosts_nbytes, py::arg("ranks_on_host"));
 }
 
 }  // namespace

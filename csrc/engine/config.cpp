@@ -69,6 +69,10 @@ void check_config(const WireConfig& config) {
     throw std::invalid_argument("sum='" + sum_name(config.sum) +
                                 "' has one level: use sum='two-shot' or 'auto' with hosts");
   }
+  if (config.ranks_on_host < 1) {
+    throw std::invalid_argument("ranks_on_host=" + std::to_string(config.ranks_on_host) +
+                                " is not possible: use at least 1");
+  }
   if (config.max_chunk_nbytes < 4096) {
     throw std::invalid_argument("chunk_nbytes=" + std::to_string(config.max_chunk_nbytes) +
                                 " is not possible: use at least 4096 bytes");

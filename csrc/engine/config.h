@@ -25,6 +25,7 @@ struct WireConfig {
   std::optional<ResidualFormat> feedback;  // the residuals' format; none: no error feedback
   int64_t ranks_per_host = 1;              // more than 1: sums have two levels, first over the ranks of a host
   Wire local_wire = Wire::kBf16;           // between the ranks of a host; one without scales
+  int64_t ranks_on_host = 1;               // ranks that share a host, on one level too; only counts depend on it
 };
 
 // The number of a parameter's wire: 0 is the configuration's `wire`, k > 0 is others[k - 1], kExactWire is fp32.

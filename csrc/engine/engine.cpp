@@ -1,5 +1,6 @@
 #include "engine/engine.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -355,7 +356,8 @@ void Engine::account(const BucketJob& job, const StampPtr& done) {
   bucket.num_buckets = 1;
   bucket.grad_nbytes = job.grad_nbytes;
   bucket.sent_nbytes = sent_nbytes(*job.plan);
-  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(*job.plan, place_.ranks_per_host);
+  const int64_t ranks_on_host = std::max(config_.ranks_on_host, place_.ranks_per_host);
+  bucket.sent_between_hosts_nbytes = sent_between_hosts_nbytes(*job.plan, ranks_on_host);
   bucket.num_nonfinite = job.num_nonfinite;
   stats_.add(bucket, job.submitted, done);
 }

@@ -176,18 +176,12 @@ int64_t sent_nbytes(const BucketPlan& plan) {
   return sent;
 }
 
-int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_per_host) {
-  if (!plan.steps) return 0;
-  int64_t among_all = 0, between = 0;
-  for (const Step& step : *plan.steps) {
-    const int64_t sent = step.sent_nbytes(plan.num_chunks());
-    if (is_cross(step.channel)) {
-      between += sent;
-    } else if (!is_local(step.channel)) {
-      among_all += sent;
-    }
+int64_t sent_between_hosts_nbytes(const BucketPlan& plan, int64_t ranks_on_host) {
+  int64_t sent = 0;
+  if (plan.steps) {
+    for (const Step& step : *plan.steps) sent += step.sent_between_hosts_nbytes(plan.num_chunks(), ranks_on_host);
   }
-  return between + among_all / ranks_per_host;
+  return sent;
 }
 
 }  // namespace fusedcomm

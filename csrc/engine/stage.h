@@ -47,6 +47,9 @@ inline bool is_on_wire(Stage stage) {
   }
 }
 
+// "bucket 3": how every text, trace and statistic spells a bucket. A whole label begins with it; see make_label().
+inline std::string bucket_name(size_t index) { return "bucket " + std::to_string(index); }
+
 // The names of a bucket.
 struct BucketLabel {
   BucketLabel(std::string bucket_name, std::string bucket_text)
@@ -56,7 +59,7 @@ struct BucketLabel {
     }
   }
   std::string name;                            // "bucket 3"
-  std::string text;                            // the name with its parameters and size, for errors
+  std::string text;                            // the name with its parameters and size: the bucket's label
   std::array<std::string, kNumStages> ranges;  // a name for each stage, for profilers
 };
 

@@ -75,9 +75,9 @@ void StatsKeeper::take_pass(size_t num_buckets) {
   last_done_ = last.done;
   untimed_.erase(begin, end);
   stats_.busy_ms += busy_ms;
-  push_recent(&stats_.recent_exposed_ms, num_timed_steps_, exposed_ms);
-  push_recent(&stats_.recent_busy_ms, num_timed_steps_, busy_ms);
-  ++num_timed_steps_;
+  push_recent(&stats_.recent_exposed_ms, stats_.num_timed_steps, exposed_ms);
+  push_recent(&stats_.recent_busy_ms, stats_.num_timed_steps, busy_ms);
+  ++stats_.num_timed_steps;
 }
 
 }  // namespace fusedcomm

@@ -17,10 +17,12 @@ struct EngineStats {
   int64_t num_buckets = 0;
   int64_t grad_nbytes = 0;
   int64_t sent_nbytes = 0;
-  int64_t sent_between_hosts_nbytes = 0;  // on one level every rank counts as a host
+  int64_t sent_between_hosts_nbytes = 0;
   int64_t num_nonfinite = 0;
+  int64_t num_timed_steps = 0;
   double busy_ms = 0;  // time during which at least one bucket was under way
-  // The time from the hand-over of a step's last bucket to its completion, for up to 512 recent steps in no order.
+  // The time from the hand-over of a step's last bucket to its completion, for up to 512 recent steps. Once there are
+  // as many, step i is at i mod 512.
   std::vector<float> recent_exposed_ms;
   // The busy time of the same steps, in the same order.
   std::vector<float> recent_busy_ms;
@@ -49,7 +51,6 @@ class StatsKeeper {
   EngineStats stats_;
   std::deque<Interval> untimed_;
   StampPtr last_done_;
-  int64_t num_timed_steps_ = 0;
 };
 
 }  // namespace fusedcomm

@@ -206,6 +206,14 @@ int64_t Step::sent_nbytes(int64_t num_chunks) const {
   return times * num_chunks * nbytes * (num_ranks - 1) / num_ranks;
 }
 
+int64_t Step::sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_host) const {
+  const int64_t sent = sent_nbytes(num_chunks);
+  if (is_cross(channel)) return sent;
+  if (is_local(channel) || num_ranks <= ranks_on_host) return 0;
+  if (operation == Operation::kAllReduce) return sent / ranks_on_host;
+  return sent * (num_ranks - ranks_on_host) / (num_ranks - 1);
+}
+
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape) { return row_of(sum).steps(shape); }
 
 Workspace workspace_of(const std::vector<Step>& steps) {

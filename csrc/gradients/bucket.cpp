@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "engine/stage.h"
 #include "wire/layout.h"
 
 namespace fusedcomm {
@@ -73,8 +74,8 @@ Bucket::Bucket(size_t index_in_pass, bool is_last_of_pass, std::vector<at::Tenso
       is_last(is_last_of_pass),
       parameters(std::move(parameters_in_order)),
       gradients(std::move(where)) {
-  TORCH_CHECK_VALUE(parameters.size() == gradients->size(), "fusedcomm: bucket ", index, " has ", parameters.size(),
-                    " parameters and ", gradients->size(), " gradients");
+  TORCH_CHECK_VALUE(parameters.size() == gradients->size(), "fusedcomm: ", bucket_name(index), " has ",
+                    parameters.size(), " parameters and ", gradients->size(), " gradients");
 }
 
 }  // namespace fusedcomm

@@ -143,15 +143,20 @@ Range of_chunk(const BucketLayout& layout, int64_t chunk, bool exact) {
 
 }  // namespace
 
-std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<BucketRecord::Member>& members,
-                                              double nbytes) {
-  const std::string name = "bucket " + std::to_string(index);
+std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<std::string>& parameters, double nbytes) {
+  const std::string name = bucket_name(index);
   std::ostringstream label;
   label << name << " (";
-  if (!members.empty()) label << members.front().state->name;
-  if (members.size() > 1) label << " … " << members.back().state->name;
-  label << "; " << members.size() << " parameters, " << nbytes / (1 << 20) << " MiB)";
+  if (!parameters.empty()) label << parameters.front();
+  if (parameters.size() > 1) label << " … " << parameters.back();
+  label << "; " << parameters.size() << " parameters, " << nbytes / (1 << 20) << " MiB)";
   return std::make_shared<const BucketLabel>(name, label.str());
+}
+
+std::vector<std::string> BucketRecord::parameter_names() const {
+  std::vector<std::string> names;
+  for (const Member& member : members) names.push_back(member.state->name);
+  return names;
 }
 
 bool BucketRecord::is_of(const Bucket& bucket) const {
@@ -173,7 +178,7 @@ bool BucketRecord::lies_as(const Gradients& gradients) const {
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
                                           c10::Device device, Parameters* parameters) {
   const Gradients& gradients = *bucket.gradients;
-  TORCH_CHECK(gradients.device() == device, "fusedcomm: bucket ", bucket.index, " is on ", gradients.device(),
+  TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = gradients.dtype();
@@ -184,15 +189,15 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
     const GradientPlace& place_of_gradient = gradients.places()[i];
     BucketRecord::Member member{parameters->state_of(parameter), place_of_gradient.offset};
     member.numel = member.state->numel();
-    TORCH_CHECK(record->passthrough || member.numel == place_of_gradient.numel, "fusedcomm: bucket ", bucket.index,
-                " has a gradient of ", place_of_gradient.numel, " elements for ", member.state->name, ", which has ",
-                member.numel);
+    TORCH_CHECK(record->passthrough || member.numel == place_of_gradient.numel,
+                "fusedcomm: ", bucket_name(bucket.index), " has a gradient of ", place_of_gradient.numel,
+                " elements for ", member.state->name, ", which has ", member.numel);
     record->numel += member.numel;
     record->parameters.push_back(parameter.unsafeGetTensorImpl());
     record->members.push_back(std::move(member));
   }
   const double nbytes = static_cast<double>(record->numel) * c10::elementSize(record->dtype);
-  record->label = make_label(bucket.index, record->members, nbytes);
+  record->label = make_label(bucket.index, record->parameter_names(), nbytes);
   if (record->passthrough) return record;
   if (bucket.check) bucket.check();
   TORCH_CHECK(!record->in_one_run || gradients.front().is_contiguous(), "fusedcomm: ", record->label->text,

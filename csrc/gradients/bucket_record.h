@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "engine/engine.h"
@@ -40,15 +41,16 @@ struct BucketRecord {
   std::vector<Payload> streams;  // one for each of the plan's layouts
   std::shared_ptr<const BucketLabel> label;
 
+  std::vector<std::string> parameter_names() const;
   // Whether the record is still valid for this bucket, wherever its gradients lie.
   bool is_of(const Bucket& bucket) const;
   // Whether the gradients lie where the tables say. True if there are no tables.
   bool lies_as(const Gradients& gradients) const;
 };
 
-// "bucket 3 (first … last; 12 parameters, 1.5 MiB)"
-std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<BucketRecord::Member>& members,
-                                              double nbytes);
+// The label of a bucket, "bucket 3 (first … last; 12 parameters, 1.5 MiB)": the same in plans, statistics, traces,
+// errors and warnings. `parameters`: their names. `nbytes`: of their gradients.
+std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<std::string>& parameters, double nbytes);
 
 // Makes the record of a bucket that is new or has changed: plans it, makes its tables, and makes its residuals from
 // those of its parameters. A residual that can no longer be kept is added to the gradients. Throws if the bucket is on

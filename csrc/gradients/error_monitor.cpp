@@ -129,8 +129,9 @@ void ErrorMonitor::share(Pending* pending) {
   engine_->submit_passthrough(std::move(job), std::move(stages));
 }
 
-void ErrorMonitor::add(const std::string& bucket, Measurement measurement) {
+void ErrorMonitor::add(Measurement measurement) {
   std::lock_guard<std::mutex> lock(mutex_);
+  const std::string bucket = measurement.label->name;
   measurements_[bucket] = std::move(measurement);
 }
 

@@ -39,6 +39,7 @@ struct Verification {
 // The error of this rank's first encoder for one bucket.
 struct Measurement {
   int64_t step = 0;
+  std::shared_ptr<const BucketLabel> label;
   at::Tensor error_norm, norm;  // float64 scalars: ‖gradient − what was sent for it‖₂ and ‖gradient‖₂
 };
 
@@ -66,7 +67,7 @@ class ErrorMonitor {
     return every != 0 && pass % every == std::min(kFirstMeasured, every - 1);
   }
   // Stores the measurement of a bucket.
-  void add(const std::string& bucket, Measurement measurement);
+  void add(Measurement measurement);
   // Drops a bucket's measurement. Call it when another bucket has this name.
   void forget(const std::string& bucket);
 

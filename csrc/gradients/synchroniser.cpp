@@ -102,9 +102,9 @@ void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& err
 
 std::string Synchroniser::text_of(const Bucket& bucket) {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<BucketRecord::Member> members;
-  for (const at::Tensor& parameter : bucket.parameters) members.push_back({parameters_.state_of(parameter)});
-  return make_label(bucket.index, members, static_cast<double>(bucket.gradients->nbytes()))->text;
+  std::vector<std::string> names;
+  for (const at::Tensor& parameter : bucket.parameters) names.push_back(parameters_.state_of(parameter)->name);
+  return make_label(bucket.index, names, static_cast<double>(bucket.gradients->nbytes()))->text;
 }
 
 FuturePtr Synchroniser::run(const Bucket& bucket) try {
@@ -290,16 +290,17 @@ void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRec
   }
   auto measurement = std::make_shared<Measurement>();
   measurement->step = step;
+  measurement->label = record->label;
   job->before_pack = [measurement, gradients] {
     at::NoGradGuard inner_no_grad;
     measurement->norm = at::linalg_vector_norm(gradients->flattened(), 2, {}, false, at::kDouble);
   };
-  job->after_first_encoder = [this, measurement, residuals, name = record->label->name] {
+  job->after_first_encoder = [this, measurement, residuals] {
     at::NoGradGuard inner_no_grad;
     at::Tensor squares = at::zeros_like(measurement->norm);
     for (const auto& residual : *residuals) squares.add_(residual->first_norm().square_());
     measurement->error_norm = squares.sqrt_();
-    monitor_.add(name, std::move(*measurement));
+    monitor_.add(std::move(*measurement));
   };
 }
 
@@ -325,14 +326,14 @@ void Synchroniser::check_order(const Bucket& bucket, const BucketRecord& record)
       ": DDP leaves out buckets that no rank has used, as with skip_all_reduce_unused_params=True, and fusedcomm needs "
       "all of them: make the DDP module without that option. (If a backward pass was interrupted instead, make the DDP "
       "module again.)";
-  TORCH_CHECK(index <= next_index_, "fusedcomm: bucket ", index, " was handed over where bucket ", next_index_,
-              " was expected", why);
+  TORCH_CHECK(index <= next_index_, "fusedcomm: ", bucket_name(index), " was handed over where ",
+              bucket_name(next_index_), " was expected", why);
   // In static_graph's first pass all buckets have the index 0 and none is the last: accept one unfinished pass.
   if (index == 0) {
     const bool is_again = next_index_ != 0 && first_of_pass_ == &record;
     num_unfinished_ = is_again ? num_unfinished_ + 1 : 0;
-    TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: bucket 0 was handed over repeatedly, without bucket ", next_index_,
-                " and those after it", why);
+    TORCH_CHECK(num_unfinished_ < 2, "fusedcomm: ", bucket_name(0), " was handed over repeatedly, without ",
+                bucket_name(next_index_), " and those after it", why);
     first_of_pass_ = &record;
   }
   next_index_ = bucket.is_last ? 0 : index + 1;

@@ -21,11 +21,13 @@ class Auto(Options):
     it (docs/autotune.md). ``wire="auto"`` is short for ``Auto()``.
 
     Args:
-        wires: the wires to try. DDP's own exact all-reduce is always tried, too. None: the wire of `base`, and "fp32"
-            if `base` can be combined with it.
+        wires: the wires to try. DDP's own exact all-reduce is always tried, too. None: the wire of `base`, which is
+            "bf16" by default, and "fp32" if `base` can be combined with it. Codes change gradients more, so they must
+            be named: ``Auto(("fp32", "bf16", "int8"))`` may also choose int8.
         base: a :class:`fusedcomm.Config` whose options apply to every candidate, except `wire`, which each of `wires`
-            replaces. If `base.wire` is not the default, `wires` must contain it. If `base` has neither `hosts` nor
-            `feedback`, sums on two levels are tried where the hosts allow them. None: ``Config()``.
+            replaces. If `base.wire` is not the default, `wires` must contain it. With hosts="auto", the default, sums
+            on one level and on two are tried where the hosts allow both, unless `base` has `feedback`: then sums have
+            one. None: ``Config()``.
         tuned: what an earlier ``tuning()`` returned, or the path where its ``save()`` wrote it. Nothing is tried then.
             If it does not fit the ranks, the model, the device or `wires`, rank 0 warns and the search is made.
 

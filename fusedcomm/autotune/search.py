@@ -3,7 +3,8 @@
 1. The search tries DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact wire is preferred
    only if it is faster by more than MARGIN, and any wire only if it is faster than off by more than MARGIN. If no wire
    comes NEAR to off, off is kept.
-2. It tries the best wire with other sums, and on two levels where hosts have several ranks; then with other chunks.
+2. It tries the best wire with other sums; where hosts have several ranks also on one level, if it had two, or on two,
+   if it had one; then with other chunks.
 3. It tries the finalists again, in case the machine was busy during step 1: off, or the exact candidate that beats it;
    the best candidate so far; and the fastest other wire that came NEAR to the best. Finalists that are not FAR behind
    are tried once more. The winner of this step is kept.
@@ -55,7 +56,7 @@ class Candidate:
     chunk_nbytes: int | None = None
     chunks_in_flight: int | None = None
     by_host: bool = False
-    """Sums on two levels that the user has not asked for: ranks with the same host name share a host."""
+    """Sums on two levels, where hosts="auto" leaves that open: ranks with the same host name share a host."""
 
     @property
     def is_exact(self) -> bool:
@@ -103,6 +104,10 @@ class Tuning:
     """DDP's bucket_cap_mb, predicted from this rank's steps; None while the search goes on or if it had no trials."""
     loaded: bool = False
     """Whether :class:`fusedcomm.Auto` was given this result, so that no search was made."""
+    wires: tuple[str, ...] = ()
+    """The wires that the search may choose, beside DDP's own all-reduce; empty if that is not known."""
+    more_wires: tuple[str, ...] = ()
+    """Other wires that it may choose only if ``Auto(wires=…)`` names them."""
 
     @property
     def step_ms(self) -> dict[Candidate, float]:
@@ -134,8 +139,21 @@ class Tuning:
         tried = f"from {len(self.step_ms)} candidates in {self.num_steps} steps: {times}" if times else "at once"
         return f"{self.chosen} {how} wire='auto' {tried}"
 
+    @property
+    def wires_line(self) -> str:
+        """Which wires it may choose, and how to let it choose others; empty if that is not known."""
+        if not self.wires:
+            return ""
+        line = f"it may choose {', '.join((OFF.wire, *self.wires))}"
+        if not self.more_wires:
+            return line
+        example = (*self.wires, "int8" if "int8" in self.more_wires else self.more_wires[0])
+        return f"{line}; {', '.join(self.more_wires)} only if named: fusedcomm.Auto(wires={example!r})"
+
     def __str__(self) -> str:
         lines = [f"fusedcomm: {self.line}"]
+        if self.wires_line:
+            lines.append(f"  {self.wires_line}")
         if self.bucket_cap is not None:
             lines.append(f"  {self.bucket_cap}")
         return "\n".join(lines)
@@ -170,6 +188,8 @@ class Tuning:
                 )
                 for trial in fields["trials"]
             )
+            for name in ("wires", "more_wires"):
+                fields[name] = tuple(fields.get(name, ()))
             cap = fields["bucket_cap"]
             fields["bucket_cap"] = None if cap is None else BucketCap.from_fields(cap)
             return cls(**fields)

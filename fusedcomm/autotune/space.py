@@ -4,7 +4,7 @@ import dataclasses
 
 from fusedcomm.autotune.auto import Auto, is_possible
 from fusedcomm.autotune.search import OFF, Candidate
-from fusedcomm.config import Checks, Chunks, Config
+from fusedcomm.config import WIRES, Checks, Chunks, Config, TwoLevels
 from fusedcomm.ranks import hosts
 
 MAX_SUMS, MAX_CHUNKS = 3, 2
@@ -17,15 +17,31 @@ class Space:
     def __init__(self, auto: Auto) -> None:
         self._auto, self._base = auto, auto.common
         self.wires = auto.tried
-        self.first = tuple(self._first(wire) for wire in self.wires)
         self.keeps_residuals = self._base.feedback is not None
+        self.first = tuple(self._first(wire) for wire in self.wires)
+        """The candidates with which the wires are tried first; see :meth:`use_hosts`."""
+
+    def use_hosts(self, can_have_two_levels: bool) -> None:
+        """Tells whether sums can have two levels on the hosts. If so, and if the user leaves that open, each wire is
+        tried first with as many levels as hosts="auto" has without a search."""
+        self.first = tuple(
+            dataclasses.replace(first, by_host=can_have_two_levels and self._prefers_two_levels(first))
+            for first in self.first
+        )
+
+    def _prefers_two_levels(self, candidate: Candidate) -> bool:
+        # On two levels other ranks keep the residuals, so a change of levels would lose them.
+        if self._base.hosts != hosts.AUTO or self.keeps_residuals:
+            return False
+        return dataclasses.replace(self.config(candidate), hosts=hosts.AUTO).two_levels is not None
 
     @property
     def config_of_off(self) -> Config:
         """Configuration of the session that stands in for DDP's own all-reduce."""
-        levels = self._base.two_levels
-        if levels is not None:
-            levels = dataclasses.replace(levels, local_wire=None)  # an exact wire refuses one that rounds
+        levels = None
+        if self._base.needs_two_levels:
+            # An exact wire refuses a local one that rounds.
+            levels = dataclasses.replace(self._base.two_levels, local_wire=None)
         return Config("fp32", checks=Checks(measure_every=0), chunks=self._base.chunks, hosts=levels)
 
     def _first(self, wire: str) -> Candidate:
@@ -40,7 +56,7 @@ class Space:
             wire=candidate.wire,
             sum=candidate.sum,
             chunks=Chunks(candidate.chunk_nbytes, candidate.chunks_in_flight),
-            hosts=hosts.AUTO if candidate.by_host else self._base.hosts,
+            hosts=TwoLevels() if candidate.by_host else None if self._base.hosts == hosts.AUTO else self._base.hosts,
         )
 
     def is_possible(self, candidate: Candidate) -> bool:
@@ -56,12 +72,12 @@ class Space:
         return (
             candidate.wire in self.wires
             and all(user in ("auto", None, found) for found, user in zip(chosen, fixed, strict=True))
-            and not (candidate.by_host and base.hosts is not None)
+            and not (candidate.by_host and base.hosts != hosts.AUTO)
             and self.is_possible(candidate)
         )
 
     def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
-        """Returns alternatives to `best` with other sums.
+        """Returns alternatives to `best` with other sums, and with the other number of levels.
 
         Args:
             used: the sums that the buckets of `best` have now.
@@ -71,12 +87,16 @@ class Space:
             # With two ranks a two-shot sends as much as a one-shot but takes longer. With more, a one-shot sends more.
             of_codes = "one-shot" if self.config(best).is_one_shot(world_size) else "two-shot"
             names = ("exact", "direct", of_codes)
-            others = [dataclasses.replace(best, sum=name) for name in names if name not in used]
+            others = [
+                dataclasses.replace(best, sum=name, by_host=best.by_host and name == "two-shot")
+                for name in names
+                if name not in used
+            ]
             others = [candidate for candidate in others if self.is_possible(candidate)][: MAX_SUMS - 1]
-        by_host = dataclasses.replace(best, by_host=True)
-        # On two levels other ranks keep the residuals, so the residuals so far would be lost.
-        if can_have_two_levels and not self.keeps_residuals and self.allows(by_host):
-            others.append(by_host)
+        other_levels = dataclasses.replace(best, by_host=not best.by_host)
+        is_open = self._base.hosts == hosts.AUTO and not self.keeps_residuals
+        if can_have_two_levels and is_open and self.allows(other_levels):
+            others.append(other_levels)
         return others
 
     def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
@@ -98,3 +118,8 @@ class Space:
     def record(self) -> dict:
         """What must be equal on all ranks, JSON-serializable."""
         return {"wires": self.wires, "base": self._base.record()}
+
+    @property
+    def more_wires(self) -> tuple[str, ...]:
+        """The wires that the user could name beside those that are tried."""
+        return tuple(w for w in WIRES if w not in self.wires and is_possible(lambda w=w: self._auto.config(w)))

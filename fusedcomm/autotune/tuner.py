@@ -1,6 +1,5 @@
 """``wire="auto"`` on one rank: gives DDP's hook one candidate after another and keeps the search's choice."""
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from fusedcomm import log
 from fusedcomm.autotune import bucket_cap
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Tuning
@@ -81,7 +81,9 @@ class Tuner:
             watched=False,
             problem=problem,
         )
-        if tuned is not None and tuned.chosen.by_host and not self._off.can_have_two_levels:
+        can_have_two_levels = self._off.levels.can_be_two
+        space.use_hosts(can_have_two_levels)
+        if tuned is not None and tuned.chosen.by_host and not can_have_two_levels:
             tuned, misfit = None, "its sums have two levels, which need several hosts with several ranks each"
         self.session = self._off
         """Session of the running candidate. For off it only keeps the state that other candidates handed over."""
@@ -204,10 +206,8 @@ class Tuner:
             self._tuning = self._report(finished=True)
             if not self._delivering:
                 self._free_losers()
-            if self._announce and self._off.rank == 0:
-                # A print that fails (closed pipe, missing encoding) must not stop this rank alone: the others go on.
-                with contextlib.suppress(Exception):
-                    print(self.plan(), flush=True)
+            if self._off.rank == 0:
+                log.report(self.plan, quiet=not self._announce)
 
     def _can_be_had(self, candidate: Candidate) -> bool:
         """Makes the candidate's session if there is none. Returns whether it has one. A collective call."""
@@ -285,7 +285,7 @@ class Tuner:
     def _sums(self, best: Candidate) -> list[Candidate]:
         records = self._sessions[best].hook.buckets()
         used = {record.plan.sum for record in records if not record.passthrough}
-        return self._space.sums(best, used, self._off.world_size, self._off.can_have_two_levels)
+        return self._space.sums(best, used, self._off.world_size, self._off.levels.can_be_two)
 
     def _chunks(self, best: Candidate) -> list[Candidate]:
         if self._off.device.type != "cpu":
@@ -313,6 +313,8 @@ class Tuner:
             world_size=self._off.world_size,
             device_type=self._off.device.type,
             model=self._model,
+            wires=self._space.wires,
+            more_wires=self._space.more_wires,
         )
         if not finished or not trials:
             return tuning

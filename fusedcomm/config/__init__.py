@@ -4,8 +4,8 @@
 may differ from rank to rank. Each option is documented in its class's docstring and nowhere else.
 """
 
-from fusedcomm.config.config import AUTO, Config, given, refuse_both
-from fusedcomm.config.literals import ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
+from fusedcomm.config.config import AUTO, OFF, Config, given, refuse_both
+from fusedcomm.config.literals import Off, ResidualFormat, RoundingKind, Search, Sum, Wire, WireWithoutScales
 from fusedcomm.config.local import (
     STALL_AFTER_S,
     LocalOptions,
@@ -35,6 +35,8 @@ from fusedcomm.patterns import ONE_DIMENSIONAL
 
 __all__ = [
     "AUTO",
+    "OFF",
+    "Off",
     "ONE_DIMENSIONAL",
     "RESIDUALS",
     "ResidualFormat",

@@ -15,6 +15,7 @@ from fusedcomm.config.options import (
     SUMS,
     WIRES,
     WITH_SCALES,
+    WITHOUT_SCALES,
     Blocks,
     Checks,
     Chunks,
@@ -25,9 +26,16 @@ from fusedcomm.config.options import (
 )
 from fusedcomm.native import _C
 from fusedcomm.patterns import ONE_DIMENSIONAL, Rule
+from fusedcomm.ranks import hosts
 
 AUTO = "auto"
 """In place of a wire: search for one, as :class:`fusedcomm.Auto` does."""
+
+SUMS_ON_TWO_LEVELS = ("auto", "two-shot")
+
+OFF = "off"
+"""In place of a wire: DDP's own all-reduce. Only :func:`fusedcomm.attach` takes it, because a configuration has nothing
+to say about it."""
 
 _ANY_CHUNKS = Chunks(nbytes=8 << 20, in_flight=1)
 """Stands in where the answer does not depend on chunks. Some of these answers are needed to choose the chunks."""
@@ -63,7 +71,13 @@ class Config(Options):
         feedback: a :class:`Feedback`: the error of rounding in one step is added to the next. None: it is lost.
         chunks: a :class:`Chunks`: the size of a bucket's pieces, and how many are in flight at once.
         checks: a :class:`Checks`: which errors are measured, and what follows from them.
-        hosts: sums on two levels: a :class:`TwoLevels`, or just its `groups`, "auto" for example. None: one level.
+        hosts: which ranks share a host, so that sums have two levels, first within hosts, then between them.
+            "auto": ranks with the same host name share one. Sums have two levels where several hosts have equally many
+            ranks, at least two, and where `sum` and `wire` allow it ("fp32" with sum="auto" keeps the bits of DDP's
+            all-reduce, on one level). The printed plan says which, and why.
+            None: one level.
+            A :class:`TwoLevels`, or just its `groups`, [[0, 1], [2, 3]] for example: two levels. What excludes them is
+            an error.
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
@@ -79,13 +93,19 @@ class Config(Options):
     feedback: Feedback | None = None
     chunks: Chunks = Chunks()
     checks: Checks = Checks()
-    hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = None
+    hosts: str | int | Sequence[Sequence[int]] | TwoLevels | None = hosts.AUTO
 
     def __post_init__(self) -> None:
         if self.wire == AUTO:
             raise ValueError(
                 "wire='auto' is a search, which only fusedcomm.attach makes: give it a fusedcomm.Auto(…) in place of a "
                 f"Config(…), or name a wire, one of {', '.join(map(repr, WIRES))}"
+            )
+        if self.wire == OFF:
+            raise ValueError(
+                "wire='off' is DDP's own all-reduce, which has no other options: use fusedcomm.attach(ddp, wire='off') "
+                "without a Config(…), or wire='fp32', which is as exact, or name another wire, one of "
+                f"{', '.join(map(repr, WIRES))}"
             )
         check.choice("wire", self.wire, WIRES)
         check.choice("sum", self.sum, SUMS)
@@ -110,6 +130,11 @@ class Config(Options):
                 raise ValueError(
                     f"wires[{pattern!r}] is not possible: use '1d' or a parameter's name, wildcards allowed, as the "
                     "pattern"
+                )
+            if wire == OFF:
+                raise ValueError(
+                    f"wires[{pattern!r}]='off' is not possible: DDP's own all-reduce has whole buckets. Use 'fp32', "
+                    "which is exact, or fusedcomm.attach(ddp, wire='off') for all parameters"
                 )
             check.choice(f"wires[{pattern!r}]", wire, WIRES)
             if wire == "fp32" and self.wire != "fp32" and self.sum == "direct":
@@ -136,19 +161,20 @@ class Config(Options):
             )
         wires = self.numbered_wires
         if not any(wire != fallback.wire and _C.exactness(wire) < _C.exactness(fallback.wire) for wire in wires):
+            is_lossy = any(wire != "fp32" for wire in (self.wire, *self.wires.values()))
             raise ValueError(
-                f"{fallback} is no more exact than wire={self.wire!r}, so no bucket could fall back: use "
-                "Fallback(error, wire='fp32'), or leave it out"
+                f"{fallback} is no more exact than wire={self.wire!r}, so no bucket could fall back: "
+                + ("use Fallback(error, wire='fp32'), or leave it out" if is_lossy else "leave the fallback out")
             )
 
     def _check_hosts(self) -> None:
         levels = self.two_levels
-        if levels is None:
+        if levels is None or self.hosts == hosts.AUTO:
             return
-        if self.sum not in ("auto", "two-shot"):
+        if self.sum not in SUMS_ON_TWO_LEVELS:
             raise ValueError(
-                f"hosts={levels.groups!r} needs sums on two levels, and sum={self.sum!r} has one: use sum='auto' or "
-                "'two-shot' with hosts"
+                f"hosts={self.hosts!r} needs sums on two levels, and sum={self.sum!r} has one: use sum='auto' or "
+                "'two-shot', or hosts='auto', which has two levels only where the sum has"
             )
         if self.wire == "fp32" and self.local_wire != "fp32":
             raise ValueError(
@@ -159,8 +185,27 @@ class Config(Options):
 
     @property
     def two_levels(self) -> TwoLevels | None:
-        """`hosts` as a TwoLevels. None: one level."""
-        return self.hosts if self.hosts is None or isinstance(self.hosts, TwoLevels) else TwoLevels(self.hosts)
+        """`hosts` as a TwoLevels. None: one level, whatever the hosts are."""
+        if self.hosts is None or self.one_level_reason:
+            return None
+        return self.hosts if isinstance(self.hosts, TwoLevels) else TwoLevels(self.hosts)
+
+    @property
+    def needs_two_levels(self) -> bool:
+        """Whether hosts on which sums cannot have two levels are an error."""
+        return self.hosts is not None and self.hosts != hosts.AUTO
+
+    @property
+    def one_level_reason(self) -> str:
+        """Why sums have one level with hosts="auto" on any hosts; empty if that depends on the hosts, or if `hosts` is
+        something else."""
+        if self.hosts != hosts.AUTO:
+            return ""
+        if self.sum not in SUMS_ON_TWO_LEVELS:
+            return f"sum={self.sum!r} has one"
+        if self.wire == "fp32" and self.sum == "auto":
+            return "wire='fp32' keeps the bits of DDP's own all-reduce"
+        return ""
 
     @property
     def groups(self) -> str | int | tuple[tuple[int, ...], ...] | None:
@@ -171,7 +216,7 @@ class Config(Options):
     def local_wire(self) -> str:
         """The wire within a host, if sums have two levels."""
         given = None if self.two_levels is None else self.two_levels.local_wire
-        return given or ("fp32" if self.two_levels is not None and self.wire == "fp32" else "bf16")
+        return given or (self.wire if self.wire in WITHOUT_SCALES else "bf16")
 
     @property
     def block_numel(self) -> int:
@@ -260,12 +305,13 @@ class Config(Options):
 
     # ---- the engine's configuration
 
-    def native(self, chunks: Chunks, ranks_per_host: int = 1) -> "_C.WireConfig":
+    def native(self, chunks: Chunks, ranks_per_host: int = 1, ranks_on_host: int = 1) -> "_C.WireConfig":
         """The engine's configuration.
 
         Args:
             chunks: has both numbers; neither is None.
             ranks_per_host: more than one for sums on two levels.
+            ranks_on_host: ranks that share a host, on one level, too. Only the counts of bytes depend on it.
 
         Raises:
             ValueError: options that the engine cannot combine.
@@ -285,6 +331,7 @@ class Config(Options):
             error_feedback=self.residual_format,
             ranks_per_host=ranks_per_host,
             local_wire=self.local_wire,
+            ranks_on_host=ranks_on_host,
         )
 
     def is_one_shot(self, world_size: int) -> bool:

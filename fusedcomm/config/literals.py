@@ -9,6 +9,8 @@ Wire: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "fp8", "int4"]
 WireWithoutScales: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Search: TypeAlias = Literal["auto"]
 """In place of a wire: search for one."""
+Off: TypeAlias = Literal["off"]
+"""In place of a wire: DDP's own all-reduce."""
 Sum: TypeAlias = Literal["auto", "exact", "direct", "two-shot", "one-shot"]
 RoundingKind: TypeAlias = Literal["nearest", "stochastic"]
 ResidualFormat: TypeAlias = Literal["fp32", "bf16"]

@@ -92,8 +92,9 @@ class Feedback(Options):
     gradients instead of changing them.
 
     Needs a two-shot or one-shot sum, which "auto" takes for all but small buckets. Residuals stay with their parameters
-    when DDP rebuilds its buckets, and are in ``state_dict()``. With `Config.hosts` a rank keeps residuals only for the
-    elements that it sums for its host, 1/L of the bucket with L ranks on a host; errors of the local wire are lost.
+    when DDP rebuilds its buckets, and are in ``state_dict()``. On two levels (`Config.hosts`) a rank keeps residuals
+    only for the elements that it sums for its host, 1/L of the bucket with L ranks on a host; errors of the local wire
+    are lost.
 
     Args:
         format: the dtype of residuals: "fp32" (4 bytes per element; with two-shot, 4 bytes divided by the world size in
@@ -160,7 +161,7 @@ class Checks(Options):
         verify_every: steps between verifications. In such a step one bucket, another each time, is also summed exactly
             in fp32 and compared; ``stats().verified`` has the errors. The step waits for the extra bytes. 0: never.
         measure_every: steps between measurements. In such a step every bucket's relative quantization error on this
-            rank is measured; ``stats().quantisation_error`` has the errors. It takes one pass over the residual, and 4
+            rank is measured; ``stats().quantization_error`` has the errors. It takes one pass over the residual, and 4
             bytes for each element if there is no fp32 residual. 0: never.
         fallback: a :class:`Fallback`. None: buckets keep their wire.
     """
@@ -192,13 +193,16 @@ class TwoLevels(Options):
 
     With one host, or with one rank on each, there is one level, and the plan says so. Two levels need the two-shot sum,
     which "auto" takes for all but small buckets. Exact sums have one level, over all ranks. Two levels add in another
-    order than one.
+    order than one. In fp16 the sum of a host's ranks must stay below 65504 (`Config.predivide`).
+
+    This object asks for two levels: a configuration or hosts that exclude them are an error. ``Config(hosts="auto")``,
+    the default, has two levels only where they are possible.
 
     Args:
         groups: "auto": ranks with the same host name share a host. A number n: each n consecutive ranks share a host.
             A list has each host's ranks: [[0, 1], [2, 3]]. Every host must have the same number of ranks.
-        local_wire: the wire within a host: "bf16", "fp16" or "fp32". It adds one rounding, to nearest. None: "bf16", or
-            "fp32" with wire="fp32", which must not be rounded.
+        local_wire: the wire within a host: "bf16", "fp16" or "fp32". It adds one rounding, to nearest. None:
+            `Config.wire`, or "bf16" if that has scales.
     """
 
     groups: str | int | Sequence[Sequence[int]] = hosts.AUTO

@@ -158,6 +158,21 @@ class Handle:
         self._refuse_detached("no engine would use the state")
         load_state_dict(self._session, state)
 
+    def __repr__(self) -> str:
+        """One line, which waits for nothing: ``<fusedcomm.Handle: wire int8, sum auto, 2 ranks>``."""
+        if not self._attached:
+            return "<fusedcomm.Handle: detached>"
+        if self._tuner is not None and self._tuner.is_off:
+            return f"<fusedcomm.Handle: off, {self._session.world_size} ranks>"
+        config = self._session.config
+        return f"<fusedcomm.Handle: wire {config.wire}, sum {config.sum}, {self._session.world_size} ranks>"
+
+    def __str__(self) -> str:
+        """How gradients are sent now, in one line, and the statistics as a table."""
+        if not self._attached:
+            return repr(self)
+        return f"fusedcomm: {self.plan().headline}\n{self.stats()}"
+
     def __enter__(self) -> "Handle":
         """``with fusedcomm.attach(ddp) as comm:`` detaches when the block ends, also if it ends with an error.
 
@@ -226,11 +241,24 @@ class Handle:
             self._target.set(self._session.hook, ddp.process_group)
 
 
+def let_go(ddp: DistributedDataParallel) -> bool:
+    """Takes a detached switch from the module's reducer. Returns whether it is gone: some versions of torch keep it."""
+    forget_refused_hooks(ddp)
+    if _C.remove_hook(ddp.reducer):
+        del targets[ddp]
+        return True
+    targets[ddp].set(None, ddp.process_group)  # follows DDP's group, as DDP's default does
+    return False
+
+
 class _CopiedHandle(Handle):
     """The result of copying or pickling a handle."""
 
     def __init__(self) -> None:
         self._attached = False
+
+    def __repr__(self) -> str:
+        return "<fusedcomm.Handle: a copy, attached to nothing>"
 
     @property
     def _runs(self) -> Session | Tuner:
@@ -250,12 +278,7 @@ class _ForwardGuard:
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = handles.get(ddp)
         if handle is None and ddp in targets:  # detached
-            forget_refused_hooks(ddp)
-            if _C.remove_hook(ddp.reducer):
-                del targets[ddp]
-                self._is_detached = True
-            else:
-                targets[ddp].set(None, ddp.process_group)  # follows DDP's group, as DDP's default does
+            self._is_detached = let_go(ddp)
         elif handle is None and not self._is_detached:
             self._warn_lost()
         elif handle is not None:

@@ -15,6 +15,9 @@ class CpuPath:
         ValueError: an option is out of range, or is for another device.
     """
 
+    has_two_levels = True
+    """Whether it is prepared for sums on two levels; the codec needs no preparation."""
+
     s_per_byte: float | None = None
     """Seconds that the link takes for a byte; None before connect(). See :func:`fusedcomm.chunks.resolved`."""
 

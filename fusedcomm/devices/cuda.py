@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fusedcomm import config, env
+from fusedcomm import config, env, log
 from fusedcomm.devices import compile_once, compilers
 from fusedcomm.native import _C
 
@@ -29,6 +29,9 @@ kernels of a step's last bucket use all."""
 class CudaPath:
     """One rank's device, before the ranks have agreed: its kernels are compiled, loaded and launched once.
 
+    Args:
+        two_levels: whether to prepare the kernels for sums on two levels, too.
+
     Raises:
         RuntimeError: there is no driver, the GPU is not supported, there is no compiler for kernels, or a kernel cannot
             be compiled or loaded.
@@ -46,7 +49,9 @@ class CudaPath:
         device: torch.device,
         grad_dtypes: list[torch.dtype],
         announce: bool,
+        two_levels: bool,
     ) -> None:
+        self.has_two_levels = two_levels
         for field in ("isa", "codec_threads"):
             if getattr(local, field) is not None:
                 raise ValueError(
@@ -60,7 +65,9 @@ class CudaPath:
         limit_of_last = sm_limit_of_last(local.sm_limit, num_sms)
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current on this thread; loading needs that
-            kernels, compiler = load_kernels(driver, cfg, process_group.size(), grad_dtypes, capability, announce)
+            kernels, compiler = load_kernels(
+                driver, cfg, process_group.size(), grad_dtypes, capability, announce, two_levels
+            )
             self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(
                 kernels=kernels,
@@ -119,9 +126,14 @@ def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
 
 
 def kernel_variants(
-    cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype]
+    cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype], two_levels: bool | None = None
 ) -> tuple["_C.KernelKey", ...]:
-    """Every kernel that `cfg` can need for gradients of these dtypes."""
+    """Every kernel that `cfg` can need for gradients of these dtypes.
+
+    two_levels: whether sums can have two levels. None: if `cfg` needs that.
+    """
+    if two_levels is None:
+        two_levels = cfg.needs_two_levels
     from fusedcomm.kernels import variants
 
     return variants.engine_variants(
@@ -130,7 +142,7 @@ def kernel_variants(
         stochastic=cfg.is_stochastic,
         feedback=cfg.residual_format,
         measured=cfg.checks.measure_every > 0,
-        local_wire=None if cfg.two_levels is None else cfg.local_wire,
+        local_wire=cfg.local_wire if two_levels else None,
         one_shot=world_size > 1 and cfg.is_one_shot(world_size),
     )
 
@@ -142,18 +154,25 @@ def load_kernels(
     grad_dtypes: list[torch.dtype],
     capability: int,
     announce: bool,
+    two_levels: bool | None = None,
 ) -> tuple["_C.KernelLoader", str]:
     """Every kernel that `cfg` can need for gradients of these dtypes, loaded in the current context, and the name of
-    the compiler. announce: print what is compiled and why this compiler is used."""
+    the compiler.
+
+    Args:
+        announce: whether to report what is compiled and why this compiler is used.
+        two_levels: as for :func:`kernel_variants`.
+    """
     compiler = compilers.choose()
     from fusedcomm.kernels.variants import TILE
 
-    variants = kernel_variants(cfg, world_size, grad_dtypes)
+    variants = kernel_variants(cfg, world_size, grad_dtypes, two_levels)
     if announce:
-        print(
-            f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} with {compiler.name}, because "
-            f"{compiler.reason} (takes some seconds the first time; compiled kernels are cached)",
-            flush=True,
+        log.report(
+            lambda: (
+                f"fusedcomm: preparing {len(variants)} kernels for sm_{capability} with {compiler.name}, because "
+                f"{compiler.reason} (takes some seconds the first time; compiled kernels are cached)"
+            )
         )
     loader = _C.KernelLoader(driver, TILE)
     made = compile_once.compiled(variants, lambda variant: compiler.compile(variant, capability), compiler.folder)

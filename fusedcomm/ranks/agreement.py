@@ -8,9 +8,13 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import sys
 
+import torch
 import torch.distributed as dist
 
+from fusedcomm import version
+from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, Peers
 
 # Key of the reason why a rank cannot attach. Such a record has only PROBLEM and AT.
@@ -37,6 +41,18 @@ class Verdict:
         """Raises PeerLostError if a rank is lost, RuntimeError for another problem, and nothing without one."""
         if self.text:
             raise (PeerLostError if self.is_loss else RuntimeError)(self.text)
+
+
+def versions() -> dict[str, object]:
+    """The first field of every record of attaching: what else can be compared depends on it."""
+    return {
+        "versions": {
+            "fusedcomm": version.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "wire layout": _C.WIRE_LAYOUT_VERSION,
+            "byte order": sys.byteorder,
+        }
+    }
 
 
 def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch.distributed as dist
 
 AUTO = "auto"
-"""Value of ``hosts=``: ranks with the same host name share a host."""
+"""Value of ``hosts=``: ranks with the same host name share a host. Sums have two levels where that is possible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +67,22 @@ def given(groups: int | tuple[tuple[int, ...], ...], world_size: int) -> Hosts:
     return by_number(groups, world_size) if isinstance(groups, int) else checked(groups, world_size)
 
 
-def check_even(sizes: dict[str, int]) -> None:
-    """Raises ValueError if hosts, by name, have different numbers of ranks."""
+def uneven(sizes: dict[str, int]) -> str:
+    """Names two hosts that have different numbers of ranks, "host a has 2 ranks, host b 1"; empty if none have."""
     first, size = next(iter(sizes.items()))
     for name, other in sizes.items():
         if other != size:
-            raise ValueError(
-                f"sums on two levels need as many ranks on every host, and {first} has {size} "
-                f"rank{'s' if size > 1 else ''}, {name} {other}: leave out hosts, or give all the same number of ranks"
-            )
+            return f"{first} has {size} rank{'s' if size > 1 else ''}, {name} {other}"
+    return ""
+
+
+def check_even(sizes: dict[str, int]) -> None:
+    """Raises ValueError if hosts, by name, have different numbers of ranks."""
+    if difference := uneven(sizes):
+        raise ValueError(
+            f"sums on two levels need as many ranks on every host, and {difference}: give all the same number of "
+            "ranks, or use hosts='auto', which has one level there"
+        )
 
 
 def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
@@ -89,19 +96,34 @@ def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
 
 
 def publish_name(store: dist.Store, rank: int) -> None:
-    """Publishes this rank's host name for :func:`by_name`."""
+    """Publishes this rank's host name for :func:`published_names`."""
     store.set(f"host/{rank}", socket.gethostname())
 
 
-def by_name(store: dist.Store, world_size: int) -> Hosts:
-    """The hosts by the names from :func:`publish_name`, which every rank has called. Raises as :func:`of_names`."""
-    return of_names([store.get(f"host/{rank}").decode() for rank in range(world_size)])
+def published_names(store: dist.Store, world_size: int) -> list[str]:
+    """Each rank's host name from :func:`publish_name`, which every rank has called. One request to the store."""
+    return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in range(world_size)])]
 
 
 def of_names(names: Sequence[str]) -> Hosts:
     """The hosts by the host name of each rank. Raises ValueError if hosts have different numbers of ranks."""
+    groups = _by_name(names)
+    check_even({name: len(ranks) for name, ranks in groups.items()})
+    return Hosts(ordered(groups.values()))
+
+
+def even_of_names(names: Sequence[str]) -> tuple[Hosts | None, str]:
+    """(The hosts by the host name of each rank, None if they have different numbers of ranks; why sums on these hosts
+    have one level, empty if they can have two)."""
+    groups = _by_name(names)
+    if difference := uneven({name: len(ranks) for name, ranks in groups.items()}):
+        return None, f"{difference}, and two need as many on every host"
+    hosts = Hosts(ordered(groups.values()))
+    return hosts, hosts.flat_reason
+
+
+def _by_name(names: Sequence[str]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         groups.setdefault(f"host {name}", []).append(rank)
-    check_even({name: len(ranks) for name, ranks in groups.items()})
-    return Hosts(ordered(groups.values()))
+    return groups

@@ -19,6 +19,8 @@ _MIB = 1 << 20
 class BucketRow:
     """One bucket. `wire` names the wires of its lossy elements, "int4+bf16" for example; `sum` is the algorithm."""
 
+    label: str
+    """The bucket as statistics, traces, errors and warnings name it, "bucket 0 (a … b; 2 parameters, 1 MiB)"."""
     parameters: tuple[str, ...]
     grad_nbytes: int
     wire: str
@@ -29,8 +31,8 @@ class BucketRow:
     reason: str
     """Why the bucket is not sent in the configured wire; empty if it is."""
     sent_between_hosts_nbytes: int | None = None
-    """The sent bytes that go to other hosts; None without ``hosts=``. An all-reduce counts as a ring that leaves each
-    host once."""
+    """The sent bytes that go to other hosts; None where `Plan.hosts` is None. An all-reduce counts as a ring, which
+    leaves each host once."""
 
 
 class Found(Protocol):
@@ -43,6 +45,10 @@ class Found(Protocol):
     @property
     def bucket_cap(self) -> object | None:
         """The predicted bucket_cap_mb, printable; None while the search goes on and if there is no prediction."""
+
+    @property
+    def wires_line(self) -> str:
+        """Which wires it may choose, and how to let it choose others; empty if that is not known."""
 
     @property
     def has_tried_two_levels(self) -> bool: ...
@@ -64,8 +70,12 @@ class Plan:
     predicted: bool
     """Whether `buckets` is a prediction: before the first backward pass, and when `off`. DDP may cut others."""
     hosts: Hosts | None = None
+    """The hosts of the ranks. None with ``hosts=None``, and if hosts have different numbers of ranks."""
+    one_level_reason: str = ""
+    """Why sums have one level although `config.hosts` is not None; empty if they have two, or with ``hosts=None``."""
     off: bool = False
-    """Whether gradients go through DDP's own all-reduce: wire="auto" tries it now or has chosen it, or `detached`."""
+    """Whether gradients go through DDP's own all-reduce: with wire="off", if wire="auto" tries it now or has chosen it,
+    or `detached`."""
     tuning: Found | None = None
     """What wire="auto" has found; None for other wires."""
     ranks_on_host: int | None = None
@@ -85,13 +95,19 @@ class Plan:
 
     @property
     def sent_between_hosts_nbytes(self) -> int | None:
-        """None without ``hosts=``."""
+        """None where `hosts` is None."""
         return None if self.hosts is None else sum(row.sent_between_hosts_nbytes for row in self.buckets)
+
+    @property
+    def headline(self) -> str:
+        """How gradients are sent, in one line."""
+        return f"detached, {self._off_text()}" if self.detached else self._way()
 
     def __str__(self) -> str:
         lines = self._head()
-        if self.hosts is not None and self.hosts.flat_reason and not self.off:
-            lines.append(f"  sums have one level, not two: {self.hosts.flat_reason} (hosts={self.config.groups!r})")
+        if self.one_level_reason and not self.off:
+            hosts = self.config.groups or self.config.hosts
+            lines.append(f"  sums have one level, not two: {self.one_level_reason} (hosts={hosts!r})")
         if self.frozen:
             lines.append("  no parameter requires gradients: nothing is sent until one does")
         if self.buckets or not self.frozen:
@@ -107,15 +123,19 @@ class Plan:
     def _head(self) -> list[str]:
         """How gradients are sent. With wire="auto" the search comes first, because that is what the user asked for."""
         if self.detached:
-            return [f"fusedcomm: detached, DDP's own exact all-reduce, {self.world_size} ranks"]
+            return [f"fusedcomm: {self.headline}"]
         if self.tuning is None:
             return [f"fusedcomm: {self._way()}"]
         cap = [] if self.tuning.bucket_cap is None else [f"  {self.tuning.bucket_cap}"]
-        return [f"fusedcomm: {self.tuning.line}", *cap, f"  now {self._way()}"]
+        wires = [f"  {self.tuning.wires_line}"] if self.tuning.wires_line else []
+        return [f"fusedcomm: {self.tuning.line}", *wires, *cap, f"  now {self._way()}"]
+
+    def _off_text(self) -> str:
+        return f"DDP's own exact all-reduce, {self.world_size} ranks"
 
     def _way(self) -> str:
         if self.off:
-            return f"off, DDP's own exact all-reduce, {self.world_size} ranks"
+            return f"off, {self._off_text()}"
         config = self.config
         wire = " ".join(
             (
@@ -158,7 +178,7 @@ class Plan:
         return self.tuning is not None and self.tuning.has_tried_two_levels
 
     def _ranks(self) -> str:
-        if self.hosts is None or self.hosts.flat_reason:
+        if self.hosts is None or self.one_level_reason:
             return f"{self.world_size} ranks"
         return (
             f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {self.config.local_wire} inside a host"
@@ -184,8 +204,8 @@ def predicted_rows(
     backwards = parameters[::-1]
     indices, _ = dist._compute_bucket_assignment_by_size([p.tensor for p in backwards], bucket_nbytes_caps)
     rows = []
-    for bucket in indices:
-        members = [backwards[index] for index in bucket]
+    for index, bucket in enumerate(indices):
+        members = [backwards[position] for position in bucket]
         exact, lossy = 0, [0] * len(config.numbered_wires)
         for parameter in members:
             numel = parameter.tensor.numel() * (2 if parameter.tensor.is_complex() else 1)
@@ -196,19 +216,19 @@ def predicted_rows(
         dtype = members[0].tensor.dtype
         names = tuple(parameter.name for parameter in members)
         dtype = dtype.to_real() if dtype.is_complex else dtype
-        rows.append(_row(native, world_size, hosts, names, dtype, exact, lossy))
+        rows.append(_row(native, world_size, hosts, index, names, dtype, exact, lossy))
     return tuple(rows)
 
 
 def actual_rows(world_size: int, hosts: Hosts | None, hook: "_C.Synchroniser") -> tuple[BucketRow, ...]:
     """Rows for the buckets of the last backward pass."""
     rows = []
-    for record in hook.buckets():
+    for index, record in enumerate(hook.buckets()):
         names = tuple(record.parameters)
         if record.passthrough:
-            rows.append(_passthrough_row(world_size, hosts, names, record.dtype, record.numel))
+            rows.append(_passthrough_row(world_size, hosts, index, names, record.dtype, record.numel))
         else:
-            rows.append(_planned_row(world_size, hosts, names, record.dtype, record.numel, record.plan))
+            rows.append(_planned_row(hosts, index, names, record.dtype, record.numel, record.plan))
     return tuple(rows)
 
 
@@ -216,6 +236,7 @@ def _row(
     config: "_C.WireConfig | None",
     world_size: int,
     hosts: Hosts | None,
+    index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
     exact_numel: int,
@@ -223,37 +244,39 @@ def _row(
 ) -> BucketRow:
     numel = exact_numel + sum(lossy_numels)
     if config is None or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return _passthrough_row(world_size, hosts, names, dtype, numel)
+        return _passthrough_row(world_size, hosts, index, names, dtype, numel)
     plan = _C.plan_bucket(config, world_size, torch.empty(0, dtype=dtype), exact_numel, lossy_numels)
-    return _planned_row(world_size, hosts, names, dtype, numel, plan)
+    return _planned_row(hosts, index, names, dtype, numel, plan)
 
 
 def _planned_row(
-    world_size: int,
     hosts: Hosts | None,
+    index: int,
     names: tuple[str, ...],
     dtype: torch.dtype,
     numel: int,
     plan: "_C.BucketPlan",
 ) -> BucketRow:
-    between = plan.sent_between_hosts_nbytes(hosts.ranks_per_host) if hosts else None
+    nbytes = numel * dtype.itemsize
     return BucketRow(
+        label=_C.bucket_label(index, names, nbytes),
         parameters=names,
-        grad_nbytes=numel * dtype.itemsize,
+        grad_nbytes=nbytes,
         wire="+".join(layout.wire for layout in plan.layouts),
         sum=plan.sum,
         num_chunks=plan.num_chunks,
         sent_nbytes=plan.sent_nbytes,
         reason=plan.reason,
-        sent_between_hosts_nbytes=0 if hosts and hosts.num_hosts == 1 else between,
+        sent_between_hosts_nbytes=plan.sent_between_hosts_nbytes(hosts.ranks_per_host) if hosts else None,
     )
 
 
 def _passthrough_row(
-    world_size: int, hosts: Hosts | None, names: tuple[str, ...], dtype: torch.dtype, numel: int
+    world_size: int, hosts: Hosts | None, index: int, names: tuple[str, ...], dtype: torch.dtype, numel: int
 ) -> BucketRow:
     nbytes = numel * dtype.itemsize
     sent = 2 * nbytes * (world_size - 1) // world_size
     between = (sent // hosts.ranks_per_host if hosts.num_hosts > 1 else 0) if hosts else None
     name = str(dtype).removeprefix("torch.")
-    return BucketRow(names, nbytes, name, "exact", 1, sent, "sent as it is", between)
+    label = _C.bucket_label(index, names, nbytes)
+    return BucketRow(label, names, nbytes, name, "exact", 1, sent, "sent as it is", between)

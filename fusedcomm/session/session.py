@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import sys
 import time
 import uuid
 import weakref
@@ -14,14 +13,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from fusedcomm import chunks, env, version
+from fusedcomm import chunks, env
 from fusedcomm.config import AUTO, STALL_AFTER_S, Config, LocalOptions, choose_stall_after
 from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts
 from fusedcomm.ranks.peers import Peers, warn_alone
-from fusedcomm.session import plan
+from fusedcomm.session import levels, plan
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
 from fusedcomm.trace.recorder import Recorder
@@ -86,14 +85,14 @@ class Session:
             beside._num_beside += 1
             self.peers = beside.peers
             self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
-            self._names_store = beside._names_store
-            self.hosts = beside.hosts if cfg.groups == beside.config.groups else self._hosts()
+            self._host_names = beside._host_names
+            self.levels = levels.find(cfg, self._host_names)
         if self.rank == 0:
             self._store.set("run", uuid.uuid4().hex)
         hook, problem, fallback = None, None, cfg.checks.fallback
         try:
             self.peers.doing("attaching: connecting with the other ranks")
-            transport = self._connect(path) if beside is None else self._connect_beside(beside, announce)
+            transport = self._connect(path, announce) if beside is None else self._connect_beside(beside, announce)
             with chunks.fitting_memory(self.effective_config, self.world_size, device.type, self.ranks_per_host):
                 hook = _C.Synchroniser(
                     config=self.native_config,
@@ -155,11 +154,13 @@ class Session:
         hosts.publish_name(store, self.rank)
         self._agree(store, "plan", record, problem)
         # The ranks have agreed, so each has published its host name: reading the names does not wait.
-        self._names_store = store
-        self.hosts = self._hosts()
+        self._host_names = hosts.published_names(store, self.world_size)
+        self.levels = levels.find(self.config, self._host_names)
         return path
 
-    def _connect(self, path: "CpuPath | CudaPath") -> "_C.C10dTransport":
+    def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
+        if self.ranks_per_host > 1 and not path.has_two_levels:
+            path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
         store = groups.own_client(self._store)
 
         def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
@@ -184,15 +185,15 @@ class Session:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _connect_beside(self, beside: "Session", announce: bool) -> "_C.C10dTransport":
-        if self.device.type == "cpu" or self._kernels_of(self.config) == self._kernels_of(beside.config):
+        if self.device.type == "cpu" or self._kernels() == beside._kernels():
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
-            path = self._path(announce and self.rank == 0)
+            path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
             self.native_device, _ = path.connect(self.process_group, self.device, self._store)
             self.codec = path.codec
         self._s_per_byte = beside._s_per_byte
         self._transport = beside._transport
-        return beside.hook.transport if self.hosts == beside.hosts else self._connect_hosts()
+        return beside.hook.transport if self.levels.are_those_of(beside.levels) else self._connect_hosts()
 
     def watch(self) -> None:
         """Reports stalls and explains failures from now on. Idempotent.
@@ -224,34 +225,22 @@ class Session:
     @property
     def ranks_per_host(self) -> int:
         """Ranks on each host if sums have two levels, else 1."""
-        return 1 if self.hosts is None or self.hosts.flat_reason else self.hosts.ranks_per_host
+        return self.levels.ranks_per_host
+
+    @property
+    def hosts(self) -> hosts.Hosts | None:
+        """The hosts; see :class:`Levels`."""
+        return self.levels.hosts
 
     @property
     def native_config(self) -> "_C.WireConfig":
         config = self.effective_config
-        return config.native(config.chunks, self.ranks_per_host)
+        return config.native(config.chunks, self.ranks_per_host, self.levels.ranks_on_host)
 
     @property
     def effective_config(self) -> Config:
         """The configuration with the chunks that suit the link."""
         return chunks.resolved(self.config, self.world_size, self.device.type, self._s_per_byte, self.ranks_per_host)
-
-    def _hosts(self) -> hosts.Hosts | None:
-        """The hosts of sums on two levels, None without ``hosts=``. Every rank gets the same result or ValueError."""
-        given = self.config.groups
-        if given is None:
-            return None
-        if given == hosts.AUTO:
-            return hosts.by_name(self._names_store, self.world_size)
-        return hosts.given(given, self.world_size)
-
-    @property
-    def can_have_two_levels(self) -> bool:
-        """Whether there are several hosts, each with the same number of ranks, at least two."""
-        try:
-            return not hosts.by_name(self._names_store, self.world_size).flat_reason
-        except ValueError:
-            return False
 
     def _connect_hosts(self) -> "_C.C10dTransport":
         """The transport; if sums have two levels, with channels for both."""
@@ -296,12 +285,20 @@ class Session:
             is_same = verdict is not None and verdict.cause == record[agreement.PROBLEM]
             raise problem from (None if is_same else error)
 
-    def _path(self, announce: bool) -> "CpuPath | CudaPath":
+    def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":
+        """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
+        them, because the hosts are not known yet."""
         if self.device.type == "cpu":
             return CpuPath(self.local, self.world_size)
         dtypes = sorted({p.tensor.dtype.to_real() for p in trainable(self.parameters)} & set(_C.GRAD_DTYPES), key=str)
         return CudaPath(
-            self.config, self.local, self.process_group, self.device, dtypes or list(_C.GRAD_DTYPES), announce
+            self.config,
+            self.local,
+            self.process_group,
+            self.device,
+            dtypes or list(_C.GRAD_DTYPES),
+            announce,
+            self.config.needs_two_levels if two_levels is None else two_levels,
         )
 
     def _record(self, also_agree: dict[str, object]) -> dict[str, object]:
@@ -311,12 +308,7 @@ class Session:
         """
         searched = {AUTO: also_agree[AUTO]} if AUTO in also_agree else {}
         record = {
-            "versions": {
-                "fusedcomm": version.__version__,
-                "torch": torch.__version__.split("+")[0],
-                "wire layout": _C.WIRE_LAYOUT_VERSION,
-                "byte order": sys.byteorder,
-            },
+            **agreement.versions(),
             "device": self.device.type,
             "world size": self.world_size,
             "wire": AUTO if searched else self.config.wire,
@@ -406,6 +398,7 @@ class Session:
             buckets=rows,
             predicted=predicted,
             hosts=self.hosts,
+            one_level_reason=self.levels.one_level_reason,
             off=off,
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
@@ -424,12 +417,13 @@ class Session:
         for text in self.hook.take_notices():
             warn_alone(text, stacklevel=4)
 
-    def _kernels_of(self, config: Config) -> dict:
-        """Everything in a configuration that an accelerator's kernels may depend on."""
-        fields = config.record()
-        for name in ("sum", "chunks"):
+    def _kernels(self) -> dict:
+        """Everything that an accelerator's kernels may depend on."""
+        fields = self.config.record()
+        for name in ("sum", "chunks", "hosts"):
             del fields[name]
-        return {**fields, "one_shot": config.is_one_shot(self.world_size)}
+        local_wire = self.config.local_wire if self.ranks_per_host > 1 else None
+        return {**fields, "one_shot": self.config.is_one_shot(self.world_size), "local_wire": local_wire}
 
     def stop(self, reason: str) -> None:
         """Stops the engine; buckets under way fail with `reason`. Idempotent."""

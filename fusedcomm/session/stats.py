@@ -1,9 +1,25 @@
 """Statistics of the engine, for people and logs."""
 
 import dataclasses
+import math
 import statistics
+from collections.abc import Iterable, Sequence
 
 from fusedcomm.native import _C
+
+_MIB = 1 << 20
+MAX_BUCKETS_SHOWN = 16
+"""With more buckets, scalars() has the largest quantization error only, and none for each bucket."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of the last 512 steps: the last one's, the median, and the 95th percentile, which is the least time
+    that at least 95% of the steps do not exceed. None before the first step."""
+
+    last: float | None = None
+    p50: float | None = None
+    p95: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,6 +28,7 @@ class Verified:
 
     step: int
     bucket: str
+    """The bucket's label: see `BucketRow.label` of the plan."""
     relative_error: float
     """‖result − exact‖₂ / ‖exact‖₂; 0 if both are all zeros. Inf if only the exact sum is, or if an element is
     finite in one of them and not in the other. NaN if gradients were not finite and the result is not finite there
@@ -30,10 +47,10 @@ class NonFinite:
     """Elements that were NaN or Inf, since attach."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
-    """Statistics of this rank since attach. Times are in milliseconds. Medians cover the last 512 steps, and are None
-    before the first.
+    """Statistics of this rank since attach. Times are in milliseconds. ``print(stats)`` shows them as a table, and
+    :meth:`scalars` has them as numbers for TensorBoard or Prometheus.
 
     A step ends with DDP's last bucket. `buckets` counts sparse and float64 buckets, but no bytes are counted for them.
     """
@@ -45,36 +62,132 @@ class Stats:
     sent_nbytes: int
     """Bytes that this rank gave to the transport to send."""
     sent_between_hosts_nbytes: int
-    """The sent bytes that go to other hosts. On one level, every rank counts as a host."""
+    """The sent bytes that go to other hosts; 0 if all ranks share one. Hosts are those of `Config.hosts`, or known by
+    their names. If these have different numbers of ranks, every rank counts as a host. An all-reduce counts as a ring
+    that leaves each host once."""
     wire_ratio: float | None
     """sent_nbytes divided by the bytes of an all-reduce of the gradients in their own dtype. None if that is 0."""
-    exposed_ms_p50: float | None
-    """Median time from handing over the last bucket to its completion: what the step waits for."""
-    busy_ms_p50: float | None
-    """Median time of a step during which at least one bucket was under way."""
+    exposed_ms: StepTimes
+    """From handing over the last bucket to its completion: what the step waits for."""
+    busy_ms: StepTimes
+    """The time of a step during which at least one bucket was under way."""
     overlap: float | None
     """Share of the busy time that the backward pass hid. None before the first step."""
     nonfinite: int
     """Elements of local gradients that were NaN or Inf when packed."""
     nonfinite_by_parameter: dict[str, int]
-    quantisation_error: dict[str, float]
-    """By bucket, the relative error ‖g − ĝ‖₂ / ‖g‖₂ that was last measured (``measure_every`` of
+    quantization_error: dict[str, float]
+    """By the bucket's label, the relative error ‖g − ĝ‖₂ / ‖g‖₂ that was last measured (``measure_every`` of
     :class:`fusedcomm.Checks`): g is this rank's gradient, ĝ what the other ranks received for it. With error feedback
     the numerator is the norm of the residual after the step.
 
-    With ``hosts`` the numerator is the error of the part of its host's sum that this rank encodes. The ratio is then as
+    On two levels the numerator is the error of the part of its host's sum that this rank encodes. The ratio is then as
     large as without for independent gradients, and √(ranks on a host) times as large for equal ones. Buckets that are
     summed exactly are missing."""
     verified: tuple[Verified, ...]
     """The last 256 compared buckets, oldest first; see ``verify_every`` of :class:`fusedcomm.Checks`."""
     off: bool = False
-    """Whether wire="auto" sends gradients through DDP's own all-reduce now. Nothing is counted then."""
+    """Whether gradients go through DDP's own all-reduce now: with wire="off", or if wire="auto" tries it or has chosen
+    it. Nothing is counted then."""
+
+    @property
+    def exposed_ms_p50(self) -> float | None:
+        return self.exposed_ms.p50
+
+    @property
+    def busy_ms_p50(self) -> float | None:
+        return self.busy_ms.p50
+
+    def scalars(self, separator: str = "/") -> dict[str, float]:
+        """Returns the numbers by name, for ``SummaryWriter.add_scalar`` or a gauge of Prometheus.
+
+        Names have small letters, digits and underscores, and "/" before the last part of some. Prometheus allows no
+        "/": ``scalars("_")`` has "_" instead. A name keeps its meaning. A number that is not known yet is left out:
+        those marked * before the first step, + where nothing is sent, # before the first measurement.
+
+            steps, nonfinite                    counts since attach
+            off                                 1 while gradients go through DDP's own all-reduce, else 0
+            buckets_per_step *                  mean since attach
+            grad_nbytes_per_step *              mean since attach
+            wire_nbytes_per_step *              mean since attach: bytes that this rank sends
+            between_hosts_nbytes_per_step *     mean since attach: those of them that go to other hosts
+            wire_ratio +                        see the attribute
+            overlap *                           see the attribute
+            exposed_ms/last, p50, p95 *         see :class:`StepTimes`
+            busy_ms/last, p50, p95 *            see :class:`StepTimes`
+            quantization_error/max #            the largest of the buckets
+            quantization_error/bucket_0 … #     each bucket's, if there are at most 16
+            verified_error/last, max #          of the kept entries of `verified`
+
+        All are finite, except the errors: they are Inf or NaN if gradients or results are (see :class:`Verified`), and
+        then the largest is, too.
+        """
+        per_step = {
+            "buckets_per_step": self.buckets,
+            "grad_nbytes_per_step": self.grad_nbytes,
+            "wire_nbytes_per_step": self.sent_nbytes,
+            "between_hosts_nbytes_per_step": self.sent_between_hosts_nbytes,
+        }
+        found: dict[str, float | None] = {"steps": self.steps, "nonfinite": self.nonfinite, "off": self.off}
+        found |= {name: total / self.steps if self.steps else None for name, total in per_step.items()}
+        found |= {"wire_ratio": self.wire_ratio, "overlap": self.overlap}
+        for name, times in (("exposed_ms", self.exposed_ms), ("busy_ms", self.busy_ms)):
+            found |= {f"{name}/{which}": value for which, value in dataclasses.asdict(times).items()}
+        errors = self.quantization_error
+        found["quantization_error/max"] = _largest(errors.values())
+        if len(errors) <= MAX_BUCKETS_SHOWN:
+            found |= {f"quantization_error/{_name_of(label)}": error for label, error in errors.items()}
+        verified = [each.relative_error for each in self.verified]
+        found |= {"verified_error/last": verified[-1] if verified else None, "verified_error/max": _largest(verified)}
+        return {name.replace("/", separator): float(value) for name, value in found.items() if value is not None}
+
+    def __repr__(self) -> str:
+        """One line: ``Stats(steps=10, sent_nbytes=…, exposed_ms_p50=1.5)``, the fields that matter most."""
+        parts = [f"steps={self.steps}", *(["off=True"] if self.off else [f"sent_nbytes={self.sent_nbytes}"])]
+        measured = {"wire_ratio": self.wire_ratio, "exposed_ms_p50": self.exposed_ms_p50}
+        parts += [f"{name}={value:.4g}" for name, value in measured.items() if value is not None]
+        parts += [f"nonfinite={self.nonfinite}"] if self.nonfinite else []
+        return f"Stats({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        """A table for people, a name and a value in each line."""
+        return "\n".join([f"fusedcomm: {self._head()}", *(f"  {name:<14} {value}" for name, value in self._rows())])
+
+    def _head(self) -> str:
+        if self.off:
+            return "off, DDP's own all-reduce, which is not counted"
+        return f"{self.steps} steps of this rank" if self.steps else "no step has ended yet"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = []
+        if self.steps:
+            sent, between = (n / self.steps / _MIB for n in (self.sent_nbytes, self.sent_between_hosts_nbytes))
+            ratio = "" if self.wire_ratio is None else f", {self.wire_ratio:.3f} of an uncompressed all-reduce"
+            rows.append(("sent", f"{sent:.3f} MiB a step{ratio}"))
+            rows.append(("between hosts", f"{between:.3f} MiB a step"))
+        for name, times in (("exposed", self.exposed_ms), ("busy", self.busy_ms)):
+            if times.last is not None:
+                rows.append((name, f"{times.p50:.2f} ms a step, p95 {times.p95:.2f} ms, last {times.last:.2f} ms"))
+        if self.overlap is not None:
+            rows.append(("overlap", f"{self.overlap:.0%} of the busy time"))
+        if self.nonfinite:
+            worst = sorted(self.nonfinite_by_parameter.items(), key=lambda pair: -pair[1])
+            named = f", most in {worst[0][0]}" if worst else ""
+            rows.append(("NaN or Inf", f"{self.nonfinite} elements of gradients{named}"))
+        if self.quantization_error:
+            worst = max(self.quantization_error, key=lambda label: _nan_last(self.quantization_error[label]))
+            rows.append(("quantization", f"error {self.quantization_error[worst]:.3g} at most, of {worst}"))
+        if self.verified:
+            last = self.verified[-1]
+            rows.append(("verified", f"error {last.relative_error:.3g} in step {last.step}, of {last.bucket}"))
+        return rows
 
 
 def collect(hook: "_C.Synchroniser", world_size: int) -> Stats:
     """The statistics of this rank's engine. Waits for the device if that keeps the counts and norms."""
     native = hook.stats()
     exposed, busy = native.recent_exposed_ms, native.recent_busy_ms
+    newest = (native.num_timed_steps - 1) % len(exposed) if exposed else 0
     uncompressed = 2 * native.grad_nbytes * (world_size - 1) / world_size
     return Stats(
         steps=native.num_steps,
@@ -83,17 +196,58 @@ def collect(hook: "_C.Synchroniser", world_size: int) -> Stats:
         sent_nbytes=native.sent_nbytes,
         sent_between_hosts_nbytes=native.sent_between_hosts_nbytes,
         wire_ratio=native.sent_nbytes / uncompressed if uncompressed else None,
-        exposed_ms_p50=statistics.median(exposed) if exposed else None,
-        busy_ms_p50=statistics.median(busy) if busy else None,
+        exposed_ms=step_times(exposed, newest),
+        busy_ms=step_times(busy, newest),
         overlap=1 - sum(exposed) / sum(busy) if busy and sum(busy) > 0 else None,
         nonfinite=native.num_nonfinite,
         nonfinite_by_parameter=hook.nonfinite_by_parameter(),
-        quantisation_error={
-            bucket: _ratio(measured.error_norm.item(), measured.norm.item())
-            for bucket, measured in hook.measurements().items()
+        quantization_error={
+            measured.bucket: _ratio(measured.error_norm.item(), measured.norm.item())
+            for measured in hook.measurements().values()
         },
         verified=tuple(_verified(verification) for verification in hook.verifications()),
     )
+
+
+def uncounted() -> Stats:
+    """The statistics where gradients go through DDP's own all-reduce from the start."""
+    counts = dict.fromkeys(("steps", "buckets", "grad_nbytes", "sent_nbytes", "sent_between_hosts_nbytes"), 0)
+    return Stats(
+        **counts,
+        wire_ratio=None,
+        exposed_ms=StepTimes(),
+        busy_ms=StepTimes(),
+        overlap=None,
+        nonfinite=0,
+        nonfinite_by_parameter={},
+        quantization_error={},
+        verified=(),
+        off=True,
+    )
+
+
+def step_times(recent: Sequence[float], newest: int) -> StepTimes:
+    """`newest`: the index of the last step in `recent`, which may be empty."""
+    if not recent:
+        return StepTimes()
+    p95 = sorted(recent)[math.ceil(0.95 * len(recent)) - 1]
+    return StepTimes(recent[newest], statistics.median(recent), p95)
+
+
+def _nan_last(error: float) -> tuple[bool, float]:
+    """Sorts NaN after every number."""
+    return math.isnan(error), error
+
+
+def _largest(errors: Iterable[float]) -> float | None:
+    """The largest; NaN if one is NaN, and None without any."""
+    values = list(errors)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=None)
+
+
+def _name_of(label: str) -> str:
+    """ "bucket_3" of the label of bucket 3."""
+    return label.partition(" (")[0].replace(" ", "_")
 
 
 def _verified(verification: "_C.Verification") -> Verified:

@@ -230,7 +230,8 @@ class _Simulation:
         """(begin, end, core seconds) of each stage, in seconds."""
         self.network_s = self.sent_nbytes = self.cpu_s = 0.0
         self._on_streams = cluster.cores is None
-        self._two_levels = bool(config and config.hosts is not None and 1 < cluster.ranks_per_host < cluster.world_size)
+        several_hosts_and_ranks = 1 < cluster.ranks_per_host < cluster.world_size
+        self._two_levels = config is not None and config.two_levels is not None and several_hosts_and_ranks
         if config is not None:
             per_host = cluster.ranks_per_host if self._two_levels else 1
             device = "cuda" if self._on_streams else "cpu"

@@ -5,9 +5,31 @@ import dataclasses
 import pytest
 
 from fusedcomm.autotune import search as autotune
+from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning, preferred
+from fusedcomm.autotune.space import Space
+from fusedcomm.config import Config
 
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
+
+# --- what it may choose ---------------------------------------------------------------------------------------------
+
+
+def test_it_says_which_wires_it_may_choose_and_how_to_let_it_choose_others():
+    space = Space(Auto())
+    tuning = Tuning(False, None, (), 0, 90, 2, "cpu", "digest", wires=space.wires, more_wires=space.more_wires)
+    line = (
+        "it may choose off, fp32, bf16; fp16, int8, fp8, int4 only if named: "
+        "fusedcomm.Auto(wires=('fp32', 'bf16', 'int8'))"
+    )
+    assert tuning.wires_line == line and f"\n  {line}" in str(tuning)
+    named = Auto(wires=("fp32", "bf16", "int8"))  # as the line says
+    assert Space(named).wires == ("fp32", "bf16", "int8")
+    every = dataclasses.replace(tuning, more_wires=())
+    assert every.wires_line == "it may choose off, fp32, bf16"
+    assert dataclasses.replace(tuning, wires=(), more_wires=()).wires_line == ""
+    assert Space(Auto(base=Config(sum="direct"))).more_wires == ("fp16",)
+
 
 # --- the search, on given times -------------------------------------------------------------------------------------
 

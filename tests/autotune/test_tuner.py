@@ -27,7 +27,7 @@ from fusedcomm.autotune import tuner
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import OFF, Candidate, Search, Trial, Tuning
 from fusedcomm.autotune.space import Space
-from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding
+from fusedcomm.config import Blocks, Checks, Chunks, Config, Fallback, Feedback, Rounding, TwoLevels
 from fusedcomm.native import _C
 
 FP32, BF16, INT8, INT4 = (Candidate(wire) for wire in ("fp32", "bf16", "int8", "int4"))
@@ -114,16 +114,25 @@ def test_two_levels_are_tried_where_they_can_be_had_and_are_left_open():
     space, by_host = space_of("fp32", "bf16"), Candidate("bf16", by_host=True)
     assert space.sums(BF16, {"two-shot"}, 4, True) == [Candidate("bf16", "direct"), by_host]
     assert str(by_host) == "bf16 by host" and space.allows(by_host)
+    # From two levels, one level is tried, and a direct sum, which has one.
+    assert space.sums(by_host, {"two-shot"}, 4, True) == [Candidate("bf16", "direct"), BF16]
     config = space.config(by_host)
     assert (config.groups, config.local_wire) == ("auto", "bf16") and space.config(BF16).hosts is None
+    assert space.first == (Candidate("fp32"), BF16)
+    space.use_hosts(True)
+    assert space.first == (Candidate("fp32"), by_host)  # fp32 keeps the bits of DDP's all-reduce
+    space.use_hosts(False)
+    assert space.first == (Candidate("fp32"), BF16)
     exact = space.config(Candidate("fp32", by_host=True))
     assert (exact.groups, exact.local_wire) == ("auto", "fp32")  # not rounded within a host either
     two_shot = Candidate("bf16", "two-shot")
     of_users_sum = space_of("bf16", sum="two-shot").sums(two_shot, {"two-shot"}, 4, True)
     assert of_users_sum == [dataclasses.replace(two_shot, by_host=True)]
-    for others in ({"hosts": "auto"}, {"feedback": Feedback()}, {"sum": "direct"}):
+    for others in ({"hosts": None}, {"hosts": TwoLevels()}, {"feedback": Feedback()}, {"sum": "direct"}):
         fixed = space_of("bf16", **others)
-        assert not any(candidate.by_host for candidate in fixed.sums(fixed.first[0], {"two-shot"}, 4, True))
+        fixed.use_hosts(True)
+        tried = [*fixed.first, *fixed.sums(fixed.first[0], {"two-shot"}, 4, True)]
+        assert not any(candidate.by_host for candidate in tried)
 
 
 def test_no_sum_is_tried_that_cannot_carry_what_has_to_be_exact():
@@ -176,7 +185,8 @@ class Slow:
     """Sets how long a step takes; call it before each step. Time is the test's own clock, so that the search makes the
     same choice on a busy machine.
 
-    ms: milliseconds of a step by wire, by "off" and by "by host". Each rank adds a random time below 1 ms.
+    ms: milliseconds of a step by wire, by "off" and by "int8 by host", for example. Each rank adds a random time below
+        1 ms.
     """
 
     def __init__(self, comm, rank, **ms):
@@ -196,7 +206,7 @@ class Slow:
         plan = self._comm.plan()
         ms = self._ms["off" if plan.off else plan.config.wire]
         if not plan.off and plan.hosts is not None:
-            ms = self._ms.get("by host", ms)
+            ms = self._ms.get(f"{plan.config.wire} by host", ms)
         return ms + self._chance.random()
 
     def _by_own_clock(self, take_seen):
@@ -493,7 +503,7 @@ def guarded(rank, world_size):
         synchronise(ddp, gradients(rank, 1))
     for step in range(4):
         seen = synchronise(ddp, gradients(rank, step))
-    return comm.tuning().chosen, len(comm.stats().verified), comm.stats().quantisation_error, seen
+    return comm.tuning().chosen, len(comm.stats().verified), comm.stats().quantization_error, seen
 
 
 def test_guards_go_on_with_what_was_chosen(ranks):
@@ -518,13 +528,13 @@ def searched_on_hosts(rank, world_size, names, ms, kwargs):
 
 
 def test_ranks_that_share_hosts_try_two_levels(ranks):
-    ms = {"off": 60, "bf16": 40, "int8": 30, "by host": 3}
+    ms = {"off": 60, "bf16": 40, "int8": 30, "bf16 by host": 20, "int8 by host": 3}
     outcome = ranks.run(searched_on_hosts, ["a", "b", "a", "b"], ms, {"sum": "two-shot"})
     for tuning, errors, results in outcome:
         assert tuning.chosen.by_host and tuning.chosen.wire == "int8" and results == outcome[0][2]
         assert tuning.num_steps <= tuning.max_steps
         assert [str(trial.candidate) for trial in tuning.trials[:4]] == [
-            *("off", "bf16 two-shot", "int8 two-shot", "int8 two-shot by host")
+            *("off", "bf16 two-shot by host", "int8 two-shot by host", "int8 two-shot")
         ]
         assert worst(errors) < 2 * LIMITS["int8"]
 
@@ -924,6 +934,8 @@ def printed(rank, world_size):
 def test_rank_0_prints_what_is_tried_and_what_was_chosen_once(ranks):
     (first, report), (second, _) = ranks.run(printed, world_size=2)
     assert first.startswith("fusedcomm: wire='auto' is searching, step 0 of at most")
+    others = "fp32, fp16, int8, fp8, int4 only if named: fusedcomm.Auto(wires=('bf16', 'int8'))"
+    assert first.count(f"\n  it may choose off, bf16; {others}\n") == 2
     assert "\n  now off, DDP's own exact all-reduce, 2 ranks\n" in first
     assert (
         "\nfusedcomm: bf16 two-shot chosen by wire='auto' from" in first and "\n  now wire bf16, sum two-shot" in first

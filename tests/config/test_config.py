@@ -101,7 +101,7 @@ def test_a_replaced_field_leaves_the_others_as_they_were_given():
         "feedback": None,
         "chunks": Chunks(),
         "checks": Checks(),
-        "hosts": None,
+        "hosts": "auto",
     }.items():
         changed = dataclasses.replace(EVERYTHING, **{field: value})
         assert getattr(changed, field) == value
@@ -117,9 +117,10 @@ def test_a_replaced_field_is_checked_too():
 
 
 def test_a_configuration_is_shown_as_one_would_write_it():
-    for config in (Config(), Config("int8", hosts="auto"), EVERYTHING):
+    for config in (Config(), Config("int8", hosts=None), Config("int8", hosts=TwoLevels()), EVERYTHING):
         assert eval(repr(config), vars(fusedcomm.config)) == config
-    assert repr(Config("bf16", hosts="auto")) == "Config(wire='bf16', hosts='auto')"
+    assert repr(Config("bf16", hosts="auto")) == "Config(wire='bf16')"
+    assert repr(Config("bf16", hosts=None)) == "Config(wire='bf16', hosts=None)"
     checks = Checks(verify_every=5, fallback=Fallback(0.5))
     assert repr(checks) == "Checks(verify_every=5, fallback=Fallback(error=0.5, wire='bf16'))"
 

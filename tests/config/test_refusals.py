@@ -112,9 +112,18 @@ def test_what_is_out_of_range_is_refused_with_what_is_possible(make, words):
             ["Fallback(error=0.5, wire='bf16')", "sum='direct'", "'two-shot'"],
         ),
         (lambda: Config("bf16", checks=OFF_BY), ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='bf16'"]),
-        (lambda: Config("fp32", checks=OFF_BY), ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='fp32'"]),
-        (lambda: Config("fp32", "exact", hosts="auto"), ["hosts='auto'", "sum='exact' has one", "'two-shot'"]),
-        (lambda: Config(sum="direct", hosts="auto"), ["hosts='auto'", "sum='direct' has one"]),
+        (
+            lambda: Config("fp32", checks=OFF_BY),
+            ["Fallback(error=0.5, wire='bf16')", "no more exact than wire='fp32'", "leave the fallback out"],
+        ),
+        (
+            lambda: Config("fp32", "exact", hosts=TwoLevels()),
+            ["hosts=TwoLevels()", "sum='exact' has one", "'two-shot'"],
+        ),
+        (
+            lambda: Config(sum="direct", hosts=TwoLevels()),
+            ["hosts=TwoLevels()", "sum='direct' has one", "hosts='auto'"],
+        ),
         (lambda: Config(sum="one-shot", hosts=2), ["hosts=2", "sum='one-shot' has one"]),
         (lambda: Config("fp32", hosts=TwoLevels("auto", "bf16")), ["local_wire='bf16'", "wire='fp32'"]),
         (lambda: LocalOptions(isa="portable", sm_limit=8), ["isa='portable'", "sm_limit=8", "leave one of them out"]),

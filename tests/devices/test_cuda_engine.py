@@ -79,7 +79,7 @@ def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes
         flat = torch.cat([gradient.flatten() for gradient in seen])
         bits = (torch.where(flat.isnan(), torch.nan, flat) if any_nan else flat).view(torch.uint8)
         # As text, because some errors are NaN, which equals nothing.
-        told = str(stats.verified), str(stats.quantisation_error)
+        told = str(stats.verified), str(stats.quantization_error)
         results.append((bits, stats.nonfinite, stats.nonfinite_by_parameter, stats.sent_nbytes, told))
     return results, list(zip([kernel for kernel, _ in fake.launches], fake.grids, strict=True)), num_buckets
 
@@ -144,7 +144,7 @@ def features(name, world_size, dtype):
     """A case's properties, by which `make test` samples. test_kernels_in_cuda_give_the_same always runs every
     configuration."""
     config = CONFIGS[name]
-    named = {option: bool(getattr(config, option)) for option in ("wires", "hosts", "feedback")}
+    named = {option: bool(getattr(config, option)) for option in ("wires", "needs_two_levels", "feedback")}
     return {"dtype": dtype, "sum": config.sum, **named}
 
 
@@ -216,7 +216,7 @@ def in_cuda_cpp(rank, world_size, library, config, dtype, in_cuda):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_in_cuda_give_the_same(ranks, library, in_cuda, name):
     dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CONFIGS).index(name) % 3]
-    world_size = 4 if CONFIGS[name].hosts else 2
+    world_size = 4 if CONFIGS[name].needs_two_levels else 2
     check_both_paths(ranks.run(in_cuda_cpp, library, CONFIGS[name], dtype, in_cuda, world_size=world_size))
 
 

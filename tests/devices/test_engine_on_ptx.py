@@ -73,7 +73,7 @@ CASES = [
 def dtype_and_world_size(name: str) -> tuple[torch.dtype, int]:
     index = list(ALL).index(name)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[index % 3]
-    return dtype, 4 if ALL[name].hosts else (2, 3, 4)[index // 3 % 3]
+    return dtype, 4 if ALL[name].needs_two_levels else (2, 3, 4)[index // 3 % 3]
 
 
 def what_it_is(name: str, triton: str, capability: int) -> dict:
@@ -81,7 +81,7 @@ def what_it_is(name: str, triton: str, capability: int) -> dict:
     return {
         "wire": config.wire,
         "sum": config.sum,
-        "several levels": bool(config.hosts),
+        "several levels": config.needs_two_levels,
         "several wires": bool(config.wires),
         "rotated": config.blocks.rotate,
         "rounding": config.rounding.kind,

@@ -415,7 +415,7 @@ def test_buckets_on_one_level_and_on_two_in_one_backward_pass(ranks, verify_ever
         assert {"two-shot", "exact"} <= set(sums)
         assert bool(stats.verified) == bool(verify_every)
         assert all(verified.relative_error < 0.01 for verified in stats.verified)
-        assert all(error < 0.01 for error in stats.quantisation_error.values()) and stats.quantisation_error
+        assert all(error < 0.01 for error in stats.quantization_error.values()) and stats.quantization_error
 
 
 def train_until_error(rank, world_size, lost):
@@ -515,8 +515,67 @@ def test_hosts_are_found_by_their_names(six_ranks):
     for kind, text, groups in six_ranks.run(named, ["b", "a", "c", "b", "a", "c"]):
         assert kind is None and groups == ((0, 3), (1, 4), (2, 5))
         assert "3 hosts × 2 ranks, bf16 inside a host" in text.splitlines()[0]
-    for kind, text in six_ranks.run(named, ["a", "a", "b"], world_size=3):
+
+
+def needing_two_levels(rank, world_size, names):
+    with on_host(names[rank]):
+        return attached(rank, world_size, {"hosts": TwoLevels()})
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused_only_if_two_levels_are_needed(six_ranks):
+    for kind, text in six_ranks.run(needing_two_levels, ["a", "a", "b"], world_size=3):
         assert kind == "ValueError" and "host a has 2 ranks, host b 1" in text
+    for kind, text, groups in six_ranks.run(named, ["a", "a", "b"], world_size=3):
+        assert kind is None and groups is None
+        reason = "host a has 2 ranks, host b 1, and two need as many on every host (hosts='auto')"
+        assert f"sums have one level, not two: {reason}" in text
+
+
+def by_default(rank, world_size, names, kwargs):
+    with on_host(names[rank]):
+        ddp = DistributedDataParallel(Gradients((300, 100)))
+        comm = fusedcomm.attach(ddp, Config(**kwargs))
+    (seen,) = synchronise(ddp, [torch.full((300, 100), float(rank))], steps=3)
+    plan, stats = comm.plan(), comm.stats()
+    (row,) = plan.buckets
+    assert stats.sent_nbytes == 3 * row.sent_nbytes
+    if plan.hosts is not None:
+        assert stats.sent_between_hosts_nbytes == 3 * row.sent_between_hosts_nbytes
+    share = stats.sent_between_hosts_nbytes / stats.sent_nbytes
+    return str(plan), seen.unique().tolist(), row.sum, share
+
+
+TWICE = ["a", "b", "a", "b"]
+ONE_LEVEL = "sums have one level, not two: "
+
+
+@pytest.mark.parametrize(
+    ("names", "kwargs", "levels", "sum_", "share"),
+    [
+        # A rank sends as many bytes to its host's other rank before and after, and to the other host between.
+        (TWICE, {}, "2 hosts × 2 ranks, bf16 inside a host", "two-shot", 1 / 3),
+        (TWICE, {"wire": "fp16"}, "2 hosts × 2 ranks, fp16 inside a host", "two-shot", 1 / 3),
+        (TWICE, {"wire": "fp32"}, ONE_LEVEL + "wire='fp32' keeps the bits of DDP's own all-reduce", "exact", 1 / 2),
+        (TWICE, {"sum": "direct"}, ONE_LEVEL + "sum='direct' has one", "direct", 1 / 2),
+        # Two of the three other ranks are on the other host.
+        (TWICE, {"sum": "one-shot"}, ONE_LEVEL + "sum='one-shot' has one", "one-shot", 2 / 3),
+        (TWICE, {"sum": "two-shot", "hosts": None}, "sum two-shot, 4 ranks", "two-shot", 2 / 3),
+        (["a"] * 4, {}, ONE_LEVEL + "all 4 ranks are on one host", "two-shot", 0),
+        (["a"] * 4, {"sum": "direct"}, ONE_LEVEL + "all 4 ranks are on one host", "direct", 0),
+        (["a"] * 4, {"hosts": None}, "sum auto, 4 ranks", "two-shot", 0),
+        (list("abcd"), {}, ONE_LEVEL + "every host has one rank", "two-shot", 1),
+        # Where hosts have different numbers of ranks, every rank counts as a host.
+        (["a", "a", "b", "c"], {}, ONE_LEVEL + "host a has 2 ranks, host b 1", "two-shot", 1),
+    ],
+    ids=str,
+)
+def test_by_default_sums_have_two_levels_where_they_can_and_the_plan_says_why_not(
+    ranks, names, kwargs, levels, sum_, share
+):
+    for text, values, used, sent_between in ranks.run(by_default, names, kwargs):
+        assert levels in text and values == [1.5] and used == sum_
+        assert sent_between == pytest.approx(share, rel=0.01)
+        assert (ONE_LEVEL in text) == (ONE_LEVEL in levels)
 
 
 @pytest.mark.parametrize(
@@ -544,9 +603,10 @@ def attached_by_torchrun(rank, world_size, ranks_on_host, kwargs):
 @pytest.mark.parametrize(
     ("ranks_on_host", "kwargs", "advised"),
     [
-        (2, {"sum": "two-shot"}, True),
-        (1, {"sum": "two-shot"}, False),
-        (4, {"sum": "two-shot"}, False),
+        (2, {"sum": "two-shot", "hosts": None}, True),
+        (2, {"sum": "two-shot"}, False),
+        (1, {"sum": "two-shot", "hosts": None}, False),
+        (4, {"sum": "two-shot", "hosts": None}, False),
         (2, {"sum": "two-shot", "hosts": TWO_BY_TWO}, False),
         (2, {"wire": "bf16", "sum": "direct"}, False),
     ],
@@ -694,6 +754,8 @@ def test_a_simulation_takes_a_number_of_ranks_on_each_host():
         assert torch.equal(
             fusedcomm.simulate(grads, Config("int4", hosts=one_level)), fusedcomm.simulate(grads, wire="int4")
         )
-    for hosts, text in ((3, "hosts=3 ranks on each host"), ("auto", "in one process"), ([[0, 1], [2]], r"has 2 ranks")):
+    assert torch.equal(fusedcomm.simulate(grads, Config("int4")), fusedcomm.simulate(grads, Config("int4", hosts=None)))
+    refused = ((3, "hosts=3 ranks on each host"), (TwoLevels(), "in one process"), ([[0, 1], [2]], r"has 2 ranks"))
+    for hosts, text in refused:
         with pytest.raises(ValueError, match=text):
             fusedcomm.simulate(grads, Config("int4", hosts=hosts))

@@ -143,6 +143,7 @@ class FakeCuda:
         class Path:
             codec = "fake"
             s_per_byte = None
+            has_two_levels = True
             must_agree: dict = {}
 
             def __init__(self, local, world_size) -> None:

@@ -386,7 +386,7 @@ def test_bounds(workload, config, ranks, cap):
     found = predict(workload, Choice(config, cap), ranks)
     assert found.step_s >= max(found.compute_s, found.network_s) * (1 - 1e-9)
     assert found.bound in ("compute", "network", "codec", "latency", "cores")
-    if config is not None and not (config.hosts and 1 < ranks.ranks_per_host < ranks.world_size):
+    if config is not None and not (config.two_levels and 1 < ranks.ranks_per_host < ranks.world_size):
         sent = 0
         for bucket in cut_buckets(workload.gradients, cap):
             numel = sum(gradient.numel for gradient in bucket)

@@ -167,12 +167,12 @@ def test_stages_take_the_bytes_that_they_read_and_write():
 def test_two_levels_are_better_where_the_nic_is_the_bottleneck():
     rows = rows_by_way(Hardware(64, 8, nic_gbps=25, local_gbps=200))
     for wire in WIRES:
-        flat, levels = rows[f"wire={wire}"], rows[f"wire={wire}, hosts=auto"]
+        flat, levels = rows[f"wire={wire}, hosts=None"], rows[f"wire={wire}"]
         assert levels.step_s < 0.75 * flat.step_s
         assert levels.sent_nbytes < flat.sent_nbytes / 3
-    assert rows["wire=int8, hosts=auto"].speedup > 2
+    assert rows["wire=int8"].speedup > 2
     assert rows["DDP default"].bound == "network"
-    assert 'hosts="auto"' in recommend(list(rows.values()), WIRES).line
+    assert '(ddp, wire="' in recommend(list(rows.values()), WIRES).line
 
 
 def test_ways_have_two_levels_only_where_there_are_two():
@@ -255,10 +255,10 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
     assert written["hardware"]["ranks_per_host"] == 4
     # Below the line of code stands the gain of a faster wire that was not accepted.
     assert written["recommendation"] == lines[-2] and written["accepted"] == ["bf16", "int8"]
-    assert lines[-2].startswith('fusedcomm.attach(ddp, fusedcomm.Config(wire="int8", hosts="auto"))')
+    assert lines[-2].startswith('fusedcomm.attach(ddp, wire="int8")')
     faster = written["faster_but_not_accepted"]
     assert faster["wire"] == "int4" and faster["way"] in lines[-1] and lines[-1].endswith("then --accept int4")
-    assert [row["way"] for row in written["rows"]][:3] == ["DDP default", "DDP, best cap", "wire=bf16"]
+    assert [row["way"] for row in written["rows"]][:3] == [*("DDP default", "DDP, best cap", "wire=bf16, hosts=None")]
     assert {field.name for field in dataclasses.fields(Row)} == set(written["rows"][0])
     assert all(any(line.startswith(row["way"]) for line in lines) for row in written["rows"])
 

@@ -7,6 +7,8 @@
 #include <limits>
 #include <utility>
 
+#include "engine/stage.h"
+
 namespace fusedcomm {
 
 #ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK  // see setup.py
@@ -45,7 +47,7 @@ void check_gradients(const c10d::GradBucket& bucket) {
   if (std::any_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) { return p.is_complex(); })) return;
   const std::vector<at::Tensor> gradients = bucket.getGradients();
   for (size_t i = 0; i < std::min(gradients.size(), parameters.size()); ++i) {
-    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: bucket ", bucket.getIndex(),
+    TORCH_CHECK(gradients[i].sizes() == parameters[i].sizes(), "fusedcomm: ", bucket_name(bucket.getIndex()),
                 " has a gradient of shape ", gradients[i].sizes(), " for a parameter of shape ", parameters[i].sizes(),
                 ": torch has rebuilt its buckets but still lists their former parameters, as after "
                 "_update_process_group with gradients in another order. Make a new DDP module instead");
@@ -75,7 +77,7 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
   const at::Tensor& buffer = grad_bucket.getBuffer();
   if (!buffer.is_sparse() && buffer.numel() != numel) {
     check_gradients(grad_bucket);
-    TORCH_CHECK(false, "fusedcomm: bucket ", grad_bucket.getIndex(), " holds ", buffer.numel(),
+    TORCH_CHECK(false, "fusedcomm: ", bucket_name(grad_bucket.getIndex()), " holds ", buffer.numel(),
                 " elements, but its parameters have ", numel,
                 ": this layout of buckets is not supported. Please report it with your DDP options.");
   }

@@ -137,7 +137,7 @@ class Hardware:
             "exact": "parameters of one dimension, in a wire that has scales, if --model gives the parameters",
         }
         if 1 < self.ranks_per_host < self.ranks:
-            said["within a host, with hosts"] = f"{whole.local_wire} (local_wire)"
+            said["within a host, on two levels"] = f"{whole.local_wire} (local_wire)"
         said["recommended"] = (
             f"the first of --wires within {WORTHWHILE:.0%} of the fastest, if the fastest makes a step "
             f"shorter by more than {WORTHWHILE:.0%}; int4 only if nothing else does, or it is faster by more than "
@@ -275,13 +275,13 @@ DDP_DEFAULT, DDP_TUNED = "DDP default", "DDP, best cap"
 
 def ways(wires: Sequence[str], several_levels: bool) -> dict[str, Config]:
     """The ways to synchronize, by name: wire by wire, and with each wire the most exact way first. :func:`recommend`
-    takes the first of equally fast ones."""
+    takes the first of equally fast ones. With several levels the default has two, and hosts=None one."""
     found: dict[str, Config] = {}
     for wire in wires:
         name = f"wire={wire}"
-        found[name] = Config(wire)
         if several_levels and wire != "fp32":
-            found[f"{name}, hosts=auto"] = Config(wire, hosts="auto")
+            found[f"{name}, hosts=None"] = Config(wire, hosts=None)
+        found[name] = Config(wire)
         if wire in ("bf16", "fp16"):
             found[f"{name}, sum=direct"] = Config(wire, sum="direct")
     return found

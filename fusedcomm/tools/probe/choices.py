@@ -26,7 +26,8 @@ MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to synchronize gradients: DDP's own all-reduce if `wire` is OFF, else these fields of fusedcomm.Config."""
+    """A way to synchronize gradients: DDP's own all-reduce if `wire` is OFF, else these fields of fusedcomm.Config.
+    `hosts` is None, for one level, or "auto"."""
 
     wire: str
     sum: str = "auto"
@@ -54,6 +55,8 @@ class Option:
     way: Way
     cap_mb: float
     prediction: Prediction
+    two_levels: bool = False
+    """Whether sums can have two levels there, so that a way with one level has to say so."""
 
     @property
     def name(self) -> str:
@@ -73,6 +76,9 @@ class Option:
         cap = "" if self.own_cap_mb is None else f", bucket_cap_mb={self.cap_mb:g}"
         wrap = f"ddp = DistributedDataParallel(model{cap})"
         config = self.way.config
+        if config is not None:
+            default = dataclasses.replace(config, hosts=AUTO)
+            config = config if self.two_levels and default.two_levels is not None else default
         return wrap if config is None else f"{wrap}; comm = fusedcomm.attach(ddp, {attach_arguments(config)})"
 
 
@@ -92,7 +98,7 @@ def predict_option(workload: Workload, cluster: Cluster, way: Way, cap_mb: float
         gradients = [dataclasses.replace(gradient, exempt=False) for gradient in gradients]
     workload = dataclasses.replace(workload, gradients=gradients)
     prediction = predict(workload, Choice(config, round(cap_mb * MIB)), cluster)
-    return Option(way, cap_mb, prediction)
+    return Option(way, cap_mb, prediction, cluster.two_levels is not None)
 
 
 def ways(wires: Sequence[str], by_host: bool) -> list[Way]:

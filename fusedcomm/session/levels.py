@@ -1,0 +1,47 @@
+"""Whether the sums of a session have one level or two, on which hosts, and why."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from fusedcomm.config import Config
+from fusedcomm.ranks import hosts
+from fusedcomm.ranks.hosts import Hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    hosts: Hosts | None
+    """None with ``hosts=None``, and if hosts have different numbers of ranks."""
+    one_level_reason: str
+    """Why sums have one level although `Config.hosts` is not None; empty if they have two, or with ``hosts=None``."""
+    ranks_on_host: int
+    """Ranks that share a host, on one level, too. 1 if hosts have different numbers of ranks."""
+    can_be_two: bool
+    """Whether there are several hosts, by their names, each with the same number of ranks, at least two."""
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks on each host if sums have two levels, else 1."""
+        return 1 if self.hosts is None or self.one_level_reason else self.hosts.ranks_per_host
+
+    def are_those_of(self, other: "Levels") -> bool:
+        """Whether both need the same channels."""
+        return self.ranks_per_host == other.ranks_per_host and (self.ranks_per_host == 1 or self.hosts == other.hosts)
+
+
+def find(config: Config, host_names: Sequence[str]) -> Levels:
+    """The levels for ranks on these hosts; the same on every rank.
+
+    Raises:
+        ValueError: `config` needs two levels, and the hosts do not fit it.
+    """
+    found, reason = hosts.even_of_names(host_names)
+    can_be_two = not reason
+    if config.needs_two_levels:
+        by_name = config.groups == hosts.AUTO
+        found = hosts.of_names(host_names) if by_name else hosts.given(config.groups, len(host_names))
+        reason = found.flat_reason
+    ranks_on_host = found.ranks_per_host if found else 1
+    if config.hosts is None:
+        return Levels(None, "", ranks_on_host, can_be_two)
+    return Levels(found, reason or config.one_level_reason, ranks_on_host, can_be_two)

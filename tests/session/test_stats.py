@@ -1,0 +1,185 @@
+"""Statistics as numbers for TensorBoard and Prometheus, as text, and with the label that each bucket has everywhere."""
+
+import dataclasses
+import json
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from models import Gradients, synchronise
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Checks, Config
+from fusedcomm.session.stats import MAX_BUCKETS_SHOWN, StepTimes, Verified, step_times, uncounted
+
+MIB = 1 << 20
+LABEL = "bucket 0 (head.weight … head.bias; 2 parameters, 1.5 MiB)"
+OTHER = "bucket 1 (body.weight; 1 parameters, 4 MiB)"
+
+CRAFTED = dataclasses.replace(
+    uncounted(),
+    steps=4,
+    buckets=8,
+    grad_nbytes=88 * MIB,
+    sent_nbytes=12 * MIB,
+    sent_between_hosts_nbytes=4 * MIB,
+    wire_ratio=0.25,
+    exposed_ms=StepTimes(1.0, 2.0, 3.0),
+    busy_ms=StepTimes(10.0, 20.0, 30.0),
+    overlap=0.9,
+    nonfinite=7,
+    nonfinite_by_parameter={"body.weight": 1, "head.bias": 6},
+    quantization_error={LABEL: 0.125, OTHER: 0.25},
+    verified=(Verified(1, LABEL, 0.5), Verified(3, OTHER, 0.0625)),
+    off=False,
+)
+
+
+def test_scalars_are_the_numbers_by_their_documented_names():
+    assert CRAFTED.scalars() == {
+        "steps": 4.0,
+        "nonfinite": 7.0,
+        "off": 0.0,
+        "buckets_per_step": 2.0,
+        "grad_nbytes_per_step": 22.0 * MIB,
+        "wire_nbytes_per_step": 3.0 * MIB,
+        "between_hosts_nbytes_per_step": 1.0 * MIB,
+        "wire_ratio": 0.25,
+        "overlap": 0.9,
+        "exposed_ms/last": 1.0,
+        "exposed_ms/p50": 2.0,
+        "exposed_ms/p95": 3.0,
+        "busy_ms/last": 10.0,
+        "busy_ms/p50": 20.0,
+        "busy_ms/p95": 30.0,
+        "quantization_error/max": 0.25,
+        "quantization_error/bucket_0": 0.125,
+        "quantization_error/bucket_1": 0.25,
+        "verified_error/last": 0.0625,
+        "verified_error/max": 0.5,
+    }
+    documented = fusedcomm.Stats.scalars.__doc__
+    for name in CRAFTED.scalars():
+        first, _, last = name.partition("/")
+        assert first in documented and (not last or last in documented or last == "bucket_1"), name
+
+
+def test_names_are_those_that_prometheus_allows():
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*(/[a-z0-9_]+)?", name) for name in CRAFTED.scalars())
+    of_prometheus = CRAFTED.scalars("_")
+    assert len(of_prometheus) == len(CRAFTED.scalars()) and of_prometheus["exposed_ms_p95"] == 3.0
+    assert all(re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in of_prometheus)
+
+
+def test_what_is_not_known_yet_is_left_out():
+    assert uncounted().scalars() == {"steps": 0.0, "nonfinite": 0.0, "off": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("errors", "largest"), [((0.5, math.inf), math.inf), ((math.nan, 0.5), math.nan), ((0.5, math.nan), math.nan)]
+)
+def test_only_errors_can_be_other_than_finite_and_then_the_largest_is(errors, largest):
+    stats = dataclasses.replace(
+        CRAFTED,
+        quantization_error=dict(zip((LABEL, OTHER), errors, strict=True)),
+        verified=tuple(Verified(step, LABEL, error) for step, error in enumerate(errors)),
+    )
+    scalars = stats.scalars()
+    others = {name for name, value in scalars.items() if not math.isfinite(value)}
+    assert others and all(name.startswith(("quantization_error/", "verified_error/")) for name in others)
+    for name in ("quantization_error/max", "verified_error/max"):
+        assert scalars[name] == pytest.approx(largest, nan_ok=True)
+    assert f"quantization   error {largest:.3g} at most" in str(stats)
+
+
+@pytest.mark.parametrize("num_buckets", [MAX_BUCKETS_SHOWN, MAX_BUCKETS_SHOWN + 1])
+def test_buckets_have_values_of_their_own_only_where_they_are_few(num_buckets):
+    errors = {f"bucket {index} (a; 1 parameters, 1 MiB)": index / 4 for index in range(num_buckets)}
+    scalars = dataclasses.replace(CRAFTED, quantization_error=errors).scalars()
+    of_buckets = [name for name in scalars if name.startswith("quantization_error/bucket_")]
+    assert len(of_buckets) == (num_buckets if num_buckets == MAX_BUCKETS_SHOWN else 0)
+    assert scalars["quantization_error/max"] == (num_buckets - 1) / 4
+
+
+def test_the_times_of_recent_steps_are_the_last_the_median_and_the_least_that_nineteen_of_twenty_keep_to():
+    assert step_times([], 0) == StepTimes(None, None, None)
+    assert step_times([5.0], 0) == StepTimes(5.0, 5.0, 5.0)
+    hundred = [float((37 * i) % 100 + 1) for i in range(100)]  # 1 to 100 in no order
+    assert step_times(hundred, 3) == StepTimes(hundred[3], 50.5, 95.0)
+    assert step_times([1.0, 2.0, 3.0, 4.0], 0).p95 == 4.0
+
+
+def test_statistics_print_as_an_aligned_table_and_show_as_one_line():
+    assert repr(CRAFTED) == f"Stats(steps=4, sent_nbytes={12 * MIB}, wire_ratio=0.25, exposed_ms_p50=2, nonfinite=7)"
+    assert str(CRAFTED).splitlines() == [
+        "fusedcomm: 4 steps of this rank",
+        "  sent           3.000 MiB a step, 0.250 of an uncompressed all-reduce",
+        "  between hosts  1.000 MiB a step",
+        "  exposed        2.00 ms a step, p95 3.00 ms, last 1.00 ms",
+        "  busy           20.00 ms a step, p95 30.00 ms, last 10.00 ms",
+        "  overlap        90% of the busy time",
+        "  NaN or Inf     7 elements of gradients, most in head.bias",
+        f"  quantization   error 0.25 at most, of {OTHER}",
+        f"  verified       error 0.0625 in step 3, of {OTHER}",
+    ]
+    assert repr(uncounted()) == "Stats(steps=0, off=True)"
+    assert str(uncounted()) == "fusedcomm: off, DDP's own all-reduce, which is not counted"
+    assert str(dataclasses.replace(uncounted(), off=False)) == "fusedcomm: no step has ended yet"
+
+
+# --- real ranks -----------------------------------------------------------------------------------------------------
+
+
+def watched(rank, world_size, folder):
+    """Everything that names the buckets of a module, and the numbers of its statistics."""
+    ddp = DistributedDataParallel(Gradients((90, 60), (80, 70)), bucket_cap_mb=0.02)
+    comm = fusedcomm.attach(ddp, Config("int8", "two-shot", checks=Checks(verify_every=1, measure_every=1)))
+    before = comm.plan()
+    text_before, line = str(comm), repr(comm)
+    gradients = [torch.full((90, 60), math.inf), torch.ones(80, 70)]
+    synchronise(ddp, [torch.ones(90, 60), torch.ones(80, 70)], steps=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with comm.trace(f"{folder}/trace-{{rank}}.json"):
+            synchronise(ddp, gradients, steps=2)
+        stats = comm.stats()
+        report = comm.nonfinite_report()
+        events = json.load(open(f"{folder}/trace-{rank}.json"))["traceEvents"]
+        labels = {
+            "plan": [row.label for row in comm.plan().buckets],
+            "stats": sorted(stats.quantization_error),
+            "verified": sorted({each.bucket for each in stats.verified}),
+            "trace": sorted({e["args"]["bucket"] for e in events if e.get("args", {}).get("stage") == "pack"}),
+            "report": sorted({row.bucket for row in report}),
+        }
+        after = str(comm)
+    comm.detach()
+    return [row.label for row in before.buckets], labels, stats, (line, repr(comm), text_before, after, str(comm))
+
+
+def test_a_bucket_has_the_same_label_in_plan_statistics_trace_and_report(ranks, tmp_path):
+    for predicted, labels, stats, shown in ranks.run(watched, str(tmp_path), world_size=2):
+        expected = [
+            f"bucket 0 (weights.1; 1 parameters, {80 * 70 * 4 / MIB:.6g} MiB)",
+            f"bucket 1 (weights.0; 1 parameters, {90 * 60 * 4 / MIB:.6g} MiB)",
+        ]
+        assert predicted == expected
+        for where in ("plan", "stats", "trace"):
+            assert labels[where] == expected, where
+        assert {*expected} < {*labels["verified"]}  # in the first step one bucket held both parameters
+        assert labels["report"] == expected[1:]
+        scalars = stats.scalars()
+        assert scalars["steps"] == 5 and scalars["buckets_per_step"] == (1 + 4 * 2) / 5
+        assert scalars["between_hosts_nbytes_per_step"] == 0 < scalars["wire_nbytes_per_step"]
+        assert scalars["grad_nbytes_per_step"] == (90 * 60 + 80 * 70) * 4
+        assert 0 < scalars["exposed_ms/p50"] <= scalars["exposed_ms/p95"] and scalars["exposed_ms/last"] > 0
+        assert scalars["quantization_error/bucket_0"] < 0.01
+        line, detached, before, after, after_detach = shown
+        assert line == "<fusedcomm.Handle: wire int8, sum two-shot, 2 ranks>"
+        assert detached == after_detach == "<fusedcomm.Handle: detached>"
+        assert before.startswith("fusedcomm: wire int8, sum two-shot, ")
+        assert before.endswith("\nfusedcomm: no step has ended yet")
+        assert "fusedcomm: 5 steps of this rank\n  sent " in after
