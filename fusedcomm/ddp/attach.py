@@ -1,6 +1,5 @@
 """``fusedcomm.attach``: gives a DDP module the native communication hook."""
 
-import contextlib
 import dataclasses
 import os
 import weakref
@@ -8,16 +7,18 @@ import weakref
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm import env
+from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import (
     AUTO,
+    OFF,
     WIRES,
     Config,
     LocalOptions,
+    Off,
     Search,
     Wire,
     check,
@@ -38,6 +39,7 @@ from fusedcomm.ddp.module import (
     synchronised_parameters,
     wait_for_delayed,
 )
+from fusedcomm.ddp.off import attach_off
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter
 from fusedcomm.session.session import Session
@@ -48,7 +50,7 @@ def attach(
     ddp: DistributedDataParallel,
     config: Config | Auto | None = None,
     *,
-    wire: Wire | Search | None = None,
+    wire: Wire | Search | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> Handle:
@@ -59,9 +61,13 @@ def attach(
             an NCCL group.
         config: how gradients are sent: a :class:`fusedcomm.Config`, or a :class:`fusedcomm.Auto`, which searches for
             the fastest way in the first steps. None: ``Config()``.
-        wire: short for ``Config(wire)``, or "auto" for ``Auto()``.
-        local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
-        quiet: whether rank 0 does not print the plan.
+        wire: short for ``Config(wire)``. Or "auto", short for ``Auto()``, which chooses DDP's own all-reduce, "fp32" or
+            "bf16"; ``Auto(("fp32", "bf16", "int8"))`` may also choose int8. Or "off": DDP stays as it comes, without a
+            hook, and the handle says so; for comparisons, where only this word changes.
+        local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank. They have no effect on
+            DDP's own all-reduce.
+        quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
+            printed if that has no handler (fusedcomm/log.py).
 
     Returns:
         A handle with ``stats()``, ``plan()``, ``tuning()``, ``trace()``, ``nonfinite_report()``, ``detach()``,
@@ -78,7 +84,9 @@ def attach(
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
     """
-    chosen = _given(config, wire)
+    refuse_both(config, wire)
+    is_off = wire == OFF
+    chosen = Config("fp32") if is_off else _given(config, wire)
     local = local_options(local)
     quiet = quiet or env.quiet()
     space = Space(chosen) if isinstance(chosen, Auto) else None
@@ -91,12 +99,16 @@ def attach(
         if ddp in targets:
             forget_refused_hooks(ddp)
         refuse_options(ddp)
-        wait_for_delayed(ddp)
+        if not is_off:
+            wait_for_delayed(ddp)
         parameters = synchronised_parameters(named, configs)
         if space is not None:
             refuse_sparse(ddp, device)
     except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
         problem = error
+    if is_off:
+        handle = attach_off(ddp, parameters, device, local, problem)
+        return _reported(ddp, handle, quiet)
     if space is None:
         runs = Session(
             configs[0],
@@ -111,12 +123,14 @@ def attach(
     else:
         runs = _tuner(ddp, space, parameters, local, device, chosen.tuned, announce=not quiet, problem=problem)
     target = _hook_of(ddp, runs)
-    handle = Handle(ddp, runs, target)
+    return _reported(ddp, Handle(ddp, runs, target), quiet)
+
+
+def _reported(ddp: DistributedDataParallel, handle: Handle, quiet: bool) -> Handle:
+    """Enters the handle of an attached module; rank 0 reports its plan."""
     handles[ddp] = handle
-    if ddp.process_group.rank() == 0 and not quiet:
-        # A print that fails (closed pipe, missing encoding) must not stop this rank alone: the others go on.
-        with contextlib.suppress(Exception):
-            print(handle.plan(), flush=True)
+    if ddp.process_group.rank() == 0:
+        log.report(handle.plan, quiet)
     return handle
 
 
@@ -139,9 +153,8 @@ def _hook_of(ddp: DistributedDataParallel, runs: Session | Tuner) -> "_C.HookSwi
 
 
 def _given(config: Config | Auto | None, wire: Wire | Search | None) -> Config | Auto:
-    refuse_both(config, wire)
     if wire is not None:
-        check.choice("wire", wire, (*WIRES, AUTO))
+        check.choice("wire", wire, (*WIRES, AUTO, OFF))
     if wire != AUTO and not isinstance(config, Auto):
         return given(config, wire)
     return Auto() if config is None else config

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import AUTO, Config, LocalOptions, Wire, explains_moved, given, local_options
+from fusedcomm.config import AUTO, OFF, Config, LocalOptions, Wire, explains_moved, given, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
 from fusedcomm.native import _C
 from fusedcomm.session.parameters import NamedParameter, named_parameters
@@ -47,6 +47,11 @@ class CommState:
             raise ValueError(
                 "wire='auto' switches between hooks, which a registered hook cannot do: use "
                 "fusedcomm.attach(ddp, wire='auto') instead of register_comm_hook"
+            )
+        if wire == OFF:
+            raise ValueError(
+                "wire='off' is DDP's own all-reduce, which needs no hook: do not register one, or use "
+                "fusedcomm.attach(ddp, wire='off') instead of register_comm_hook"
             )
         self.config = given(config, wire)
         if self.config.name_patterns and module is None:

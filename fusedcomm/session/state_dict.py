@@ -1,10 +1,12 @@
 """An engine's state (step, non-finite counts, residuals), by parameter name: saved, loaded, and taken over."""
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from fusedcomm.config import RESIDUALS
+from fusedcomm.session.parameters import NamedParameter
 from fusedcomm.session.session import Session
 
 VERSION = 2
@@ -27,7 +29,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
 
 def load_state_dict(session: Session, state: dict) -> None:
     """See :meth:`fusedcomm.ddp.handle.Handle.load_state_dict`."""
-    _check(session, state)
+    check(state, session.parameters, session.keeps_residuals, session.is_off)
     residuals, saved_by = state["residuals"], (state["rank"], state["world_size"])
     if residuals and saved_by not in ((session.rank, session.world_size), (None, None)):
         warnings.warn(
@@ -37,7 +39,7 @@ def load_state_dict(session: Session, state: dict) -> None:
             stacklevel=3,
         )
         residuals = {}
-    # Each call checks its names before it changes anything. _check has checked everything else.
+    # Each call checks its names before it changes anything. check() has checked everything else.
     session.hook.restore_residuals(residuals)
     session.hook.restore_nonfinite(state["nonfinite"])
     session.hook.step = state["step"]
@@ -61,7 +63,14 @@ def take_over(session: Session, old: Session) -> None:
     session.hook.restore_residuals({name: ratio * values for name, values in residuals.items() if is_known(name)})
 
 
-def _check(session: Session, state: dict) -> None:
+def check(state: dict, parameters: Sequence[NamedParameter] | None, keeps_residuals: bool, is_off: bool) -> None:
+    """Raises ValueError if `state` cannot be loaded.
+
+    Args:
+        parameters: the module's; None: not known.
+        keeps_residuals: whether the attachment keeps residuals.
+        is_off: whether gradients go through DDP's own all-reduce, for good.
+    """
     if not isinstance(state, dict):
         raise ValueError(f"not a fusedcomm state: a {type(state).__name__} instead of a dict")
     if state.get("version", VERSION) != VERSION:
@@ -75,7 +84,7 @@ def _check(session: Session, state: dict) -> None:
     step = state["step"]
     if not _is_count(step):
         raise ValueError(f"state['step'] is {step!r}: it must be a whole number of steps, 0 or more")
-    known = {parameter.name for parameter in session.parameters or []}
+    known = {parameter.name for parameter in parameters or []}
     for name, count in state["nonfinite"].items():
         if not _is_count(count) or (known and name not in known):
             raise ValueError(
@@ -91,10 +100,10 @@ def _check(session: Session, state: dict) -> None:
             f"have (it has {', '.join(map(repr, RESIDUALS))}). A state's values are fp32 whatever they were kept in: "
             "set state['error_feedback'] = 'fp32' to load them, or empty state['residuals'] to drop them"
         )
-    if state["residuals"] and not session.keeps_residuals:
+    if state["residuals"] and not keeps_residuals:
         why = "feedback=None): attach with feedback=fusedcomm.Feedback(…), or"
-        if session.is_off:
-            why = "wire='auto' has chosen DDP's own all-reduce, which has no residuals):"
+        if is_off:
+            why = "gradients go through DDP's own all-reduce, which has no residuals):"
         raise ValueError(
             f"the state has residuals (error_feedback={state['error_feedback']!r}) and this attachment keeps none "
             f"({why} empty state['residuals']"

@@ -12,6 +12,12 @@ ACCEPT = ("bf16", "int8")
 """Wires that may be recommended unless --accept names others."""
 
 
+def refuse_off(wires: Sequence[str] | None) -> None:
+    """Raises UsageError if --wires names "off"."""
+    if "off" in (wires or ()):
+        raise UsageError("--wires off: DDP's own all-reduce is always compared; leave it out of --wires")
+
+
 def accepted(wires: Sequence[str], accept: Sequence[str] | None) -> tuple[str, ...]:
     """The wires that may be recommended: `accept`, or those of ACCEPT that `wires` contains.
 
@@ -20,8 +26,9 @@ def accepted(wires: Sequence[str], accept: Sequence[str] | None) -> tuple[str, .
         accept: the wires that --accept names; None: the option is not given.
 
     Raises:
-        UsageError: `accept` names a wire that `wires` lacks.
+        UsageError: `accept` names a wire that `wires` lacks, or `wires` has "off".
     """
+    refuse_off(wires)
     if accept is None:
         return tuple(wire for wire in ACCEPT if wire in wires)
     missing = [wire for wire in accept if wire not in wires]

@@ -33,6 +33,8 @@ wire: fusedcomm.Wire = "bf16"
 with fusedcomm.attach(ddp, config) as comm:
     print(comm.plan().sent_nbytes, comm.stats().steps)
 fusedcomm.attach(ddp, wire="auto").detach()
+fusedcomm.attach(ddp, wire="off").detach()
+step_ms: float = comm.stats().scalars()["exposed_ms/p95"]
 fusedcomm.attach(ddp, wire=wire, local=fusedcomm.LocalOptions(stall_after=5), quiet=True)
 fusedcomm.attach(ddp, fusedcomm.Auto(("bf16", "int8"), base=config))
 ddp.register_comm_hook(fusedcomm.CommState(wire="fp8"), fusedcomm.comm_hook)
@@ -42,6 +44,7 @@ mean: torch.Tensor = fusedcomm.simulate([torch.zeros(3)], wire="int4")
 FAULTS = {
     "Wire = 'bf16'": "Wire = 'bf17'",
     'wire="auto"': 'wire="automatic"',
+    'wire="off"': 'wire="none"',
     'wire="fp8"': 'wire="fp7"',
     'wire="int4"': 'wire="int3"',
     '"int8",\n    sum': '"int9",\n    sum',

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 import fusedcomm
 from fusedcomm.ranks import groups
 from fusedcomm.tools import output
+from fusedcomm.tools.arguments import refuse_off
 from fusedcomm.tools.errors import UsageError
 
 _DEFAULT_RANKS = 2
@@ -101,6 +102,7 @@ def _check_packages() -> None:
 def _checked_wires(wires: tuple[str, ...] | None) -> tuple[str, ...]:
     if wires is None:
         return fusedcomm.WIRES
+    refuse_off(wires)
     for wire in wires:
         if wire not in fusedcomm.WIRES:
             raise UsageError(f"--wires {wire}: no such wire; use some of {', '.join(fusedcomm.WIRES)}")

@@ -1,0 +1,150 @@
+"""wire="off": DDP stays as it comes, with a handle that says so."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import Gradients, synchronise, threads_of_engine
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Config, Feedback
+from fusedcomm.session.state_dict import KEYS
+from fusedcomm.tools.arguments import accepted
+from fusedcomm.tools.demo.launch import _checked_wires
+from fusedcomm.tools.errors import UsageError
+
+SHAPE = (60, 90)
+
+
+def seen_by(ddp, rank, steps=1):
+    gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
+    return synchronise(ddp, [gradient], steps=steps)[-1]
+
+
+def compared(rank, world_size):
+    plain = seen_by(DistributedDataParallel(Gradients(SHAPE)), rank)
+    ddp, before = DistributedDataParallel(Gradients(SHAPE)), threads_of_engine()
+    comm = fusedcomm.attach(ddp, wire="off")
+    is_bare = not ddp._comm_hooks and not ddp._forward_pre_hooks and threads_of_engine() == before
+    assert torch.equal(seen_by(ddp, rank), plain)
+    plan, stats = comm.plan(), comm.stats()
+    with pytest.raises(RuntimeError, match="wire='off' is DDP's own all-reduce, so fusedcomm has nothing to trace"):
+        comm.trace("trace.json")
+    with pytest.raises(RuntimeError, match="already has fusedcomm attached"):
+        fusedcomm.attach(ddp, wire="int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the copy is as good as the original, so nothing is to be said
+        assert torch.equal(seen_by(copy.deepcopy(ddp), rank), plain)
+    shown = (repr(comm), str(comm), str(plan))
+    assert comm.tuning() is None and comm.nonfinite_report() == []
+    comm.detach()
+    comm.detach()
+    with pytest.raises(RuntimeError, match="this handle is detached"):
+        comm.load_state_dict(comm.state_dict())
+    assert comm.plan().detached and repr(comm) == "<fusedcomm.Handle: detached>"
+    lossy = fusedcomm.attach(ddp, wire="int8", quiet=True)
+    differs = not torch.equal(seen_by(ddp, rank), plain)
+    lossy.detach()
+    with fusedcomm.attach(ddp, wire="off", quiet=True):  # the reducer still has the hook of the attachment before
+        again = seen_by(ddp, rank, steps=2)
+    return is_bare, stats, plan, shown, differs, torch.equal(again, plain)
+
+
+def test_ddp_stays_as_it_comes(ranks):
+    for is_bare, stats, plan, (line, whole, table), differs, is_plain_again in ranks.run(compared, world_size=2):
+        assert is_bare and differs and is_plain_again
+        assert stats.off and stats.scalars() == {"steps": 0.0, "nonfinite": 0.0, "off": 1.0}
+        assert plan.off and plan.world_size == 2 and [row.parameters for row in plan.buckets] == [("weights.0",)]
+        assert line == "<fusedcomm.Handle: off, DDP's own all-reduce>"
+        assert table.startswith("fusedcomm: off, DDP's own exact all-reduce, 2 ranks\n")
+        assert whole.splitlines() == [
+            "fusedcomm: off, DDP's own exact all-reduce, 2 ranks",
+            "fusedcomm: off, DDP's own all-reduce, which is not counted",
+        ]
+
+
+def saved(rank, world_size):
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    comm = fusedcomm.attach(ddp, Config("int4", feedback=Feedback()))
+    seen_by(ddp, rank, steps=3)
+    state = comm.state_dict()
+    comm.detach()
+    off = fusedcomm.attach(ddp, wire="off")
+    with pytest.raises(ValueError, match="gradients go through DDP's own all-reduce, which has no residuals"):
+        off.load_state_dict(state)
+    with pytest.raises(ValueError, match="'nobody'"):
+        off.load_state_dict({**state, "residuals": {}, "nonfinite": {"nobody": 1}})
+    fresh = off.state_dict()
+    state = {**state, "residuals": {}, "nonfinite": {"weights.0": 5}}
+    off.load_state_dict(state)
+    kept = off.state_dict()
+    consolidated = off.state_dict(consolidated=True)
+    off.detach()
+    comm = fusedcomm.attach(ddp, wire="bf16")
+    comm.load_state_dict(kept)
+    return state, fresh, kept, consolidated, comm.state_dict()
+
+
+def test_a_state_goes_through_it_unchanged(ranks):
+    for rank, (state, fresh, kept, consolidated, restored) in enumerate(ranks.run(saved, world_size=2)):
+        assert fresh.keys() == KEYS and (fresh["step"], fresh["nonfinite"], fresh["rank"]) == (0, {}, rank)
+        assert kept == {**state, "error_feedback": None}
+        assert consolidated == {**kept, "rank": None, "world_size": None}
+        assert (restored["step"], restored["nonfinite"]) == (3, {"weights.0": 5})
+
+
+def disagreeing(rank, world_size, wires):
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    with pytest.raises(RuntimeError) as error:
+        fusedcomm.attach(ddp, wire=wires[rank])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("wires", [("off", "bf16"), ("bf16", "off"), ("auto", "off")], ids=str)
+def test_ranks_that_do_not_agree_are_named(ranks, wires):
+    errors = ranks.run(disagreeing, wires, world_size=2)
+    assert len(set(errors)) == 1
+    assert f"wire is {wires[0]!r} on rank 0 and {wires[1]!r} on rank 1" in errors[0]
+
+
+def with_a_hook_on_one_rank(rank, world_size):
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    if rank == 1:
+        ddp.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(RuntimeError) as error:
+        fusedcomm.attach(ddp, wire="off")
+    return str(error.value)
+
+
+def test_a_module_with_another_hook_is_refused_on_every_rank(ranks):
+    first, second = ranks.run(with_a_hook_on_one_rank, world_size=2)
+    assert "rank 1 cannot attach" in first and "already has the communication hook" in first
+    assert "already has the communication hook" in second
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Config("off"), ["fusedcomm.attach(ddp, wire='off')", "wire='fp32'", "'int8'"]),
+        (
+            lambda: Config("int8", wires={"a.*": "off"}),
+            ["wires['a.*']='off'", "'fp32'", "attach(ddp, wire='off')"],
+        ),
+        (lambda: fusedcomm.Auto(("off", "bf16")), ["'off' is not known", "DDP's own all-reduce is always tried"]),
+        (lambda: fusedcomm.CommState(wire="off"), ["wire='off'", "do not register one"]),
+        (lambda: fusedcomm.simulate([torch.ones(3)] * 2, wire="off"), ["wire='off'", "wire='fp32'"]),
+        (lambda: fusedcomm.attach(None, Config(), wire="off"), ["config=Config(wire='bf16')", "wire='off'"]),
+    ],
+)
+def test_where_it_is_not_possible_the_error_says_what_to_use(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert [word for word in words if word not in str(error.value)] == [], error.value
+
+
+@pytest.mark.parametrize("refuse", [lambda: accepted(["off", "int8"], None), lambda: _checked_wires(("off",))])
+def test_commands_say_that_they_always_compare_it(refuse):
+    with pytest.raises(UsageError, match="--wires off: DDP's own all-reduce is always compared; leave it out"):
+        refuse()
