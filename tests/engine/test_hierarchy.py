@@ -578,6 +578,26 @@ def test_by_default_sums_have_two_levels_where_they_can_and_the_plan_says_why_no
         assert (ONE_LEVEL in text) == (ONE_LEVEL in levels)
 
 
+def moved_to_one_host(rank, world_size, kwargs):
+    """_update_process_group from four ranks on two hosts to the two of one host."""
+    with on_host(TWICE[rank]):
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        ddp = DistributedDataParallel(Gradients((6000,)))
+        comm = fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}, **kwargs))
+        gradient = torch.full((6000,), float(rank))
+        before, of_two_hosts = synchronise(ddp, [gradient], steps=3)[0].unique().tolist(), str(comm.plan())
+        ddp._update_process_group(groups[rank % 2])
+        after = synchronise(ddp, [gradient], steps=3)[0].unique().tolist()
+        return before, of_two_hosts, after, str(comm.plan()), comm.stats().sent_between_hosts_nbytes
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"feedback": Feedback()}], ids=str)
+def test_levels_follow_the_process_group(ranks, kwargs):
+    for rank, (before, of_two_hosts, after, of_one_host, between) in enumerate(ranks.run(moved_to_one_host, kwargs)):
+        assert before == [1.5] and "2 hosts × 2 ranks" in of_two_hosts
+        assert after == [1.0 + rank % 2] and ONE_LEVEL + "all 2 ranks are on one host" in of_one_host and between == 0
+
+
 @pytest.mark.parametrize(
     ("hosts", "world_size", "reason"),
     [
