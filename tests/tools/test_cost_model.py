@@ -205,7 +205,7 @@ def test_an_all_reduce_leaves_each_host_once_and_is_as_slow_as_the_slower_link()
 
 
 def test_one_level_sends_from_every_rank():
-    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL), hosts=None)
     exchange = ALPHA + 2e-4 + 4 * 4 / 8 * 2 * NUMEL * BETA
     by_hand = PACK(NUMEL) + exchange + REDUCE(NUMEL) + exchange + UNPACK(NUMEL)
     assert step_s(config, cluster(8, ranks_per_host=4, local=LOCAL), one_bucket()) == pytest.approx(by_hand)
@@ -259,7 +259,7 @@ def test_two_levels_on_one_host_are_one():
 def test_a_ring_gathers_across_each_link_once():
     ring = dataclasses.replace(NETWORK, gather=Cost(ALPHA, BETA))
     local_ring = dataclasses.replace(LOCAL, gather=Cost(0.0, 2e-9))
-    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL))
+    config = Config(wire="bf16", chunks=Chunks(2 * NUMEL), hosts=None)
     hosts = cluster(8, ranks_per_host=4, network=ring, local=local_ring)
     exchange = ALPHA + 2e-4 + 4 * 4 / 8 * 2 * NUMEL * BETA
     gather = ALPHA + 7 / 8 * 2 * NUMEL * BETA

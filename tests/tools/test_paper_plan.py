@@ -286,8 +286,8 @@ def test_every_constant_of_the_model_is_said(module, name, value, said, monkeypa
 
 def test_what_else_the_ways_assume_is_said():
     several, one = (Hardware(16, ranks_per_host=count) for count in (4, 1))
-    assert several.assumptions_of_ways()["within a host, with hosts"].startswith("bf16")
-    assert "within a host, with hosts" not in one.assumptions_of_ways()
+    assert several.assumptions_of_ways()["within a host, on two levels"].startswith("bf16")
+    assert "within a host, on two levels" not in one.assumptions_of_ways()
     assert "one dimension" in one.assumptions_of_ways()["exact"]
     assert "no gradient_as_bucket_view" in one.assumptions()["memory"]
 
