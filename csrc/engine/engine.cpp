@@ -16,8 +16,8 @@ bool is_of_two_levels(LaneRole role) {
   return role == LaneRole::kLocalReduce || role == LaneRole::kCrossScatter || role == LaneRole::kCrossGather;
 }
 
-// Surrounds the body of a stage: opens a range for profilers and an entry on the board, and notes the time while a
-// trace is recorded.
+// Surrounds the body of a stage: opens ranges for profilers and an entry on the board, and notes the time while a trace
+// is recorded.
 class StageScope {
  public:
   StageScope(Device& device, Tracer& tracer, Board& board, const BucketJob& job, Stage stage, int64_t chunk)
@@ -27,7 +27,9 @@ class StageScope {
         stage_(stage),
         chunk_(chunk),
         entry_(board.begin_stage(job.number, stage, chunk)) {
-    device_.range_push(job.label->ranges[static_cast<size_t>(stage)]);
+    const std::string& name = job.label->ranges[static_cast<size_t>(stage)];
+    device_.range_push(name);
+    if (job.profiler) range_ = is_on_wire(stage) ? job.profiler->open_async(name) : job.profiler->open(name);
     if (tracer_.on()) begin_ = device_.stamp();
   }
   ~StageScope() { device_.range_pop(); }
@@ -36,6 +38,8 @@ class StageScope {
 
   const StampPtr& began() const { return begin_; }
   size_t entry() const { return entry_; }
+  // A collective's range lasts until it has ended; the scope ends when it has started.
+  ProfilerRange take_range() { return std::move(range_); }
   void end() const {
     if (begin_) tracer_.add(job_.label, stage_, job_.step, chunk_, begin_, device_.stamp());
   }
@@ -47,6 +51,7 @@ class StageScope {
   const Stage stage_;
   const int64_t chunk_;
   const size_t entry_;
+  ProfilerRange range_;  // null if no profiler watches
   StampPtr begin_;
 };
 
@@ -343,6 +348,8 @@ void Engine::finish(const std::shared_ptr<BucketJob>& job, std::exception_ptr er
     }
   }
   board_->end(job->number, std::move(done));
+  // A profiler may end as soon as the bucket's result is there. After a failure other stages may still be running.
+  if (!error) job->profiler = nullptr;
   job->on_done(error);
 }
 
@@ -385,10 +392,11 @@ Lane::Transfer Engine::wire_stage(const std::shared_ptr<BucketJob>& job, Stage s
           body = std::move(body)](Lane::Completion done) {
     // After a failure nothing more is sent: peers would take it for the message that was not sent.
     if (auto first = failure->get()) std::rethrow_exception(first);
-    const StageScope scope(*device, *tracer, *board, *job, stage, chunk);
+    StageScope scope(*device, *tracer, *board, *job, stage, chunk);
     try {
       body([failure, device, tracer, board, job, stage, chunk, began = scope.began(), entry = scope.entry(),
-            done = std::move(done)](std::exception_ptr cause) {
+            range = scope.take_range(), done = std::move(done)](std::exception_ptr cause) mutable {
+        range = nullptr;
         if (began) tracer->add(job->label, stage, job->step, chunk, began, device->stamp());
         if (!cause) board->end_stage(entry);
         done(cause ? failure->fail(*job, stage_name(stage), chunk, cause) : nullptr);

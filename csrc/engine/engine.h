@@ -63,7 +63,12 @@ class Engine {
   void free_workspaces();
 
   EngineStats stats() { return stats_.get(); }
-  void start_trace() { tracer_->start(device_->stamp()); }
+  // Returns the beginning of the trace.
+  StampPtr start_trace() {
+    StampPtr origin = device_->stamp();
+    tracer_->start(origin);
+    return origin;
+  }
   std::vector<TraceSpan> stop_trace() { return tracer_->stop(); }
   // Bytes of all workspaces.
   int64_t scratch_nbytes() const {

@@ -11,6 +11,7 @@
 
 #include "codec/args.h"
 #include "engine/plan.h"
+#include "engine/profiler.h"
 #include "engine/stage.h"
 #include "lanes/lane.h"
 
@@ -44,6 +45,8 @@ struct BucketJob {
   bool is_last = false;  // whether it is the last bucket of its backward pass
   bool counted = true;   // whether the engine's stats count it; false for a job that is not a bucket of its own
   int64_t grad_nbytes = 0;
+  // Null if no profiler watches. Released before on_done is called, except after a failure.
+  std::shared_ptr<const JobProfiler> profiler;
 
   // Called on the pack lane before the first chunk is packed; may be empty.
   std::function<void()> before_pack;

@@ -11,6 +11,7 @@
 
 #include "gradients/grad_dtype.h"
 #include "gradients/passthrough.h"
+#include "gradients/profiled_bucket.h"
 #include "wire/names.h"
 
 namespace fusedcomm {
@@ -130,6 +131,7 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   auto future = make_future(device_);
   auto job = make_job(record, gradients, step);
   job->is_last = bucket.is_last;
+  job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
   if (record->passthrough) {
     submit_passthrough(std::move(job), gradients, future);
     return future;

@@ -1,5 +1,6 @@
 #include "transport/c10d_transport.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
 
@@ -39,6 +40,18 @@ void on_end(const c10::intrusive_ptr<c10d::Work>& work, Lane::Completion done) {
     done(future.hasError() ? future.exception_ptr() : nullptr);
   });
 }
+
+// Hides a collective from the calling thread's profiler, which sees buckets instead (gradients/profiled_bucket.h).
+// Lanes start collectives on various threads, so the profiler would see some of them.
+class Unseen {
+ public:
+  Unseen() {
+    if (at::RecordFunction(at::RecordScope::USER_SCOPE).isActive()) disabled_.emplace();
+  }
+
+ private:
+  std::optional<at::DisableRecordFunctionGuard> disabled_;
+};
 
 // NCCL returns no Work for a call on the current stream. Another backend may return one; its wait() then makes this
 // stream wait.
@@ -179,12 +192,14 @@ void HostTransport::all_reduce(Channel channel, WireSpan data, Wire dtype, Lane:
 }
 
 void HostTransport::all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) {
+  const Unseen unseen;
   std::vector<at::Tensor> tensors = {tensor};
   on_end(backend(channel).allreduce(tensors), std::move(done));
 }
 
 void HostTransport::all_gather_tensor(Channel channel, const at::Tensor& output, const at::Tensor& input,
                                       Lane::Completion done) {
+  const Unseen unseen;
   at::Tensor to = output, from = input;
   on_end(backend(channel)._allgather_base(to, from), std::move(done));
 }

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
@@ -28,6 +29,8 @@ class C10dTransport : public Transport {
   int rank() const override { return backend(Channel::kScatter).getRank(); }
   int world_size() const override { return backend(Channel::kScatter).getSize(); }
   Place place() const override { return place_; }
+  // The backend's name, "gloo" for example.
+  std::string name() const { return backend(Channel::kScatter).getBackendName(); }
 
   // Sums a dense tensor over the ranks of the channel, in place. Any dtype that the backend can reduce.
   virtual void all_reduce_tensor(Channel channel, const at::Tensor& tensor, Lane::Completion done) = 0;

@@ -1,0 +1,146 @@
+"""torch.profiler sees each bucket and each of its stages, on the engine's threads, too."""
+
+import ast
+import collections
+import copy
+import textwrap
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, synchronise
+from torch import nn
+from torch.autograd import DeviceType
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fusedcomm
+from fusedcomm.config import Chunks, Config
+
+SHAPES = ((300, 50), (20, 30), (4000,))
+NUM_STEPS = 3
+
+
+def profiled_steps(rank, world_size, config, dtype=torch.float32):
+    """(name, is_async, begin, end, thread, shapes) of the profiler's events of buckets in NUM_STEPS steps, and the
+    numbers of elements and of chunks of each bucket. Steps before and after these are not profiled."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES, dtype=dtype), bucket_cap_mb=0.01)
+    comm = fusedcomm.attach(ddp, config, quiet=True)
+    gradients = [torch.ones(shape, dtype=dtype) for shape in SHAPES]
+    synchronise(ddp, gradients, steps=2)
+    for _ in range(2):  # the second profiler sees nothing of the first one's steps
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            synchronise(ddp, gradients, steps=NUM_STEPS)
+        synchronise(ddp, gradients)
+    buckets = [(row.grad_nbytes // dtype.itemsize, max(1, row.num_chunks)) for row in comm.plan().buckets]
+    events = [
+        (event.name, event.is_async, event.time_range.start, event.time_range.end, event.thread, event.input_shapes)
+        for event in profiler.events()
+        if event.name.startswith(("fusedcomm/", "gloo:"))
+    ]
+    return events, buckets
+
+
+# A configuration for each sum, and its stages.
+SUMS = {
+    "exact": (Config("fp32"), ["pack", "all-reduce"]),
+    "direct": (Config("bf16", "direct", chunks=Chunks(8192)), ["pack", "all-reduce", "unpack"]),
+    "one-shot": (Config("int8", "one-shot", chunks=Chunks(8192)), ["pack", "all-gather", "unpack"]),
+    "two-shot": (
+        Config("int8", "two-shot", chunks=Chunks(8192)),
+        ["pack", "all-to-all", "reduce", "all-gather", "unpack"],
+    ),
+}
+
+
+def counts_by_stage(events):
+    """The number of events by stage and bucket. Their names are "fusedcomm/<bucket>/<stage>"."""
+    counts = {}
+    for name, *_ in events:
+        if name != "gloo:all_reduce":
+            product, bucket, stage = name.split("/")
+            assert product == "fusedcomm"
+            counts.setdefault(stage, collections.Counter())[bucket] += 1
+    return counts
+
+
+@pytest.mark.parametrize("sum", SUMS)
+def test_the_profiler_sees_every_bucket_and_stage_by_name(ranks, sum):
+    config, stages = SUMS[sum]
+    for events, buckets in ranks.run(profiled_steps, config, world_size=2):
+        sums = [event for event in events if event[0] == "gloo:all_reduce"]
+        assert all(is_async for _, is_async, *_ in sums)
+        assert sorted(shapes[0] for *_, shapes in sums) == sorted(NUM_STEPS * [[numel] for numel, _ in buckets])
+        counts = counts_by_stage(events)
+        assert counts.keys() == set(stages)
+        for of_buckets in counts.values():
+            assert [of_buckets[name] for name in sorted(of_buckets)] == [NUM_STEPS * chunks for _, chunks in buckets]
+        for name, is_async, begin, end, _, _ in events:
+            assert begin <= end
+            assert is_async or not name.rpartition("/")[2].startswith("all-")
+            # Each stage lies within a sum. The profiler's times are whole or rounded microseconds.
+            assert any(first - 1 <= begin and end <= last + 1 for _, _, first, last, _, _ in sums)
+        threads = {stage: {event[4] for event in events if event[0].endswith(f"/{stage}")} for stage in stages}
+        assert len(threads["pack"]) == 1  # the thread that packs
+        assert threads["pack"].isdisjoint({event[4] for event in sums})  # which are handed over on another one
+
+
+def test_the_profiler_sees_buckets_that_the_codec_does_not_carry(ranks):
+    for events, buckets in ranks.run(profiled_steps, Config("int8"), torch.float64, world_size=2):
+        assert [name for name, *_ in events].count("gloo:all_reduce") == NUM_STEPS * len(buckets)
+        assert list(counts_by_stage(events)["all-reduce"].values()) == [NUM_STEPS] * len(buckets)
+
+
+# ---- torch's own test
+
+TORCHS_TESTS = Path(torch.__file__).parent / "testing" / "_internal" / "distributed" / "distributed_test.py"
+ON_CPU = {
+    "torch.cuda.set_device(self.rank)": "pass",
+    "model.cuda(self.rank)": "model",
+    ", device=self.rank": "",
+    "device_ids=[self.rank],": "",
+    "torch.nn.parallel.DistributedDataParallel": "make_ddp",
+}
+"""What is replaced in the text of torch's test, which needs a GPU for each rank."""
+
+
+def torchs_test(name, namespace):
+    """torch's test of DDP under its profiler, a class. Its module is not imported, because it imports packages that
+    torch does not require."""
+    text = TORCHS_TESTS.read_text()
+    functions = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+    for function in ("get_profiling_event", "_test_ddp_profiling", name):
+        source = textwrap.dedent(ast.get_source_segment(text, functions[function], padded=True))
+        for old, new in ON_CPU.items():
+            assert function != "_test_ddp_profiling" or old in source, f"torch's test has changed: no {old}"
+            source = source.replace(old, new)
+        exec(compile(source, str(TORCHS_TESTS), "exec"), namespace)
+    own = {"_test_ddp_profiling": namespace["_test_ddp_profiling"], "run_test": namespace[name]}
+    return type(name, (unittest.TestCase,), own)
+
+
+def torchs_profiling_test(rank, world_size, config):
+    comms = []
+
+    def make_ddp(*args, **kwargs):
+        ddp = DistributedDataParallel(*args, **kwargs)
+        if config is not None:
+            comms.append(fusedcomm.attach(ddp, config, quiet=True))
+        return ddp
+
+    namespace = {"torch": torch, "dist": dist, "nn": nn, "copy": copy, "DeviceType": DeviceType, "make_ddp": make_ddp}
+    case = torchs_test("test_ddp_profiling_torch_profiler", namespace)("run_test")
+    case.rank = rank
+    case.run_test()
+    return [comm.stats().steps for comm in comms]
+
+
+@pytest.mark.parametrize("sum", ["ddp", *SUMS])
+def test_torchs_own_test_of_ddp_under_its_profiler(ranks, sum):
+    """Its text counts one "gloo:all_reduce" for each bucket, asynchronous, and looks for one after steps without a
+    profiler."""
+    config = SUMS[sum][0] if sum in SUMS else None
+    for steps in ranks.run(torchs_profiling_test, config, world_size=2):
+        assert steps == ([6, 4] if config else [])
