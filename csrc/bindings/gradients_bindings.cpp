@@ -30,6 +30,8 @@ void bind_results(py::module_& m) {
       .def_readonly("recent_exposed_ms", &EngineStats::recent_exposed_ms)
       .def_readonly("recent_busy_ms", &EngineStats::recent_busy_ms);
 
+  py::class_<Stamp, StampPtr>(m, "Stamp").def("ms_since", &Stamp::ms_since, py::arg("earlier"), NoGil());
+
   py::class_<TraceSpan>(m, "TraceSpan")
       .def_property_readonly("bucket", [](const TraceSpan& span) { return span.label->name; })
       .def_property_readonly("text", [](const TraceSpan& span) { return span.label->text; })
@@ -124,9 +126,11 @@ void bind_hook(py::module_& m) {
       .def_property_readonly("transport", &Synchroniser::transport)
       .def("stats", &Synchroniser::stats, NoGil())
       .def(
-          "start_trace", [](const Synchroniser& hook) { hook.engine().start_trace(); }, NoGil())
+          "start_trace", [](const Synchroniser& hook) { return hook.engine().start_trace(); }, NoGil())
       .def(
           "stop_trace", [](const Synchroniser& hook) { return hook.engine().stop_trace(); }, NoGil())
+      .def(
+          "stamp", [](const Synchroniser& hook) { return hook.engine().device().stamp(); }, NoGil())
       .def_property_readonly("isa", [](const Synchroniser& hook) { return hook.engine().device().isa(); })
       .def_property_readonly("scratch_nbytes", [](const Synchroniser& hook) { return hook.engine().scratch_nbytes(); })
       .def("nonfinite_by_parameter", &Synchroniser::nonfinite_by_parameter, NoGil())

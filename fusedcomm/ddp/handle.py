@@ -71,10 +71,11 @@ class Handle:
         return None if self._tuner is None else self._tuner.tuning()
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records when each stage of each bucket ran. Writes a Chrome trace for Perfetto when the block ends.
+        """Records when the module's passes, each stage of each bucket and the optimizer ran. Writes a Chrome trace for
+        Perfetto when the block ends.
 
         ``with comm.trace("trace-{rank}.json"): …a few steps…``. On cuda the times are taken on the streams, and leaving
-        the block waits for them.
+        the block waits for them. Within the block the module and torch's optimizers have hooks.
 
         Args:
             path: ``{rank}`` becomes the rank. Without it only rank 0 records.
@@ -100,7 +101,7 @@ class Handle:
                 "fusedcomm: DDP's own all-reduce is running, so fusedcomm has nothing to trace. Use "
                 "torch.profiler, or attach with the wire that you want to trace, wire='bf16' for example"
             )
-        return self._session.trace(path, all_ranks)
+        return self._session.recorder.record(path, all_ranks, self._ddp())
 
     def detach(self) -> None:
         """Stops the engine and restores DDP's exact all-reduce. Call it on every rank between steps. Idempotent.

@@ -125,7 +125,7 @@ class Session:
         self.hook = hook
         self._is_watched = False
         place = self.hosts.place(self.rank)[::-1] if self.ranks_per_host > 1 else (self.rank, 0)
-        self._recorder = Recorder(hook, self._store, self.peers, place)
+        self.recorder = Recorder(hook, self._store, self.peers, place)
         _made.add(self)
         self.peers.doing("in training, attached")
         if watched:
@@ -403,10 +403,6 @@ class Session:
             ranks_on_host=env.local_world_size(),
             frozen=self.parameters is not None and not now,
         )
-
-    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`fusedcomm.ddp.handle.Handle.trace`."""
-        return self._recorder.record(path, all_ranks)
 
     def max_over_ranks(self, value: float, what: str) -> float:
         """The largest of the ranks' values. A collective call between backward passes; `what` names it in reports."""

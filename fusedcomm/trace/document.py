@@ -5,11 +5,14 @@ One rank's document; fusedcomm/trace/merge.py makes one of all ranks' documents.
 
 import errno
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedcomm.trace import model_spans
+from fusedcomm.trace.model_spans import ModelSpan
 from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
@@ -21,13 +24,20 @@ RANK_FIELD = "{rank}"
 ABOUT = "fusedcomm"
 """The key in "otherData" under which a document describes itself; see :func:`document`."""
 
-# One track for each stage, in the order in which a bucket passes them. All collectives share the wire's track.
-_TRACKS = ("exposed", "bucket", "pack", "wire", "reduce", "unpack")
-_TRACK_OF_STAGE = {"all-to-all": "wire", "all-gather": "wire", "all-reduce": "wire"}
+MODEL = "model"
+"""The category of events of the model: forward and backward passes and the optimizer. The others are of buckets."""
 
-# Further tracks of sums on two levels.
+LANE = " #"
+"""Before the number of a track's further lanes, as in "wire #2"."""
+
+# The tracks from top to bottom. Tracks of sums on two levels are shown only if there are any.
+_TRACKS = ("model", "exposed", "bucket", "pack", "local wire", "local reduce", "wire", "reduce", "unpack")
 _LOCAL_TRACKS = ("local wire", "local reduce")
-_TRACK_OF_STAGE.update({"local all-to-all": "local wire", "local all-gather": "local wire"})
+_TRACK_OF_STAGE = {
+    **dict.fromkeys(model_spans.STAGES, "model"),
+    **dict.fromkeys(("all-to-all", "all-gather", "all-reduce"), "wire"),
+    **dict.fromkeys(("local all-to-all", "local all-gather"), "local wire"),
+}
 
 
 def path_for(path: str | Path, rank: int) -> Path | None:
@@ -38,38 +48,48 @@ def path_for(path: str | Path, rank: int) -> Path | None:
 
 
 def document(
-    spans: Sequence["_C.TraceSpan"], rank: int, world_size: int, run: str, place: tuple[int, int]
+    spans: Sequence["_C.TraceSpan"],
+    of_model: Sequence[ModelSpan],
+    rank: int,
+    world_size: int,
+    run: str,
+    place: tuple[int, int],
 ) -> dict[str, object]:
     """One rank's trace: the spans as Chrome's complete events, in microseconds since this rank's trace began.
+
+    Perfetto leaves out complete events that overlap others on their track. A track on which spans overlap, like that of
+    the buckets, therefore has several lanes, each a thread of Chrome's format. (Perfetto cannot name the tracks of
+    asynchronous events.)
 
     Args:
         run: names the trace: the same on every rank, and different for every trace.
         place: this rank's host and its place on that host. On one level every rank is a host.
     """
-    name = f"fusedcomm rank {rank} of {world_size}"
-    events = [
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": name}},
-        {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}},
-    ]
-    tracks = [*_TRACKS, *(_LOCAL_TRACKS if any(span.stage == "local reduce" for span in spans) else ())]
-    for index, track in enumerate(tracks):
-        events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": track}})
-        events.append(
-            {"ph": "M", "pid": rank, "tid": index, "name": "thread_sort_index", "args": {"sort_index": index}}
-        )
+    by_track: dict[str, list[dict]] = {track: [] for track in _TRACKS}
+    for span in of_model:
+        args = {"stage": span.stage, "step": span.step}
+        by_track["model"].append({**_event(span, span.stage, MODEL), "args": args})
     for span in spans:
-        events.append(
-            {
-                "ph": "X",
-                "pid": rank,
-                "tid": tracks.index(_TRACK_OF_STAGE.get(span.stage, span.stage)),
-                "name": _name(span),
-                "cat": "fusedcomm",
-                "ts": span.begin_ms * 1e3,
-                "dur": (span.end_ms - span.begin_ms) * 1e3,
-                "args": {"bucket": span.text, "stage": span.stage, "step": span.step, "chunk": span.chunk},
-            }
-        )
+        args = {"bucket": span.text, "stage": span.stage, "step": span.step, "chunk": span.chunk}
+        track = _TRACK_OF_STAGE.get(span.stage, span.stage)
+        by_track[track].append({**_event(span, _name(span), "fusedcomm"), "args": args})
+    name = f"fusedcomm rank {rank} of {world_size}"
+    headers = [_header(0, "process_name", name=name), _header(0, "process_sort_index", sort_index=rank)]
+    events = []
+    # A thread with the number of its process is its main thread, which Perfetto does not sort among the others. Process
+    # numbers are ranks.
+    thread = world_size
+    for track, on_track in by_track.items():
+        if track in _LOCAL_TRACKS and not on_track:
+            continue
+        in_lanes = lanes(on_track)
+        for index, lane in enumerate(in_lanes):
+            headers.append(_header(thread, "thread_name", name=f"{track}{LANE}{index + 1}" if index else track))
+            headers.append(_header(thread, "thread_sort_index", sort_index=thread))
+            events += [{**event, "tid": thread} for event in lane]
+            thread += 1
+    for event in headers + events:
+        event["pid"] = rank
     about = {
         "version": __version__,
         "run": run,
@@ -78,7 +98,44 @@ def document(
         "host": place[0],
         "place": place[1],
     }
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {ABOUT: about}}
+    return {"traceEvents": headers + events, "displayTimeUnit": "ms", "otherData": {ABOUT: about}}
+
+
+def _header(thread: int, event: str, **args: object) -> dict:
+    return {"ph": "M", "tid": thread, "name": event, "args": args}
+
+
+def _event(span: "_C.TraceSpan | ModelSpan", name: str, category: str) -> dict:
+    begin, end = (round(ms * 1e6) for ms in (span.begin_ms, span.end_ms))
+    return {"ph": "X", "name": name, "cat": category, **times(begin, end)}
+
+
+def times(begin_ns: int, end_ns: int) -> dict[str, float]:
+    """An event's times in microseconds, of whole nanoseconds: all that Perfetto keeps."""
+    return {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+
+
+def times_ns(event: dict) -> tuple[int, int]:
+    """(begin, end) of an event in nanoseconds."""
+    return round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
+
+
+def lanes(events: Sequence[dict]) -> list[list[dict]]:
+    """The events in lanes within which they do not even touch, in the order of time; at least one lane, maybe empty.
+
+    Each event is in the first lane that is free.
+    """
+    in_lanes: list[list[dict]] = [[]]
+    ends = [-math.inf]
+    for event in sorted(events, key=times_ns):
+        begin, end = times_ns(event)
+        lane = next((index for index, before in enumerate(ends) if before < begin), len(ends))
+        if lane == len(ends):
+            in_lanes.append([])
+            ends.append(-math.inf)
+        in_lanes[lane].append(event)
+        ends[lane] = end
+    return in_lanes
 
 
 def _name(span: "_C.TraceSpan") -> str:

@@ -5,11 +5,13 @@ import os
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch import nn
 
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.trace import document as trace
 from fusedcomm.trace import merge as timeline
+from fusedcomm.trace.model_spans import ModelRecorder, ModelSpan
 
 
 class Recorder:
@@ -31,8 +33,8 @@ class Recorder:
         self._num_gathered = 0
 
     @contextlib.contextmanager
-    def record(self, path: str | os.PathLike, all_ranks: bool) -> Iterator[None]:
-        """See :meth:`fusedcomm.ddp.handle.Handle.trace`."""
+    def record(self, path: str | os.PathLike, all_ranks: bool, module: nn.Module) -> Iterator[None]:
+        """See :meth:`fusedcomm.ddp.handle.Handle.trace`. `module`: the one whose passes are recorded."""
         if all_ranks and trace.RANK_FIELD in str(path):
             raise ValueError(
                 f"path={str(path)!r} makes a file for each rank, but all_ranks=True writes one, on rank 0: leave "
@@ -47,12 +49,14 @@ class Recorder:
             trace.check(own_path)
         first_step = self._hook.step  # the same on all ranks that trace the same steps
         try:
-            self._hook.start_trace()
+            model = ModelRecorder(self._hook, module)
+            origin = self._hook.start_trace()
             try:
-                yield
+                with model.record():
+                    yield
             finally:
                 spans = self._hook.stop_trace()
-            document = self._document(spans, first_step)
+            document = self._document(spans, model.spans(origin), first_step)
         except BaseException as error:
             # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.
             if all_ranks and self._peers.rank != 0:
@@ -67,9 +71,9 @@ class Recorder:
         except OSError as error:  # a full disk, for example, must not end this rank's training
             warn_alone(f"fusedcomm: the trace was not written: {error}", stacklevel=4)
 
-    def _document(self, spans: list, first_step: int) -> dict:
+    def _document(self, spans: list["_C.TraceSpan"], of_model: list[ModelSpan], first_step: int) -> dict:
         run = f"{self._store.get('run').decode()}/{first_step}"
-        return trace.document(spans, self._peers.rank, self._peers.world_size, run, self._place)
+        return trace.document(spans, of_model, self._peers.rank, self._peers.world_size, run, self._place)
 
     def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
         store = dist.PrefixStore(f"trace/{self._num_gathered}", self._store)

@@ -4,7 +4,6 @@ Several ranks share one GPU. This shows whether results are right, and nothing a
 """
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from models import Gradients, Mlp, Sparse, integers, mean_of_integers, synchroni
 from patience import HANG_S
 from test_cuda_engine import CONFIGS, SHAPES
 from torch.nn.parallel import DistributedDataParallel
+from traces import read
 
 import fusedcomm
 from fusedcomm import env
@@ -355,7 +355,7 @@ def test_launches_times_and_the_timeline(ranks, tmp_path):
         assert stats.steps == 5
         assert stats.exposed_ms_p50 > 0 and stats.busy_ms_p50 >= stats.exposed_ms_p50 * 0.99
         assert "triton" in codec and "on 3 of" in codec and "workspaces in" in codec
-    events = [e for e in json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    events = read(tmp_path / "trace-1.json")
     stages = {event["args"]["stage"] for event in events}
     assert stages == {"bucket", "pack", "all-to-all", "reduce", "all-gather", "unpack", "exposed"}
     assert all(event["dur"] >= 0 for event in events)

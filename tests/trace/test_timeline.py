@@ -37,13 +37,14 @@ def read(path):
 
 
 def spans_of(document):
-    return [event for event in document["traceEvents"] if event["ph"] == "X"]
+    """The events of buckets."""
+    return [event for event in document["traceEvents"] if event["ph"] == "X" and event["cat"] != trace.MODEL]
 
 
 def check_merged(document, world_size, stages):
     events, about = spans_of(document), document["otherData"]["fusedcomm"]
     assert about["world_size"] == world_size == len(about["clock_uncertainty_us"])
-    assert min(event["ts"] for event in events) == 0
+    assert min(event["ts"] for event in document["traceEvents"] if event["ph"] == "X") == 0
     begins, ends = {}, {}
     for rank in range(world_size):
         own = [event for event in events if event["pid"] == rank]
@@ -102,7 +103,9 @@ def traces(ranks, tmp_path_factory):
 
 def shifted(document, shift_us, rate=1.0):
     document = copy.deepcopy(document)
-    for event in spans_of(document):
+    for event in document["traceEvents"]:
+        if event["ph"] != "X":
+            continue
         event["ts"] = event["ts"] * rate + shift_us
         event["dur"] *= rate
     return document
@@ -136,7 +139,15 @@ def simulated(num_ranks, num_steps, clocks, seed, rates=None):
             args = {"bucket": "bucket 0 (a)", "stage": "all-reduce", "step": step, "chunk": 0}
             ts = begin[rank] * rate - clocks[rank]
             events[rank].append(
-                {"ph": "X", "pid": rank, "tid": 0, "ts": ts, "dur": (end[rank] - begin[rank]) * rate, "args": args}
+                {
+                    "ph": "X",
+                    "cat": "fusedcomm",
+                    "pid": rank,
+                    "tid": 0,
+                    "ts": ts,
+                    "dur": (end[rank] - begin[rank]) * rate,
+                    "args": args,
+                }
             )
     for rank in range(num_ranks):
         about = {"version": "0", "run": "r/1", "rank": rank, "world_size": num_ranks, "host": rank, "place": 0}
