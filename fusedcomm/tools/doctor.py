@@ -13,6 +13,7 @@ import subprocess
 import types
 
 import fusedcomm
+from fusedcomm.tools import network_of_host
 
 
 def main() -> int:
@@ -44,6 +45,7 @@ def _machine() -> list[tuple[str, str]]:
         ("compiler", _compiler()),
         ("CUDA", _cuda()),
         ("triton", _version_of("triton")),
+        *network_of_host.lines(),
     ]
 
 
