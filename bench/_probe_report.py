@@ -1,14 +1,13 @@
-"""Writes the tables in docs/probe.md from the JSON of bench/probe_check.py. The tests compare both.
+"""Writes the tables in bench/results/probe.md from the JSON of bench/probe_check.py. The tests compare both.
 
 python bench/_probe_report.py
 """
 
 import json
 
-from _steps_report import between_marks, blocks_of, processor, shell_block
-from lib.common import REPOSITORY
+from _steps_report import RESULTS, between_marks, blocks_of, processor, shell_block
 
-DOCUMENT, RESULTS = REPOSITORY / "docs" / "probe.md", REPOSITORY / "bench" / "results"
+DOCUMENT = RESULTS / "probe.md"
 _LINES = (
     "| link | compute, ms | DDP, ms | errors of up to | median | without factors | factors: cores; collectives "
     "| recommended | of the wires accepted by default |",

@@ -1,7 +1,6 @@
-"""Tables and plots of training steps over links, from the JSON of bench/ddp_step.py: those in docs/benchmarks.md, and
-the table at the top of README.md.
+"""Tables of training steps over links, from the JSON of bench/ddp_step.py. bench/_pictures.py draws them.
 
-    python bench/_steps_report.py                          # writes the tables into these documents, and the plot
+    python bench/_steps_report.py           # writes bench/results/steps.md and README.md's table
     python bench/_steps_report.py bench/results/ddp-step-*.json --print
 
 In a document a table is between `<!-- NAME -->` and `<!-- end -->`. NAME is "speed-ups", "headline", or the name of a
@@ -21,26 +20,26 @@ from lib.common import REPOSITORY
 from lib.namespaces import line_s
 from lib.ways import COMPUTE, DEFAULT, TUNED
 
-RESULTS = REPOSITORY / "bench" / "results"
-DOCUMENT, README = REPOSITORY / "docs" / "benchmarks.md", REPOSITORY / "README.md"
-PLOT = REPOSITORY / "docs" / "benchmarks-speedups.png"
+RESULTS, README = REPOSITORY / "bench" / "results", REPOSITORY / "README.md"
+DOCUMENT = RESULTS / "steps.md"
 PREFIX = "ddp-step-"
 SPEED_UPS, HEADLINE = "speed-ups", "headline"
+TYPICAL = ("2-hosts-resnet", "resnet/1gbit")
+"""The file and the case whose steps README.md draws: a model that computes for nearly half of a step."""
 HEADLINE_CASES = {
-    ("2-hosts-100mbit", "transformer/100mbit"): "2 hosts, 100 Mbit/s",
-    ("2-hosts-1gbit", "transformer/1gbit"): "2 hosts, 1 Gbit/s",
-    ("4-hosts-100mbit", "transformer/100mbit"): "4 hosts, 100 Mbit/s",
-    ("4-hosts-1gbit", "transformer/1gbit"): "4 hosts, 1 Gbit/s",
-    ("2-hosts-fast", "transformer/10gbit"): "2 hosts, 10 Gbit/s",
-    ("2-hosts-fast", "transformer/unlimited"): "no limit",
+    TYPICAL: "residual network, 2 hosts, 1 Gbit/s",
+    ("4-hosts-1gbit", "transformer/1gbit"): "bytes only, 4 hosts, 1 Gbit/s",
+    ("2-hosts-fast", "transformer/10gbit"): "bytes only, 2 hosts, 10 Gbit/s",
+    ("2-hosts-hidden", "waiting/10gbit"): "hidden, 2 hosts, 10 Gbit/s",
 }
-HEADLINE_WAYS = {
-    "fusedcomm bf16": "fusedcomm, `bf16`",
-    "fusedcomm int8": "fusedcomm, `int8`",
-    "fusedcomm int4": "fusedcomm, `int4`",
-    "fusedcomm auto": 'fusedcomm, `wire="auto"`',
+SHOWN_WAYS = {
+    "fusedcomm bf16": "bf16",
+    "fusedcomm int8": "int8",
+    "fusedcomm int4": "int4",
+    "fusedcomm auto": 'wire="auto"',
 }
 STOCK_HOOKS = ("c++ fp16 hook", "python fp16 hook", "python bf16 hook")
+STOCK = "torch's best 16-bit hook"
 NOT_RUN = "–"
 SPACE = "\0"
 """In place of a space at which a line must not be broken."""
@@ -81,6 +80,11 @@ class Result:
     @property
     def compute_s(self) -> float:
         return self.rows[COMPUTE]["median_s"]
+
+    @property
+    def share(self) -> str:
+        """The part of DDP's step that is communication."""
+        return f"{1 - self.compute_s / self.baseline_s:.0%}"
 
     def bucket_size(self, way: str) -> str:
         """MiB of the best bucket size that each run found. Empty if every run found DDP's own (25 after a first bucket
@@ -139,29 +143,27 @@ def one_of_each(results: Sequence[Result]) -> list[Result]:
 
 
 def speed_up_table(results: Sequence[Result]) -> str:
-    """A line for each way, a column for each case: how many times as fast as DDP without a hook."""
-    results = one_of_each(results)
-    ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, TUNED)))
-    ways.sort(key=lambda way: (way.startswith("fusedcomm"), way != DEFAULT))
-    lines = [_line("", [result.title for result in results]), "|---" * (len(results) + 1) + "|"]
-    lines.append(_line("processor", [processor(result.env) for result in results]))
-    lines.append(_line("communication, of DDP's step", _shares(results)))
-    lines.append(_line("compute alone, ms", [f"{result.compute_s * 1e3:.0f}" for result in results]))
-    lines.append(_line("DDP, the faster, ms", _baselines_ms(results)))
-    lines += [_line(way, _speed_ups(results, way)) for way in ways]
+    """A line for each case: how many times as fast as DDP without a hook. The other ways are in the cases' tables."""
+    lines = [
+        _line("", ["computing, ms", "communication", "DDP, ms", STOCK, *SHOWN_WAYS.values()]),
+        "|---" * (5 + len(SHOWN_WAYS)) + "|",
+    ]
+    for result in one_of_each(results):
+        cells = [f"{result.compute_s * 1e3:.0f}", result.share, f"{result.baseline_s * 1e3:.0f}", _stock(result)]
+        lines.append(_line(result.title, [*cells, *(_speed_up(result, way) for way in SHOWN_WAYS)]))
     return "\n".join(lines)
 
 
 def headline_table(results: Sequence[Result]) -> str:
-    """Speed-ups of a few ways where communication is most of a step. Of torch's 16-bit hooks only the best is shown."""
+    """A column for each of HEADLINE_CASES. Of torch's 16-bit hooks only the best is shown."""
     by_key = {(result.name, result.case): result for result in results}
-    chosen = {label: by_key[key] for key, label in HEADLINE_CASES.items() if key in by_key}
-    shown = list(chosen.values())
-    lines = [_line("step, times as fast as DDP", list(chosen)), "|---" * (len(chosen) + 1) + "|"]
-    stock = [max(result.speed_up(way) or 0 for way in STOCK_HOOKS) for result in shown]
-    lines.append(_line("torch's fp16 and bf16 hooks, the best", [f"{up:.2f}" for up in stock]))
-    lines += [_line(label, _speed_ups(shown, way, NOT_RUN)) for way, label in HEADLINE_WAYS.items()]
-    lines += [_line("communication, of DDP's step", _shares(shown)), _line("DDP, ms", _baselines_ms(shown))]
+    shown = {label: by_key[key] for key, label in HEADLINE_CASES.items() if key in by_key}
+    lines = [_line("step, times as fast as DDP", list(shown)), "|---" * (len(shown) + 1) + "|"]
+    lines.append(_line(STOCK, [_stock(result) for result in shown.values()]))
+    for way, label in SHOWN_WAYS.items():
+        lines.append(_line(label, [_speed_up(result, way) for result in shown.values()]))
+    lines.append(_line("communication, of DDP's step", [result.share for result in shown.values()]))
+    lines.append(_line("DDP, ms", [f"{result.baseline_s * 1e3:.0f}" for result in shown.values()]))
     return "\n".join(lines)
 
 
@@ -169,16 +171,17 @@ def _line(label: str, cells: Sequence[str]) -> str:
     return " | ".join([f"| {label}" if label else "|", *cells]) + " |"
 
 
-def _speed_ups(results: Sequence[Result], way: str, not_run: str = "") -> list[str]:
-    return [f"{up:.2f}" if (up := result.speed_up(way)) else not_run for result in results]
+def best_hook(result: Result) -> str:
+    """The fastest of torch's 16-bit hooks that were run. Every case has one."""
+    return min((way for way in STOCK_HOOKS if way in result.rows), key=lambda way: result.rows[way]["median_s"])
 
 
-def _shares(results: Sequence[Result]) -> list[str]:
-    return [f"{1 - result.compute_s / result.baseline_s:.0%}" for result in results]
+def _stock(result: Result) -> str:
+    return _speed_up(result, best_hook(result))
 
 
-def _baselines_ms(results: Sequence[Result]) -> list[str]:
-    return [f"{result.baseline_s * 1e3:.0f}" for result in results]
+def _speed_up(result: Result, way: str) -> str:
+    return f"{speed_up:.2f}" if (speed_up := result.speed_up(way)) else NOT_RUN
 
 
 def command(results: Sequence[Result]) -> str:
@@ -217,7 +220,7 @@ def case_table(result: Result) -> str:
     if repeat > 1:
         sizes += f" in each of {repeat} runs, of which medians and, of × DDP, the least and the greatest"
     lines = [
-        f"{result.title}: {sizes}",
+        f"{result.title}: {sizes}. {processor(result.env)}, torch {result.env['torch']}, commit {result.env['commit']}",
         "",
         "| way | bucket MiB | p50 ms | p75 | p90 | p95 | × DDP | × sync alone | × bytes | of ideal | cores busy "
         "| exposed ms | overlap | MB/host | error |",
@@ -285,30 +288,6 @@ def write_tables(document: Path, results: Sequence[Result]) -> None:
     document.write_text(text)
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    from matplotlib import pyplot
-
-    results = one_of_each(results)
-    ways = list(dict.fromkeys(way for result in results for way in result.rows if way not in (COMPUTE, DEFAULT, TUNED)))
-    ways = [way for way in ways if "powersgd" not in way]  # off the scale, and not the same mean
-    ways.sort(key=lambda way: way.startswith("fusedcomm"))
-    figure, axes = pyplot.subplots(figsize=(1.7 * len(results) + 2, 4.5))
-    width, colours = 0.8 / len(ways), pyplot.get_cmap("tab20")
-    for index, way in enumerate(ways):
-        places = [place + index * width - 0.4 for place, result in enumerate(results) if way in result.rows]
-        rows = [result for result in results if way in result.rows]
-        axes.bar(places, [result.speed_up(way) for result in rows], width, label=way, color=colours(index))
-        ratios = [result.rows[way]["figures"].get("bytes_ratio") for result in rows]
-        axes.scatter(places, [ratio if ratio else float("nan") for ratio in ratios], marker="_", color="black", s=40)
-    axes.axhline(1, color="black", linewidth=0.8)
-    labels = [result.title.replace(", ", "\n") + f"\n{result.compute_s * 1e3:.0f} ms" for result in results]
-    axes.set_xticks(range(len(results)), labels, fontsize=8)
-    axes.set_ylabel("times as fast as DDP, as it comes or tuned\n(– : by how much fewer bytes it sends)")
-    axes.legend(fontsize=8, ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -321,8 +300,7 @@ def main() -> None:
         print("\n\n".join([speed_up_table(results), *map(case_table, results)]))
         return
     write_tables(DOCUMENT, results)
-    write_tables(README, results)
-    plot(results, PLOT)
+    README.write_text(between_marks(README.read_text(), HEADLINE, headline_table(results)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
                      each wire: final loss, gradient error, error of the gradient's norm
 
 fusedcomm.simulate computes every mean, with the CPU codec. In one case every way gets the same gradients.
-docs/accuracy.md discusses the figures.
+bench/_accuracy_report.py makes tables of the JSON, bench/_pictures.py draws it, and docs/accuracy.md discusses it.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import matplotlib
 import torch
 import torch.nn.functional as F
 from lib.common import env, worst, write_document
@@ -32,9 +31,6 @@ import fusedcomm
 from fusedcomm.config import Blocks, Config, Rounding
 from fusedcomm.native import _C
 from fusedcomm.tools.demo import training as demo
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
 
 # Elements. Gradients are cut at multiples of it, which are boundaries of blocks of any size.
 GRAIN = 4096
@@ -426,7 +422,7 @@ def training_summary(runs: list[dict]) -> list[dict]:
     return result
 
 
-# ---- tables and plots
+# ---- tables
 
 
 def print_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -472,69 +468,6 @@ def print_training(summary: list[dict]) -> None:
     print_markdown(headings, body)
 
 
-# Okabe and Ito's colors, which color-blind readers can tell apart. A rotated wire has its wire's color, dashed.
-COLOURS = {
-    "fp32": "#8a8a8a",
-    "bf16": "#0072b2",
-    "fp16": "#56b4e9",
-    "int8": "#009e73",
-    "fp8": "#e69f00",
-    "int4": "#cc79a7",
-}
-
-
-def plot_errors(rows: list[dict], path: Path) -> None:
-    kinds = list(dict.fromkeys(row["gradients"] for row in rows))
-    figure, all_axes = plt.subplots(1, len(kinds), figsize=(3.4 * len(kinds), 4.6), sharey=True, layout="constrained")
-    for axes, kind in zip(all_axes, kinds, strict=True):
-        for way in WAYS:
-            if way.wire == "fp32":
-                continue
-            points = [
-                (row["ranks"], row["vnmse"]) for row in rows if (row["gradients"], row["way"]) == (kind, way.name)
-            ]
-            style = ":" if way.sum == "direct" else "--" if way.rotate else "-"
-            axes.plot(*zip(*points, strict=True), style, color=COLOURS[way.wire], marker=".", lw=1.3, label=way.name)
-        axes.set(xscale="log", yscale="log", xlabel="ranks", title=kind)
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.25, lw=0.5)
-    all_axes[0].set_ylabel("vNMSE against the float64 mean")
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=75)
-    plt.close(figure)
-
-
-def _style(way: Way) -> str:
-    return "-." if way.error_feedback else ":" if way.rounding == "stochastic" else "--" if way.rotate else "-"
-
-
-def plot_training(runs: list[dict], summary: list[dict], path: Path) -> None:
-    models = list(dict.fromkeys(run["model"] for run in runs))
-    figure, all_axes = plt.subplots(2, len(models), figsize=(5.5 * len(models), 8.5), layout="constrained")
-    for (curves, finals), model in zip(all_axes.T, models, strict=True):
-        own = [row for row in summary if row["model"] == model]
-        for way in TRAINING_WAYS:
-            of_seeds = [run["loss_curve"] for run in runs if (run["model"], run["way"]) == (model, way.name)]
-            if not of_seeds or way == REPEAT:
-                continue
-            curve = torch.tensor(of_seeds).log().mean(dim=0).exp()
-            steps = [LOSS_STEPS * (index + 1) for index in range(len(curve))]
-            curves.plot(steps, curve, _style(way), color=COLOURS[way.wire], lw=1.2, label=way.name)
-        curves.set(yscale="log", xlabel="step", ylabel="training loss, mean of seeds", title=model)
-        curves.legend(frameon=False, fontsize="small")
-        for index, row in enumerate(own):
-            finals.plot(row["loss"], [index] * len(row["loss"]), "o", color="#0072b2", alpha=0.6)
-        finals.axvspan(min(own[0]["loss"]), max(own[0]["loss"]), color="#8a8a8a", alpha=0.25, lw=0)
-        finals.set_yticks(range(len(own)), [row["way"] for row in own], fontsize="small")
-        finals.invert_yaxis()
-        finals.set(xlabel="final loss, each seed; grey: fp32's seeds")
-        for axes in (curves, finals):
-            axes.grid(alpha=0.25, lw=0.5, which="both")
-    figure.savefig(path, dpi=75)
-    plt.close(figure)
-
-
 # ---- command line
 
 
@@ -561,7 +494,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=("error", "training"), default=["error", "training"])
     parser.add_argument("--threads", type=int, default=1, help="threads that torch uses (1)")
     parser.add_argument("--json", metavar="PATH", help="write figures there as soon as they are known")
-    parser.add_argument("--plots", metavar="FOLDER", help="write accuracy-ranks.png and accuracy-training.png there")
     return parser.parse_args()
 
 
@@ -603,13 +535,6 @@ def main() -> None:
         document["training_summary"] = training_summary(runs)
         print_training(document["training_summary"])
     done("all")
-    if arguments.plots:
-        folder = Path(arguments.plots)
-        folder.mkdir(parents=True, exist_ok=True)
-        if "error" in arguments.parts:
-            plot_errors(document["error_by_ranks"], folder / "accuracy-ranks.png")
-        if "training" in arguments.parts:
-            plot_training(document["training"], document["training_summary"], folder / "accuracy-training.png")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
                  after its decompressed bytes were compared with the original ones
     break-even   whether a two-shot step gains by the best coder, by link, and what a smaller wire gains instead
 
-Gradients are recorded while the models of accuracy.py train. Gaussian gradients are measured, too. docs/lossless.md
-discusses the figures. zstandard and lz4 are measured if they are installed.
+Gradients are recorded while the models of accuracy.py train. Gaussian gradients are measured, too. zstandard and lz4
+are measured if they are installed. docs/notes/lossless.md discusses the figures.
 
 The break-even is computed for one of p ranks, which has a link of B bytes/s each way and n threads for coding. Let r =
 coded / plain bytes. Let C and D be the plain bytes/s that one thread compresses and decompresses. Then, in seconds for

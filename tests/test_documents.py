@@ -1,21 +1,31 @@
-"""README.md and docs/: their commands are valid and have produced the results below them, and their links lead to
-existing files."""
+"""README.md, docs/ and the tables in bench/results/: their commands are valid and have produced the results below them,
+their examples run, their links lead somewhere, every page can be reached, and pages keep their length."""
 
+import dataclasses
 import inspect
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from patience import HANG_S
+from torch.nn.parallel import DistributedDataParallel
 
+import fusedcomm
 from fusedcomm import env
 from fusedcomm.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "bench"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+DOCUMENTS = [README, *sorted(DOCS.rglob("*.md")), *sorted((BENCH / "results").glob("*.md"))]
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 OURS = re.compile(r"fusedcomm ((?:plan|probe|demo|timeline|doctor)\b[^`\n#]*)")
 STEPS = re.compile(r"<!-- (\S+) -->\n```\nsudo \S*python (bench/ddp_step\.py [^`]*)\n```")
 
@@ -43,7 +53,7 @@ def test_commands_can_be_given(document, command):
 
 
 def steps() -> list[tuple[str, str]]:
-    return STEPS.findall((ROOT / "docs" / "benchmarks.md").read_text().replace("\\\n", " "))
+    return STEPS.findall((BENCH / "results" / "steps.md").read_text().replace("\\\n", " "))
 
 
 @pytest.mark.parametrize(("name", "command"), steps(), ids=str)
@@ -66,11 +76,174 @@ def test_every_table_of_steps_has_its_command():
     assert {name for name, _ in steps()} == measured
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+# ---- links
+
+
+def anchors(path: Path) -> set[str]:
+    """What a link to a heading of this page has after "#", as GitHub makes it."""
+    headings = re.findall(r"(?m)^#+ (.*)$", without_code(path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(path: Path) -> list[str]:
+    """The links of a page to other files of the repository and to headings, pictures included."""
+    found = re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text()))
+    return [target for target in found if "://" not in target]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"(?ms)^```.*?^```$", "", text)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_links_lead_somewhere(path):
-    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text())]
-    missing = [t for t in targets if t and "://" not in t and not (path.parent / t).exists()]
+    missing = []
+    for target in links(path):
+        name, _, anchor = target.partition("#")
+        to = (path.parent / name).resolve() if name else path
+        if not to.exists() or (anchor and anchor not in anchors(to)):
+            missing.append(target)
     assert missing == []
+
+
+def test_every_page_and_picture_can_be_reached_from_the_index():
+    reached, new = set(), [DOCS / "index.md"]
+    while new:
+        page = new.pop()
+        reached.add(page)
+        found = {(page.parent / target.split("#")[0]).resolve() for target in links(page)}
+        new += [path for path in found - reached if path.suffix == ".md"]
+        reached |= found
+    there = {*DOCUMENTS, *(path for path in (DOCS / "pictures").iterdir())}
+    assert sorted(there - reached) == []
+
+
+def test_pages_that_code_names_exist():
+    named = set()
+    for folder in ("fusedcomm", "csrc", "kernels", "bench", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh") and path != Path(__file__):
+                named |= set(re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text()))
+    assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+# ---- length
+
+
+def num_words(path: Path) -> int:
+    """Words as `wc -w` counts them, tables included, without code blocks and comments."""
+    return len(re.sub(r"<!--.*?-->", "", without_code(path.read_text())).split())
+
+
+@pytest.mark.parametrize(
+    ("path", "most"), [(README, 1000), (DOCS / "benchmarks.md", 1500)], ids=["README", "benchmarks"]
+)
+def test_pages_keep_their_length(path, most):
+    assert num_words(path) <= most
+
+
+# ---- README's script
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", path.read_text())
+
+
+def test_readmes_script_prints_what_stands_below_it(tmp_path):
+    (script,) = [block for block in blocks(README, "python") if "init_process_group" in block]
+    (command,) = [block for block in blocks(README, "bash") if block.startswith("torchrun")]
+    (shown,) = [block for block in blocks(README, "text") if block.startswith("fusedcomm: wire")]
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *shlex.split(command)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+    )
+    assert done.returncode == 0, done.stderr
+    printed, expected = done.stdout.splitlines(), shown.splitlines()
+    # The instruction set, threads, chunks and times depend on the machine.
+    assert [shape(line) for line in printed] == [shape(line) for line in expected]
+    for line, wanted in zip(printed, expected, strict=True):
+        if " MiB a step" in line or ONE_BUCKET.match(line):
+            assert numbers(line) == pytest.approx(numbers(wanted), rel=0.01)
+    assert sum(bool(ONE_BUCKET.match(line)) for line in printed) > 2
+    loss, ratio, exposed_ms = numbers(printed[-1])
+    assert [loss, ratio] == pytest.approx(numbers(expected[-1])[:2], rel=0.05) and exposed_ms > 0
+
+
+ONE_BUCKET = re.compile(r" +\d+ +(?P<mib>[\d.]+) +int8 +one-shot +(?P<chunks>\d+) ")
+"""The line of a bucket in a plan."""
+
+
+def shape(line: str) -> str:
+    """The line without its numbers, its padding, and the name of the instruction set."""
+    return " ".join(re.sub(r"\d+(\.\d+)?", "#", re.sub(r"codec \w+", "codec", line)).split())
+
+
+def numbers(line: str) -> list[float]:
+    """The numbers that stand alone, without the number of a bucket's chunks."""
+    if found := ONE_BUCKET.match(line):
+        line = line[: found.start("chunks")] + line[found.end("chunks") :]
+    return [float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", line)]
+
+
+# ---- docs/arguments.md
+
+
+def test_every_option_is_in_the_page_of_options():
+    text = (DOCS / "arguments.md").read_text()
+    groups = (
+        "Config",
+        "Blocks",
+        "Rounding",
+        "Feedback",
+        "Chunks",
+        "Checks",
+        "Fallback",
+        "TwoLevels",
+        "LocalOptions",
+        "Auto",
+    )
+    missing = [
+        f"{group}({field.name})"
+        for group in groups
+        for field in dataclasses.fields(getattr(fusedcomm, group))
+        if f"{group}({field.name})" not in text
+    ]
+    assert missing == []
+    for argument in inspect.signature(fusedcomm.attach).parameters:
+        assert f"{argument}=" in text or f"attach({argument}" in text or f", {argument}," in text, argument
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """The default process group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("code", blocks(DOCS / "arguments.md", "python"))
+def test_examples_of_options_run(alone, code, capsys):
+    layers = {"embed": torch.nn.Embedding(8, 64), "mlp": torch.nn.Linear(64, 64), "lm_head": torch.nn.Linear(64, 8)}
+    model = torch.nn.ModuleDict(layers)
+    for line in code_by_attach(code):
+        ddp = DistributedDataParallel(model)
+        names = {"fusedcomm": fusedcomm, "torch": torch, "model": model, "ddp": ddp}
+        exec(line, names)
+        if "comm" in names:
+            names["comm"].detach()
+
+
+def code_by_attach(code: str) -> list[str]:
+    """The block; or its lines, if each attaches the same module."""
+    return code.splitlines() if code.count("fusedcomm.attach(") > 1 else [code]
+
+
+# ---- environment variables
 
 
 def test_every_environment_variable_is_told_of():

@@ -946,7 +946,7 @@ void print_calls(const char* what, const sim::Calls& calls, double per) {
       each(calls.destroyed), each(calls.asked), each(calls.timed), each(calls.waited_on_host));
 }
 
-// The number of driver calls for each bucket, as docs/overhead.md states it. It does not include the calls of c10's
+// The number of driver calls for each bucket, as docs/gpu.md states it. It does not include the calls of c10's
 // future and the call that asks whether the step is being captured.
 void calls() {
   constexpr int kNumBuckets = 8;

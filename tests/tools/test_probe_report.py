@@ -1,4 +1,4 @@
-"""The tables of docs/probe.md against the results that they are made from."""
+"""The tables of bench/results/probe.md against the results that they are made from."""
 
 import sys
 from pathlib import Path
