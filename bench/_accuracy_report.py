@@ -34,7 +34,7 @@ def load() -> dict:
 def wires_table(document: dict) -> str:
     """The wires of README.md: bytes, the error of a mean of four ranks, and the final loss of the transformer."""
     rows = {row["way"]: row for row in document["training_summary"] if row["model"] == "characters"}
-    heading = ["wire", "bytes", "error", "final loss less fp32's: mean (three seeds)", "when"]
+    heading = ["wire", "bytes an element", "error of the mean", "final loss less fp32's (three seeds)", "when"]
     body = []
     for wire, (nbytes, when) in _WIRES.items():
         differences = rows[wire]["loss_difference"]
