@@ -128,7 +128,7 @@ def errors(rows: Sequence[dict], path: Path) -> None:
         own = [row for row in rows if row["gradients"] == kind]
         for way, (label, color) in ways.items():
             points = [(row["ranks"], row["vnmse"] ** 0.5) for row in own if row["way"] == way]
-            style = "--" if way.endswith("ring") else "-"
+            style = "--" if way.endswith("ring") else ":" if way.endswith("rotated") else "-"
             axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label)
         axes.set(yscale="log", xlabel="ranks", title=title)
         axes.set_xscale("log", base=2)
@@ -155,7 +155,7 @@ def training(summary: Sequence[dict], path: Path) -> None:
             axes.plot(differences, [place] * len(differences), "o", color=BLUE, alpha=0.7, label=label)
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_yticks(range(len(ways)), ["fp32, other order", *ways[1:]])
-        axes.set(xlabel="final loss less fp32's", title=title)
+        axes.set(xlabel="final loss less fp32's", title=title, ylim=(-0.5, len(ways) - 0.5))
         axes.locator_params(axis="x", nbins=5)
         axes.grid(alpha=0.25, lw=0.5, axis="x")
     all_axes[0].invert_yaxis()
@@ -164,7 +164,7 @@ def training(summary: Sequence[dict], path: Path) -> None:
 
 
 def _save(figure, path: Path) -> None:
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, bbox_inches="tight", pad_inches=0.1)
     pyplot().close(figure)
 
 
