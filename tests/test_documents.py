@@ -189,7 +189,7 @@ def numbers(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", line)]
 
 
-# ---- docs/arguments.md
+# ---- options
 
 
 def test_every_option_is_in_the_page_of_options():
@@ -225,8 +225,11 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("code", blocks(DOCS / "arguments.md", "python"))
-def test_examples_of_options_run(alone, code, capsys):
+@pytest.mark.parametrize(
+    "code",
+    [code for page in ("arguments", "low-bit", "integrations") for code in blocks(DOCS / f"{page}.md", "python")],
+)
+def test_examples_of_options_run(alone, code):
     layers = {"embed": torch.nn.Embedding(8, 64), "mlp": torch.nn.Linear(64, 64), "lm_head": torch.nn.Linear(64, 8)}
     model = torch.nn.ModuleDict(layers)
     for line in code_by_attach(code):
