@@ -29,7 +29,8 @@ class Hosts:
     def flat_reason(self) -> str:
         """Why sums have one level although hosts are given; empty if they have two."""
         if self.num_hosts == 1:
-            return f"all {self.ranks_per_host} ranks are on one host"
+            number = self.ranks_per_host
+            return f"all {number} ranks are on one host" if number > 1 else "there is one rank"
         return "every host has one rank" if self.ranks_per_host == 1 else ""
 
     def place(self, rank: int) -> tuple[int, int]:

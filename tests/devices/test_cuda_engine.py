@@ -140,6 +140,14 @@ CONFIGS = {
 }
 
 
+def test_kernels_for_two_levels_are_prepared_only_if_sums_have_them():
+    one, two, asked_for = (
+        set(cuda.kernel_variants(Config("int8", hosts=hosts), 4, [torch.float32], two_levels))
+        for hosts, two_levels in (("auto", None), ("auto", True), (2, None))
+    )
+    assert one < two == asked_for
+
+
 def features(name, world_size, dtype):
     """A case's properties, by which `make test` samples. test_kernels_in_cuda_give_the_same always runs every
     configuration."""

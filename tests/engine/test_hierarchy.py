@@ -15,7 +15,9 @@ from traces import read
 import fusedcomm
 from fusedcomm import chunks, reference
 from fusedcomm.config import Blocks, Checks, Chunks, Config, Feedback, LocalOptions, Rounding, TwoLevels
+from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.native import _C
+from fusedcomm.session import session
 from fusedcomm.tools import tcp_counter as transport
 from fusedcomm.trace import document as trace
 
@@ -578,6 +580,29 @@ def test_by_default_sums_have_two_levels_where_they_can_and_the_plan_says_why_no
         assert (ONE_LEVEL in text) == (ONE_LEVEL in levels)
 
 
+def with_a_path_for_one_level(rank, world_size, names):
+    """Attaches through a path that has to be made again for two levels, as on cuda. Returns how often it was made."""
+    made = []
+
+    class Path(CpuPath):
+        has_two_levels = False
+
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    with on_host(names[rank]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "CpuPath", Path)
+        ddp = DistributedDataParallel(Gradients((5000,)))
+        fusedcomm.attach(ddp, Config("int8", wires={"1d": "int8"}))
+    return len(made), synchronise(ddp, [torch.full((5000,), float(rank))])[0].unique().tolist()
+
+
+def test_what_two_levels_need_is_prepared_only_where_sums_have_them(ranks):
+    assert ranks.run(with_a_path_for_one_level, TWICE) == [(2, [1.5])] * 4
+    assert ranks.run(with_a_path_for_one_level, ["a"] * 4) == [(1, [1.5])] * 4
+
+
 def moved_to_one_host(rank, world_size, kwargs):
     """_update_process_group from four ranks on two hosts to the two of one host."""
     with on_host(TWICE[rank]):
@@ -604,6 +629,7 @@ def test_levels_follow_the_process_group(ranks, kwargs):
         ([[0], [1], [2]], 3, "every host has one rank"),
         ([[0, 1, 2, 3]], 4, "all 4 ranks are on one host"),
         ("auto", 4, "all 4 ranks are on one host"),
+        ("auto", 1, "there is one rank"),
     ],
     ids=str,
 )
