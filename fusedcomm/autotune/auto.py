@@ -18,7 +18,7 @@ class Auto(Options):
 
     These steps try DDP's own all-reduce and each of `wires`, then the best wire with other sums and chunks where `base`
     leaves them open. The ranks keep the candidate with the shortest steps, or a more exact one that comes within 3% of
-    it (docs/autotune.md). ``wire="auto"`` is short for ``Auto()``.
+    it. ``wire="auto"`` is short for ``Auto()``.
 
     Args:
         wires: the wires to try. DDP's own exact all-reduce is always tried, too. None: the wire of `base`, which is

@@ -47,7 +47,7 @@ class Blocks(Options):
             The wires of `Config.wires` always have the default.
         rotate: runs of 32 elements are multiplied by a Hadamard matrix before they are quantized, and by its inverse
             after they are decoded. An outlier then costs its block less accuracy. This helps int4 on heavy-tailed
-            gradients (docs/accuracy.md). An Inf or NaN turns its whole run into NaN.
+            gradients. An Inf or NaN turns its whole run into NaN.
     """
 
     numel: int | None = None

@@ -141,8 +141,8 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     print(f"\n{found.line}")
     if found.faster is not None:
         print(
-            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms: see docs/accuracy.md for what it "
-            f"does to gradients, then --accept {found.faster.wire}"
+            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms, but changes gradients more: try it "
+            f"on your own with fusedcomm.simulate, then --accept {found.faster.wire}"
         )
     written = {
         "assumptions": assumptions,

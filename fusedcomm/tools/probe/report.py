@@ -105,8 +105,8 @@ def _recommended(findings: Findings) -> list[str]:
         ]
     if found.faster is not None:
         lines.append(
-            f"  {found.faster.name} is predicted to take {ms(found.faster.prediction.step_s)}: see docs/accuracy.md "
-            f"for what it does to gradients, then --accept {found.faster.wire}"
+            f"  {found.faster.name} is predicted to take {ms(found.faster.prediction.step_s)}, but changes gradients "
+            f"more: try it on your own with fusedcomm.simulate, then --accept {found.faster.wire}"
         )
     return lines
 
