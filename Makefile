@@ -29,7 +29,7 @@ ARGS ?=
 NONE_LEFT = $(if $(strip $(ARGS)),5,-1)
 
 # The packages that PYTHON must have with `VENV=`. Targets below add theirs.
-PACKAGES := torch>=2.11 setuptools>=65 ninja numpy
+PACKAGES := torch>=2.11 setuptools>=77 ninja numpy
 
 CSRC := $(shell find csrc -name "*.cpp" -o -name "*.h")
 
@@ -125,7 +125,8 @@ $(VENV)/.torch: | check-tools
 # pyproject.toml allows goes into a folder of its own, where tests/kernels/test_kernel_constants.py looks for it.
 $(VENV)/.kernels: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet $(PIP_ARGS) --group kernels || echo "The GPU kernels' tests will skip themselves." >&2
-	oldest=$$(sed -n 's/.*"triton>=\([0-9.]*\),.*/\1/p' pyproject.toml); \
+	$(PY) -m pip install --quiet $(PIP_ARGS) --group types || echo "The tests of the public types will skip themselves." >&2
+	oldest=$$(sed -n '/"triton>=/{s/.*"triton>=\([0-9.]*\),.*/\1/p;q}' pyproject.toml); \
 	$(PY) -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target $(VENV)/triton-oldest "triton==$$oldest.*" \
 	  || echo "The test that compiles the GPU kernels with Triton $$oldest will skip itself." >&2
 	touch $@
@@ -187,5 +188,5 @@ format: $(FORMATTERS)
 
 # The environment is kept. To make it again, remove $(VENV) by hand.
 clean:
-	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache fusedcomm/*.so
+	rm -rf build out *.egg-info .pytest_cache .hypothesis .ruff_cache fusedcomm/*.so fusedcomm/_C.torch
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

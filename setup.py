@@ -3,13 +3,47 @@
 Use ``CppExtension``, never ``CUDAExtension``: one build serves CPU and GPU, and no CUDA toolkit is needed.
 """
 
+import atexit
+import os
 import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+import setuptools
+
+HOW_TO_INSTALL = """To install fusedcomm, in this order, into the Python environment that you train in:
+    pip install torch                           # or the build of torch that you want; 2.11 or later
+    pip install "setuptools>=77" wheel ninja
+    pip install --no-build-isolation .          # without the option pip builds where there is no torch"""
+
+
+def refuse(problem: str) -> None:
+    """Ends the build with the problem and what to do, which pip prints."""
+    sys.exit(f"fusedcomm: {problem}.\n{HOW_TO_INSTALL}")
+
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
+except (ImportError, OSError) as error:
+    refuse(
+        f"it is built against the torch that will load it, and Python ({sys.executable}) cannot import torch here: "
+        f"{error}"
+    )
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.dont_write_bytecode = True  # the build leaves no __pycache__ in the checkout
+from fusedcomm import memory, version  # noqa: E402  (these import nothing but the standard library)
+
+if tuple(map(int, version.minor(torch.__version__).split("."))) < (2, 11):
+    refuse(f"torch 2.11 or later is needed, and Python ({sys.executable}) has {torch.__version__}")
+if int(setuptools.__version__.split(".")[0]) < 77:
+    refuse(f"setuptools 77 or later is needed, and Python ({sys.executable}) has {setuptools.__version__}")
 
 # There is no -std: torch adds the one that its headers need.
 # -O3: with -O2 the codec's rotated kernels take twice as long, and a call of the hook takes 7% longer.
@@ -74,7 +108,61 @@ def sources() -> list[str]:
     ]
 
 
-setup(
+# The memory that compiling the largest unit may need. GCC 12 needs 2.4 GiB for it; other compilers were not measured.
+UNIT_NBYTES = 3 << 30
+
+
+def num_jobs() -> int:
+    """Units to compile side by side: as many as there are cores, or as fit into the memory that is free."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free_nbytes = memory.free_nbytes()
+    jobs = cores if free_nbytes is None else max(1, min(cores, free_nbytes // UNIT_NBYTES))
+    free = "unknown" if free_nbytes is None else f"{free_nbytes / (1 << 30):.1f} GiB"
+    print(
+        f"fusedcomm: compiles for torch {torch.__version__}, {jobs} at a time ({cores} cores; free memory {free}, and "
+        f"one compiler needs up to {UNIT_NBYTES / (1 << 30):g} GiB). The variable MAX_JOBS sets another number.",
+        flush=True,
+    )
+    return jobs
+
+
+class build_ext(BuildExtension):
+    """Checks what compiling needs, and records beside the extension which torch it was built for.
+
+    Setuptools looks options up by the name of this class.
+    """
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        # A folder that stays, so that the next build compiles only what has changed.
+        self.build_temp = "build/objects"
+
+    def run(self) -> None:
+        super().run()
+        Path(self.get_ext_fullpath("fusedcomm._C")).with_name(version.BUILT_FOR).write_text(torch.__version__ + "\n")
+
+    def build_extensions(self) -> None:
+        compiler = os.environ.get("CXX", "").strip() or "c++"
+        if shutil.which(shlex.split(compiler)[0]) is None:
+            sys.exit(f"fusedcomm: no C++ compiler {compiler}. Install one (apt: g++; dnf: gcc-c++), or set CXX")
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            sys.exit(f"fusedcomm: {sys.executable} has no Python.h. Install it (apt: python3-dev; dnf: python3-devel)")
+        if not is_ninja_available():
+            refuse("ninja is needed and not found")
+        os.environ.setdefault("MAX_JOBS", str(num_jobs()))
+        super().build_extensions()
+
+
+# Everything else that setuptools writes goes into a folder that is removed: nothing of an earlier build can get into a
+# wheel, and nothing but build/ stays in the checkout.
+SCRATCH = tempfile.mkdtemp(prefix="fusedcomm-build-")
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
+
+setuptools.setup(
+    # A wheel runs with the torch that it was built for: the extension uses C++ classes of torch, which change between
+    # minor versions. So pip refuses another minor version, and fusedcomm/native.py does, too. The build may be one for
+    # CPU or for any CUDA.
+    install_requires=[f"torch=={version.minor(torch.__version__)}.*"],
     ext_modules=[
         CppExtension(
             "fusedcomm._C",
@@ -84,7 +172,10 @@ setup(
             extra_compile_args=COMPILE_FLAGS,
         )
     ],
-    cmdclass={"build_ext": BuildExtension.with_options(use_ninja=True)},
-    # pip's editable build would put object files into a folder that it removes. The next build would compile all again.
-    options={"build_ext": {"build_temp": "build/objects"}},
+    cmdclass={"build_ext": build_ext},
+    options={
+        "build": {"build_lib": f"{SCRATCH}/lib"},
+        "bdist_wheel": {"bdist_dir": f"{SCRATCH}/wheel"},
+        "egg_info": {"egg_base": SCRATCH},
+    },
 )

@@ -2,9 +2,13 @@
 install."""
 
 import argparse
+import importlib.metadata
+import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from fusedcomm import version
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.plan import command as plan_command
 from fusedcomm.tools.probe import command as probe_command
@@ -24,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fusedcomm", description="Compressed gradient communication for PyTorch DDP.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of fusedcomm, torch and Python")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     doctor = commands.add_parser("doctor", help="show what this machine has, and what fusedcomm does on it")
@@ -54,6 +59,27 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add_to(commands)
     probe_command.add_to(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the versions and ends the process. Needs neither torch nor the extension."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            torch = "not installed"
+        built_for = version.built_for()
+        print(f"fusedcomm {version.__version__}" + (f" (built for torch {built_for})" if built_for else ""))
+        print(f"torch {torch}")
+        print(f"Python {platform.python_version()}")
+        parser.exit()
 
 
 def _positive(text: str) -> int:

@@ -124,12 +124,14 @@ def _extension_error() -> str | None:
 
 
 def _extension() -> str:
-    from fusedcomm import env
+    from fusedcomm import env, version
     from fusedcomm.native import _C
 
     isas = _C.available_isas()
     chosen = isas[-1] if env.isa() == "auto" else env.isa()
-    return f"built; instruction sets {', '.join(isas)}; uses {chosen}"
+    built_for = version.built_for()
+    built = f"built for torch {built_for}" if built_for else "built"
+    return f"{built}; instruction sets {', '.join(isas)}; uses {chosen}"
 
 
 def _verdict(extension_error: str | None) -> list[tuple[str, str]]:
@@ -186,4 +188,4 @@ def _cuda_verdict(dist: types.ModuleType) -> str:
         return f"not supported: {error}"
     names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
     has = f"{compiler.name} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
-    return f"over NCCL, tested only without a GPU (`make gpu` tests it on this one); {has}"
+    return f"over NCCL, tested only without a GPU (in a checkout, `make gpu` tests it on this one); {has}"

@@ -1,7 +1,9 @@
 """The command line: what it refuses, what ``doctor`` says, and a very short ``demo``."""
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -70,6 +72,18 @@ def test_demo_refuses_a_folder_that_it_may_not_write_to(capsys, tmp_path, monkey
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
     text = refusal(capsys, "demo", "--out", str(tmp_path))
     assert f"--out {tmp_path}/demo.json cannot be written: no permission" in text
+
+
+# ---- versions
+
+
+def test_the_version_is_told_without_torch():
+    hide = "import sys; sys.modules['torch'] = None; from fusedcomm.tools import cli; sys.exit(cli.main())"
+    done = run("-c", hide, "--version")
+    assert done.returncode == 0, done.stderr
+    first, torch, python = done.stdout.splitlines()
+    assert first.startswith(f"fusedcomm {fusedcomm.__version__}")
+    assert torch == f"torch {importlib.metadata.version('torch')}" and python == f"Python {platform.python_version()}"
 
 
 # ---- doctor

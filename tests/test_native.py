@@ -1,0 +1,41 @@
+"""What importing the extension says where it was built for another torch."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from patience import HANG_S
+
+import fusedcomm
+from fusedcomm.version import BUILT_FOR, minor
+
+
+def imported(package: Path, built_for: str, statement: str) -> subprocess.CompletedProcess:
+    """Runs a statement with a copy of fusedcomm in the folder `package`, built for another torch."""
+    shutil.copytree(os.path.dirname(fusedcomm.__file__), package, ignore=shutil.ignore_patterns("_C.torch", "kernels"))
+    (package / BUILT_FOR).write_text(f"{built_for}\n")
+    # An editable install would find the checkout first.
+    here = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
+    code = f"{here}; sys.path.insert(0, {str(package.parent)!r}); {statement}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+
+
+def test_another_minor_version_of_torch_is_refused(tmp_path):
+    done = imported(tmp_path / "fusedcomm", "2.5.1+cpu", "import fusedcomm; fusedcomm.attach")
+    assert done.returncode == 1
+    assert f"was built for torch 2.5.1+cpu, and this is torch {torch.__version__}: each minor version" in done.stderr
+    assert "pip install --no-build-isolation --force-reinstall --no-deps ." in done.stderr
+    assert "or install torch 2.5 again" in done.stderr
+
+
+@pytest.mark.parametrize("build", [".9+cu130", ".0a0+git0123"])
+def test_another_build_of_the_same_minor_version_is_used(tmp_path, build):
+    built_for = minor(torch.__version__) + build
+    show = "import fusedcomm.native; from fusedcomm.tools import cli; cli.main(['--version'])"
+    done = imported(tmp_path / "fusedcomm", built_for, show)
+    assert done.returncode == 0, done.stderr
+    assert f"(built for torch {built_for})" in done.stdout

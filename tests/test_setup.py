@@ -1,0 +1,63 @@
+"""setup.py: what it says where something is missing, and how many units it compiles side by side."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+from patience import HANG_S
+
+from fusedcomm import memory
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("sys.modules['torch'] = None", "it is built against the torch that will load it, and Python .* cannot import"),
+        ("import torch; torch.__version__ = '2.10.1+cpu'", r"torch 2.11 or later is needed, and Python .* has 2.10.1"),
+        ("import setuptools; setuptools.__version__ = '65.5.0'", "setuptools 77 or later is needed, .* has 65.5.0"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(before, words):
+    code = f"import runpy, sys; {before}; sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 1
+    assert re.search(f"fusedcomm: {words}", done.stderr), done.stderr
+    assert "pip install --no-build-isolation ." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"CXX": "no-such-compiler -O1"}, "fusedcomm: no C++ compiler no-such-compiler -O1. Install one"),
+        ({"CXX": sys.executable, "PATH": ""}, "fusedcomm: ninja is needed and not found"),
+    ],
+    ids=["compiler", "ninja"],
+)
+def test_a_missing_tool_is_named_before_anything_is_compiled(tmp_path, variables, words):
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("free_nbytes", "cores", "jobs"),
+    [(64 * GIB, 4, 4), (8 * GIB, 4, 2), (1 * GIB, 4, 1), (0, 4, 1), (None, 4, 4), (64 * GIB, 1, 1)],
+)
+def test_no_more_is_compiled_at_once_than_memory_holds(monkeypatch, capsys, free_nbytes, cores, jobs):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.setattr(memory, "free_nbytes", lambda: free_nbytes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert runpy.run_path("setup.py")["num_jobs"]() == jobs
+    assert f"{jobs} at a time ({cores} cores; free memory" in capsys.readouterr().out
