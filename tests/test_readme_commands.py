@@ -178,7 +178,7 @@ class NewEnvironment:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=HANG_S,
+            timeout=2 * HANG_S,  # a script installs, may build, and trains
         )
 
     def files(self) -> set[str]:
