@@ -6,8 +6,9 @@
 Of DDP it takes a trace of torch.profiler, of fusedcomm one of comm.trace, both of rank 0. Drawn is the step of median
 length among --steps. The times in the titles are medians of steps of which no trace was taken.
 
-A bucket's bar begins when DDP hands the bucket over and ends when its mean is there. Buckets that are under way at the
-same time are in several rows.
+A bucket's bar ends when its mean is there. Of fusedcomm it begins when DDP hands the bucket over; of DDP when the
+backend begins the all-reduce, because torch.profiler does not show how long a bucket waits before that. Buckets that
+are under way at the same time are in several rows.
 """
 
 import argparse
@@ -33,7 +34,7 @@ COLORS = {
 }
 NAMES = {
     "wait": "wait for buckets",
-    "bucket": "bucket: hand-over to mean",
+    "bucket": "bucket under way",
     "codec": "pack, reduce, unpack (other threads)",
 }
 CODEC = ("pack", "local reduce", "reduce", "unpack")

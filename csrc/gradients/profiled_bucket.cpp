@@ -94,7 +94,7 @@ class ProfiledBucket : public JobProfiler {
 
 std::shared_ptr<const JobProfiler> profiler_of_this_thread(const C10dTransport& transport, c10::Device device,
                                                            const BucketPlan& plan, const Gradients& gradients) {
-  if (!at::RecordFunction(at::RecordScope::USER_SCOPE).isActive()) return nullptr;
+  if (!at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return nullptr;
   const auto profiler = std::make_shared<ProfiledBucket>(std::make_shared<const ThreadProfiler>());
   if (device.is_cpu() || plan.sums_codes()) profiler->open_all_reduce(transport.name(), gradients);
   return profiler;

@@ -46,7 +46,7 @@ void on_end(const c10::intrusive_ptr<c10d::Work>& work, Lane::Completion done) {
 class Unseen {
  public:
   Unseen() {
-    if (at::RecordFunction(at::RecordScope::USER_SCOPE).isActive()) disabled_.emplace();
+    if (at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) disabled_.emplace();
   }
 
  private:
