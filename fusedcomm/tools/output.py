@@ -1,10 +1,16 @@
 """The files that commands write. They are checked before the work begins; pictures are drawn with matplotlib."""
 
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from fusedcomm.tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 PICTURES = (".png", ".pdf", ".svg")
 BLACK, GREY = "#000000", "#8a8a8a"
@@ -12,34 +18,58 @@ PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f
 """Okabe and Ito's colors, which color-blind readers can tell apart."""
 
 
-def check(json: Path | None, plot: Path | None, options: tuple[str, str] = ("--json", "--plot")) -> None:
-    """Checks that both files can be written, and creates their folders.
+def check(files: Iterable[tuple[str, Path | None]]) -> None:
+    """Checks that files can be written, and creates their folders.
 
     Args:
-        json: the JSON file; None: none is written.
-        plot: the picture; None: none is written.
-        options: the options that named the two files, for error messages.
+        files: (option that names the file, file). None: no file is written. For the option --plot the file is a
+            picture.
 
     Raises:
-        UsageError: a file cannot be written, or the suffix of `plot` is not in PICTURES.
+        UsageError: a file cannot be written, or a picture's suffix is not in PICTURES.
     """
-    if plot is not None and plot.suffix.lower() not in PICTURES:
-        raise UsageError(
-            f"{options[1]} {plot}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
-        )
-    for option, path in zip(options, (json, plot), strict=True):
+    for option, path in files:
         if path is None:
             continue
+        if option == "--plot" and path.suffix.lower() not in PICTURES:
+            raise UsageError(
+                f"{option} {path}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
+            )
+        if path.is_dir():
+            raise UsageError(f"{option} {path} is a folder; name a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(
-                f"{option} {path}: its folder cannot be made ({error.strerror}); name another file"
-            ) from error
-        if path.is_dir():
-            raise UsageError(f"{option} {path} is a folder; name a file")
+            is_file = path.parent.exists() and not path.parent.is_dir()
+            reason = f"{path.parent} is no folder" if is_file else error.strerror
+            raise UsageError(f"{option} {path}: its folder cannot be made ({reason}); name another file") from error
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise UsageError(f"{option} {path} cannot be written: no permission; name another file")
+
+
+def check_readable(option: str, paths: Iterable[Path]) -> None:
+    """Checks that files can be read. Raises UsageError that names the first one that cannot, and its `option`."""
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"{option} {path}: there is no such file; name an existing one")
+        if not os.access(path, os.R_OK):
+            raise UsageError(f"{option} {path} cannot be read: no permission; name another file")
+
+
+def say_written(*paths: Path) -> None:
+    """Says which files a command has written."""
+    for path in paths:
+        print(f"Written: {path}", flush=True)
+
+
+def bar(**options: object) -> "tqdm":
+    """A progress bar of tqdm with these options. Raises ImportError without tqdm."""
+    from tqdm import tqdm
+
+    # tqdm's own lock is shared by processes. A rank that is ended would leave it behind, and Python would warn of that.
+    tqdm.set_lock(threading.RLock())
+    tqdm.monitor_interval = 0  # its thread would run beside what is measured
+    return tqdm(**options)
 
 
 def pyplot() -> ModuleType:

@@ -37,9 +37,9 @@ def refusal(capsys, *argv: str) -> str:
     [
         ((), "COMMAND"),
         (("frobnicate",), "frobnicate"),
-        (("demo", "--steps", "0"), "0 is not possible"),
-        (("demo", "--steps", "many"), "invalid whole number value: 'many'"),
-        (("demo", "--seeds", "-1"), "-1 is not possible"),
+        (("demo", "--steps", "0"), "--steps 0 is not possible"),
+        (("demo", "--steps", "many"), "--steps 'many' is not a whole number"),
+        (("demo", "--seeds", "-1"), "--seeds -1 is not possible"),
     ],
 )
 def test_refuses(capsys, argv, named):
@@ -54,7 +54,7 @@ def test_demo_names_the_wires_there_are(capsys, demo_packages):
 
 @pytest.mark.parametrize("ranks", ["1", "1000"])
 def test_demo_refuses_ranks(capsys, tmp_path, demo_packages, ranks):
-    assert f"{ranks} ranks are not possible" in refusal(capsys, "demo", "--ranks", ranks, "--out", str(tmp_path))
+    assert f"--ranks {ranks} is not possible" in refusal(capsys, "demo", "--ranks", ranks, "--out", str(tmp_path))
 
 
 def test_demo_refuses_other_ranks_than_torchrun_started(capsys, tmp_path, monkeypatch, demo_packages):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,23 +11,20 @@ from fusedcomm.config import Config
 from fusedcomm.tools import cost_model
 from fusedcomm.tools.cli import main
 from fusedcomm.tools.plan import command as plan_command
+from fusedcomm.tools.plan import hardware as hardware_module
 from fusedcomm.tools.plan import paper as paper_plan
 from fusedcomm.tools.plan import published
 from fusedcomm.tools.plan.architectures import architecture
-from fusedcomm.tools.plan.paper import Hardware, Recommendation, Row, Training, even_parameters, plan, recommend, ways
+from fusedcomm.tools.plan.costs import cluster_of
+from fusedcomm.tools.plan.hardware import DEVICES, CpuHosts, GpuHosts, options_of
+from fusedcomm.tools.plan.paper import Recommendation, Row, Training, even_parameters, plan, recommend, ways
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 WIRES = ("bf16", "int8", "fp8", "int4")
 MANY = ("--params", "1e8", "--step-ms", "100")
 
 
-def refusal(capsys, *argv: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *argv])
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
-def rows_by_way(hardware: Hardware, numel: int = 10**8, step_s: float = 0.1) -> dict[str, Row]:
+def rows_by_way(hardware: GpuHosts, numel: int = 10**8, step_s: float = 0.1) -> dict[str, Row]:
     rows = plan(hardware, Training(even_parameters(numel), step_s), WIRES, (5, 25, 100))
     return {row.way: row for row in rows}
 
@@ -67,17 +65,19 @@ def test_the_shape_of_the_bucket_size_curve():
 
 
 def test_defaults_of_hardware_are_told():
-    defaults = {field.name: field.default for field in dataclasses.fields(Hardware)}
-    for option, (_, text) in plan_command._HARDWARE.items():
-        if option != "--ranks":
-            assert text.endswith(f"({defaults[option[2:].replace('-', '_')]:g})"), option
+    offered = plan_command._hardware_options()
+    for hosts in DEVICES.values():
+        for option, field in options_of(hosts):
+            if option != "--ranks":
+                told = plan_command._defaults_of(field.name)
+                assert f"{field.default:g}" in told.strip(" ()").split(", ") and option in offered, option
 
 
 def test_the_default_slowdown_is_the_one_that_fits():
     def square_error(slowdown: float) -> float:
         return sum((measured - found) ** 2 for *_, measured, found in published.slowdown_fit(slowdown))
 
-    default = Hardware(2).slowdown
+    default = GpuHosts(2).slowdown
     assert square_error(default) <= min(square_error(slowdown / 10) for slowdown in range(11))
 
 
@@ -126,11 +126,11 @@ def test_the_wire_decides_what_is_exempt():
 def test_latencies_are_nccls_formulas():
     """4 hosts × 2 GPUs. Latencies are 10 µs between hosts, 1 µs within a host and 5 µs for a launch. Bytes take hardly
     any time."""
-    hardware = Hardware(
+    hardware = GpuHosts(
         8, 2, nic_gbps=1e6, efficiency=1.0, local_gbps=1e6, nic_latency_us=10, local_latency_us=1, launch_us=5
     )
     for two_levels, exchange, gather in ((False, (5 + 10, 1), (5 + 30, 4)), (True, (5 + 10, 5 + 1), (5 + 30, 5 + 1))):
-        found = hardware.cluster().two_levels if two_levels else hardware.cluster()
+        found = cluster_of(hardware).two_levels if two_levels else cluster_of(hardware)
         for name, between, within in (
             ("all_reduce", 5 + 1.9 * 60, 1.9 * 8),
             ("tree", 5 + 2 * 2 * 10, 2 * 1),
@@ -142,7 +142,7 @@ def test_latencies_are_nccls_formulas():
 
 
 def test_on_one_host_the_launch_is_within_it():
-    found = Hardware(4, 4, launch_us=5, local_latency_us=1, local_gbps=1e6).cluster()
+    found = cluster_of(GpuHosts(4, 4, launch_us=5, local_latency_us=1, local_gbps=1e6))
     assert found.local.all_reduce.fixed_s == pytest.approx((5 + 2 * 3) * 1e-6)
     assert found.local.gather.fixed_s == pytest.approx((5 + 3) * 1e-6)
 
@@ -153,8 +153,8 @@ def test_on_one_host_the_launch_is_within_it():
 def test_stages_take_the_bytes_that_they_read_and_write():
     """At 1 GB/s and with no time for a launch, a stage takes 1 ns a byte. fp32 gradients have 4 bytes, bf16 codes 2."""
     for ranks in (2, 8):
-        hardware = Hardware(ranks, 1, memory_gbytes_per_s=1.0, codec_share=1.0, kernel_us=0.0)
-        codec = hardware.cluster().codec("bf16")
+        hardware = GpuHosts(ranks, 1, memory_gbytes_per_s=1.0, codec_share=1.0, kernel_us=0.0)
+        codec = cluster_of(hardware).codec("bf16")
         for stage, nbytes in (("pack", 4 + 2), ("reduce", 2), ("unpack", 2 + 4), ("sum", ranks * 2 + 4)):
             assert codec.seconds(stage, 1000) == pytest.approx(1e-6 * nbytes), stage
         one_shot = Config(wire="bf16", sum="one-shot").plan_of_large_buckets(ranks)
@@ -165,7 +165,7 @@ def test_stages_take_the_bytes_that_they_read_and_write():
 
 
 def test_two_levels_are_better_where_the_nic_is_the_bottleneck():
-    rows = rows_by_way(Hardware(64, 8, nic_gbps=25, local_gbps=200))
+    rows = rows_by_way(GpuHosts(64, 8, nic_gbps=25, local_gbps=200))
     for wire in WIRES:
         flat, levels = rows[f"wire={wire}, hosts=None"], rows[f"wire={wire}"]
         assert levels.step_s < 0.75 * flat.step_s
@@ -177,12 +177,12 @@ def test_two_levels_are_better_where_the_nic_is_the_bottleneck():
 
 def test_ways_have_two_levels_only_where_there_are_two():
     assert not any("hosts" in way for way in ways(WIRES, several_levels=False))
-    for hardware in (Hardware(8, 1), Hardware(8, 8)):
+    for hardware in (GpuHosts(8, 1), GpuHosts(8, 8)):
         assert not any("hosts" in way for way in rows_by_way(hardware))
 
 
 def test_a_row_says_what_its_step_is_made_of():
-    rows = rows_by_way(Hardware(8, nic_gbps=10), numel=10**7, step_s=0.05)
+    rows = rows_by_way(GpuHosts(8, nic_gbps=10), numel=10**7, step_s=0.05)
     default = rows["DDP default"]
     assert default.sent_nbytes == pytest.approx(2 * 7 / 8 * 4e7, rel=1e-6)
     assert rows["wire=bf16, sum=direct"].sent_nbytes == pytest.approx(default.sent_nbytes / 2, rel=1e-3)
@@ -195,13 +195,13 @@ def test_a_row_says_what_its_step_is_made_of():
 
 
 def test_leave_it_off_where_compute_hides_everything():
-    rows = rows_by_way(Hardware(8, nic_gbps=400), numel=10**7, step_s=2.0)
+    rows = rows_by_way(GpuHosts(8, nic_gbps=400), numel=10**7, step_s=2.0)
     assert recommend(list(rows.values()), WIRES).line.startswith("leave it off: compute-bound")
 
 
 def test_leave_it_off_where_latency_is_all():
     """4096 hosts for a small model: an all-to-all has more messages than a tree has hops."""
-    rows = rows_by_way(Hardware(4096, nic_gbps=400), numel=10**6, step_s=0.002)
+    rows = rows_by_way(GpuHosts(4096, nic_gbps=400), numel=10**6, step_s=0.002)
     assert rows["wire=int8"].bound == "latency"
     assert recommend(list(rows.values()), WIRES).line.startswith("leave it off: latency-bound")
 
@@ -242,34 +242,49 @@ def test_only_accepted_wires_are_recommended_and_a_faster_one_is_named():
 # ---- the command
 
 
-def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
+def test_the_answer_comes_first_and_the_assumptions_last(capsys, tmp_path):
     argv = ["--ranks", "16", "--gpus-per-host", "4", "--nic-gbps", "10", "--model", "resnet50"]
     path = tmp_path / "plan.json"
     assert main(["plan", *argv, "--samples-per-s", "400", "--batch", "64", "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "assumed:"
     written = json.loads(path.read_text())
-    assumed = [line.strip().split(": ", 1) for line in lines[1 : lines.index("")]]
+    assert lines[0] == f"Use: {written['recommendation']}" and written["accepted"] == ["bf16", "int8"]
+    assert lines[0].startswith('Use: fusedcomm.attach(ddp, wire="int8")')
+    used = next(row for row in written["rows"] if row["way"] == "wire=int8")
+    default = written["rows"][0]
+    assert lines[1].startswith(
+        f"  A step would take {used['step_s'] * 1e3:.1f} ms instead of {default['step_s'] * 1e3:.1f} ms, "
+        f"{used['speedup']:.2f} times as fast: predicted"
+    )
+    faster = written["faster_but_not_accepted"]
+    assert faster["wire"] == "int4" and faster["way"] in lines[2] and lines[2].endswith("then --accept int4")
+    (begin,) = (index for index, line in enumerate(lines) if line.startswith("Assumed"))
+    assumed = [line.strip().split(": ", 1) for line in lines[begin + 1 : -1]]
     assert dict(assumed) == written["assumptions"]
+    assert lines[-1] == f"Written: {path}"
     assert "160 ms" in written["assumptions"]["compute"]
     assert written["hardware"]["ranks_per_host"] == 4
-    # Below the line of code stands the gain of a faster wire that was not accepted.
-    assert written["recommendation"] == lines[-2] and written["accepted"] == ["bf16", "int8"]
-    assert lines[-2].startswith('fusedcomm.attach(ddp, wire="int8")')
-    faster = written["faster_but_not_accepted"]
-    assert faster["wire"] == "int4" and faster["way"] in lines[-1] and lines[-1].endswith("then --accept int4")
-    assert [row["way"] for row in written["rows"]][:3] == [*("DDP default", "DDP, best cap", "wire=bf16, hosts=None")]
+    assert [row["way"] for row in written["rows"]][:3] == ["DDP default", "DDP, best cap", "wire=bf16, hosts=None"]
     assert {field.name for field in dataclasses.fields(Row)} == set(written["rows"][0])
-    assert all(any(line.startswith(row["way"]) for line in lines) for row in written["rows"])
+    # The table marks what is recommended, and what is not because it was not accepted.
+    for row in written["rows"]:
+        (line,) = (line for line in lines if line.startswith(f"{row['way']}  "))
+        assert line.endswith("<- use") == (row == used)
+        assert line.endswith("not accepted") == (row["wire"] in ("fp8", "int4"))
+
+
+def test_what_is_left_off_is_said_first(capsys):
+    assert main(["plan", "--ranks", "2", "--params", "1e6", "--step-ms", "1000"]) == 0
+    assert capsys.readouterr().out.startswith("leave it off: compute-bound")
 
 
 @pytest.mark.parametrize(
     ("module", "name", "value", "said"),
     [
-        (paper_plan, "TREE_PIECE_NBYTES", 77 << 10, "pieces of 77 KiB"),
-        (paper_plan, "TREE_RATE", 0.77, "0.77 of a ring's rate"),
-        (paper_plan, "RING_PLATEAU", 7.7, "7.7 × these latencies"),
-        (paper_plan, "MESSAGES_UNDER_WAY", 77, "77 messages"),
+        (hardware_module, "TREE_PIECE_NBYTES", 77 << 10, "pieces of 77 KiB"),
+        (hardware_module, "TREE_RATE", 0.77, "0.77 of a ring's rate"),
+        (hardware_module, "RING_PLATEAU", 7.7, "7.7 × these latencies"),
+        (hardware_module, "MESSAGES_UNDER_WAY", 77, "77 messages"),
         (paper_plan, "WORTH_INT4", 0.77, "int4 only if nothing else does, or it is faster by more than 77%"),
         (paper_plan, "WORTHWHILE", 0.077, "shorter by more than 8%"),
         (cost_model, "FIRST_BUCKET_NBYTES", 7 << 20, "a first one of 7 MiB"),
@@ -279,20 +294,21 @@ def test_prints_assumptions_first_and_a_line_of_code_last(capsys, tmp_path):
 )
 def test_every_constant_of_the_model_is_said(module, name, value, said, monkeypatch):
     """The assumptions name each constant that is not an option but changes a prediction or a recommendation."""
-    hardware = Hardware(16, ranks_per_host=4)
+    hardware = GpuHosts(16, ranks_per_host=4)
     monkeypatch.setattr(module, name, value)
-    assert said in " ".join((hardware.assumptions() | hardware.assumptions_of_ways()).values())
+    assert said in " ".join((hardware.assumptions() | paper_plan.assumptions_of_ways(hardware)).values())
 
 
 def test_what_else_the_ways_assume_is_said():
-    several, one = (Hardware(16, ranks_per_host=count) for count in (4, 1))
-    assert several.assumptions_of_ways()["within a host, on two levels"].startswith("bf16")
-    assert "within a host, on two levels" not in one.assumptions_of_ways()
-    assert "one dimension" in one.assumptions_of_ways()["exact"]
+    several, one = (GpuHosts(16, ranks_per_host=count) for count in (4, 1))
+    assert paper_plan.assumptions_of_ways(several)["within a host, on two levels"].startswith("bf16")
+    assert "within a host, on two levels" not in paper_plan.assumptions_of_ways(one)
+    assert "one dimension" in paper_plan.assumptions_of_ways(one)["exact"]
     assert "no gradient_as_bucket_view" in one.assumptions()["memory"]
 
 
-def test_every_hardware_option_reaches_the_model(capsys, tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_hardware_option_reaches_the_model(capsys, tmp_path, device):
     path = tmp_path / "plan.json"
     given = {
         "ranks": 12,
@@ -303,12 +319,50 @@ def test_every_hardware_option_reaches_the_model(capsys, tmp_path):
         "local_gbps": 11.0,
         "local_latency_us": 2.0,
         "memory_gbytes_per_s": 100.0,
-        "slowdown": 0.0,
     }
+    given |= {"slowdown": 0.0} if device == "gpu" else {"cores": 3.0, "tcp_ns_per_byte": 2.0, "codec_ns": 4.0}
     options = [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
-    assert main(["plan", *options, *MANY, "--json", str(path)]) == 0
+    assert main(["plan", "--device", device, *options, *MANY, "--json", str(path)]) == 0
     hardware = json.loads(path.read_text())["hardware"]
-    assert {name: hardware[name] for name in given} == given
+    assert {name: hardware[name] for name in given} == given and hardware["device"] == device
+    assert set(given) == {field.name for _, field in options_of(DEVICES[device])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({"tcp_ns_per_byte": 50.0}, "DDP default"),
+        ({"codec_ns": 100.0}, "wire=int8"),
+        ({"cores": 0.05}, "DDP default"),
+        ({"nic_latency_us": 1e5}, "wire=int8"),
+        ({"memory_gbytes_per_s": 0.1}, "DDP default"),
+    ],
+)
+def test_every_cost_of_a_cpu_host_makes_a_step_longer(changes, way):
+    base = CpuHosts(4, nic_gbps=1)
+    training = Training(even_parameters(10**7), 0.1)
+    with_and_without = []
+    for hosts in (base, dataclasses.replace(base, **changes)):
+        rows = plan(hosts, training, WIRES, (25,))
+        with_and_without.append(next(row.step_s for row in rows if row.way == way))
+    assert with_and_without[1] > 1.2 * with_and_without[0]
+
+
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize(("link", "nic_gbps"), [("100mbit", 0.1), ("1gbit", 1.0)])
+def test_plans_for_cpu_hosts_agree_with_measured_steps(num_hosts, link, nic_gbps):
+    """The hosts of bench/ddp_step.py share two cores, and compute for a small part of a step. Nothing here is fitted to
+    these steps. Four hosts share caches and memory, too, which the plan does not know."""
+    document = json.loads((RESULTS / f"ddp-step-{num_hosts}-hosts-{link}.json").read_text())
+    measured = {row["impl"]: row for row in document["rows"] if row["case"] == f"transformer/{link}"}
+    default = measured["ddp default"]
+    hosts = CpuHosts(num_hosts, nic_gbps=nic_gbps, cores=2 / num_hosts)
+    training = Training(even_parameters(default["numel"]), measured["compute alone"]["median_s"])
+    rows = {row.way: row for row in plan(hosts, training, ("bf16", "int8", "int4"), (25,))}
+    tolerance = 0.1 if num_hosts == 2 else 0.2
+    for impl, way in {"ddp default": "DDP default", **{f"fusedcomm {w}": f"wire={w}" for w in WIRES}}.items():
+        if impl in measured and way in rows:
+            assert rows[way].step_s == pytest.approx(measured[impl]["median_s"], rel=tolerance), impl
 
 
 @pytest.mark.parametrize("preset, word", [("horovod-2018", "vgg16"), ("ddp-bucket-size", "bert-large")])
@@ -316,16 +370,17 @@ def test_presets(capsys, tmp_path, preset, word):
     path = tmp_path / "preset.json"
     assert main(["plan", "--preset", preset, "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("assumed:") and word in out
+    assert out.index(word) < out.index("Assumed (") < out.index(f"Written: {path}")
     written = json.loads(path.read_text())
     assert written["assumptions"]["calibrated on these figures"].startswith("nothing")
     assert len(written["rows"]) == 4
 
 
-def test_plots(tmp_path):
+def test_plots(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     assert main(["plan", "--ranks", "8", *MANY, "--plot", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"Written: {path}"
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -337,45 +392,10 @@ def test_folders_are_made(tmp_path):
 
 def test_accepted_wires_can_be_given(capsys):
     assert main(["plan", "--ranks", "16", "--nic-gbps", "1", *MANY, "--accept", "int4"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith('fusedcomm.attach(ddp, wire="int4"')
+    assert capsys.readouterr().out.startswith('Use: fusedcomm.attach(ddp, wire="int4"')
 
 
 def test_a_plot_without_matplotlib_names_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["plan", "--ranks", "8", *MANY, "--plot", str(tmp_path / "plan.png")]) == 1
     assert "pip install matplotlib" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv, said",
-    [
-        (MANY, "how many GPUs"),
-        (("--ranks", "10", "--gpus-per-host", "4", *MANY), "ranks=10 do not fill hosts of ranks_per_host=4"),
-        (("--ranks", "1", *MANY), "ranks=1 is not possible: use at least 2"),
-        (("--ranks", "8", "--ranks-per-host", "0", *MANY), "ranks_per_host=0"),
-        (("--ranks", "8", "--nic-gbps", "0", *MANY), "nic_gbps=0 is not possible: use a positive number"),
-        (("--ranks", "8", "--nic-gbps", "nan", *MANY), "nic_gbps=nan"),
-        (("--ranks", "8", "--efficiency", "1.5", *MANY), "efficiency=1.5"),
-        (("--ranks", "8", "--nic-latency-us", "-1", *MANY), "nic_latency_us=-1.0"),
-        (("--ranks", "8", "--backward-share", "2", *MANY), "backward_share=2"),
-        (("--ranks", "8", "--step-ms", "10"), "one of --model and --params"),
-        (("--ranks", "8", "--model", "vgg16", *MANY), "one of --model and --params"),
-        (("--ranks", "8", "--params", "0", "--step-ms", "10"), "--params 0"),
-        (("--ranks", "8", "--params", "1e8"), "one of --step-ms and --samples-per-s"),
-        (("--ranks", "8", "--params", "1e8", "--step-ms", "-5"), "--step-ms -5"),
-        (("--ranks", "8", "--params", "1e8", "--samples-per-s", "9"), "with --batch None"),
-        (("--ranks", "8", "--wires", "int3", *MANY), "wire='int3'"),
-        (("--ranks", "8", "--caps", "-1", *MANY), "caps=[-1.0]"),
-        (("--ranks", "8", "--model", "alexnet", "--step-ms", "10"), "alexnet"),
-        (("--ranks", "8", "--json", "/dev/null/plan.json", *MANY), "name another file"),
-        (("--ranks", "8", "--json", "/", *MANY), "name a file"),
-        (("--ranks", "8", "--plot", "plan.txt", *MANY), "ends in one of .png, .pdf, .svg"),
-        (("--ranks", "8", "--batch", "4", *MANY), "--batch 4 would do nothing beside --step-ms 100"),
-        (("--ranks", "8", "--wires", "bf16", "--accept", "int8", *MANY), "--accept int8: it is not among --wires bf16"),
-        (("--preset", "horovod-2018", "--ranks", "8"), "--ranks would do nothing: --preset horovod-2018"),
-        (("--preset", "horovod-2018", "--backward-share", "0.5"), "--backward-share would do nothing: --preset"),
-        (("--preset", "ddp-bucket-size", "--wires", "int8"), "--wires would do nothing: --preset ddp-bucket-size"),
-    ],
-)
-def test_refuses(capsys, argv, said):
-    assert said in refusal(capsys, *argv)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-import statistics
+import re
 import subprocess
 import sys
 import time
@@ -20,15 +20,15 @@ from fusedcomm import chunks
 from fusedcomm.config import Config
 from fusedcomm.ranks import groups
 from fusedcomm.tools import output
-from fusedcomm.tools.cli import main
+from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe import report
 from fusedcomm.tools.probe.choices import OFF
 from fusedcomm.tools.probe.local import _agreed_cores
 from fusedcomm.tools.probe.network import BETWEEN, ON_TWO_LEVELS, WITHIN, measure_network
-from fusedcomm.tools.probe.run import Settings, probe
-from fusedcomm.tools.probe.team import ProbeError, Team
+from fusedcomm.tools.probe.progress import STAGES
+from fusedcomm.tools.probe.run import PARTS, Settings, agreed_task, probe
+from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.traced import stage_points
-from fusedcomm.tools.probe.workload import Synthetic
 
 pytestmark = pytest.mark.alone
 
@@ -94,7 +94,7 @@ def test_the_json_has_everything(probed):
 def network_measured(rank, world_size, s_per_byte):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "time_link", lambda backend: s_per_byte)
-        found = measure_network(Team(dist.group.WORLD, torch.device("cpu")), 0.5)
+        found = measure_network(Team(dist.group.WORLD, torch.device("cpu")), None, 2.0)
     return {kind: sorted({s.nbytes for s in found.samples if s.kind == kind}) for kind in ("exchange", "direct")}
 
 
@@ -126,7 +126,7 @@ def channels_kept(rank, world_size):
         patch.setattr(groups, "make_channels", noted)
         patch.setattr(Team, "time", seconds)
         with pytest.raises(ProbeError, match="enough"):
-            measure_network(Team(dist.group.WORLD, torch.device("cpu")), 0.5)
+            measure_network(Team(dist.group.WORLD, torch.device("cpu")), None, 0.5)
     return kept
 
 
@@ -175,32 +175,33 @@ def test_hosts_with_different_numbers_of_ranks_have_no_sums_on_two_levels(ranks)
 def test_the_text_says_what_to_do(probed):
     (_, text, _), _ = probed[0]
     assert "Recommended: ddp = " in text or "Leave it off: " in text
-    for part in ("predicted step, ms", "checked against real steps:", "all-to-all", "bf16 direct"):
+    for part in ("Confidence: ", "predicted", "checked against real steps:", "all-to-all", "bf16 direct"):
         assert part in text
 
 
-def run_beside_work(rank, world_size, settings):
-    """(the probe's document, the seconds that the same work took before and after the probe)."""
+def seconds_of_backward(rank, world_size, settings):
     team = Team(dist.group.WORLD, torch.device("cpu"))
+    task = agreed_task(team, settings, None)
+    model, step, _ = task
+    seconds = []
+    for _ in range(7):
+        loss = step(model)
+        team.barrier()
+        began = time.perf_counter()
+        loss.backward()
+        seconds.append(time.perf_counter() - began)
+        model.zero_grad()
+    return min(team.slowest(seconds)), model.num_repeats
 
-    def seconds():
-        model = Synthetic(settings.params, settings.backward_s, team.device)
-        return statistics.median(team.time(lambda: [model._compute() for _ in model.weights], 5))
 
-    before_s = seconds()
-    document, _, _ = run_probe(rank, world_size, settings)
-    return document, (before_s, seconds())
-
-
-def test_a_backward_pass_takes_as_long_as_it_should(ranks):
-    settings = dataclasses.replace(TINY, backward_s=0.05, wires=("bf16",))
-    (document, beside_s), _ = ranks.run(run_beside_work, settings, world_size=2)
-    # The backward pass takes about as long as the same work does. That is about as long as was asked for, unless the
-    # load of the machine changes.
-    assert min(beside_s) / 3 < document["workload"]["backward_s"] < 3 * max(beside_s)
-    assert 0.05 / 8 < statistics.median(beside_s) < 0.05 * 8 * slowness()
-    ready = [gradient["ready_s"] for gradient in document["workload"]["gradients"]]
-    assert ready == sorted(ready)
+@pytest.mark.parametrize("params", [300_000, 5_000_000])
+def test_a_backward_pass_takes_as_long_as_it_should(ranks, params):
+    """The time includes that of writing gradients, and all ranks do as much work."""
+    settings = dataclasses.replace(TINY, params=params, backward_s=0.2)
+    (taken_s, repeats), (_, others) = ranks.run(seconds_of_backward, settings, world_size=2)
+    # The load of the machine may have changed since the pass was tuned.
+    assert 0.2 / 1.5 / slowness() < taken_s < 0.2 * 1.5 * slowness()
+    assert repeats == others > 0
 
 
 def failing_script(rank, world_size, paths):
@@ -229,7 +230,9 @@ def other_settings(rank, world_size):
 
 
 def test_ranks_with_other_command_lines_are_named(ranks):
-    wanted = f"the ranks' command lines differ: seconds is {TINY.seconds} on rank 0 and {TINY.seconds + 1} on rank 1; "
+    wanted = (
+        f"the ranks' command lines differ: --seconds is {TINY.seconds} on rank 0 and {TINY.seconds + 1} on rank 1; "
+    )
     assert ranks.run(other_settings, world_size=2) == [wanted + "give every host the same"] * 2
 
 
@@ -264,47 +267,6 @@ def test_stages_from_traces(ranks):
 # ---- the command
 
 
-@pytest.mark.parametrize(
-    "arguments, text",
-    [
-        (("--wires", "int3"), "--wires int3: no such wire"),
-        (("--wires", "bf16", "--accept", "int8"), "--accept int8: it is not among --wires bf16"),
-        (("--seconds", "1"), "--seconds 1 is not possible: use at least 5"),
-        (("--params", "0"), "--params must be at least 1"),
-        (("--caps", "-1"), "bucket sizes are numbers of MiB above 0"),
-        (("--cores", "0"), "--cores 0 is not possible"),
-        (("--script", "no.py"), "--script no.py: there is no file no.py"),
-        (
-            ("--script", "no.py", "--params", "1e6"),
-            "--params 1e+06 describes the synthetic step, and --script no.py",
-        ),
-        (("--backward-ms", "0", "--script", "no.py"), "--backward-ms 0 describes the synthetic step"),
-        (("--plot", "probe.txt"), "--plot probe.txt: a picture's name ends in one of .png, .pdf, .svg"),
-        (("--json", "/dev/null/probe.json"), "--json /dev/null/probe.json: its folder cannot be made"),
-        (("--json", "/"), "--json / is a folder"),
-        (("--params", "nan"), "--params must be at least 1"),
-        (("--params", "inf"), "neither infinite"),
-        (("--backward-ms", "nan"), "--backward-ms at least 0"),
-        (("--seconds", "nan"), "--seconds nan is not possible"),
-        (("--caps", "5", "nan"), "--caps 5.0 nan: bucket sizes"),
-        (("--caps", "inf"), "--caps inf: bucket sizes"),
-        (("--cores", "nan"), "--cores nan is not possible"),
-    ],
-)
-def test_refusals(capsys, arguments, text):
-    with pytest.raises(SystemExit) as stopped:
-        main(["probe", *arguments])
-    assert stopped.value.code == 2 and text in capsys.readouterr().err
-
-
-def test_one_rank_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit) as stopped:
-        main(["probe"])
-    assert stopped.value.code == 2 and "torchrun started one rank" in capsys.readouterr().err
-
-
 def run_command(tmp_path, *arguments: str) -> subprocess.CompletedProcess:
     files = ("--json", str(tmp_path / "new" / "p.json"), "--plot", str(tmp_path / "p.png"))
     command = [sys.executable, "-m", "fusedcomm", "probe", *files, *arguments]
@@ -322,6 +284,36 @@ def test_the_command_without_torchrun(tmp_path):
     assert document["workload"]["numel"] == 64 * 256 + 256 + 256 * 10 + 10
     assert document["workload"]["optimizer_s"] > 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    files = tmp_path / "new" / "p.json", tmp_path / "p.png"
+    assert done.stdout.splitlines()[-2:] == [f"Written: {path}" for path in files]
+    # The advice comes before everything that was measured, and each stage was shown.
+    heads = re.findall(r"^(Recommended|Leave it off|Confidence|choice|Details)\b", done.stdout, re.M)
+    assert heads[0] in ("Recommended", "Leave it off") and heads[1:] == ["Confidence", "choice", "Details"]
+    assert [line.split(": ")[1] for line in done.stderr.splitlines() if " of 5 s: " in line] == [
+        STAGES[part] for part, _ in PARTS[:-1]
+    ]
+
+
+STEP_THAT_FAILS = """
+import torch
+import torch.distributed as dist
+def make():
+    model = torch.nn.Linear(64, 64)
+    batches = iter([torch.randn(8, 64)] * (9 if dist.get_rank() == 0 else 10**6))
+    def step(model):
+        batch = next(batches)
+        return model(batch).sum()
+    return model, step
+"""
+
+
+def test_a_step_that_fails_later_is_named_with_its_line(tmp_path):
+    """The tenth step has no data, on one rank only. The other one does not wait for it."""
+    done = run_command(tmp_path, "--script", script(tmp_path, STEP_THAT_FAILS))
+    assert done.returncode == 2, done.stderr
+    path = tmp_path / "model.py"
+    assert f"fusedcomm probe: on rank 0: --script {path}: {path}, line 8, in step: batch = next(" in done.stderr
+    assert "StopIteration" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_is_wrong_with_a_script_is_said_once(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from test_probe_choices import cluster, workload
 
 from fusedcomm.tools.probe import check as module
-from fusedcomm.tools.probe.check import MIN_NUMEL, MIN_TURNS, STEPS_OF_A_TURN, check
+from fusedcomm.tools.probe.check import MIN_NUMEL, MIN_TURNS, STEPS_OF_A_TURN, SURE_SHARE, check
 from fusedcomm.tools.probe.choices import OFF, options
 from fusedcomm.tools.probe.steps import WARMUP_STEPS
 
@@ -26,7 +26,7 @@ def taken(monkeypatch):
         return [[0.1]] * len(chosen)
 
     monkeypatch.setattr(module, "in_turns", in_turns)
-    monkeypatch.setattr(module, "synthetic", lambda numel, backward_s, device: numel)
+    monkeypatch.setattr(module, "synthetic", lambda numel, device: numel)
     monkeypatch.setattr(module, "measure_workload", lambda team, numel, budget_s: workload(0.0, numel))
     return calls
 
@@ -49,7 +49,7 @@ def test_a_smaller_model_is_taken_only_where_two_choices_of_the_users_take_too_l
     chosen = options(of_user, cluster(1e8), ("bf16", "int8"), (25.0,))
     longest_s = max(option.prediction.step_s for option in chosen)
     num_steps = WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)
-    checks = check(TEAM, USERS, of_user, cluster(1e8), chosen, steps_of_two * 2 * num_steps * longest_s)
+    checks = check(TEAM, USERS, of_user, cluster(1e8), chosen, steps_of_two * 2 * num_steps * longest_s / SURE_SHARE)
     ((task_taken, num_taken),) = taken
     assert num_taken == len(checks) == num_choices
     if task is USERS:
@@ -69,5 +69,5 @@ def test_of_the_two_that_are_left_one_is_ours(taken):
     bf16 = next(option for option in found if option.wire == "bf16")
     longest_s = max(option.prediction.step_s for option in found)
     for chosen, left in (([*offs, bf16], [offs[0], bf16]), (offs, offs), (offs[:1], offs[:1])):
-        budget_s = 1.01 * len(left) * (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)) * longest_s
+        budget_s = 1.01 * len(left) * (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)) * longest_s / SURE_SHARE
         assert [one.option for one in check(TEAM, USERS, of_user, cluster(1e8), chosen, budget_s)] == left

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusedcomm.tools.probe.team import ProbeError, Team
-from fusedcomm.tools.probe.workload import PARAMETER_NUMEL, checked, load, measure_workload, synthetic, work
+from fusedcomm.tools.errors import ProbeError, ScriptError
+from fusedcomm.tools.probe.script import load, naming_the_line
+from fusedcomm.tools.probe.team import Team
+from fusedcomm.tools.probe.workload import PARAMETER_NUMEL, checked, measure_workload, synthetic, work
 
 SCRIPT = """
 import torch
@@ -40,8 +42,38 @@ def test_scripts_that_cannot_be_used(tmp_path):
         load(script(tmp_path, SCRIPT.replace("make", "build")))
     with pytest.raises(ProbeError, match=r"has no function build\(\)"):
         load(script(tmp_path, SCRIPT) + ":build")
-    with pytest.raises(ProbeError, match="running it failed: ZeroDivisionError"):
-        load(script(tmp_path, "1 / 0"))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("x = 1\n1 / 0", "model.py, line 2, in <module>: 1 / 0\n  ZeroDivisionError: division by zero"),
+        ("x = 1\nfor", "model.py, line 2: for\n  SyntaxError: invalid syntax"),
+        ("import nothing_of_this_name", "model.py, line 1, in <module>: import nothing_of_this_name\n  ModuleNotFound"),
+        ("def make():\n  f()\ndef f():\n  return [][1]", "model.py, line 4, in f: return [][1]\n  IndexError: list"),
+        (
+            "import torch\ndef make():\n    torch.ones(2) @ torch.ones(3)",
+            "line 3, in make: torch.ones(2) @ torch.ones(3)",
+        ),
+        (
+            "import helper\ndef make(): helper.fail()",
+            "helper.py, line 1, in fail: def fail(): raise OSError('no data')",
+        ),
+    ],
+)
+def test_an_error_in_a_script_names_its_file_and_line(tmp_path, text, place):
+    (tmp_path / "helper.py").write_text("def fail(): raise OSError('no data')")
+    path = script(tmp_path, text)
+    with pytest.raises(ScriptError) as raised, naming_the_line(path):
+        load(path)()
+    assert str(raised.value).startswith(f"--script {path}: {tmp_path}/") and place in str(raised.value)
+
+
+def test_an_error_that_is_not_the_scripts_stays_as_it_is(tmp_path):
+    with pytest.raises(ZeroDivisionError), naming_the_line(script(tmp_path, SCRIPT)):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), naming_the_line(None):
+        raise ZeroDivisionError
 
 
 CPU = torch.device("cpu")
@@ -96,7 +128,7 @@ UNTIMED_STEPS = 3
 def busy_cores(rank, world_size, compute):
     """(the measured workload, the cores that this rank's computation had in the timed steps, by its own clocks). On a
     busy machine these are fewer than the computation would keep busy alone."""
-    task = synthetic(3 * PARAMETER_NUMEL, 0.0, torch.device("cpu"))
+    task = synthetic(3 * PARAMETER_NUMEL, torch.device("cpu"))
     computing = {"sleeps": lambda: time.sleep(0.02), "works": lambda: work(4000, torch.device("cpu"))}[compute]
     wall_s, cpu_s = [], []
 
@@ -107,7 +139,7 @@ def busy_cores(rank, world_size, compute):
         wall_s.append(time.perf_counter() - began)
 
     task[0]._compute = timed
-    workload = measure_workload(Team(dist.group.WORLD, torch.device("cpu")), task, 0.5)
+    workload = measure_workload(Team(dist.group.WORLD, torch.device("cpu")), task, 2.0)
     return workload, sum(cpu_s[UNTIMED_STEPS:]) / sum(wall_s[UNTIMED_STEPS:])
 
 

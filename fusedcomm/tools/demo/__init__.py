@@ -3,3 +3,6 @@
 launch.py starts the ranks, training.py trains and measures, results.py summarizes, report.py writes the table and the
 JSON, picture.py draws the picture.
 """
+
+MAX_RANKS = 64
+"""A rank then has 19 of the 1257 training digits, a little more than half a batch."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.tools import output
 from fusedcomm.tools.demo.picture import picture
 from fusedcomm.tools.demo.results import DEFAULT_NAME, RunResult, Spread, Summary, summaries, timings
 from fusedcomm.tools.demo.training import SLICE_STEPS
@@ -21,7 +22,8 @@ def report(results: list[RunResult], out: Path) -> None:
     print(table(rows, num_seeds(results)))
     (out / "demo.json").write_text(json.dumps(as_json(results, rows), indent=1) + "\n")
     picture(results, rows, out / "demo.png")
-    print(f"\nWritten: {out / 'demo.json'} and {out / 'demo.png'}")
+    print()
+    output.say_written(out / "demo.json", out / "demo.png")
 
 
 def num_seeds(results: list[RunResult]) -> int:

@@ -17,9 +17,9 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import fusedcomm
+from fusedcomm.tools import output
 from fusedcomm.tools.demo.results import DEFAULT_NAME, STOCK_FP16_NAME, RunResult, RunSpec
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
 
@@ -45,7 +45,7 @@ def train(specs: list[RunSpec], num_steps: int) -> list[RunResult]:
     runs = [Run(spec, digits, num_steps) for spec in specs]
     # A log file keeps every update of the bar, so there are few.
     seconds_between_updates = 0.1 if sys.stderr.isatty() else 5
-    with tqdm(
+    with output.bar(
         total=len(runs) * num_steps, unit="step", disable=dist.get_rank() != 0, mininterval=seconds_between_updates
     ) as bar:
         for turn, slice_steps, measured in _slices(num_steps):

@@ -1,4 +1,5 @@
-"""The arguments and the output of ``fusedcomm plan``. Imports torch and the extension only when it runs."""
+"""The arguments and the output of ``fusedcomm plan``. Imports torch and the extension only once its arguments are
+known to be possible."""
 
 import argparse
 import dataclasses
@@ -7,52 +8,112 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedcomm.tools.arguments import COMPARED, accepted, add_accept_to
+from fusedcomm.tools import output
+from fusedcomm.tools.arguments import COMPARED, accepted, add_wires_to, number
+from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.plan import architectures
+from fusedcomm.tools.plan.hardware import DEVICES, CpuHosts, GpuHosts, Hosts, options_of
 
 if TYPE_CHECKING:
-    from fusedcomm.tools.plan.paper import Row
+    from fusedcomm.tools.plan.paper import Recommendation, Row, Training
 
 PRESETS = ("horovod-2018", "ddp-bucket-size")
 DEFAULT_CAPS_MIB = (5, 25, 50, 100, 200)
 DEFAULT_BACKWARD_SHARE = 2 / 3
-DESCRIPTION = """Predicts how long a training step takes on a cluster that need not be available, and recommends the
-line of code that makes it shorter. All assumptions are printed. --preset compares the model with published figures."""
-_HARDWARE = {
-    "--ranks": (int, "number of GPUs"),
-    "--ranks-per-host": (int, "GPUs on each host (1)"),
-    "--nic-gbps": (float, "line rate of a host, all its NICs together, each way, in Gbit/s (25)"),
-    "--efficiency": (float, "share of the NICs' rate that gradients can use (0.926)"),
-    "--nic-latency-us": (float, "latency of a hop between hosts, in µs (9.6)"),
-    "--local-gbps": (float, "Gbit/s from a GPU to others on its host: PCIe 4.0 about 200, NVLink 4 about 3000 (200)"),
-    "--local-latency-us": (float, "latency of a hop within a host, in µs (5.7)"),
-    "--memory-gbytes-per-s": (float, "memory rate of a GPU, in GB/s (1500)"),
-    "--slowdown": (float, "how much collectives lengthen the backward pass, as a share of their time (0.4)"),
-}
-_OF_A_PRESET = ("preset", "json", "plot", "command", "run", "error")
+DESCRIPTION = """Predicts how long a training step takes on a cluster that you cannot use now, and
+recommends the line of code that makes it shorter. Prints the answer, then a table of all
+ways, then every assumption."""
+USAGE = """fusedcomm plan --ranks N (--model NAME | --params N) (--step-ms MS | --samples-per-s N --batch N)
+                      [further options]
+       fusedcomm plan --preset NAME [--json PATH] [--plot PATH]"""
+EXAMPLE = """fusedcomm plan --ranks 64 --gpus-per-host 8 --nic-gbps 25 --model bert-large --step-ms 300
+fusedcomm plan --device cpu --ranks 4 --cores 8 --nic-gbps 1 --params 25e6 --step-ms 500
+fusedcomm plan --preset horovod-2018"""
+_OF_A_PRESET = ("preset", "json", "plot", "command", "run", "parser")
 """Names of arguments that --preset can be combined with. A preset has its own values for all others."""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
     """Adds ``fusedcomm plan`` to the commands."""
-    parser = commands.add_parser("plan", help="predict a step without access to the cluster", description=DESCRIPTION)
-    for name, (kind, text) in _HARDWARE.items():
-        aliases = ("--gpus-per-host",) if name == "--ranks-per-host" else ()
-        parser.add_argument(name, *aliases, type=kind, help=text)
-    parser.add_argument("--model", choices=architectures.NAMES, help="the model whose gradients are sent")
-    parser.add_argument("--params", type=float, help="or: number of gradient elements, in parameters of equal size")
-    parser.add_argument("--step-ms", type=float, help="time of a step on one GPU without synchronization")
-    parser.add_argument("--samples-per-s", type=float, help="or: throughput of one GPU; needs --batch")
-    parser.add_argument("--batch", type=float, help="samples of one GPU in a step; needs --samples-per-s")
-    parser.add_argument("--backward-share", type=float, help=f"backward share of a step ({DEFAULT_BACKWARD_SHARE:.3f})")
-    parser.add_argument("--wires", nargs="+", metavar="WIRE", help=f"wires to compare ({' '.join(COMPARED)})")
-    add_accept_to(parser)
+    parser = commands.add_parser(
+        "plan",
+        help="predict a step without access to the cluster",
+        description=DESCRIPTION,
+        usage=USAGE,
+        example=EXAMPLE,
+    )
+    step = parser.add_argument_group("the model and its step")
+    step.add_argument(
+        "--model",
+        choices=architectures.NAMES,
+        metavar="NAME",
+        help=f"the model whose gradients are sent: {', '.join(architectures.NAMES)}",
+    )
+    step.add_argument(
+        "--params",
+        type=number(least=1, below=1e13),
+        metavar="N",
+        help="or: gradient elements, in parameters of equal size",
+    )
+    step.add_argument(
+        "--step-ms",
+        type=number(above=0, below=1e12),
+        metavar="MS",
+        help="time of a step of one rank without synchronization",
+    )
+    step.add_argument(
+        "--samples-per-s", type=number(above=0), metavar="N", help="or: samples per second of one rank; needs --batch"
+    )
+    step.add_argument(
+        "--batch", type=number(above=0), metavar="N", help="samples of one rank in a step; needs --samples-per-s"
+    )
+    step.add_argument(
+        "--backward-share",
+        type=number(above=0, most=1),
+        metavar="SHARE",
+        help=f"share of a step that is the backward pass ({DEFAULT_BACKWARD_SHARE:.3f})",
+    )
+    hosts = parser.add_argument_group(
+        "the machines; defaults in brackets, for GPUs and for CPU hosts where they differ"
+    )
+    hosts.add_argument("--device", choices=tuple(DEVICES), help="what trains: gpu over NCCL, or cpu over gloo (gpu)")
+    for option, field in _hardware_options().items():
+        hosts.add_argument(
+            option,
+            *field.metadata["aliases"],
+            type=field.metadata["parse"],
+            metavar="N",
+            help=field.metadata["help"] + _defaults_of(field.name),
+        )
+    choices = parser.add_argument_group("what to compare, and what to write")
+    add_wires_to(choices)
     caps = " ".join(map(str, DEFAULT_CAPS_MIB))
-    parser.add_argument("--caps", nargs="+", type=float, metavar="MIB", help=f"bucket_cap_mb to try ({caps})")
-    parser.add_argument("--preset", choices=PRESETS, help="compare the model with published figures")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="file for all results")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="file for a picture of the steps; needs matplotlib")
-    parser.set_defaults(run=run, error=parser.error)
+    choices.add_argument(
+        "--caps", nargs="+", type=number(least=0), metavar="MIB", help=f"bucket_cap_mb of DDP to try ({caps})"
+    )
+    choices.add_argument(
+        "--preset",
+        choices=PRESETS,
+        metavar="NAME",
+        help=f"compare the model with published figures instead: {', '.join(PRESETS)}",
+    )
+    choices.add_argument("--json", type=Path, metavar="PATH", help="file for all results (none)")
+    choices.add_argument(
+        "--plot", type=Path, metavar="PATH", help="file for a picture of the steps; needs matplotlib (none)"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def _hardware_options() -> dict[str, dataclasses.Field]:
+    """The fields of all devices that are options, by option."""
+    return {option: field for hosts in DEVICES.values() for option, field in options_of(hosts)}
+
+
+def _defaults_of(name: str) -> str:
+    """The default of a field in brackets, or both devices' if they differ; empty if there is none."""
+    fields = [hosts.__dataclass_fields__[name] for hosts in DEVICES.values() if name in hosts.__dataclass_fields__]
+    defaults = [f"{field.default:g}" for field in fields if field.default is not dataclasses.MISSING]
+    return f" ({', '.join(dict.fromkeys(defaults))})" if defaults else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +135,18 @@ def run(args: argparse.Namespace) -> int:
         UsageError: an argument is impossible, or a file cannot be written.
         ImportError: a package is not installed.
     """
-    from fusedcomm.tools import output
-    from fusedcomm.tools.errors import UsageError
-
     _refuse_what_a_preset_has(args)
-    output.check(args.json, args.plot)
+    hosts = _hosts(args) if args.preset is None else None
+    if hosts is not None:
+        _check_step(args)
+        accepted(args.wires or COMPARED, args.accept)
+    output.check((("--json", args.json), ("--plot", args.plot)))
     if args.plot is not None:
         output.pyplot()  # if matplotlib is missing, fail before the work
-    try:
-        if args.preset is None:
-            written, picture = _plan(args)
-        else:
-            written, picture = _horovod() if args.preset == "horovod-2018" else _bucket_size()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    if hosts is not None:
+        written, picture = _plan(args, hosts)
+    else:
+        written, picture = _horovod() if args.preset == "horovod-2018" else _bucket_size()
     try:
         if args.json is not None:
             args.json.write_text(json.dumps(written, indent=1) + "\n")
@@ -95,13 +154,12 @@ def run(args: argparse.Namespace) -> int:
             _draw(args.plot, picture)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}; name another file") from error
+    output.say_written(*(path for path in (args.json, args.plot) if path is not None))
     return 0
 
 
 def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
     """Raises UsageError if an argument is given that --preset would ignore."""
-    from fusedcomm.tools.errors import UsageError
-
     if args.preset is None:
         return
     for name, value in vars(args).items():
@@ -112,41 +170,88 @@ def _refuse_what_a_preset_has(args: argparse.Namespace) -> None:
             )
 
 
-def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
-    """Prints the prediction. Returns what --json and --plot write."""
-    from fusedcomm.tools.plan import paper as paper_plan
-
+def _hosts(args: argparse.Namespace) -> Hosts:
+    """The machines. Raises UsageError if they are impossible."""
     if args.ranks is None:
-        raise ValueError("how many GPUs? Use --ranks, or --preset for a comparison with published figures")
-    given = {name[2:].replace("-", "_") for name in _HARDWARE}
-    hardware = paper_plan.Hardware(**{name: getattr(args, name) for name in given if getattr(args, name) is not None})
-    parameters = _parameters(args)
-    step_s = _step_s(args)
+        raise UsageError("how many ranks train? Use --ranks, or --preset for a comparison with published figures")
+    device = args.device or "gpu"
+    here = dict(options_of(DEVICES[device]))
+    given = {}
+    for option, field in _hardware_options().items():
+        value = getattr(args, field.name)
+        if value is None:
+            continue
+        if option not in here:
+            raise UsageError(
+                f"{option} {value:g} would do nothing with --device {device}: it describes another device; leave it out"
+            )
+        given[field.name] = value
+    try:
+        return DEVICES[device](**given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_step(args: argparse.Namespace) -> None:
+    """Raises UsageError unless the arguments describe one model and one step."""
+    if args.model is None and args.params is None:
+        raise UsageError("which gradients are sent? Use --model or --params")
+    if args.model is not None and args.params is not None:
+        raise UsageError(f"--model {args.model} and --params {args.params:g} describe two models: leave out one")
+    if args.step_ms is None and args.samples_per_s is None:
+        raise UsageError("how long does a step of one rank take? Use --step-ms, or --samples-per-s and --batch")
+    if args.step_ms is not None and args.samples_per_s is not None:
+        raise UsageError(
+            f"--step-ms {args.step_ms:g} and --samples-per-s {args.samples_per_s:g} describe two steps: leave out one"
+        )
+    if args.step_ms is not None and args.batch is not None:
+        raise UsageError(
+            f"--batch {args.batch:g} would do nothing beside --step-ms {args.step_ms:g}: it belongs to "
+            "--samples-per-s; leave out one of the two"
+        )
+    if args.samples_per_s is not None and args.batch is None:
+        raise UsageError(
+            f"--samples-per-s {args.samples_per_s:g} does not say how long a step takes: add --batch, its samples"
+        )
+
+
+def _training(args: argparse.Namespace, hosts: Hosts) -> "Training":
+    from fusedcomm.tools.plan.paper import Training, even_parameters
+
+    if args.model is not None:
+        parameters = architectures.architecture(args.model).parameters
+    else:
+        parameters = even_parameters(int(args.params))
+    step_s = args.step_ms / 1e3 if args.step_ms is not None else args.batch / args.samples_per_s
     backward_share = DEFAULT_BACKWARD_SHARE if args.backward_share is None else args.backward_share
-    training = paper_plan.Training(parameters, step_s, backward_share)
+    busy_cores = hosts.cores if isinstance(hosts, CpuHosts) else 1.0
+    return Training(parameters, step_s, backward_share, busy_cores)
+
+
+def _plan(args: argparse.Namespace, hosts: GpuHosts | CpuHosts) -> tuple[dict, _Picture]:
+    """Prints the prediction. Returns what --json and --plot write."""
+    from fusedcomm.tools.plan import paper
+
+    training = _training(args, hosts)
     wires = args.wires or COMPARED
     may_be_recommended = accepted(wires, args.accept)
-    rows = paper_plan.plan(hardware, training, wires, args.caps or DEFAULT_CAPS_MIB)
-    found = paper_plan.recommend(rows, may_be_recommended)
-    numel = sum(parameter.numel for parameter in parameters)
+    rows = paper.plan(hosts, training, wires, args.caps or DEFAULT_CAPS_MIB)
+    found = paper.recommend(rows, may_be_recommended)
+    numel = sum(parameter.numel for parameter in training.parameters)
     assumptions = {
         "model": f"{args.model or 'unknown'}, {numel:,} fp32 gradients"
         + (", ready by the multiply-adds of their layers" if args.model else ", of equal size, evenly ready"),
-        "compute": f"{step_s * 1e3:g} ms a step without synchronization, {backward_share:.0%} of it the backward pass",
-        **hardware.assumptions(),
-        **hardware.assumptions_of_ways(),
+        "compute": f"{training.step_s * 1e3:g} ms a step without synchronization, {training.backward_share:.0%} of it "
+        "the backward pass",
+        **hosts.assumptions(),
+        **paper.assumptions_of_ways(hosts),
     }
+    _print_answer(found, rows[0])
+    _print_rows(rows, found, may_be_recommended)
     _print_assumptions(assumptions)
-    _print_rows(rows)
-    print(f"\n{found.line}")
-    if found.faster is not None:
-        print(
-            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms, but changes gradients more: try it "
-            f"on your own with fusedcomm.simulate, then --accept {found.faster.wire}"
-        )
     written = {
         "assumptions": assumptions,
-        "hardware": dataclasses.asdict(hardware),
+        "hardware": {"device": args.device or "gpu", **dataclasses.asdict(hosts)},
         "rows": [dataclasses.asdict(row) for row in rows],
         "accepted": may_be_recommended,
         "recommendation": found.line,
@@ -156,47 +261,18 @@ def _plan(args: argparse.Namespace) -> tuple[dict, _Picture]:
     return written, _Picture("step, ms", {"predicted": steps})
 
 
-def _parameters(args: argparse.Namespace) -> Sequence[architectures.Parameter]:
-    from fusedcomm.tools.plan.paper import even_parameters
-
-    if (args.model is None) == (args.params is None):
-        raise ValueError("which gradients? Use exactly one of --model and --params")
-    if args.model is not None:
-        return architectures.architecture(args.model).parameters
-    if not 1 <= args.params < 1e13:
-        raise ValueError(f"--params {args.params:g} is not possible: use at least 1 and less than 1e13")
-    return even_parameters(int(args.params))
-
-
-def _step_s(args: argparse.Namespace) -> float:
-    if (args.step_ms is None) == (args.samples_per_s is None):
-        raise ValueError("how long does one GPU take? Use exactly one of --step-ms and --samples-per-s")
-    if args.step_ms is not None:
-        if args.batch is not None:
-            raise ValueError(
-                f"--batch {args.batch:g} would do nothing beside --step-ms {args.step_ms:g}: it belongs to "
-                "--samples-per-s; leave out one of the two"
-            )
-        if not 0 < args.step_ms < 1e12:
-            raise ValueError(f"--step-ms {args.step_ms:g} is not possible: use a positive number")
-        return args.step_ms / 1e3
-    if args.batch is None or not args.batch > 0 or not args.samples_per_s > 0:
-        raise ValueError(
-            f"--samples-per-s {args.samples_per_s:g} with --batch {args.batch} is not possible: both must be positive"
-        )
-    return args.batch / args.samples_per_s
-
-
 def _horovod() -> tuple[dict, _Picture]:
     """Prints the comparison with Horovod's figures. Returns what --json and --plot write."""
     from fusedcomm.tools.plan import published
 
     rows, assumptions = published.horovod(), published.horovod_assumptions()
-    _print_assumptions(assumptions)
-    print(f"\n{'scaling efficiency':<20} {'GPUs':>5} {'published':>10} {'model':>7} {'off by':>7}")
+    worst = max(abs(row.predicted / row.published - 1) for row in rows)
+    print(f"The model is within {worst:.1%} of Horovod's published scaling efficiencies.\n")
+    print(f"{'scaling efficiency':<20} {'GPUs':>5} {'published':>10} {'model':>7} {'off by':>7}")
     for row in rows:
         off = row.predicted / row.published - 1
         print(f"{row.model:<20} {row.ranks:>5} {row.published:>10.0%} {row.predicted:>7.1%} {off:>+7.1%}")
+    _print_assumptions(assumptions)
     series = {
         name: {f"{row.model}\n{row.ranks} GPUs": getattr(row, name) for row in rows}
         for name in ("published", "predicted")
@@ -211,11 +287,11 @@ def _bucket_size() -> tuple[dict, _Picture]:
     from fusedcomm.tools.plan import published
 
     curves, assumptions = published.bucket_size(), published.bucket_assumptions()
-    _print_assumptions(assumptions)
-    print("\nstep in ms by DDP's bucket size in MiB; published: resnet50 best at 10 to 25 MB, BERT at more")
+    print("Step in ms by DDP's bucket size in MiB. Published: resnet50 best at 10 to 25 MB, BERT at more")
     for curve in curves:
         steps = "  ".join(f"{mib:g}: {step_s * 1e3:.1f}" for mib, step_s in curve.step_s_by_mib.items())
         print(f"{curve.model}, {curve.ranks} GPUs, best {curve.best_mib:g}:  {steps}")
+    _print_assumptions(assumptions)
     rows = [{**dataclasses.asdict(curve), "best_mib": curve.best_mib} for curve in curves]
     # Steps relative to the best one, so that both models fit on one axis.
     lines = {
@@ -229,27 +305,40 @@ def _bucket_size() -> tuple[dict, _Picture]:
 
 
 def _print_assumptions(assumptions: dict[str, str]) -> None:
-    print("assumed:")
+    print("\nAssumed (--help lists the options that change it):")
     for name, text in assumptions.items():
         print(f"  {name}: {text}")
 
 
-def _print_rows(rows: Sequence["Row"]) -> None:
-    width = max(len(row.way) for row in rows)
-    print(
-        f"\n{'way':<{width}} {'cap MiB':>8} {'buckets':>8} {'step ms':>9} {'speed-up':>9} {'efficiency':>11} "
-        f"{'waits ms':>9} {'MB/host':>9}  made of"
-    )
-    for row in rows:
+def _print_answer(found: "Recommendation", default: "Row") -> None:
+    """Prints what to do, and what it gains. Nothing was measured, and the lines say so."""
+    row = found.row
+    print(found.line if found.line.startswith("leave") else f"Use: {found.line}")
+    told = "" if row is default else f" instead of {default.step_s * 1e3:.1f} ms, {row.speedup:.2f} times as fast"
+    print(f"  A step would take {row.step_s * 1e3:.1f} ms{told}: predicted from the assumptions below, not measured")
+    if found.faster is not None:
         print(
-            f"{row.way:<{width}} {row.cap_mib:>8g} {row.num_buckets:>8} {row.step_s * 1e3:>9.2f} {row.speedup:>9.2f} "
-            f"{row.efficiency:>11.1%} {row.exposed_s * 1e3:>9.2f} {row.sent_nbytes / 1e6:>9.1f}  {row.bound}"
+            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms: see docs/accuracy.md for what it "
+            f"does to gradients, then --accept {found.faster.wire}"
         )
 
 
-def _draw(path: Path, picture: _Picture) -> None:
-    from fusedcomm.tools import output
+def _print_rows(rows: Sequence["Row"], found: "Recommendation", accepted: Sequence[str]) -> None:
+    width = max(len(row.way) for row in rows)
+    print(
+        f"\n{'way':<{width}} {'cap MiB':>8} {'buckets':>8} {'step ms':>9} {'speed-up':>9} {'efficiency':>11} "
+        f"{'waits ms':>9} {'MB/host':>9}  {'made of':<8}"
+    )
+    for row in rows:
+        note = "  not accepted" if row.wire is not None and row.wire not in accepted else ""
+        line = (
+            f"{row.way:<{width}} {row.cap_mib:>8g} {row.num_buckets:>8} {row.step_s * 1e3:>9.2f} {row.speedup:>9.2f} "
+            f"{row.efficiency:>11.1%} {row.exposed_s * 1e3:>9.2f} {row.sent_nbytes / 1e6:>9.1f}  {row.bound:<8}"
+        )
+        print((line + ("  <- use" if row is found.row else note)).rstrip())
 
+
+def _draw(path: Path, picture: _Picture) -> None:
     pyplot = output.pyplot()
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for name, values in picture.series.items():

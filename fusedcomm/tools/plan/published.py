@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from fusedcomm.tools.cost_model import Choice, Gradient, Workload, predict
 from fusedcomm.tools.plan.architectures import architecture
-from fusedcomm.tools.plan.paper import Hardware, Training
+from fusedcomm.tools.plan.costs import cluster_of
+from fusedcomm.tools.plan.hardware import GpuHosts
+from fusedcomm.tools.plan.paper import Training
 
 # Horovod's default HOROVOD_CYCLE_TIME until 0.21, in seconds.
 HOROVOD_CYCLE_S = 5e-3
@@ -48,9 +50,9 @@ def resnet101_samples_per_s() -> float:
     return 1 / (fast + (slow - fast) * (middle - small) / (large - small))
 
 
-def horovod_hardware(ranks: int) -> Hardware:
+def horovod_hardware(ranks: int) -> GpuHosts:
     """The hardware of Horovod's figures. There is no tree: NCCL has had trees only since 2.4, of 2019."""
-    return Hardware(
+    return GpuHosts(
         ranks, ranks_per_host=4, nic_gbps=25, local_gbps=80, local_latency_us=5.7, tree=False, memory_gbytes_per_s=550
     )
 
@@ -83,7 +85,7 @@ def horovod(**changes: object) -> list[Scaling]:
     ):
         training = Training(architecture(model).parameters, P100_BATCH / samples_per_s[model])
         workload = training.workload()
-        cluster = dataclasses.replace(horovod_hardware(ranks), **changes).cluster()
+        cluster = cluster_of(dataclasses.replace(horovod_hardware(ranks), **changes))
         prediction = predict(workload, Choice(None), cluster, fused(workload))
         found.append(Scaling(model, ranks, published, prediction.compute_s / prediction.step_s))
     return found
@@ -121,9 +123,9 @@ BUCKET_MIB = {
 }
 
 
-def bucket_hardware(ranks: int) -> Hardware:
+def bucket_hardware(ranks: int) -> GpuHosts:
     """The paper's hardware: servers with eight V100, NVLink and one NIC of 100 Gbit/s."""
-    return Hardware(
+    return GpuHosts(
         ranks, ranks_per_host=8, nic_gbps=100, local_gbps=480, local_latency_us=3.4, memory_gbytes_per_s=750
     )
 
@@ -134,7 +136,7 @@ def bucket_size(ranks: Sequence[int] = (16, 32)) -> list[Curve]:
     for model, step_s in (*V100_STEP_S.items(), ("bert-large", BERT_STEP_S)):
         workload = Training(architecture(model).parameters, step_s).workload()
         for count in ranks:
-            cluster = bucket_hardware(count).cluster()
+            cluster = cluster_of(bucket_hardware(count))
             steps = {mib: predict(workload, Choice(None, mib << 20), cluster).step_s for mib in BUCKET_MIB[model]}
             curves.append(Curve(model, count, steps))
     return curves
@@ -165,15 +167,17 @@ def slowdown_fit(slowdown: float) -> list[tuple[str, int, float, float]]:
         workload = Training(architecture(model).parameters, step_s).workload()
         for ranks, share in slower.items():
             per_host = min(ranks, 8)
-            cluster = Hardware(
-                ranks,
-                per_host,
-                nic_gbps=400,
-                local_gbps=480,
-                local_latency_us=3.4,
-                memory_gbytes_per_s=750,
-                slowdown=slowdown,
-            ).cluster()
+            cluster = cluster_of(
+                GpuHosts(
+                    ranks,
+                    per_host,
+                    nic_gbps=400,
+                    local_gbps=480,
+                    local_latency_us=3.4,
+                    memory_gbytes_per_s=750,
+                    slowdown=slowdown,
+                )
+            )
             large, small = (predict(workload, Choice(None, mib << 20), cluster).step_s for mib in (25, 1))
             found.append((model, ranks, share, small / large - 1))
     return found

@@ -1,10 +1,22 @@
-"""The arguments of ``fusedcomm probe``. Imports no torch at first: other commands have to run where this one cannot."""
+"""The arguments of ``fusedcomm probe``. Imports torch only once they are known to be possible."""
 
 import argparse
+import importlib.util
+import os
 from pathlib import Path
 
-from fusedcomm.tools.arguments import COMPARED, accepted, add_accept_to
-from fusedcomm.tools.errors import UsageError
+from fusedcomm.tools import output
+from fusedcomm.tools.arguments import COMPARED, accepted, add_wires_to, number
+from fusedcomm.tools.errors import ProbeError, UsageError
+from fusedcomm.tools.probe.script import script_path
+
+MIN_SECONDS = 5
+"""The smallest --seconds."""
+DEFAULT_SECONDS, DEFAULT_PARAMS, DEFAULT_CAPS_MB = 60.0, 25e6, (5.0, 25.0, 100.0)
+DEFAULT_JSON, DEFAULT_PLOT = Path("out/probe.json"), Path("out/probe.png")
+EXAMPLE = """torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id probe --rdzv-endpoint host0:29500 \\
+    -m fusedcomm probe --script model.py    (the same line on every host)
+fusedcomm probe --seconds 20                (two ranks on this machine, to see how it works)"""
 
 
 def add_to(commands: "argparse._SubParsersAction") -> None:
@@ -12,43 +24,93 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     probe = commands.add_parser(
         "probe",
         help="measure your cluster for a minute: which wire, if any, makes your step shorter, and by how much",
-        description="Measures links, codec and a model's step on torchrun's ranks (torchrun … -m fusedcomm probe), "
-        "predicts a step for each wire, sum and bucket size, recommends one, and checks the prediction.",
+        description="Measures links, codec and a model's step on torchrun's ranks, predicts a step for each wire, sum "
+        "and\nbucket size, checks the best of them with real steps, and recommends one, or to leave it off.",
+        example=EXAMPLE,
     )
     probe.add_argument("--script", metavar="PATH[:FUNCTION]", help="make() there returns (model, step[, optimizer])")
-    probe.add_argument("--params", type=float, help="without --script: elements of the synthetic model (25e6)")
-    probe.add_argument("--backward-ms", type=float, help="without --script: time of its backward pass (0)")
-    probe.add_argument("--seconds", type=float, default=60.0, help="about how long the probe may take (60)")
-    probe.add_argument("--wires", nargs="+", default=list(COMPARED), help=f"wires to compare ({' '.join(COMPARED)})")
-    add_accept_to(probe)
-    probe.add_argument("--caps", nargs="+", type=float, default=[5.0, 25.0, 100.0], help="bucket_cap_mb (5 25 100)")
+    probe.add_argument(
+        "--params",
+        metavar="N",
+        type=number(least=1, below=1e13),
+        help=f"without --script: elements of the synthetic model ({DEFAULT_PARAMS:g})",
+    )
+    probe.add_argument(
+        "--backward-ms",
+        metavar="MS",
+        type=number(least=0, below=1e9),
+        help="without --script: time of the synthetic model's backward pass; 0: only what writing its gradients takes "
+        "(0)",
+    )
+    probe.add_argument(
+        "--seconds",
+        metavar="N",
+        type=number(least=MIN_SECONDS, below=1e6),
+        default=DEFAULT_SECONDS,
+        help=f"time to measure for, once ranks and model are there, at least {MIN_SECONDS} ({DEFAULT_SECONDS:g})",
+    )
+    add_wires_to(probe)
+    probe.add_argument(
+        "--caps",
+        nargs="+",
+        type=number(above=0),
+        default=list(DEFAULT_CAPS_MB),
+        metavar="MIB",
+        help=f"bucket_cap_mb of DDP to compare ({' '.join(f'{cap:g}' for cap in DEFAULT_CAPS_MB)})",
+    )
     probe.add_argument(
         "--cores",
-        type=float,
-        help="cores of each rank of this host (counted); the smallest number of all hosts applies",
+        metavar="N",
+        type=number(above=0),
+        help="cores of each rank of this host; the smallest number of all hosts applies (counted)",
     )
-    probe.add_argument("--json", type=Path, default=Path("out/probe.json"), help="all findings (out/probe.json)")
-    probe.add_argument("--plot", type=Path, default=Path("out/probe.png"), help="picture (out/probe.png)")
-    probe.set_defaults(run=_run, error=probe.error)
+    probe.add_argument(
+        "--json", type=Path, metavar="PATH", default=DEFAULT_JSON, help=f"file for all findings ({DEFAULT_JSON})"
+    )
+    probe.add_argument(
+        "--plot", type=Path, metavar="PATH", help=f"file for a picture, with matplotlib ({DEFAULT_PLOT})"
+    )
+    probe.set_defaults(run=_run, parser=probe)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from fusedcomm.tools.probe.launch import Options, launch
-    from fusedcomm.tools.probe.run import Settings
-
     for option, value in (("--params", args.params), ("--backward-ms", args.backward_ms)):
         if args.script is not None and value is not None:
             raise UsageError(
                 f"{option} {value:g} describes the synthetic step, and --script {args.script} has its own: use one"
             )
-    step = {"params": args.params, "backward_s": args.backward_ms and args.backward_ms / 1e3}
+    wires = tuple(dict.fromkeys(args.wires or COMPARED))
+    accept = accepted(wires, args.accept)
+    world_size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    if world_size == "1":
+        raise UsageError(
+            "torchrun started one rank, which cannot send gradients to another: start at least two (--nnodes, "
+            "--nproc-per-node), or run the probe without torchrun, which starts two on this machine"
+        )
+    try:
+        if args.script is not None and world_size is None:  # ranks tell each other
+            script_path(args.script)
+    except ProbeError as error:
+        raise UsageError(str(error)) from None
+    plot = args.plot
+    if plot is None and importlib.util.find_spec("matplotlib") is not None:
+        plot = DEFAULT_PLOT
+    if os.environ.get("RANK", "0") == "0":  # only rank 0 writes
+        output.check((("--json", args.json), ("--plot", plot)))
+    if args.plot is not None:
+        output.pyplot()  # if matplotlib is missing, fail before the work
+
+    from fusedcomm.tools.probe.launch import Options, launch
+    from fusedcomm.tools.probe.run import Settings
+
     settings = Settings(
         script=args.script,
-        **{name: value for name, value in step.items() if value is not None},
+        params=DEFAULT_PARAMS if args.params is None else args.params,
+        backward_s=(args.backward_ms or 0.0) / 1e3,
         seconds=args.seconds,
-        wires=tuple(args.wires),
-        accept=accepted(args.wires, args.accept),
-        caps_mb=tuple(args.caps),
+        wires=wires,
+        accept=accept,
+        caps_mb=tuple(dict.fromkeys(args.caps)),
         cores=args.cores,
     )
-    return launch(Options(settings, args.json, args.plot))
+    return launch(Options(settings, args.json, plot))

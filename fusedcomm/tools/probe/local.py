@@ -8,6 +8,7 @@ import itertools
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,14 +23,21 @@ from fusedcomm.tools.probe.fit import Point, theil_sen
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.traced import stage_points
 
-CHUNK_PARTS = (8, 2, 1)
-"""Chunks are measured at the size that the engine gives them, divided by each of these."""
+CHUNK_PARTS = ((8, 2, 1), (8, 1), (1,))
+"""Chunks are measured at the size that the engine gives them, divided by each of the first of these that fits the
+budget. With one size the fixed part of a stage is taken to be 0."""
 # Workspaces that take turns; few, so that they stay in the caches.
 NUM_WORKSPACES = 4
 NUM_BUCKETS = 4
 """Buckets that take turns; many, so that none is still in a cache when its turn comes again."""
+NUM_STAGES, NUM_PASSES = 3, 3
+"""Codec stages of a wire, and passes over a bucket that measuring one takes at least."""
+MIN_BUCKET_SHARE = 1 / 8
+"""Buckets are no smaller than this share of DDP's, however small the budget is: caches would hold them."""
+STAGE_OF_A_COPY = 0.5
+"""A stage takes about this share of the time of a copy of the same gradients."""
 # Repetitions of each measurement.
-MIN_ROUNDS, MAX_ROUNDS = 3, 40
+MIN_ROUNDS, MAX_ROUNDS = 1, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +57,9 @@ class MeasuredLocal:
 def measure_local(
     team: Team,
     wires: Sequence[str],
+    cores: float | None,
+    s_per_byte: float | None,
     budget_s: float,
-    cores: float | None = None,
-    s_per_byte: float | None = None,
 ) -> MeasuredLocal:
     """Measures each of the `wires` and "fp32". A collective call.
 
@@ -66,11 +74,12 @@ def measure_local(
     copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
     cores = _agreed_cores(team, cores) if on_cpu else None
     points, codecs = {}, {}
-    first = torch.randn(DEFAULT_CAP_NBYTES // 4)
+    parts, share = _fitting(team, len(wires) + 1, copy_s_per_byte, 0.9 * budget_s)
+    first = torch.randn(int(share * DEFAULT_CAP_NBYTES) // 4)
     buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
     for wire in dict.fromkeys(("fp32", *wires)):
         if on_cpu:
-            points[wire] = _stages(team, codec, buckets, wire, s_per_byte, 0.9 * budget_s / (len(wires) + 1))
+            points[wire] = _stages(team, codec, buckets, wire, parts, s_per_byte, 0.9 * budget_s / (len(wires) + 1))
         else:
             points[wire] = stage_points(team, wire)
         codecs[wire] = Codec(**{stage: theil_sen(of_stage) for stage, of_stage in points[wire].items()})
@@ -78,11 +87,25 @@ def measure_local(
     return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what)
 
 
+def _fitting(team: Team, num_wires: int, copy_s_per_byte: float, budget_s: float) -> tuple[tuple[int, ...], float]:
+    """(the entry of CHUNK_PARTS that fits the budget, the share of DDP's bucket size that does). On a busy machine
+    ranks wait long for each other. A collective call."""
+    began = time.perf_counter()
+    for _ in range(NUM_PASSES):
+        team.barrier()
+    barrier_s = (time.perf_counter() - began) / NUM_PASSES
+    pass_s = barrier_s + STAGE_OF_A_COPY * copy_s_per_byte * DEFAULT_CAP_NBYTES
+    (of_a_size_s,) = team.slowest([num_wires * NUM_STAGES * NUM_PASSES * pass_s])
+    parts = next((parts for parts in CHUNK_PARTS if len(parts) * of_a_size_s <= budget_s), CHUNK_PARTS[-1])
+    return parts, min(1.0, max(budget_s / of_a_size_s, MIN_BUCKET_SHARE))
+
+
 def _stages(
     team: Team,
     codec: "_C.Codec",
     buckets: list[torch.Tensor],
     wire: str,
+    chunk_parts: Sequence[int],
     s_per_byte: float | None,
     budget_s: float,
 ) -> dict[str, list[Point]]:
@@ -93,7 +116,7 @@ def _stages(
     default = chunks.resolved(Config(wire), team.world_size, team.device.type, s_per_byte).chunks.nbytes
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
-    for parts in CHUNK_PARTS:
+    for parts in chunk_parts:
         config = Config(wire, wires={ONE_DIMENSIONAL: wire}, chunks=Chunks(max(default // parts, 4096)))
         native = chunks.native(config, team.world_size)
         plan = _C.plan_bucket(native, team.world_size, gradient[:0], 0, gradient.numel())
@@ -129,7 +152,7 @@ def _stages(
         # The stages of this plan, and the unpack of 16-bit all-reduces.
         stages = {name: stages[name] for name in dict.fromkeys((*codec_costs(plan), "unpack"))}
         for name, stage in stages.items():
-            seconds = _timed(team, each(stage), budget_s / len(CHUNK_PARTS) / len(stages))
+            seconds = _timed(team, each(stage), budget_s / len(chunk_parts) / len(stages))
             points.setdefault(name, []).append((numel, seconds / layout.num_chunks))
     return points
 

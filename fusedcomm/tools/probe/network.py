@@ -31,8 +31,10 @@ DDP_IN_FLIGHT = 2
 """A gloo group runs two collectives at once."""
 MIN_MESSAGES_OF_A_SLOT, MAX_MESSAGES_OF_A_SLOT = 3, 5
 """Messages that follow one another on a slot: enough that filling and draining the link is a small part of the time."""
-# Repetitions of each measurement.
+# Repetitions of a measurement. A large message is left out if it cannot be repeated MIN_ROUNDS times.
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
+MAX_OVER = 4
+"""The engine's largest messages are left out if sending them once takes this many times the budget."""
 # The kinds of collective that are measured, with their shares of the budget.
 ON_ONE_LEVEL = {"exchange": 0.3, "direct": 0.25, "all_reduce": 0.45}
 BETWEEN, WITHIN = "between hosts", "within hosts"
@@ -87,12 +89,12 @@ class MeasuredNetwork:
         return None if self.two_levels is None else Network(all_reduce=FREE, exchange=FREE)
 
 
-def measure_network(team: Team, budget_s: float, hosts: Hosts | None = None) -> MeasuredNetwork:
+def measure_network(team: Team, hosts: Hosts | None, budget_s: float) -> MeasuredNetwork:
     """Measures every kind of collective. A collective call.
 
     Args:
-        budget_s: about how long it takes, if the smallest messages fit into that.
         hosts: the hosts on which sums can have two levels; None: sums have one level.
+        budget_s: about how long it takes, if the smallest messages fit into that.
     """
     bench = _Bench(team, hosts)
     found = {
@@ -184,12 +186,15 @@ class _Bench:
         samples = [smallest]
         for nbytes in sizes:
             expected_s = estimate(nbytes)
-            if kind == "all_reduce" and nbytes > sizes[1] and MIN_ROUNDS * expected_s * num_messages > 2 * of_a_size_s:
+            least_s = MIN_MESSAGES_OF_A_SLOT * in_flight * expected_s
+            limit_s = 2 * of_a_size_s / MIN_ROUNDS if kind == "all_reduce" else MAX_OVER * budget_s
+            if nbytes > sizes[1] and least_s > limit_s:
                 continue  # the link is too slow for this size; smaller ones give its rate
             fits = int(of_a_size_s / (MIN_ROUNDS * expected_s))
             together = min(max(fits, MIN_MESSAGES_OF_A_SLOT * in_flight), num_messages)
             for count, under_way in ((1, 1), (together, in_flight)):
-                rounds = min(max(int(of_a_size_s / (count * expected_s)), MIN_ROUNDS), MAX_ROUNDS)
+                least = MIN_ROUNDS if MIN_ROUNDS * count * expected_s <= budget_s else 1
+                rounds = min(max(int(of_a_size_s / (count * expected_s)), least), MAX_ROUNDS)
                 samples.append(self._sample(kind, nbytes, count, under_way, rounds))
             points = [(sample.nbytes, sample.median_s) for sample in samples if sample.in_flight == 1]
             if len({size for size, _ in points}) > 1:

@@ -1,28 +1,35 @@
-"""What the probe writes: a table, a recommendation with its reason, and all findings in JSON."""
+"""What the probe writes: a recommendation with its reason, how sure it is, a table, details, and findings in JSON."""
 
 import dataclasses
 import json
+import statistics
 from pathlib import Path
 
 from fusedcomm.config import Config
 from fusedcomm.tools.cluster import Cluster, Cost
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
-from fusedcomm.tools.probe.check import WARN_ERROR
-from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, ms
+from fusedcomm.tools.probe.check import WARN_ERROR, Check
+from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, link_bytes_s, ms
 from fusedcomm.tools.probe.network import BETWEEN, WITHIN
 from fusedcomm.tools.probe.run import Findings
 
 # Version of the JSON document.
 FORMAT_VERSION = 2
+MIN_STEPS_TO_TELL = 8
+"""With fewer real steps of a choice, their quartiles say little."""
 # Names of the kinds of collective in the report.
 NAMES = {"all_reduce": "all-reduce (DDP)", "exchange": "all-to-all", "direct": "16-bit all-reduce"}
 
 
 def text(findings: Findings) -> str:
-    """The report. Never empty."""
+    """The report: what to do, how sure that is, a line for each choice, and the details. Never empty."""
     return "\n".join(
-        [*_measured(findings), "", *_table(findings), "", *_recommended(findings), "", *_checked(findings)]
+        [*_recommended(findings), _confidence(findings), "", *_table(findings), "", "Details", *_details(findings)]
     )
+
+
+def _details(findings: Findings) -> list[str]:
+    return [f"  {line}" for line in (*_measured(findings), *_crossovers(findings), *_checked(findings))]
 
 
 def _measured(findings: Findings) -> list[str]:
@@ -50,7 +57,19 @@ def _measured(findings: Findings) -> list[str]:
     )
     if findings.settings.script is None:
         lines.append("  (synthetic: --script measures your model, --params and --backward-ms another synthetic one)")
+    lines += _not_reached(findings)
     return lines
+
+
+def _not_reached(findings: Findings) -> list[str]:
+    """A line if the backward pass takes longer than --backward-ms asked for; else empty."""
+    asked_s, taken_s = findings.settings.backward_s, findings.workload.backward_s
+    if not taken_s > (1 + WARN_ERROR) * asked_s > 0:
+        return []
+    return [
+        f"  --backward-ms {1e3 * asked_s:g} was not reached: writing these gradients alone takes longer, or other "
+        "programs use the cores; ask for more, or use fewer --params"
+    ]
 
 
 def _collectives(cluster: Cluster) -> list[tuple[str, str, Cost, str]]:
@@ -68,27 +87,119 @@ def _sender(cluster: Cluster) -> str:
     return "host" if cluster.ranks_per_host > 1 else "rank"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """The best bucket size of one way, and its step."""
+
+    option: Option
+    step_s: float
+    measured: bool
+
+
+def _rows(findings: Findings) -> list[_Row]:
+    """A row for each way, the fastest first. A way that took real steps has its measured step."""
+    found = findings.recommendation
+    measured_s: dict[tuple, float] = {}
+    if found.measured:
+        measured_s = {(check.option.way, check.option.cap_mb): check.measured_s for check in findings.checks}
+
+    def preference(row: _Row) -> tuple:
+        """The recommended option comes first, then measured ones, then the fastest."""
+        return row.option != found.option, not row.measured, row.step_s
+
+    rows: dict[str, _Row] = {}
+    for option in findings.options:
+        taken_s = measured_s.get((option.way, option.cap_mb))
+        row = _Row(option, option.prediction.step_s if taken_s is None else taken_s, taken_s is not None)
+        rows[option.name] = min(rows.get(option.name, row), row, key=preference)
+    return sorted(rows.values(), key=lambda row: row.step_s)
+
+
 def _table(findings: Findings) -> list[str]:
-    caps = sorted({option.cap_mb for option in findings.options})
-    names = list(dict.fromkeys(option.name for option in findings.options))
-    by_key = {(option.name, option.cap_mb): option for option in findings.options}
-    baseline_s = findings.recommendation.baseline.prediction.step_s
-    sent = f"sent by a {_sender(findings.cluster)}"
-    lines = [
-        f"predicted step, ms, by bucket size; at the best: × DDP's default, MB {sent}, bound, link up to which it pays"
-    ]
-    lines.append(f"{'':<16}" + "".join(f"{cap:>7g} MiB" for cap in caps) + f"{'×':>8}{'MB sent':>10}  {'bound':<9}")
-    for name in names:
-        row = [by_key[name, cap] for cap in caps]
-        best = min(row, key=lambda option: option.prediction.step_s).prediction
-        crossover = findings.crossovers.get(name)
-        until = _bits(crossover) if name in findings.crossovers else ""
+    found, sender = findings.recommendation, _sender(findings.cluster)
+    lines = [f"{'choice':<16}{'bucket':>9}{'step':>11}  {'':<10}{'x DDP':>6}{'sent by a ' + sender:>16}  made of"]
+    for row in _rows(findings):
+        how = "measured" if row.measured else "predicted"
+        prediction = row.option.prediction
         lines.append(
-            f"{name:<16}"
-            + "".join(f"{option.prediction.step_s * 1e3:>11.1f}" for option in row)
-            + f"{baseline_s / best.step_s:>8.2f}{best.sent_nbytes / 1e6:>10.2f}  {best.bound:<9}{until:>12}".rstrip()
+            f"{row.option.name:<16}{row.option.cap_mb:>5g} MiB{ms(row.step_s):>11}  {how:<10}"
+            f"{found.baseline_s / row.step_s:>6.2f}{prediction.sent_nbytes / 1e6:>13.2f} MB  {prediction.bound:<8}  "
+            f"{_note(row, findings)}".rstrip()
         )
     return lines
+
+
+def _note(row: _Row, findings: Findings) -> str:
+    """What a row has to do with the recommendation; empty if nothing."""
+    found = findings.recommendation
+    if row.option == found.option:
+        return "<- recommended"
+    if row.option.wire not in (OFF, *findings.settings.accept):
+        return "not accepted"
+    if row.step_s >= found.step_s:
+        return ""
+    if found.measured and not row.measured:
+        return "not measured: may be faster"
+    return "too little is gained" if found.leave_off or row.option.wire == OFF else "hardly faster"
+
+
+def _confidence(findings: Findings) -> str:
+    """How sure the recommendation is, and why."""
+    found = findings.recommendation
+    if not found.measured:
+        return (
+            f"Confidence: low. {findings.settings.seconds:g} s were too few for real steps of this model, so a smaller "
+            "model took them, and this is predicted: --seconds gives more time"
+        )
+    worst = max(abs(check.ratio - 1) for check in findings.checks)
+    doubts = []
+    cores = findings.environment["cores_of_a_rank"]
+    if cores is not None and cores < 1:
+        doubts.append("there are fewer cores than ranks")
+    if worst > WARN_ERROR:
+        doubts.append(f"predictions were up to {worst:.0%} off, so other programs may have used these hosts or links")
+    if overlap := _overlap(findings):
+        doubts.append(overlap)
+    num_steps = min(len(check.steps_s) for check in findings.checks)
+    measured = f"{num_steps} real steps of each measured choice decide"
+    if not doubts:
+        return f"Confidence: high. {measured}, and predictions were within {max(worst, 0.01):.0%} of them"
+    return f"Confidence: {'medium' if len(doubts) == 1 else 'low'}. {measured}, but {'; '.join(doubts)}"
+
+
+def _overlap(findings: Findings) -> str:
+    """A text if the measured steps do not tell apart DDP and the best of the other choices. Else empty."""
+    leave_off = findings.recommendation.leave_off
+    off, ours = (
+        min((check for check in findings.checks if (check.option.wire == OFF) == is_off), key=_step_of, default=None)
+        for is_off in (True, False)
+    )
+    if ours is None:
+        return ""
+    faster, slower = (off, ours) if leave_off else (ours, off)
+    if min(len(faster.steps_s), len(slower.steps_s)) < MIN_STEPS_TO_TELL:
+        return "that is few: --seconds gives more time"
+    if statistics.quantiles(faster.steps_s)[2] < statistics.quantiles(slower.steps_s)[0]:
+        return ""
+    return f"those of {faster.option.name} and of {slower.option.name} overlap"
+
+
+def _step_of(check: Check) -> float:
+    return check.measured_s
+
+
+def _crossovers(findings: Findings) -> list[str]:
+    """A line with the links up to which wires pay by the model; empty if there is no wire to name. Wires are left out
+    of which the measured steps say something else."""
+    found, link = findings.recommendation, link_bytes_s(findings.cluster)
+    told = []
+    for name, bytes_s in findings.crossovers.items():
+        pays = bytes_s is not None and bytes_s >= link
+        accepted = name.split()[0] in findings.settings.accept
+        if pays != (name == found.option.name) and (name == found.option.name or found.leave_off and accepted):
+            continue
+        told.append(f"{name} {_bits(bytes_s)}")
+    return [f"links up to which a wire pays, by the model: {', '.join(told)}"] if told else []
 
 
 def _recommended(findings: Findings) -> list[str]:
@@ -125,15 +236,9 @@ def _checked(findings: Findings) -> list[str]:
         factors = {"all": speed.cores} | {NAMES[kind]: factor for kind, factor in speed.collectives.items()}
         changed = [f"{what} {factor:.2f}" for what, factor in factors.items() if factor != 1]
         lines.append(
-            f"  Core time in these steps, × that measured outside a step: {', '.join(changed)}; the table includes it."
+            f"  Core time in these steps, x that measured outside a step: {', '.join(changed)}; the table includes it"
         )
-    worst = max(abs(check.ratio - 1) for check in findings.checks)
-    if worst > WARN_ERROR:
-        lines.append(
-            f"  The model is {worst:.0%} off here: trust the measured steps. Other programs may have used these hosts "
-            "or links; --seconds gives more time."
-        )
-    lines.append(f"took {findings.seconds['all']:.0f} s")
+    lines.append(f"took {findings.seconds['all']:.0f} of {findings.settings.seconds:g} s")
     return lines
 
 

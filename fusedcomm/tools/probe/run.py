@@ -5,6 +5,7 @@ import datetime
 import platform
 import socket
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,71 @@ from fusedcomm.ranks.hosts import Hosts, of_names
 from fusedcomm.tools.arguments import ACCEPT
 from fusedcomm.tools.cluster import Cluster
 from fusedcomm.tools.cost_model import Workload
+from fusedcomm.tools.errors import ProbeError
 from fusedcomm.tools.probe.check import Check, check
-from fusedcomm.tools.probe.choices import OFF, Option, Recommendation, crossover_bytes_s, finalists, options, recommend
+from fusedcomm.tools.probe.choices import (
+    OFF,
+    Option,
+    Recommendation,
+    Way,
+    crossover_bytes_s,
+    finalists,
+    options,
+    recommend,
+)
 from fusedcomm.tools.probe.local import MeasuredLocal, measure_local
 from fusedcomm.tools.probe.network import ON_ONE_LEVEL, MeasuredNetwork, measure_network
+from fusedcomm.tools.probe.progress import Progress
+from fusedcomm.tools.probe.script import load, naming_the_line
 from fusedcomm.tools.probe.speed import Speed, speed_of
-from fusedcomm.tools.probe.steps import with_cpu_of_steps
-from fusedcomm.tools.probe.team import ProbeError, Team
-from fusedcomm.tools.probe.workload import Task, checked, load, measure_workload, synthetic
+from fusedcomm.tools.probe.steps import synchronised, with_cpu_of_steps
+from fusedcomm.tools.probe.team import Team
+from fusedcomm.tools.probe.workload import Synthetic, Task, checked, measure_workload, synthetic, tune_backward
 
-SHARES = {"network": 0.4, "local": 0.12, "cpu": 0.1, "workload": 0.12, "check": 0.26}
-"""Each part's share of the given time. The check also gets the time that other parts leave over."""
+PARTS = (
+    ("workload", 0.04),
+    ("network", 0.38),
+    ("local", 0.12),
+    ("workload", 0.04),
+    ("cpu", 0.1),
+    ("workload", 0.04),
+    ("check", 0.24),
+    ("report", 0.04),
+)
+"""The parts of the probe in their order, with their shares of the given time. A part gets its share of the time that is
+left, so a part that takes less leaves more to the later ones, and a part that takes more leaves less."""
+
+
+class Budget:
+    """Divides the given time among PARTS, and measures what they take.
+
+    Args:
+        team: its ranks agree on every part's time.
+    """
+
+    def __init__(self, team: Team, seconds: float, progress: Progress) -> None:
+        self._team, self._seconds, self._progress = team, seconds, progress
+        self._began = time.perf_counter()
+        self._left = list(PARTS)
+        self.took_s: dict[str, float] = {}
+
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._began
+
+    def run(self, part: str, function: Callable, *arguments: object) -> object:
+        """Calls `function` with the arguments and the seconds that it may take, which are equal on all ranks. `part` is
+        the next one of PARTS. A collective call."""
+        shares = sum(share for _, share in self._left)
+        name, share = self._left.pop(0)
+        assert name == part, f"{part} is not the next part: {name} is"
+        (left_s,) = self._team.slowest([self._seconds - self.elapsed_s()])
+        budget_s = max(left_s, 0.0) * share / shares
+        self._progress.begin(part)
+        before = time.perf_counter()
+        result = function(*arguments, budget_s)
+        taken_s = time.perf_counter() - before
+        self.took_s[part] = self.took_s.get(part, 0.0) + taken_s
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,53 +126,62 @@ class Findings:
     """Seconds that each part took, and "all" of them."""
 
 
-def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, task: Task | None = None) -> Findings:
+def probe(
+    settings: Settings,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    task: Task | None = None,
+    shows_progress: bool = False,
+) -> Findings:
     """Measures, predicts, recommends and checks. A collective call of all ranks of `group`.
 
     Args:
         device: the gradients' device.
         task: takes the place of a script.
+        shows_progress: whether this rank shows how far the probe is.
 
     Raises:
         ProbeError: on every rank, if settings or models differ between ranks, or if a rank cannot use the script or
             what it returns.
+        ScriptError: on this rank alone, if a later step of the script fails.
     """
-    began = time.perf_counter()
     team = Team(group, device)
     task = agreed_task(team, settings, task)
-    budget_s = {part: share * settings.seconds for part, share in SHARES.items()}
-    took_s = {}
+    # The first DDP of a process imports a large part of torch, for seconds. The probe's time begins after that.
+    with synchronised(team, torch.nn.Linear(1, 1, device=device), Way("bf16"), None):
+        pass
+    progress = Progress(settings.seconds, shows_progress)
+    team.on_barrier = progress.tick
+    try:
+        with naming_the_line(settings.script):
+            return _probe(team, settings, task, Budget(team, settings.seconds, progress))
+    finally:
+        progress.end()
 
-    def timed(part: str, function, *arguments):
-        before = time.perf_counter()
-        result = function(*arguments)
-        took_s[part] = took_s.get(part, 0.0) + time.perf_counter() - before
-        return result
 
+def _probe(team: Team, settings: Settings, task: Task, budget: Budget) -> Findings:
     def steps_alone() -> Workload:
-        return timed("workload", measure_workload, team, task, budget_s["workload"] / 3)
+        return budget.run("workload", measure_workload, team, task)
 
     # Three measurements. The fastest counts, because a disturbance makes steps longer, never shorter.
     workloads = [steps_alone()]
     hosts, uneven = hosts_of(team)
-    network = timed("network", measure_network, team, budget_s["network"], hosts)
+    network = budget.run("network", measure_network, team, hosts)
     # Sums on two levels have another wire within a host.
     wires = settings.wires if hosts is None else tuple(dict.fromkeys((*settings.wires, Config().local_wire)))
-    local = timed("local", measure_local, team, wires, budget_s["local"], settings.cores, network.s_per_byte)
+    local = budget.run("local", measure_local, team, wires, settings.cores, network.s_per_byte)
     workloads.append(steps_alone())
     cluster = _cluster(team.world_size, network, local)
     if local.cores is not None:
         cluster = _of_rank_0(team, cluster)
-        cluster = timed("cpu", with_cpu_of_steps, team, cluster, settings.wires, budget_s["cpu"])
+    cluster = budget.run("cpu", with_cpu_of_steps, team, cluster, settings.wires)
     workload = min([*workloads, steps_alone()], key=lambda workload: workload.compute_s)
     # Times are the slowest rank's, so ranks agree on them except for rounding and each rank's own core time.
     cluster, workload = _of_rank_0(team, (cluster, workload))
     found = options(workload, cluster, settings.wires, settings.caps_mb)
     recommendation = recommend(found, settings.accept)
-    left_s = max(settings.seconds - (time.perf_counter() - began), 0.5 * budget_s["check"])
-    left_s = _of_rank_0(team, left_s)
     chosen = finalists(found, recommendation, settings.accept)
-    checks = timed("check", check, team, task, workload, cluster, chosen, left_s)
+    checks = budget.run("check", check, team, task, workload, cluster, chosen)
     speed, in_steps = Speed(), (workload, cluster)
     if all(check.option in chosen for check in checks):
         # These are steps of the model itself: they decide instead of predictions, and show how fast the cores are.
@@ -128,7 +192,6 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         by_key = {(option.way, option.cap_mb): option for option in found}
         recommendation = recommend(found, settings.accept, {by_key[key]: taken for key, taken in measured_s.items()})
     crossovers = _crossovers(found, recommendation.option.cap_mb, in_steps)
-    took_s["all"] = time.perf_counter() - began
     environment = describe(team, local, network, uneven)
     return Findings(
         settings,
@@ -142,7 +205,7 @@ def probe(settings: Settings, group: dist.ProcessGroup, device: torch.device, ta
         crossovers,
         checks,
         speed,
-        took_s,
+        budget.took_s | {"all": budget.elapsed_s()},
     )
 
 
@@ -170,6 +233,10 @@ def _crossovers(found: list[Option], cap_mb: float, in_steps: tuple[Workload, Cl
     }
 
 
+OPTIONS = {"backward_s": "--backward-ms (in seconds)", "caps_mb": "--caps"}
+"""The options of settings that have another name."""
+
+
 def _agree_on_settings(team: Team, settings: Settings) -> None:
     """Raises ProbeError on every rank if settings differ. Only `script` and `cores` may differ."""
     if team.device.type != "cpu" and any(team.gather(settings.cores is not None)):
@@ -180,8 +247,8 @@ def _agree_on_settings(team: Team, settings: Settings) -> None:
         for rank, theirs in enumerate(everybodys):
             if theirs[name] != value:
                 raise ProbeError(
-                    f"the ranks' command lines differ: {name} is {value} on rank 0 and {theirs[name]} on rank {rank}; "
-                    "give every host the same"
+                    f"the ranks' command lines differ: {OPTIONS.get(name, '--' + name)} is {value} on rank 0 and "
+                    f"{theirs[name]} on rank {rank}; give every host the same"
                 )
 
 
@@ -192,19 +259,23 @@ def agreed_task(team: Team, settings: Settings, task: Task | None) -> Task:
         ProbeError: on every rank, if settings or models differ, or if a rank cannot use its task.
     """
     _agree_on_settings(team, settings)
-    error, what = "", "" if settings.script is None else f"--script {settings.script}: "
+    error = ""
     try:
         if task is None and settings.script is not None:
-            task = load(settings.script)()
-        if task is None:
-            task = synthetic(int(settings.params), settings.backward_s, team.device)
-        else:
+            make = load(settings.script)
+            with naming_the_line(settings.script):
+                task = checked(make(), team.device)
+        elif task is not None:
             task = checked(task, team.device)
+        else:
+            task = synthetic(int(settings.params), team.device)
     except ProbeError as problem:
         error = str(problem)
     except Exception as problem:
-        error = f"{what}{type(problem).__name__}: {problem}"
+        error = f"{type(problem).__name__}: {problem}"
     team.agree_on_errors(error)
+    if settings.script is None and settings.backward_s > 0 and isinstance(task[0], Synthetic):
+        tune_backward(team, task, settings.backward_s)
     shapes = [tuple(parameter.shape) for parameter in task[0].parameters() if parameter.requires_grad]
     everybodys = team.gather(shapes)
     different = [rank for rank, theirs in enumerate(everybodys) if theirs != everybodys[0]]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.tools.cluster import Cluster, Cost, Network, TwoLevels
+from fusedcomm.tools.cost_model import Gradient, Workload
 from fusedcomm.tools.probe.choices import OFF, Way, predict_option
 from fusedcomm.tools.probe.fit import theil_sen
 from fusedcomm.tools.probe.team import Team, cpu_s
@@ -18,10 +19,11 @@ from fusedcomm.tools.probe.workload import Task, measure_workload, synthetic
 
 WARMUP_STEPS = 2
 """DDP rebuilds its buckets after the first step."""
-# Range for the elements of the model whose steps show core time.
-MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 1_000_000
-# Rounds over all choices, and the steps of a choice that count in a round.
+# Elements of the model whose steps show core time: at most, and fewest with which they show it.
+MAX_CPU_NUMEL, MIN_CPU_NUMEL = 8_000_000, 500_000
 MIN_CPU_ROUNDS, MAX_CPU_ROUNDS, CPU_STEPS = 4, 16, 2
+"""Rounds over all choices: as many as fit the budget. The model is small enough for MIN_CPU_ROUNDS if predictions are
+right. The last number is the steps of a choice that count in a round."""
 CPU_CHOICES = {
     "all_reduce": (Way(OFF),),
     "direct": (Way("bf16", sum="direct"),),
@@ -90,14 +92,16 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
     copies and the codec. x is added to the copies, y is the collective's.
 
     Separating x from y takes exchanges of more and of fewer bytes. If int8 or bf16 is not among the `wires`, whose
-    codecs have been measured, the cluster is returned unchanged.
+    codecs have been measured, on accelerators, or if the budget is too small, the cluster is returned unchanged.
     """
-    if not {"int8", "bf16"} <= set(wires):
+    if cluster.cores is None or not {"int8", "bf16"} <= set(wires):
         return cluster
     choices = [(kind, way) for kind, ways in CPU_CHOICES.items() for way in ways if way.wire in (OFF, *wires)]
-    numel = _numel_for(cluster, budget_s / len(choices))
+    numel = _numel_for(cluster, [way for _, way in choices], budget_s)
+    if numel < MIN_CPU_NUMEL:
+        return cluster
     began = time.perf_counter()
-    task = synthetic(numel, 0.0, team.device)
+    task = synthetic(numel, team.device)
     workload = measure_workload(team, task, 0.0)
     steps = [_Steps() for _ in choices]
     alone = _Steps()
@@ -107,17 +111,15 @@ def with_cpu_of_steps(team: Team, cluster: Cluster, wires: Sequence[str], budget
         for module in modules:
             take_steps(team, module, task, WARMUP_STEPS)
 
-        def round_s() -> float:
+        of_a_round_s = 0.0
+        for number in range(MAX_CPU_ROUNDS):
+            (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
+            if number and left_s < of_a_round_s:
+                break
             before = time.perf_counter()
             for module, taken in zip([task[0], *modules], [alone, *steps], strict=True):
                 taken.take(team, module, task)
-            return time.perf_counter() - before
-
-        of_a_round_s = max(round_s() for _ in range(MIN_CPU_ROUNDS))
-        left_s = budget_s - (time.perf_counter() - began)
-        (more,) = team.slowest([min(max(left_s / of_a_round_s, 0.0), MAX_CPU_ROUNDS - MIN_CPU_ROUNDS)])
-        for _ in range(int(more)):
-            round_s()
+            (of_a_round_s,) = team.slowest([time.perf_counter() - before])
     (alone_s, _), *found = (taken.medians() for taken in (alone, *steps))
     measured = []
     for (kind, way), (cpu, wall) in zip(choices, found, strict=True):
@@ -195,8 +197,9 @@ def _codec_s(cluster: Cluster, way: Way, numel: int) -> float:
     return cluster.codecs[way.wire].whole_s(config.plan_of_large_buckets(cluster.world_size), numel)
 
 
-def _numel_for(cluster: Cluster, budget_s: float) -> int:
-    """Elements of a model whose steps fit the budget."""
-    slowest_s = cluster.network.all_reduce.per_unit_s
-    fits = budget_s / (WARMUP_STEPS + MIN_CPU_ROUNDS * (1 + CPU_STEPS)) / (8 * slowest_s)
-    return int(min(max(fits, MIN_CPU_NUMEL), MAX_CPU_NUMEL))
+def _numel_for(cluster: Cluster, ways: Sequence[Way], budget_s: float) -> int:
+    """Elements of a model for which steps with all of these ways fit the budget."""
+    workload = Workload(0.0, 0.0, 0.0, [Gradient(MAX_CPU_NUMEL, 0.0)])
+    steps_s = sum(predict_option(workload, cluster, way, 25).prediction.step_s for way in ways)
+    num_steps = WARMUP_STEPS + MIN_CPU_ROUNDS * (1 + CPU_STEPS)
+    return int(MAX_CPU_NUMEL * min(1.0, budget_s / (num_steps * steps_s)))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from fusedcomm.tools.errors import ProbeError
+
 
 def cpu_s() -> float:
     """Core seconds of all threads of this process so far."""
@@ -25,9 +27,12 @@ class Team:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
+        self.on_barrier: Callable[[], None] = lambda: None
+        """Called before each barrier, outside everything that is timed."""
 
     def barrier(self) -> None:
         """Returns when all ranks have called it and this rank's accelerator is idle."""
+        self.on_barrier()
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.settle()
 
@@ -84,7 +89,3 @@ class Team:
             if index >= 0:
                 seconds.append(time.perf_counter() - begin)
         return self.slowest(seconds)
-
-
-class ProbeError(RuntimeError):
-    """An error that the user can fix. The text says what was seen, and what to change."""

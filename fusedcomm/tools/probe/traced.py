@@ -38,7 +38,7 @@ def _points(team: Team, wire: str, sum: str) -> dict[str, list[Point]]:
     """(elements of a chunk, seconds on the slowest rank) by the engine's stage, with the given sum."""
     points: dict[str, list[Point]] = {}
     for numel in BUCKET_NUMELS:
-        model, step, _ = synthetic(numel, 0.0, team.device)
+        model, step, _ = synthetic(numel, team.device)
         ddp = DistributedDataParallel(model, process_group=team.group, init_sync=False, bucket_cap_mb=ONE_BUCKET_MB)
         handle = attach(ddp, Config(wire, sum, wires={ONE_DIMENSIONAL: wire}, hosts=None), quiet=True)
         with tempfile.TemporaryDirectory() as folder:

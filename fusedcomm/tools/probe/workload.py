@@ -1,62 +1,27 @@
 """The step whose gradients are synchronized: a user's, from a script, or a synthetic one."""
 
-import functools
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fusedcomm.tools.cost_model import Gradient, Workload
-from fusedcomm.tools.probe.team import ProbeError, Team, cpu_s
+from fusedcomm.tools.errors import ProbeError
+from fusedcomm.tools.probe.script import SHAPE
+from fusedcomm.tools.probe.team import Team, cpu_s
 
 Step = Callable[[nn.Module], Tensor]
 Task = tuple[nn.Module, Step, torch.optim.Optimizer | None]
 """(model, step, optimizer). `step` runs the model's forward pass on a batch and returns the loss. The optimizer is None
 if its time is not to be measured."""
 
-SHAPE = "it must return (model, step), or (model, step, optimizer), where step(model) returns the loss"
 PARAMETER_NUMEL = 1 << 20
 """Elements of each parameter of the synthetic model; its last one may have fewer."""
 
 
 # ---- a user's step
-
-
-def load(script: str) -> Callable[[], Task]:
-    """The function that `PATH` or `PATH:FUNCTION` names. Without FUNCTION it is make().
-
-    Raises:
-        ProbeError: there is no such file or function, or running the file fails.
-    """
-    path, name = script_path(script)
-    spec = importlib.util.spec_from_file_location("fusedcomm_probe_script", path)
-    if spec is None:
-        raise ProbeError(f"--script {script}: {path} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as Python does for a script
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ProbeError(f"--script {script}: running it failed: {type(error).__name__}: {error}") from error
-    make = getattr(module, name, None)
-    if not callable(make):
-        functions = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        found = ", ".join(functions[:6]) or "none"
-        raise ProbeError(f"--script {script}: {path} has no function {name}(): {SHAPE}; functions there: {found}")
-    return make
-
-
-def script_path(script: str) -> tuple[str, str]:
-    """(path, name of the function). Raises ProbeError if there is no such file."""
-    path, name = (script, "make") if script.endswith(".py") else script.rpartition(":")[::2]
-    if not Path(path).is_file():
-        raise ProbeError(f"--script {script}: there is no file {path}: name a Python file, PATH.py or PATH.py:FUNCTION")
-    return path, name
 
 
 def checked(task: object, device: torch.device) -> Task:
@@ -154,9 +119,10 @@ def work(num_repeats: int, device: torch.device) -> None:
 
 
 class Synthetic(nn.Module):
-    """A model of `numel` elements in parameters of PARAMETER_NUMEL. Its backward pass takes about `backward_s`."""
+    """A model of `numel` elements in parameters of PARAMETER_NUMEL. Its backward pass writes gradients and, for each
+    parameter, does :func:`work` with `num_repeats`, which is 0 at first."""
 
-    def __init__(self, numel: int, backward_s: float, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__()
         numels = [PARAMETER_NUMEL] * (numel // PARAMETER_NUMEL)
         if numel % PARAMETER_NUMEL or not numels:
@@ -164,12 +130,10 @@ class Synthetic(nn.Module):
         # Two dimensions: parameters of one dimension are exempt from wires with scales.
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1, numel, device=device)) for numel in numels)
         self._gradients = [torch.randn(1, numel, device=device) for numel in numels]
-        begin = time.perf_counter()
-        work(2000, device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        of_one_s = (time.perf_counter() - begin) / 2000
-        self._compute = functools.partial(work, round(backward_s / len(numels) / of_one_s), device)
+        self.num_repeats, self._device = 0, device
+
+    def _compute(self) -> None:
+        work(self.num_repeats, self._device)
 
     def forward(self) -> Tensor:
         value = torch.zeros((), requires_grad=True, device=self.weights[0].device)
@@ -178,12 +142,56 @@ class Synthetic(nn.Module):
         return value
 
 
-def synthetic(numel: int, backward_s: float, device: torch.device) -> Task:
-    """The task of a Synthetic model, without an optimizer."""
-    return Synthetic(numel, backward_s, device), lambda model: model(), None
+def synthetic(numel: int, device: torch.device) -> Task:
+    """The task of a Synthetic model, without an optimizer. Its backward pass only writes gradients."""
+    return Synthetic(numel, device), lambda model: model(), None
+
+
+TUNING_ROUNDS, TUNING_STEPS = 3, 3
+"""Rounds in which the synthetic backward pass approaches the time that it should take, and steps of a round."""
+# Repeats of the work that is timed first.
+TIMED_REPEATS = 2000
+
+
+def tune_backward(team: Team, task: Task, backward_s: float) -> None:
+    """Makes the backward pass of a synthetic task take `backward_s` on the slowest rank, gradients included. A
+    collective call.
+
+    The pass itself is timed, because a core is slower in it than in a loop that has the caches to itself. All ranks do
+    the same work. If writing the gradients alone takes longer, they do none; the report then says so.
+    """
+    model, step, _ = task
+    num_steps = TUNING_STEPS if backward_s < 1 else 1
+
+    def taken_s() -> float:
+        rows = _steps(team, model, step, None, {}, 0, num_steps)
+        return min(team.slowest([row[1] for row in rows]))  # a disturbance makes steps longer, never shorter
+
+    taken_s()  # does not count: memory is fresh
+    writing_s = taken_s()
+    if backward_s <= writing_s:
+        return
+    (of_one_s,) = team.slowest([_timed_work(team)])
+    for _ in range(TUNING_ROUNDS):
+        wanted_s = backward_s - writing_s
+        model.num_repeats = max(1, round(wanted_s / len(model.weights) / of_one_s))
+        of_one_s = max(taken_s() - writing_s, wanted_s / 4) / len(model.weights) / model.num_repeats
+    model.num_repeats = max(1, round((backward_s - writing_s) / len(model.weights) / of_one_s))
+
+
+def _timed_work(team: Team) -> float:
+    """Seconds of one repeat of :func:`work`."""
+    begin = time.perf_counter()
+    work(TIMED_REPEATS, team.device)
+    team.settle()
+    return (time.perf_counter() - begin) / TIMED_REPEATS
 
 
 # ---- measuring
+
+
+MIN_STEPS, MAX_STEPS = 3, 50
+"""Steps that are timed, if the first one fits the budget."""
 
 
 def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
@@ -200,12 +208,17 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
         )
         for index, parameter in enumerate(parameters)
     ]
-    rows: list[list[float]] = []
+
+    def timed(num_steps: int) -> list[list[float]]:
+        return _steps(team, model, step, optimizer, ready, len(parameters), num_steps)
+
     try:
-        _steps(team, model, step, optimizer, ready, len(parameters), 2)  # does not count
-        (first_s,) = team.slowest([sum(_steps(team, model, step, optimizer, ready, len(parameters), 1)[0][:3])])
-        num_steps = min(max(int(budget_s / max(first_s, 1e-6)), 5), 50)
-        rows = _steps(team, model, step, optimizer, ready, len(parameters), num_steps)
+        rows = timed(1)  # does not count if there is time for more
+        (first_s,) = team.slowest([sum(rows[0][:3])])
+        if first_s < budget_s:
+            timed(1)  # does not count
+            (first_s,) = team.slowest([sum(timed(1)[0][:3])])
+            rows = timed(min(max(int(budget_s / max(first_s, 1e-6)) - 2, MIN_STEPS), MAX_STEPS))
     finally:
         for handle in handles:
             handle.remove()

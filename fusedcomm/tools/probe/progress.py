@@ -1,0 +1,53 @@
+"""Shows how far the probe is: a bar on a terminal if tqdm is installed, else a line for each stage."""
+
+import contextlib
+import sys
+import time
+
+from fusedcomm.tools import output
+
+STAGES = {
+    "workload": "the step without synchronization",
+    "network": "the network",
+    "local": "packing and copies",
+    "cpu": "core time of communication",
+    "check": "real steps through DDP",
+}
+"""By stage: what is measured in it."""
+
+
+class Progress:
+    """The stages so far. Does nothing unless `shown`.
+
+    Args:
+        seconds: what the whole probe may take.
+    """
+
+    def __init__(self, seconds: float, shown: bool) -> None:
+        self._began = time.monotonic()
+        self._seconds, self._shown, self._bar = seconds, shown, None
+        if shown and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s"
+                self._bar = output.bar(total=seconds, leave=False, bar_format=form)
+
+    def begin(self, stage: str) -> None:
+        """Says that `stage`, a key of STAGES, begins."""
+        if self._bar is not None:
+            self._bar.set_description_str(STAGES[stage], refresh=False)
+            self.tick()
+        elif self._shown:
+            elapsed = time.monotonic() - self._began
+            print(f"{elapsed:4.0f} of {self._seconds:.0f} s: {STAGES[stage]}", file=sys.stderr, flush=True)
+
+    def tick(self) -> None:
+        """Moves the bar to the present time."""
+        if self._bar is not None:
+            elapsed = min(time.monotonic() - self._began, self._seconds)
+            self._bar.update(elapsed - self._bar.n)
+
+    def end(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,291 @@
+"""Wrong arguments: every command answers each with what is wrong, why, and what to change, and with nothing else.
+
+The options come from the parsers themselves, so an option without a row here fails a test.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+
+import pytest
+from patience import HANG_S
+
+import fusedcomm
+from fusedcomm.tools import arguments, cli
+
+NUMBERS = ("nan", "inf", "-1", "many")
+"""What no option with a number takes. Those that take 0 and those that do not have another row for it."""
+WHOLE = ("0", "1.5", "many", "nan", "-1")
+STEP = ("--params", "1e8", "--step-ms", "100")
+TWO = ("--ranks", "2", *STEP)
+
+# For each command and option: rows of (the value or values, other arguments, what the message says).
+WRONG: dict[str, dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]]] = {
+    "demo": {
+        "--steps": [((value,), (), "use a whole number of at least 1") for value in WHOLE],
+        "--seeds": [((value,), (), "use a whole number of at least 1") for value in WHOLE],
+        "--wires": [
+            (("int3",), (), "'int3' is no wire: use some of fp32"),
+            (("bf16", "int3"), (), "'int3' is no wire"),
+        ],
+        "--ranks": [((value,), (), "use a whole number from 2 to 64") for value in ("1", "65", "many")],
+        "--out": [(("/dev/null",), (), "its folder cannot be made (/dev/null is no folder); name another file")],
+    },
+    "timeline": {
+        "TRACE": [(("no.json",), ("-o", "merged.json"), "TRACE no.json: there is no such file; name an existing one")],
+        "--out": [
+            (("/dev/null/merged.json",), ("{trace}",), "its folder cannot be made"),
+            (("/",), ("{trace}",), "--out / is a folder; name a file"),
+        ],
+    },
+    "plan": {
+        "--ranks": [
+            *(((value,), STEP, "use a whole number of at least 2") for value in ("1", *WHOLE)),
+            (("10",), ("--gpus-per-host", "4", *STEP), "do not fill hosts of --ranks-per-host 4: use a multiple of 4"),
+        ],
+        "--ranks-per-host": [((value,), TWO, "use a whole number of at least 1") for value in WHOLE],
+        "--nic-gbps": [((value,), TWO, "use a number above 0") for value in ("0", *NUMBERS)],
+        "--efficiency": [((value,), TWO, "use a number above 0 and of at most 1") for value in ("0", "1.5", *NUMBERS)],
+        "--nic-latency-us": [((value,), TWO, "use a number of at least 0") for value in NUMBERS],
+        "--local-gbps": [((value,), TWO, "use a number above 0") for value in ("0", *NUMBERS)],
+        "--local-latency-us": [((value,), TWO, "use a number of at least 0") for value in NUMBERS],
+        "--memory-gbytes-per-s": [((value,), TWO, "use a number above 0") for value in ("0", *NUMBERS)],
+        "--slowdown": [
+            *(((value,), TWO, "use a number of at least 0") for value in NUMBERS),
+            (("0.4",), ("--device", "cpu", *TWO), "would do nothing with --device cpu"),
+        ],
+        "--cores": [
+            *(((value,), TWO, "use a number above 0") for value in ("0", *NUMBERS)),
+            (("4",), TWO, "would do nothing with --device gpu"),
+        ],
+        "--tcp-ns-per-byte": [
+            *(((value,), TWO, "use a number of at least 0") for value in NUMBERS),
+            (("1",), TWO, "would do nothing with --device gpu"),
+        ],
+        "--codec-ns": [
+            *(((value,), TWO, "use a number of at least 0") for value in NUMBERS),
+            (("1",), TWO, "would do nothing with --device gpu"),
+        ],
+        "--device": [(("tpu",), TWO, "use one of 'gpu', 'cpu'")],
+        "--model": [
+            (("alexnet",), ("--ranks", "2", "--step-ms", "9"), "use one of 'resnet50'"),
+            (("vgg16",), TWO, "--model vgg16 and --params 1e+08 describe two models: leave out one"),
+        ],
+        "--params": [
+            *(
+                ((value,), ("--ranks", "2", "--step-ms", "9"), "use a number of at least 1")
+                for value in ("0", *NUMBERS)
+            ),
+            (
+                ("1e13",),
+                ("--ranks", "2", "--step-ms", "9"),
+                "1e13 is not possible: use a number of at least 1 and below",
+            ),
+        ],
+        "--step-ms": [
+            *(((value,), ("--ranks", "2", "--params", "9"), "use a number above 0") for value in ("0", *NUMBERS)),
+        ],
+        "--samples-per-s": [
+            *(((v,), ("--ranks", "2", "--params", "9"), "use a number above 0") for v in ("0", *NUMBERS)),
+            (("9",), ("--ranks", "2", "--params", "9"), "add --batch"),
+            (("9",), TWO, "--step-ms 100 and --samples-per-s 9 describe two steps: leave out one"),
+        ],
+        "--batch": [
+            *(((value,), TWO, "use a number above 0") for value in ("0", *NUMBERS)),
+            (("4",), TWO, "would do nothing beside --step-ms 100"),
+        ],
+        "--backward-share": [((value,), TWO, "above 0 and of at most 1") for value in ("0", "2", *NUMBERS)],
+        "--wires": [(("int3",), TWO, "'int3' is no wire: use some of fp32 bf16")],
+        "--accept": [
+            (("int3",), TWO, "'int3' is no wire"),
+            (("int8",), ("--wires", "bf16", "--ranks", "2", *STEP), "it is not among --wires bf16; add it to --wires"),
+        ],
+        "--caps": [((value,), TWO, "use a number of at least 0") for value in NUMBERS],
+        "--preset": [
+            (("mine",), (), "use one of 'horovod-2018', 'ddp-bucket-size'"),
+            (("horovod-2018",), ("--ranks", "8"), "--ranks would do nothing: --preset horovod-2018"),
+            (("horovod-2018",), ("--backward-share", "0.5"), "--backward-share would do nothing: --preset"),
+            (("ddp-bucket-size",), ("--wires", "int8"), "--wires would do nothing: --preset ddp-bucket-size"),
+        ],
+        "--json": [
+            (("/dev/null/plan.json",), TWO, "its folder cannot be made (/dev/null is no folder); name another file"),
+            (("/",), TWO, "--json / is a folder; name a file"),
+        ],
+        "--plot": [(("plan.txt",), TWO, "a picture's name ends in one of .png, .pdf, .svg; use another name")],
+    },
+    "probe": {
+        "--script": [
+            (("no.py",), (), "there is no file no.py: name a Python file"),
+            (("no",), (), "there is no file no: name a Python file"),
+            (("{trace}:make",), (), "its name must end in .py"),
+            (("no.py",), ("--params", "1e6"), "--params 1e+06 describes the synthetic step, and --script no.py"),
+            (("no.py",), ("--backward-ms", "0"), "--backward-ms 0 describes the synthetic step"),
+        ],
+        "--params": [((value,), (), "use a number of at least 1 and below") for value in ("0", "1e13", *NUMBERS)],
+        "--backward-ms": [((value,), (), "use a number of at least 0") for value in NUMBERS],
+        "--seconds": [((value,), (), "use a number of at least 5") for value in ("1", *NUMBERS)],
+        "--wires": [(("int3",), (), "'int3' is no wire: use some of fp32 bf16")],
+        "--accept": [
+            (("int3",), (), "'int3' is no wire"),
+            (("int8",), ("--wires", "bf16"), "it is not among --wires bf16; add it to --wires"),
+        ],
+        "--caps": [((value,), (), "use a number above 0") for value in ("0", *NUMBERS)],
+        "--cores": [((value,), (), "use a number above 0") for value in ("0", *NUMBERS)],
+        "--json": [
+            (("/dev/null/probe.json",), (), "its folder cannot be made (/dev/null is no folder); name another file"),
+            (("/",), (), "--json / is a folder; name a file"),
+        ],
+        "--plot": [(("probe.txt",), (), "a picture's name ends in one of .png, .pdf, .svg; use another name")],
+    },
+    "doctor": {},
+}
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The long name of each option of a parser, and the metavar of each positional argument."""
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    longs = ([name for name in action.option_strings if name.startswith("--")] for action in actions)
+    return {names[0] if names else action.metavar for names, action in zip(longs, actions, strict=True)}
+
+
+def rows() -> list[tuple[str, str, tuple[str, ...], tuple[str, ...], str]]:
+    return [
+        (command, option, values, others, said)
+        for command, options in WRONG.items()
+        for option, of_option in options.items()
+        for values, others, said in of_option
+    ]
+
+
+def refusal(capsys, *argv: str) -> str:
+    """What a refused command writes. It is two lines of stderr, and names the command."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(list(argv))
+    assert stopped.value.code == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    what, hint = written.err.splitlines()
+    assert hint.startswith("All options, with an example: fusedcomm") and hint.endswith("--help")
+    return what
+
+
+def test_every_option_has_a_row():
+    assert {name: options_of(parser) for name, parser in commands().items()} == {
+        name: set(options) for name, options in WRONG.items()
+    }
+    assert all(of_option for options in WRONG.values() for of_option in options.values())
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """An existing file. The process is in an empty folder, so that nothing is written elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.json").write_text("[]")
+    return str(tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(("command", "option", "values", "others", "said"), rows())
+def test_a_wrong_value_is_named_with_the_reason_and_the_remedy(capsys, trace, command, option, values, others, said):
+    values, others = (tuple(word.replace("{trace}", trace) for word in words) for words in (values, others))
+    argv = (command, *others, option, *values) if option.startswith("-") else (command, *values, *others)
+    what = refusal(capsys, *argv)
+    assert what.startswith(f"fusedcomm {command}: ") and said in what.replace(trace, "{trace}")
+    named = what.removeprefix(f"fusedcomm {command}: ")
+    assert option in named and values[-1] in named
+    assert "_" not in named.replace(trace, ""), "the user's names have no underscores"
+
+
+@pytest.mark.parametrize("command", commands())
+def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
+    parser = commands()[command]
+    needed = ("trace.json", "-o", "merged.json") if command == "timeline" else ()
+    assert "--frobnicate is no option of fusedcomm" in refusal(capsys, command, *needed, "--frobnicate")
+    for option in options_of(parser):
+        if len(option) > 5 and option.startswith("--"):  # no abbreviations: they would change with the next option
+            assert f"use {option}" in refusal(capsys, command, *needed, option[:-1])
+    if command != "timeline":
+        assert "stray belongs to no option: leave it out" in refusal(capsys, command, "stray")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "COMMAND is missing: add it"),
+        (("frobnicate",), "'frobnicate' is not possible: use one of 'doctor', 'demo', 'timeline', 'plan', 'probe'"),
+        (("timeline", "trace.json"), "-o/--out is missing: add it"),
+        (("demo", "--steps"), "--steps has no value: write one after it"),
+        (("plan", "--caps"), "--caps has no value"),
+        (("plan", *STEP), "how many ranks train? Use --ranks"),
+        (("plan", "--ranks", "2", "--step-ms", "9"), "which gradients are sent? Use --model or --params"),
+        (("plan", "--ranks", "2", "--params", "9"), "how long does a step of one rank take? Use --step-ms, or"),
+    ],
+)
+def test_what_is_missing_is_named(capsys, argv, said):
+    assert said in refusal(capsys, *argv)
+
+
+def test_one_rank_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "torchrun started one rank" in refusal(capsys, "probe")
+
+
+def test_the_wires_are_fusedcomms():
+    assert arguments.WIRES == fusedcomm.WIRES
+
+
+LOADED = "from fusedcomm.tools import cli; import sys, atexit; atexit.register(lambda: print(*sys.modules)); cli.main()"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("plan", "--ranks", "10", "--gpus-per-host", "4", *STEP),
+        ("plan", *TWO, "--accept", "int8", "--wires", "bf16"),
+        ("plan", *TWO, "--json", "/"),
+        ("probe", "--script", "no.py"),
+        ("probe", "--plot", "probe.txt"),
+        ("demo", "--wires", "int3"),
+        ("demo", "--out", "/dev/null"),
+        ("timeline", "no.json", "-o", "merged.json"),
+        ("plan", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_no_torch_is_loaded_for_an_answer_that_needs_none(tmp_path, argv):
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *argv],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == (0 if "--help" in argv else 2), done.stderr
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "fusedcomm.tools.cli" in loaded and not {"torch", "numpy", "matplotlib"} & set(loaded)
+
+
+@pytest.mark.parametrize("command", ["", *commands()])
+def test_help_has_a_sentence_an_example_and_every_default(capsys, command):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command.split(), "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    parser = commands()[command] if command else cli._parser()
+    assert parser.description and parser.description.splitlines()[0] in text
+    assert f"fusedcomm {command}".strip() in text[text.index("example") :]
+    assert "None" not in text and "SUPPRESS" not in text
+    for action in parser._actions:
+        if action.option_strings and not action.required and not isinstance(action, argparse._HelpAction):
+            assert action.help.endswith(")") or action.help.startswith("or:") or action.dest in WITHOUT_DEFAULT, action
+
+
+WITHOUT_DEFAULT = ("ranks", "model", "step_ms", "batch", "preset", "script")
+"""Options that have no default: without them the command asks, or does something else."""

@@ -1,0 +1,150 @@
+"""Ctrl-C in every command that takes long: it says "interrupted", exits with 130, and leaves no process behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from patience import HANG_S
+from test_probe_workload import SCRIPT
+
+pytestmark = pytest.mark.alone
+
+# Commands, and what they have written when they are interrupted: ranks are at work then.
+COMMANDS = {
+    "demo": (("demo", "--steps", "100000", "--seeds", "1", "--wires", "bf16"), "step/s"),
+    "probe": (("probe", "--seconds", "900", "--params", "1e5"), "the network"),
+    "a script": (("probe", "--seconds", "900", "--script", "{script}"), "the script is here"),
+}
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen:
+    """Starts Python in a process group of its own, as a shell starts a command."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def read_until(process: subprocess.Popen, text: str) -> str:
+    """What the process has written to stderr when `text` is there."""
+    written = ""
+    while text not in written:
+        character = process.stderr.read(1)
+        assert character, f"it ended: {written}{process.stdout.read()}"
+        written += character
+    return written
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(of) == group and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.fixture
+def script(tmp_path):
+    waits = "import sys, time\nprint('the script is here', file=sys.stderr, flush=True)\ntime.sleep(900)\n"
+    text = waits + textwrap.dedent(SCRIPT)
+    (tmp_path / "model.py").write_text(text)
+    return str(tmp_path / "model.py")
+
+
+@pytest.mark.parametrize("to_all", [True, False], ids=["Ctrl-C", "to the command alone"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_ends_the_command_and_its_ranks(tmp_path, script, name, to_all):
+    if name == "demo":
+        for module in ("sklearn", "matplotlib", "tqdm"):
+            pytest.importorskip(module)
+    arguments, sign = COMMANDS[name]
+    process = start(tmp_path, "-m", "fusedcomm", *(word.replace("{script}", script) for word in arguments))
+    read_until(process, sign)
+    assert len(members(process.pid)) >= 3  # the command and its ranks
+    (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+    _, rest = process.communicate(timeout=HANG_S)
+    assert process.returncode == 130
+    assert rest.splitlines()[-1] == "interrupted" and "Traceback" not in rest
+    assert members(process.pid) == []
+
+
+def test_an_interrupt_before_the_work_begins_says_so_too(tmp_path):
+    """While torch is imported, for example."""
+    code = """
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from fusedcomm.tools import cli
+sys.exit(cli.main())
+"""
+    for command in (("plan", "--ranks", "2", "--params", "1e6", "--step-ms", "9"), ("demo",), ("probe",), ("doctor",)):
+        process = start(tmp_path, "-c", code, *command)
+        _, errors = process.communicate(timeout=HANG_S)
+        assert (process.returncode, errors) == (130, "interrupted\n"), command
+
+
+def test_a_rank_of_torchrun_says_that_it_was_interrupted(tmp_path):
+    """Two ranks, each interrupted alone: none waits for the other."""
+    ranks = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        with pytest.MonkeyPatch.context() as patch:
+            for key, value in variables.items():
+                patch.setenv(key, value if key != "MASTER_PORT" or not ranks else ranks[0][1])
+            process = start(tmp_path, "-m", "fusedcomm", "probe", "--seconds", "900", "--params", "1e5")
+            ranks.append((process, variables["MASTER_PORT"]))
+    (first, _), (second, _) = ranks
+    read_until(first, "the network")
+    for process in (first, second):
+        os.kill(process.pid, signal.SIGINT)
+    for process in (first, second):
+        _, errors = process.communicate(timeout=HANG_S)
+        assert process.returncode == 130, errors
+        assert "interrupted" in errors.splitlines() and "Traceback" not in errors
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def test_an_interrupt_ends_a_benchmark_and_its_ranks(tmp_path):
+    benchmark = Path(__file__).parents[2] / "bench" / "hook_overhead.py"
+    process = start(tmp_path, str(benchmark), "--ranks", "2", "--rounds", "100000000")
+    while len(members(process.pid)) < 3:  # the benchmark and its ranks
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=HANG_S)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert members(process.pid) == []
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    """As with: fusedcomm plan ... | head -1"""
+    plan = ("-m", "fusedcomm", "plan", "--ranks", "2", "--params", "1e6", "--step-ms", "9")
+    process = start(tmp_path, *plan)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.wait(HANG_S)
+    assert (process.returncode, errors) == (141, "")
