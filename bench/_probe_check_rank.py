@@ -13,9 +13,9 @@ from lib.common import Row, percentiles
 from lib.ways import COMPUTE, TOLERANCES, Way
 
 from fusedcomm.ranks import groups
+from fusedcomm.tools.arguments import ACCEPT
 from fusedcomm.tools.probe import choices, report
 from fusedcomm.tools.probe.choices import OFF, Option, predict_option
-from fusedcomm.tools.probe.command import ACCEPT
 from fusedcomm.tools.probe.run import Findings, Settings, hosts_of, probe
 from fusedcomm.tools.probe.speed import Speed
 from fusedcomm.tools.probe.team import Team

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from lib.common import Row, interleave, keep_memory, make_row, print_table, with_ratios, write_json
+from lib.common import Row, interleave, keep_memory, make_row, print_table, run_command, with_ratios, write_json
 from tqdm import tqdm
 
 from fusedcomm import reference
@@ -349,4 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -43,7 +43,7 @@ from pathlib import Path
 
 import hosts
 import torch.distributed as dist
-from lib.common import Report, Row, print_table, with_ratios
+from lib.common import Report, Row, print_table, run_command, with_ratios
 from lib.models import MODELS
 from lib.namespaces import CONGESTION, NetworkError, line_s, problem
 from lib.ways import COMPUTE, DEFAULT, TUNED, ways_by_name
@@ -211,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -49,7 +49,7 @@ from accuracy import (
     set_gradient,
 )
 from codec import layout_of
-from lib.common import Report, Row, interleave, make_row, with_ratios
+from lib.common import Report, Row, interleave, make_row, run_command, with_ratios
 from torch import Tensor
 from tqdm import tqdm
 
@@ -513,4 +513,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -26,13 +26,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from lib.common import Report, Row, print_table
+from lib.common import Report, Row, print_table, run_command
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Config
 from fusedcomm.ranks import groups
+from fusedcomm.tools.local_ranks import interrupts_later
 
 # Buckets of each module.
 NUM_BUCKETS = 16
@@ -348,14 +349,19 @@ def main() -> None:
         processes = [
             context.Process(target=_rank, args=(rank, store, arguments, theirs)) for rank in range(arguments.ranks)
         ]
-        for process in processes:
-            process.start()
+        with interrupts_later():
+            for process in processes:
+                process.start()
         theirs.close()
-        receive(ours, report)
-        for process in processes:
-            process.join(30)
-            process.kill()  # a rank may still wait for one that has ended
-            process.join()
+        wait_s = 0.0
+        try:
+            receive(ours, report)
+            wait_s = 30.0
+        finally:
+            for process in processes:
+                process.join(wait_s)
+                process.kill()  # a rank may still wait for one that has ended
+                process.join()
     print_table(report.rows)
     print_launches(report)
     if arguments.check_only:
@@ -367,4 +373,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

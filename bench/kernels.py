@@ -32,7 +32,7 @@ from functools import partial
 
 import torch
 from codec import BLOCK, NUM_RANKS, WHOLE, Case, close, decoded, sections, torch_copy, torch_encode, torch_reduce
-from lib.common import REPOSITORY, Report, make_row, print_table, with_ratios
+from lib.common import REPOSITORY, Report, make_row, print_table, run_command, with_ratios
 from lib.device import Device, have_gpu
 
 from fusedcomm.native import _C
@@ -511,4 +511,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

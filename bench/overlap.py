@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from codec import BLOCK, WHOLE
-from lib.common import Report, Row
+from lib.common import Report, Row, run_command
 from lib.device import Device, have_gpu
 
 from fusedcomm import reference
@@ -298,4 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

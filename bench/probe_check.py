@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 
 import hosts
-from lib.common import Report, Row, print_table, with_ratios
+from lib.common import Report, Row, print_table, run_command, with_ratios
 from lib.models import MODELS
 from lib.namespaces import NetworkError, problem
 
@@ -180,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

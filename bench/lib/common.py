@@ -10,10 +10,12 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -99,6 +101,17 @@ def interleave(functions: dict[str, Callable[[int], object]], rounds: int, warmu
         if enabled:
             gc.enable()
     return seconds
+
+
+def run_command(main: Callable[[], object]) -> NoReturn:
+    """Runs a benchmark's main function and ends the process. After Ctrl-C it says "interrupted"; the exit status is 130
+    then, else 0."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
 
 
 def worst(errors: Sequence[float]) -> float:
