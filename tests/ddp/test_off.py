@@ -11,9 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedcomm
 from fusedcomm.config import Config, Feedback
 from fusedcomm.session.state_dict import KEYS
-from fusedcomm.tools.arguments import accepted
-from fusedcomm.tools.demo.launch import _checked_wires
-from fusedcomm.tools.errors import UsageError
+from fusedcomm.tools import cli
 
 SHAPE = (60, 90)
 
@@ -144,7 +142,8 @@ def test_where_it_is_not_possible_the_error_says_what_to_use(make, words):
     assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
-@pytest.mark.parametrize("refuse", [lambda: accepted(["off", "int8"], None), lambda: _checked_wires(("off",))])
-def test_commands_say_that_they_always_compare_it(refuse):
-    with pytest.raises(UsageError, match="--wires off: DDP's own all-reduce is always compared; leave it out"):
-        refuse()
+@pytest.mark.parametrize("command", [["plan", "--ranks", "2", "--params", "1e6"], ["demo"], ["probe"]], ids=str)
+def test_commands_say_that_they_always_compare_it(capsys, command):
+    with pytest.raises(SystemExit, match="^2$"):
+        cli.main([*command, "--wires", "int8", "off"])
+    assert "--wires off is DDP's own all-reduce, which is always compared: leave it out" in capsys.readouterr().err
