@@ -9,9 +9,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import cuda_stress
 import event_mutations
 import pytest
 import stream_stress
+from cuda_mutations import CUDA_MUTATIONS
 from lane_mutations import LANE_MUTATIONS
 from patience import HANG_S
 from scripts import ROOT, cxx
@@ -28,6 +30,19 @@ def build_streams(folder: Path) -> None:
 def streams(made_once) -> Path:
     cxx()
     return made_once("mutated-streams", build_streams) / "stream_stress"
+
+
+def build_cuda(folder: Path) -> None:
+    event_mutations.write_sources(CUDA_MUTATIONS, folder)
+    cuda_stress.build_native(folder)
+    unit = cuda_stress.compile_unit(folder, event_mutations.compile_flags(folder))
+    cuda_stress.link(folder, folder, unit)
+
+
+@pytest.fixture(scope="module")
+def cuda(made_once) -> Path:
+    cuda_stress.product_objects()
+    return made_once("mutated-cuda", build_cuda)
 
 
 def output_of_failure(command: list[str | Path], index: int) -> str:
@@ -50,9 +65,24 @@ def test_a_removal_from_the_lanes_is_found(streams, index):
 
 @pytest.mark.full
 @pytest.mark.parametrize("scene", sorted({mutation.scene for mutation in LANE_MUTATIONS}))
-def test_without_a_removal_the_scene_passes(streams, scene):
+def test_without_a_removal_the_scene_of_lanes_passes(streams, scene):
     stream_stress.run(streams, scene)
 
 
-def test_the_document_has_the_table_of_removals():
-    assert event_mutations.table(LANE_MUTATIONS) in DOCUMENT.read_text()
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(CUDA_MUTATIONS)), ids=[mutation.where for mutation in CUDA_MUTATIONS])
+def test_a_removal_from_the_cuda_path_is_found(cuda, index):
+    mutation = CUDA_MUTATIONS[index]
+    output = output_of_failure(cuda_stress.command(cuda, mutation.scene), index)
+    assert mutation.is_found_in(output), output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scene", sorted({mutation.scene for mutation in CUDA_MUTATIONS}))
+def test_without_a_removal_the_scene_of_the_cuda_path_passes(cuda, scene):
+    stream_stress.run(*cuda_stress.command(cuda, scene))
+
+
+@pytest.mark.parametrize("mutations", [LANE_MUTATIONS, CUDA_MUTATIONS], ids=["lanes", "cuda"])
+def test_the_document_has_the_table_of_removals(mutations):
+    assert event_mutations.table(mutations) in DOCUMENT.read_text()

@@ -129,6 +129,8 @@ struct DeviceState {
   std::map<std::pair<const void*, int>, std::vector<PastAccess>> past;
   std::map<const std::byte*, Block> blocks;  // by address
   std::atomic<bool> faulted{false};
+  std::mutex fault_mutex;
+  std::string fault;  // the exception's text
   std::atomic<int64_t> num_launches{0}, num_calls{0}, failing_call{0};
   std::mutex calls_mutex;
   Calls calls;
@@ -166,8 +168,10 @@ StreamThread& thread_of(DeviceState& device, c10::StreamId id) {
   return *thread;
 }
 
-void check_fault(const DeviceState& device) {
-  if (device.faulted) throw std::runtime_error("simulated fault: an earlier kernel failed on this device");
+void check_fault(DeviceState& device) {
+  if (!device.faulted) return;
+  std::lock_guard<std::mutex> lock(device.fault_mutex);
+  throw std::runtime_error("simulated fault: an earlier kernel failed on this device: " + device.fault);
 }
 
 void count(DeviceState& device, int64_t Calls::* kind) {
@@ -402,7 +406,9 @@ void launch(const c10::Stream& stream, const std::string& what, const std::vecto
     if (sim.faulted) return;
     try {
       work();
-    } catch (...) {
+    } catch (const std::exception& e) {
+      std::lock_guard<std::mutex> fault_lock(sim.fault_mutex);
+      sim.fault = e.what();
       sim.faulted = true;
     }
   });

@@ -1,0 +1,27 @@
+"""The CUDA path over simulated streams, without a GPU: tests/native/cuda_stress.cpp, with the build's objects."""
+
+from pathlib import Path
+
+import cuda_stress
+import pytest
+from scripts import built
+from stream_stress import run
+
+SCENES = ["training_steps", "dropped", "calls", "failing_calls", "warm_up"]
+
+
+def build(folder: Path) -> None:
+    cuda_stress.build_native(folder)
+    cuda_stress.link(folder, folder, built(cuda_stress.UNIT))
+
+
+@pytest.fixture(scope="module")
+def library(made_once) -> Path:
+    cuda_stress.product_objects()
+    return made_once("cuda-streams", build)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("scene", SCENES)
+def test_scene(library, scene, seed):
+    assert f"cuda_stress: {scene}:" in run(*cuda_stress.command(library, scene, seed))

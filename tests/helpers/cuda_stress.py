@@ -1,0 +1,63 @@
+"""Builds tests/native/cuda_stress.cpp, which runs the CUDA path on a simulated accelerator, and runs its scenes."""
+
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from scripts import ROOT, built, cxx, is_built
+from stream_stress import FLAGS, TORCH, run
+
+LIBRARY = "libcuda_stress.so"
+NATIVE = ["cuda_stress", "sim_accelerator", "sim_backend", "sim_kernels", "sim_torch", "fake_cuda"]
+# The sources that use torch are compiled as one unit, which setup.py writes.
+UNIT = "build/units/torch.cpp"
+INCLUDE = ["-I", ROOT / "csrc", "-isystem", TORCH / "include", "-isystem", TORCH / "include/torch/csrc/api/include"]
+INCLUDE += ["-isystem", sysconfig.get_path("include")]
+LINK = ["-pthread", f"-L{TORCH / 'lib'}", "-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]
+RUN = "import ctypes, sys, torch; ctypes.CDLL(sys.argv[1]).run(sys.argv[2].encode(), ctypes.c_uint64(int(sys.argv[3])))"
+
+
+def product_objects() -> list[Path]:
+    """The build's objects of csrc/, without the bindings and without the unit. Skips the test if the build is older
+    than the sources."""
+    if not (is_built() and (ROOT / UNIT).exists()):
+        pytest.skip("needs the objects of a build that is newer than csrc/: `make build`")
+    unit = (ROOT / UNIT).read_text()
+    sources = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.cpp"))]
+    plain = [s for s in sources if f'"{s[len("csrc/") :]}"' not in unit and not s.startswith("csrc/bindings/")]
+    return [built(source) for source in plain]
+
+
+def build_native(folder: Path) -> None:
+    """Compiles everything in NATIVE to an object in the folder. Optimizing would take longer than it saves."""
+    product_objects()
+    compiler = cxx()
+
+    def compile_one(name: str) -> None:
+        flags = [*FLAGS, "-O0", "-fPIC", *INCLUDE]
+        run(compiler, *flags, "-c", ROOT / "tests/native" / f"{name}.cpp", "-o", folder / f"{name}.o")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, NATIVE))
+
+
+def link(folder: Path, native: Path, unit: Path) -> None:
+    """Makes folder / LIBRARY of the objects in `native`, the product's objects and an object of the unit."""
+    objects = [*(native / f"{name}.o" for name in NATIVE), unit, *product_objects()]
+    run(cxx(), "-shared", *objects, "-o", folder / LIBRARY, *LINK, f"-Wl,-rpath,{TORCH / 'lib'}")
+
+
+def compile_unit(folder: Path, flags: list[str]) -> Path:
+    """Compiles the unit, with further flags before all others."""
+    product_objects()
+    out = folder / "unit.o"
+    limits = ["--param", "ggc-min-heapsize=1048576"]  # see setup.py
+    run(cxx(), *flags, *FLAGS, "-O0", "-fPIC", *limits, *INCLUDE, "-c", ROOT / UNIT, "-o", out)
+    return out
+
+
+def command(folder: Path, scene: str, seed: int = 1) -> list[str | Path]:
+    """The command that runs a scene of the library in the folder, in a process of its own."""
+    return [sys.executable, "-c", RUN, str(folder / LIBRARY), scene, str(seed)]
