@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import compiling
 import pytest
 from patience import HANG_S
 from scripts import printed_by_two_ranks
@@ -66,3 +67,31 @@ def test_a_whole_probe_needs_no_numpy(tmp_path):
         timeout=HANG_S,
     )
     assert done.returncode == 0 and (tmp_path / "probe.json").exists(), done.stderr
+
+
+PLAN = """
+from fusedcomm.tools import cli
+print(cli.main("plan --ranks 8 --nic-gbps 25 --model bert-large --step-ms 300".split()))
+"""
+
+COMPILE = """
+import torch
+from fusedcomm.kernels import compile, variants
+for variant in variants.engine_variants([("int8", 128, False)], [torch.float32])[:2]:
+    compile.compile(variant, 90)
+print(0)
+"""
+
+
+@pytest.mark.parametrize(("script", "needs"), [(PLAN, "torch"), (COMPILE, "triton")], ids=["plan", "compile"])
+def test_a_plan_and_the_compiler_of_kernels_need_no_numpy(tmp_path, script, needs):
+    pytest.importorskip(needs)
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import sys; sys.modules['numpy'] = None\n{script}"],
+        env=compiling.environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
