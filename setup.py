@@ -149,7 +149,8 @@ class build_ext(BuildExtension):
             sys.exit(f"fusedcomm: {sys.executable} has no Python.h. Install it (apt: python3-dev; dnf: python3-devel)")
         if not is_ninja_available():
             refuse("ninja is needed and not found")
-        os.environ.setdefault("MAX_JOBS", str(num_jobs()))
+        if not os.environ.get("MAX_JOBS"):
+            os.environ["MAX_JOBS"] = str(num_jobs())
         super().build_extensions()
 
 
