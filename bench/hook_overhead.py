@@ -349,16 +349,16 @@ def main() -> None:
         processes = [
             context.Process(target=_rank, args=(rank, store, arguments, theirs)) for rank in range(arguments.ranks)
         ]
-        with interrupts_later():
-            for process in processes:
-                process.start()
-        theirs.close()
         wait_s = 0.0
         try:
+            with interrupts_later():
+                for process in processes:
+                    process.start()
+            theirs.close()
             receive(ours, report)
             wait_s = 30.0
         finally:
-            for process in processes:
+            for process in filter(lambda process: process.pid, processes):  # those that have started
                 process.join(wait_s)
                 process.kill()  # a rank may still wait for one that has ended
                 process.join()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -36,9 +37,10 @@ def run(command: str, num_ranks: int, function: Callable[..., int], *arguments: 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # It would say which process it ends, beside the error of the rank that failed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    with interrupts_later():
-        ranks = mp.spawn(_run_rank, (store.port, num_ranks, function, arguments), num_ranks, join=False)
+    ranks = None
     try:
+        with interrupts_later():
+            ranks = mp.spawn(_run_rank, (store.port, num_ranks, function, arguments), num_ranks, join=False)
         while not ranks.join():
             pass
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
@@ -49,7 +51,7 @@ def run(command: str, num_ranks: int, function: Callable[..., int], *arguments: 
         print(f"fusedcomm {command}: rank {error.error_index} failed; the others were ended: {error}", file=sys.stderr)
         return 1
     finally:
-        for process in ranks.processes:
+        for process in ranks.processes if ranks else ():
             process.kill()
             process.join()
     return 0
@@ -59,6 +61,7 @@ def run(command: str, num_ranks: int, function: Callable[..., int], *arguments: 
 def interrupts_later() -> Iterator[None]:
     """Delays SIGINT until the block ends. A process that starts within it delays SIGINT until it says otherwise: a
     Ctrl-C while it imports would print a traceback for each rank."""
+    resource_tracker.ensure_running()  # with the first process it would be started here, and end the delay
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

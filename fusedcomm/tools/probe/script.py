@@ -66,7 +66,8 @@ def naming_the_line(script: str | None) -> Iterator[None]:
         place = script and _place(error, script_path(script)[0])
         if not place:
             raise
-        raise ScriptError(f"--script {script}: {place}") from error
+        # Without a cause: contextlib would take one of a StopIteration for its own, and raise the StopIteration again.
+        raise ScriptError(f"--script {script}: {place}") from None
 
 
 def _place(error: Exception, path: str) -> str:
