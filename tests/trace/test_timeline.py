@@ -213,7 +213,7 @@ def changed(path, folder, **about):
         (lambda files, folder: [write(folder / "a.json", "{")], ["a.json is not JSON"]),
         (lambda files, folder: [write(folder / "a.json", '{"traceEvents": []}')], ["a.json is not a trace"]),
         (lambda files, folder: [write(folder / "a.json", "[1, 2]")], ["a.json is not a trace"]),
-        (lambda files, folder: [folder / "absent.json"], ["absent.json", "No such file"]),
+        (lambda files, folder: [folder / "absent.json"], ["absent.json: there is no such file; name an existing one"]),
         (lambda files, folder: [merged_already(files, folder)], ["has been merged already"]),
     ],
 )
