@@ -287,5 +287,5 @@ def test_help_has_a_sentence_an_example_and_every_default(capsys, command):
             assert action.help.endswith(")") or action.help.startswith("or:") or action.dest in WITHOUT_DEFAULT, action
 
 
-WITHOUT_DEFAULT = ("ranks", "model", "step_ms", "batch", "preset", "script")
+WITHOUT_DEFAULT = ("version", "ranks", "model", "step_ms", "batch", "preset", "script")
 """Options that have no default: without them the command asks, or does something else."""
