@@ -163,6 +163,7 @@ bool BucketRecord::is_of(const Bucket& bucket) const {
   const Gradients& gradients = *bucket.gradients;
   if (is_stale || dtype != gradients.dtype() || passthrough == is_carried(gradients)) return false;
   if (in_one_run != gradients.in_one_run() || numel != gradients.numel()) return false;
+  if (parameters.size() != bucket.parameters.size()) return false;
   return std::equal(
       parameters.begin(), parameters.end(), bucket.parameters.begin(), bucket.parameters.end(),
       [](c10::TensorImpl* known, const at::Tensor& parameter) { return known == parameter.unsafeGetTensorImpl(); });

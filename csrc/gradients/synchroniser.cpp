@@ -295,7 +295,7 @@ void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRec
   measurement->label = record->label;
   job->before_pack = [measurement, gradients] {
     at::NoGradGuard inner_no_grad;
-    measurement->norm = at::linalg_vector_norm(gradients->flattened(), 2, {}, false, at::kDouble);
+    measurement->norm = gradients->norm();
   };
   job->after_first_encoder = [this, measurement, residuals] {
     at::NoGradGuard inner_no_grad;
@@ -347,18 +347,35 @@ double Synchroniser::max_over_ranks(double value, const std::string& what) const
   auto values = at::zeros({engine_->world_size()}, at::TensorOptions().dtype(at::kDouble).device(device_));
   values[engine_->rank()].fill_(value);
   engine_->device().will_use(values);
+  const FuturePtr future = submit_uncounted(what, values, [transport = transport_, values](Lane::Completion done) {
+    transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
+  });
+  future->waitAndThrow();
+  return values.max().item<double>();
+}
+
+FuturePtr Synchroniser::gather(const at::Tensor& numbers, const std::string& what) const {
+  at::NoGradGuard no_grad;
+  const at::Tensor own = numbers.to(device_);
+  const int64_t world_size = engine_->world_size();
+  const at::Tensor all = at::empty({world_size * own.numel()}, own.options());  // gloo wants one dimension
+  for (const at::Tensor& tensor : {own, all}) engine_->device().will_use(tensor);
+  return submit_uncounted(what, all.view({world_size, -1}), [transport = transport_, own, all](Lane::Completion done) {
+    transport->all_gather_tensor(Channel::kScatter, all, own, std::move(done));
+  });
+}
+
+FuturePtr Synchroniser::submit_uncounted(const std::string& what, const at::Tensor& result,
+                                         Lane::Transfer transfer) const {
   const FuturePtr future = make_future(device_);
   auto job = std::make_shared<BucketJob>();
   job->counted = false;
   job->label = std::make_shared<const BucketLabel>(what, what);
-  job->on_done = [future, values](std::exception_ptr error) { complete(*future, values, std::move(error)); };
+  job->on_done = [future, result](std::exception_ptr error) { complete(*future, result, std::move(error)); };
   PassthroughStages stages;
-  stages.scatter = [transport = transport_, values](Lane::Completion done) {
-    transport->all_reduce_tensor(Channel::kScatter, values, std::move(done));
-  };
+  stages.scatter = std::move(transfer);
   engine_->submit_passthrough(std::move(job), std::move(stages));
-  future->waitAndThrow();
-  return values.max().item<double>();
+  return future;
 }
 
 int64_t Synchroniser::begin_call(const std::string& what) const {

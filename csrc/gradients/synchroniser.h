@@ -48,6 +48,9 @@ class Synchroniser {
   // Returns the largest of the ranks' values. A collective call between backward passes; it waits. `what` names it in
   // reports of stalls and failures.
   double max_over_ranks(double value, const std::string& what) const;
+  // Gathers every rank's `numbers`, int64 [n] on a CPU, and returns at once. The future receives int64 [world_size, n]
+  // on the gradients' device. Every rank must call it at the same place among its buckets, with as many numbers.
+  FuturePtr gather(const at::Tensor& numbers, const std::string& what) const;
   // Notes on the board that this rank takes part in a collective call between backward passes. `what` names it in
   // reports of stalls and failures. Returns a number for end_call(). Every rank must begin the same calls, in the same
   // order among its buckets.
@@ -89,6 +92,8 @@ class Synchroniser {
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
   void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const FuturePtr& future);
+  // Submits a collective that is not a bucket. The future receives `result`, which the transfer fills.
+  FuturePtr submit_uncounted(const std::string& what, const at::Tensor& result, Lane::Transfer transfer) const;
   std::string text_of(const Bucket& bucket);
   // Call it before the first bucket of a backward pass, if buckets are verified.
   void begin_pass();

@@ -30,18 +30,16 @@ from fusedcomm.config import (
 from fusedcomm.ddp.handle import Handle, handles, targets
 from fusedcomm.ddp.module import (
     bucket_nbytes_caps,
-    device_of,
     forget_refused_hooks,
     named_tensors,
     options_to_agree,
     refuse_options,
     refuse_sparse,
-    synchronised_parameters,
     wait_for_delayed,
 )
 from fusedcomm.ddp.off import attach_off
 from fusedcomm.native import _C
-from fusedcomm.session.parameters import NamedParameter
+from fusedcomm.session.parameters import NamedParameter, device_of, synchronised_parameters
 from fusedcomm.session.session import Session
 
 

@@ -2,15 +2,12 @@
 attach to. Another version of torch may need changes here and nowhere else."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-
-from fusedcomm.config import Config
-from fusedcomm.session.parameters import NamedParameter, named_parameters
 
 
 def native_hook(state: object, bucket: object) -> None:
@@ -153,30 +150,6 @@ def named_tensors(module: torch.nn.Module, ignored: Collection[str]) -> list[tup
         if f"{path}.{name}" not in ignored
     }
     return [(name, tensor) for name, tensor in module.named_parameters(remove_duplicate=False) if id(tensor) in taken]
-
-
-def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
-    """The device of the gradients, or of frozen parameters if all are frozen; cpu if there are no parameters."""
-    return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
-
-
-def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """The tensors that require gradients, or all if none does, because any may be trained later."""
-    return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
-
-
-def synchronised_parameters(
-    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
-) -> list[NamedParameter]:
-    """The reducer's parameters; see :func:`fusedcomm.session.parameters.named_parameters`.
-
-    Raises:
-        RuntimeError: the gradients are on several devices.
-    """
-    devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
-    if len(devices) > 1:
-        raise RuntimeError(f"fusedcomm: the module's gradients are on several devices, {devices}; one is supported")
-    return named_parameters(named, configs)
 
 
 def options_to_agree(ddp: DistributedDataParallel) -> dict[str, object]:

@@ -54,3 +54,27 @@ def numbered(parameters: Sequence[NamedParameter], config: Config) -> list[Named
 def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParameter]:
     """Returns the parameters that require gradients now; an empty list for None."""
     return [p for p in parameters or [] if p.tensor.requires_grad]
+
+
+def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+    """The device of the gradients, or of frozen parameters if all are frozen; cpu if there are no parameters."""
+    return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
+
+
+def _with_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that require gradients, or all if none does, because any may be trained later."""
+    return [tensor for _, tensor in named if tensor.requires_grad] or [tensor for _, tensor in named]
+
+
+def synchronised_parameters(
+    named: Sequence[tuple[str, torch.Tensor]], configs: Sequence[Config]
+) -> list[NamedParameter]:
+    """See :func:`named_parameters`.
+
+    Raises:
+        RuntimeError: the gradients are on several devices.
+    """
+    devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
+    if len(devices) > 1:
+        raise RuntimeError(f"fusedcomm: the gradients are on several devices, {devices}; one is supported")
+    return named_parameters(named, configs)

@@ -117,7 +117,7 @@ class Plan:
             lines.append(f"  exact in the same payload: {shown}")
         if self.predicted and not self.frozen:
             later = "" if self.off else "; plan() after two steps shows them as they are"
-            lines.append(f"  buckets as DDP is expected to cut them{later}")
+            lines.append(f"  buckets as they are expected{later}")
         return "\n".join(lines)
 
     def _head(self) -> list[str]:

@@ -323,6 +323,10 @@ class Session:
             }
         return record
 
+    def store(self, name: str) -> dist.Store:
+        """The part of this attachment's store that has this name."""
+        return dist.PrefixStore(name, self._store)
+
     def stats(self) -> Stats:
         return collect(self.hook, self.world_size)
 
