@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
+    from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
 
@@ -45,6 +46,7 @@ __all__ = [
     "Config",
     "Fallback",
     "Feedback",
+    "GradReducer",
     "Handle",
     "LocalOptions",
     "Residuals",
@@ -64,6 +66,7 @@ __all__ = [
 _HOME = {
     "attach": "ddp.attach",
     "Handle": "ddp.handle",
+    "GradReducer": "reducer.reducer",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

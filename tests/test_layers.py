@@ -21,6 +21,7 @@ FUSEDCOMM = (
     "tools",
     "__init__",
     "ddp",
+    "reducer",
     "autotune",
     "session",
     "trace",

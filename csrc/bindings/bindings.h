@@ -13,5 +13,6 @@ void bind_devices(pybind11::module_& m);  // and their kernels and transports
 void bind_transport(pybind11::module_& m);
 void bind_gradients(pybind11::module_& m);
 void bind_ddp(pybind11::module_& m);
+void bind_reducer(pybind11::module_& m);
 
 }  // namespace fusedcomm

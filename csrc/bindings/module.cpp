@@ -10,4 +10,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_transport(m);
   fusedcomm::bind_gradients(m);
   fusedcomm::bind_ddp(m);
+  fusedcomm::bind_reducer(m);
 }

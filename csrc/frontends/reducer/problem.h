@@ -1,0 +1,34 @@
+// Tells the other ranks that this rank cannot go on with a backward pass. They would otherwise wait for its buckets
+// until the process group's timeout.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "watch/courier.h"
+
+namespace fusedcomm {
+
+class Problem {
+ public:
+  // `store`: has a prefix that only the ranks of one reducer use.
+  explicit Problem(StorePtr store) : store_(std::move(store)) {}
+
+  // Publishes `text`, unless another rank was first. A store that does not answer within kPatience is left alone.
+  void publish(const std::string& text);
+  // What a rank has published; empty if none has, or if the store does not answer within kPatience.
+  std::string read();
+
+ private:
+  static constexpr std::chrono::seconds kPatience{2};
+
+  // The thread that asks the store: made when it is first needed. Null if the store cannot be cloned.
+  Courier* courier();
+
+  const StorePtr store_;
+  std::unique_ptr<Courier> courier_;
+  bool has_tried_ = false;
+};
+
+}  // namespace fusedcomm

@@ -1,0 +1,334 @@
+#include "frontends/reducer/reducer.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+#include <numeric>
+#include <utility>
+
+namespace fusedcomm {
+namespace {
+
+constexpr size_t kNoBucket = SIZE_MAX;
+std::vector<size_t> counted(size_t size) {
+  std::vector<size_t> numbers(size);
+  std::iota(numbers.begin(), numbers.end(), size_t{0});
+  return numbers;
+}
+
+}  // namespace
+
+// The engine copies a callback, and drops it without a call if the backward pass fails.
+class GradReducer::TaskEnd {
+ public:
+  TaskEnd(std::weak_ptr<GradReducer> reducer, int64_t pass) : reducer_(std::move(reducer)), pass_(pass) {}
+  ~TaskEnd() {
+    const auto reducer = reducer_.lock();
+    if (reducer && !has_ended_) reducer->on_task_lost(pass_);
+  }
+  TaskEnd(const TaskEnd&) = delete;
+  TaskEnd& operator=(const TaskEnd&) = delete;
+  void call() {
+    has_ended_ = true;
+    if (const auto reducer = reducer_.lock()) reducer->on_task_end(pass_);
+  }
+
+ private:
+  const std::weak_ptr<GradReducer> reducer_;
+  const int64_t pass_;
+  std::atomic<bool> has_ended_{false};
+};
+
+std::shared_ptr<GradReducer> GradReducer::make(std::shared_ptr<Synchroniser> synchroniser,
+                                               std::vector<Parameter> parameters, const Options& options,
+                                               StorePtr store, Say say) {
+  std::shared_ptr<GradReducer> reducer(
+      new GradReducer(std::move(synchroniser), std::move(parameters), options, std::move(store), std::move(say)));
+  reducer->add_hooks();
+  return reducer;
+}
+
+GradReducer::GradReducer(std::shared_ptr<Synchroniser> synchroniser, std::vector<Parameter> parameters,
+                         const Options& options, StorePtr store, Say say)
+    : synchroniser_(std::move(synchroniser)),
+      parameters_(std::move(parameters)),
+      options_(options),
+      say_(std::move(say)),
+      rank_(synchroniser_->engine().rank()),
+      world_size_(synchroniser_->engine().world_size()),
+      is_accelerated_(!parameters_.empty() && !parameters_.front().tensor.is_cpu()),
+      problem_(std::move(store)),
+      order_(counted(parameters_.size())),
+      trained_(parameters_.size()),
+      used_(parameters_.size()) {}
+
+void GradReducer::add_hooks() {
+  std::vector<at::Tensor> tensors;
+  for (const Parameter& parameter : parameters_) tensors.push_back(parameter.tensor);
+  accumulators_ =
+      std::make_unique<Accumulators>(tensors, [weak = weak_from_this()](size_t index, const at::Tensor& added) {
+        if (const auto reducer = weak.lock()) reducer->on_gradient(index, added);
+      });
+}
+
+bool GradReducer::is_on() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return is_on_;
+}
+
+void GradReducer::turn(bool on) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_on_ = on;
+}
+
+void GradReducer::detach() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_on_ = in_pass_ = false;
+  accumulators_.reset();
+}
+
+int64_t GradReducer::num_copied() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_copied_;
+}
+
+void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const at::Tensor& parameter = parameters_[index].tensor;
+  // autograd adds nothing to the gradient of a parameter that has been frozen since the forward pass.
+  if (!accumulators_ || !parameter.requires_grad()) return;
+  if (parameter.grad().defined()) used_.set(index);
+  if (!is_on_) return;
+  TORCH_CHECK(failure_.empty(), failure_);
+  if (!in_pass_) begin_pass();
+  follow_task();
+  const size_t bucket = bucket_of_[index];
+  if (bucket == kNoBucket) return;
+  if (has_arrived_[index]) {
+    fail(c10::str(rank_text(), "the gradient of ", parameters_[index].name,
+                  " has arrived twice in one backward pass. With reentrant checkpointing a parameter must not be used "
+                  "in two checkpoints: use torch.utils.checkpoint.checkpoint(…, use_reentrant=False). Or the backward "
+                  "pass before this one left out parameters within a reentrant checkpoint"));
+  }
+  has_arrived_[index] = true;
+  arrival_.push_back(index);
+  if (--num_missing_[bucket] == 0 && bucket == under_way_.size()) hand_over_complete(added);
+}
+
+void GradReducer::on_task_end(int64_t pass) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!in_pass_ || pass != pass_ || !accumulators_) return;
+  if (has_parameters_left()) {
+    // Called within a node, this is the end of a backward pass that a reentrant checkpoint has begun. The outer one
+    // goes on.
+    if (torch::autograd::get_current_node()) return;
+    if (!options_.find_unused) fail(missing_text());
+    std::fill(num_missing_.begin(), num_missing_.end(), 0);
+    hand_over_complete(at::Tensor());
+  }
+  finish_pass();
+  std::vector<std::string> notices = std::exchange(notices_, {});
+  for (std::string& notice : synchroniser_->take_notices()) notices.push_back(std::move(notice));
+  lock.unlock();
+  if (!notices.empty()) say_(notices);
+}
+
+void GradReducer::on_task_lost(int64_t pass) try {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!in_pass_ || pass != pass_ || !failure_.empty()) return;
+  failure_ = c10::str(rank_text(),
+                      "its backward pass ended with an error after gradients had been sent, so the ranks "
+                      "no longer agree what comes next. Call detach() and make a new GradReducer");
+  problem_.publish(failure_);
+} catch (const std::exception&) {  // a destructor calls this
+}
+
+void GradReducer::begin_pass() {
+  Flags trained = look_at_parameters();
+  check_flags();
+  if (must_agree_on_order_) {
+    agree_on_order();
+    buckets_.clear();
+  }
+  if (buckets_.empty() || trained != trained_) {
+    trained_ = std::move(trained);
+    cut_buckets();
+  }
+  ++pass_;
+  in_pass_ = true;
+  has_arrived_.assign(parameters_.size(), false);
+  arrival_.clear();
+  under_way_.clear();
+  tasks_.clear();
+  num_missing_.clear();
+  num_expected_ = 0;
+  for (const auto& bucket : buckets_) {
+    num_missing_.push_back(bucket.size());
+    num_expected_ += bucket.size();
+  }
+  if (world_size_ == 1) return;
+  std::vector<int64_t> numbers = {wants_new_order_};
+  numbers.insert(numbers.end(), trained_.words().begin(), trained_.words().end());
+  wants_new_order_ = false;
+  flags_of_all_ = gather(numbers, "the list of trained parameters");
+}
+
+Flags GradReducer::look_at_parameters() {
+  Flags trained(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].tensor.requires_grad()) trained.set(i);
+    const std::string other = accumulators_->taken_by(i);
+    if (!other.empty()) {
+      fail(c10::str(rank_text(), other, " synchronizes the parameter ", parameters_[i].name,
+                    ", too, and its gradient would be averaged twice: give each parameter to one of them"));
+    }
+  }
+  return trained;
+}
+
+Buckets GradReducer::cut_for(const std::vector<size_t>& order) const {
+  std::vector<Piece> pieces;
+  for (const Parameter& parameter : parameters_) {
+    const at::Tensor& tensor = parameter.tensor;
+    pieces.push_back({tensor.scalar_type(), static_cast<int64_t>(tensor.nbytes()), parameter.is_sparse});
+  }
+  std::vector<size_t> trained;
+  std::copy_if(order.begin(), order.end(), std::back_inserter(trained), [this](size_t i) { return trained_[i]; });
+  return cut(pieces, trained, options_.caps);
+}
+
+void GradReducer::cut_buckets() {
+  buckets_ = cut_for(order_);
+  bucket_of_.assign(parameters_.size(), kNoBucket);
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    for (const size_t index : buckets_[bucket]) bucket_of_[index] = bucket;
+  }
+}
+
+void GradReducer::follow_task() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (std::find(tasks_.rbegin(), tasks_.rend(), task) != tasks_.rend()) return;
+  tasks_.push_back(task);
+  const auto end = std::make_shared<TaskEnd>(weak_from_this(), pass_);
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->call(); });
+}
+
+void GradReducer::hand_over_complete(const at::Tensor& added) {
+  while (under_way_.size() < buckets_.size() && num_missing_[under_way_.size()] == 0) {
+    hand_over(under_way_.size(), added);
+  }
+}
+
+void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
+  const std::vector<size_t>& members = buckets_[bucket];
+  UnderWay under_way;
+  std::vector<at::Tensor> parameters, tensors;
+  for (const size_t index : members) {
+    under_way.gradients.push_back(gradient_of(index, added));
+    parameters.push_back(parameters_[index].tensor);
+    tensors.push_back(under_way.gradients.back().tensor);
+  }
+  try {
+    GradientsPtr gradients;
+    if (tensors.front().is_sparse()) {
+      const GradientPlace place{0, parameters.front().numel() * (parameters.front().is_complex() ? 2 : 1)};
+      gradients = std::make_shared<const Gradients>(tensors.front(), std::vector<GradientPlace>{place});
+    } else {
+      gradients = std::make_shared<const Gradients>(std::move(tensors));
+    }
+    const bool is_last = bucket + 1 == buckets_.size();
+    under_way.future = synchroniser_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    fail(c10::str(rank_text(), "the hand-over of bucket ", bucket,
+                  " failed: ", known ? known->what_without_backtrace() : error.what()));
+  }
+  under_way_.push_back(std::move(under_way));
+}
+
+BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
+  const Parameter& parameter = parameters_[index];
+  const at::Tensor& gradient = parameter.tensor.grad();
+  if (gradient.defined() && gradient.is_sparse() && !parameter.is_sparse) {
+    fail(c10::str(rank_text(), "the gradient of ", parameter.name,
+                  " is sparse. Only an Embedding or EmbeddingBag with sparse=True may have sparse gradients, and the "
+                  "GradReducer must be given the module, not its parameters, to know it"));
+  }
+  if (gradient.defined() && gradient.scalar_type() != parameter.tensor.scalar_type()) {
+    fail(c10::str(rank_text(), "the gradient of ", parameter.name, " is ", gradient.scalar_type(),
+                  " and the parameter is ", parameter.tensor.scalar_type(), ": they must have the same dtype"));
+  }
+  // If no rank has used it, its gradient stays as it was.
+  const bool is_kept = !has_arrived_[index];
+  BucketGradient of_bucket = bucket_gradient(parameter.tensor, parameter.is_sparse, is_kept, added);
+  num_copied_ += of_bucket.is_copy && !of_bucket.tensor.is_sparse();
+  return of_bucket;
+}
+
+void GradReducer::finish_pass() {
+  FuturePtr used_of_all;
+  if (options_.find_unused && world_size_ > 1) used_of_all = gather(used_.words(), "the list of used parameters");
+  if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
+  for (const UnderWay& bucket : under_way_) wait(bucket.future);
+  if (used_of_all && needs_used_of_all()) {
+    const at::Tensor words = wait_for_numbers(used_of_all);
+    for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
+  }
+  write_back_all();
+  note_order();
+  used_.clear();
+  under_way_.clear();
+  in_pass_ = false;
+}
+
+bool GradReducer::needs_used_of_all() const {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
+      if (under_way_[bucket].gradients[i].is_copy && !used_[buckets_[bucket][i]]) return true;
+    }
+  }
+  return false;
+}
+
+void GradReducer::write_back_all() {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    const UnderWay& under_way = under_way_[bucket];
+    for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
+      const size_t index = buckets_[bucket][i];
+      const BucketGradient& gradient = under_way.gradients[i];
+      if (!gradient.is_copy) {
+        mark_written(parameters_[index].tensor);
+      } else if (!options_.find_unused || used_[index]) {
+        const bool is_sparse = gradient.tensor.is_sparse();
+        write_back(parameters_[index].tensor, is_sparse ? under_way.future->value().toTensor() : gradient.tensor);
+      }
+    }
+  }
+}
+
+std::vector<size_t> GradReducer::order_of_arrival() const {
+  std::vector<size_t> order = arrival_;
+  std::copy_if(order_.begin(), order_.end(), std::back_inserter(order), [this](size_t i) { return !has_arrived_[i]; });
+  return order;
+}
+
+void GradReducer::note_order() {
+  if (pass_ == 0) {
+    must_agree_on_order_ = true;  // on every rank
+    return;
+  }
+  if (rank_ != 0 || buckets_.size() == 1) return;
+  wants_new_order_ = arrival_order_.note(arrival_, [this](const std::vector<size_t>&) {
+    Buckets now = buckets_, others = cut_for(order_of_arrival());
+    for (Buckets* buckets : {&now, &others}) {
+      for (auto& bucket : *buckets) std::sort(bucket.begin(), bucket.end());
+    }
+    return now == others;
+  });
+}
+
+}  // namespace fusedcomm

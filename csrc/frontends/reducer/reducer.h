@@ -1,0 +1,159 @@
+// A reducer of our own: synchronizes the gradients of parameters without DistributedDataParallel.
+//
+//   autograd has added up a gradient ──► a native hook (accumulators.h) notes that it has arrived
+//     ──► the bucket's last gradient has arrived, and the buckets before it are handed over: Synchroniser::run() packs
+//         the gradients where they lie, and writes the mean to the same place
+//     ──► the backward pass ends: a final callback of autograd waits for all buckets, so backward() returns when the
+//         gradients are means
+//
+// No gradient is copied, with the exceptions that gradient.h names.
+//
+// At the beginning of a pass every rank sends the others one bit for each parameter: whether it requires a gradient.
+// The buckets hold these parameters, so all ranks must have the same. With `find_unused` a pass ends with one more bit
+// for each parameter: whether the rank has used it. Before the second pass all ranks take over rank 0's order of
+// arrival, and cut their buckets for it. They do so again if rank 0's order changes.
+//
+// A rank that cannot go on publishes why (problem.h), and every rank raises that text from backward().
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "frontends/reducer/accumulators.h"
+#include "frontends/reducer/flags.h"
+#include "frontends/reducer/gradient.h"
+#include "frontends/reducer/layout.h"
+#include "frontends/reducer/problem.h"
+#include "gradients/synchroniser.h"
+
+namespace fusedcomm {
+
+class GradReducer : public std::enable_shared_from_this<GradReducer> {
+ public:
+  struct Parameter {
+    at::Tensor tensor;
+    std::string name;
+    bool is_sparse = false;  // whether its gradients are sparse
+  };
+  struct Options {
+    BucketCaps caps;
+    bool find_unused = false;
+  };
+  // Takes warnings for the user. Called without locks, and only if there are any.
+  using Say = std::function<void(const std::vector<std::string>&)>;
+
+  // `parameters`: in the order in which gradients are expected to arrive, the same on every rank. `store`: has a prefix
+  // that only the ranks of this reducer use. Something else may synchronize none of the parameters.
+  static std::shared_ptr<GradReducer> make(std::shared_ptr<Synchroniser> synchroniser,
+                                           std::vector<Parameter> parameters, const Options& options, StorePtr store,
+                                           Say say);
+
+  // Whether backward passes synchronize gradients. If not, gradients add up on this rank.
+  bool is_on() const;
+  void turn(bool on);
+  // Removes the hooks. Call it between backward passes. Idempotent.
+  void detach();
+  // Gradients that have been copied so far; see gradient.h.
+  int64_t num_copied() const;
+
+ private:
+  // Tells when a task of autograd's engine, a call of backward(), ends or is given up.
+  class TaskEnd;
+
+  // A bucket that has been handed over.
+  struct UnderWay {
+    FuturePtr future;
+    std::vector<BucketGradient> gradients;  // in the order of the bucket's parameters
+  };
+
+  GradReducer(std::shared_ptr<Synchroniser> synchroniser, std::vector<Parameter> parameters, const Options& options,
+              StorePtr store, Say say);
+  void add_hooks();
+
+  void on_gradient(size_t index, const at::Tensor& added);
+  // Call these at the end of a task that has brought gradients of a pass.
+  void on_task_end(int64_t pass);
+  void on_task_lost(int64_t pass);
+
+  // Call the functions below with mutex_ held.
+  void begin_pass();
+  // The parameters that require gradients now. Fails if something else synchronizes one of them.
+  Flags look_at_parameters();
+  // Takes over rank 0's order of arrival. Every rank must call it in the same pass.
+  void agree_on_order();
+  Buckets cut_for(const std::vector<size_t>& order) const;
+  void cut_buckets();
+  // Makes the task of the calling thread tell when it ends.
+  void follow_task();
+  // Hands over all buckets that are complete, in their order.
+  void hand_over_complete(const at::Tensor& added);
+  void hand_over(size_t bucket, const at::Tensor& added);
+  BucketGradient gradient_of(size_t index, const at::Tensor& added);
+  void finish_pass();
+  // Reads what all ranks have sent at the beginning of the pass, if that has not been read. Fails if they do not train
+  // the same parameters.
+  void check_flags();
+  // Whether write_back_all() needs to know which parameters the other ranks have used.
+  bool needs_used_of_all() const;
+  void write_back_all();
+  // All parameters: those that have arrived in this pass in that order, then the others as they were.
+  std::vector<size_t> order_of_arrival() const;
+  void note_order();
+  // Every rank's numbers: int64 [world_size, number of numbers] on a CPU.
+  FuturePtr gather(const std::vector<int64_t>& numbers, const std::string& what);
+  at::Tensor wait_for_numbers(const FuturePtr& future);
+  // Waits; fails if the future has failed or a rank has published a problem.
+  void wait(const FuturePtr& future);
+  // Publishes `why` and throws it. No pass succeeds from then on.
+  [[noreturn]] void fail(const std::string& why);
+  // As fail(), for what another rank has published.
+  [[noreturn]] void give_up(const std::string& why);
+  std::string missing_text() const;
+  std::string rank_text() const;
+  bool has_parameters_left() const { return arrival_.size() < num_expected_; }
+
+  const std::shared_ptr<Synchroniser> synchroniser_;
+  const std::vector<Parameter> parameters_;
+  const Options options_;
+  const Say say_;
+  const int rank_, world_size_;
+  const bool is_accelerated_;  // whether the parameters are on an accelerator
+
+  mutable std::mutex mutex_;  // guards the members below
+  std::unique_ptr<Accumulators> accumulators_;
+  Problem problem_;
+  bool is_on_ = true;
+  std::string failure_;  // empty until fail()
+  int64_t num_copied_ = 0;
+
+  // The buckets, and what they are cut for.
+  std::vector<size_t> order_;  // of all parameters
+  Flags trained_;              // the parameters that require gradients
+  Buckets buckets_;
+  std::vector<size_t> bucket_of_;  // by parameter; kNoBucket for a frozen one
+  bool must_agree_on_order_ = false;
+  ArrivalOrder arrival_order_;
+  bool wants_new_order_ = false;  // whether this rank, 0, asks for buckets of its new order
+  bool has_said_new_order_ = false;
+  std::vector<std::string> notices_;
+
+  // The pass.
+  int64_t pass_ = -1;
+  bool in_pass_ = false;
+  Flags used_;                     // since the last pass, also in passes without synchronization
+  std::vector<bool> has_arrived_;  // by parameter
+  std::vector<size_t> arrival_;    // the parameters that have arrived, in that order
+  size_t num_expected_ = 0;
+  std::vector<size_t> num_missing_;  // by bucket
+  std::vector<UnderWay> under_way_;  // the buckets that have been handed over
+  FuturePtr flags_of_all_;           // null if there is one rank, or if they have been checked
+  std::vector<int> tasks_;           // of autograd's engine, which have brought gradients
+};
+
+}  // namespace fusedcomm

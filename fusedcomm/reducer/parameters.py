@@ -1,0 +1,95 @@
+"""What a reducer takes: the parameters of a module, or named parameters, and refusals of those that it cannot take."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusedcomm.native import _C
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> Named:
+    """Returns the parameters that may have gradients, with their names.
+
+    They are in their order in the model. A tied parameter appears once under each of its names.
+
+    Raises:
+        TypeError: the argument is a DistributedDataParallel, or no module and no (name, parameter) pairs.
+        ValueError: two parameters have the same name, or there are none.
+    """
+    given = module_or_named_parameters
+    if isinstance(given, DistributedDataParallel):
+        raise TypeError(
+            "fusedcomm.GradReducer takes a model that is not wrapped in DistributedDataParallel: give it ddp.module, "
+            "and use it in place of ddp; or call fusedcomm.attach(ddp)"
+        )
+    pairs = given.named_parameters(remove_duplicate=False) if isinstance(given, nn.Module) else given
+    named, tensors = [], {}
+    try:
+        pairs = [(name, tensor) for name, tensor in pairs]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "fusedcomm.GradReducer takes a module, or pairs of names and parameters as model.named_parameters() gives: "
+            f"{error}"
+        ) from error
+    for name, tensor in pairs:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"fusedcomm.GradReducer takes pairs of names and parameters as model.named_parameters() gives, not a "
+                f"pair of {type(name).__name__} and {type(tensor).__name__}"
+            )
+        if tensors.setdefault(name, tensor) is not tensor:
+            raise ValueError(f"fusedcomm.GradReducer was given two parameters with the name {name!r}")
+        if tensor.is_floating_point() or tensor.is_complex():
+            named.append((name, tensor))
+    if not named:
+        raise ValueError("fusedcomm.GradReducer was given no parameters that could have gradients")
+    return named
+
+
+def refuse(named: Named) -> None:
+    """Raises ValueError or RuntimeError for a parameter that a reducer cannot take; names it."""
+    for name, tensor in named:
+        if not tensor.is_leaf:
+            raise ValueError(
+                f"fusedcomm.GradReducer: {name!r} is the result of a computation and not a parameter, so it has no "
+                "gradient of its own"
+            )
+        if is_traceable_wrapper_subclass(tensor):
+            raise ValueError(
+                f"fusedcomm.GradReducer: {name!r} is a {type(tensor).__name__}, whose gradient does not lie in one "
+                "piece of memory: a sharded model synchronizes its gradients itself"
+            )
+        if hasattr(tensor, "_in_backward_optimizers"):
+            raise RuntimeError(
+                f"fusedcomm.GradReducer: _apply_optimizer_in_backward updates {name!r} before its gradient has been "
+                "averaged: call optimizer.step() after backward() instead"
+            )
+        taken_by = _C.synchronized_by(tensor)
+        if taken_by:
+            raise ValueError(
+                f"fusedcomm.GradReducer: {taken_by} already synchronizes the parameter {name!r}, and its gradient "
+                "would be averaged twice: give each parameter to one of them. (detach() takes a GradReducer's "
+                "parameters away from it; a DistributedDataParallel has them as long as it exists)"
+            )
+
+
+def ids_of_sparse(module_or_named_parameters: object) -> set[int]:
+    """The ids of parameters with sparse gradients. Only a module can tell them."""
+    if not isinstance(module_or_named_parameters, nn.Module):
+        return set()
+    return {
+        id(module.weight)
+        for module in module_or_named_parameters.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+
+
+def strides_to_agree(named: Named) -> dict[str, list[int]]:
+    """The strides of parameters that are not contiguous: gradients are sent in the order of memory, so all ranks must
+    have the same."""
+    return {name: list(tensor.stride()) for name, tensor in named if not tensor.is_contiguous()}

@@ -1,0 +1,228 @@
+"""``fusedcomm.GradReducer``: averages gradients over the ranks, without DistributedDataParallel."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fusedcomm import env
+from fusedcomm.config import Config, LocalOptions, Wire, check, given, local_options
+from fusedcomm.native import _C
+from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
+from fusedcomm.session.parameters import device_of, synchronised_parameters
+from fusedcomm.session.plan import Plan
+from fusedcomm.session.session import Session
+from fusedcomm.session.state_dict import load_state_dict, state_dict
+from fusedcomm.session.stats import NonFinite, Stats
+
+_MIB = 1 << 20
+_FIRST_BUCKET_MIB = 1
+"""Most MiB of the first bucket, as in DDP: it is small, so that sending begins early."""
+
+_of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
+"""A module keeps its reducer alive."""
+
+
+class GradReducer:
+    """Averages the gradients of parameters over the ranks while the backward pass runs.
+
+    ::
+
+        reducer = fusedcomm.GradReducer(model, "bf16")
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()  # returns when the gradients are means over the ranks
+            optimizer.step()
+
+    Make it on every rank, when the model has its dtype and its device. It does not change parameters: begin with equal
+    ones on every rank.
+
+    Gradients are packed where they lie, and the means are written to the same place, so no copy of them is kept. A
+    gradient is copied only if its memory has gaps or another order than the parameter's, if something else uses its
+    memory, too, or if this rank has not used a parameter that another rank may have used.
+
+    Args:
+        module_or_named_parameters: a module that is not wrapped in DistributedDataParallel, or pairs of names and
+            parameters. A module keeps this object alive; otherwise keep it, because its hooks end with it. Sparse
+            gradients need the module.
+        wire: a wire, or a :class:`fusedcomm.Config`. None: ``Config()``. A search ("auto") is refused.
+        bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.
+        process_group: None: the default group. Over gloo for parameters on cpu, over NCCL on one cuda device.
+        find_unused_parameters: whether backward passes may leave out parameters. If no rank has used a parameter, its
+            gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small
+            message at the end of each backward pass.
+        local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
+        quiet: whether rank 0 does not print the plan.
+
+    Raises:
+        TypeError: the first argument is neither a module nor pairs of names and parameters, or is a
+            DistributedDataParallel.
+        ValueError: an argument is out of range, or something else synchronizes one of the parameters.
+        RuntimeError: the gradients are on several devices, fusedcomm has no path for the device or backend, or the
+            ranks do not agree (the same text on every rank).
+
+    ``backward()`` raises RuntimeError on every rank if a rank cannot go on: the text names the rank and the reason, for
+    example the parameters that got no gradient. The gradients are not valid then. Call :meth:`detach`, and make a new
+    object to go on.
+    """
+
+    def __init__(
+        self,
+        module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]],
+        wire: Wire | Config | None = None,
+        *,
+        bucket_mib: float = 25,
+        process_group: dist.ProcessGroup | None = None,
+        find_unused_parameters: bool = False,
+        local: LocalOptions | None = None,
+        quiet: bool = False,
+    ) -> None:
+        config = given(wire, None) if isinstance(wire, Config) else given(None, wire)
+        local = local_options(local)
+        check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
+        check.flag("find_unused_parameters", find_unused_parameters)
+        if process_group is None and not dist.is_initialized():
+            raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
+        named = named_tensors(module_or_named_parameters)
+        sparse = ids_of_sparse(module_or_named_parameters)
+        parameters, problem = [], None
+        try:
+            refuse(named)
+            parameters = synchronised_parameters(named, [config])
+        except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
+            problem = error
+        self._caps = [int(min(_FIRST_BUCKET_MIB, bucket_mib) * _MIB), int(bucket_mib * _MIB)]
+        self._session: Session | None = Session(
+            config,
+            process_group if process_group is not None else dist.group.WORLD,
+            parameters,
+            local,
+            device_of(named),
+            announce=not (quiet or env.quiet()),
+            also_agree={
+                "reducer": {
+                    "bucket_mib": bucket_mib,
+                    "find_unused_parameters": find_unused_parameters,
+                    "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
+                    "strides": strides_to_agree(named),
+                }
+            },
+            problem=problem,
+        )
+        self._reducer = _C.GradReducer(
+            hook=self._session.hook,
+            # Gradients arrive from the model's end to its beginning.
+            parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
+            first_bucket_nbytes=self._caps[0],
+            bucket_nbytes=self._caps[1],
+            find_unused=find_unused_parameters,
+            store=self._session.store("reducer"),
+            say=_say,
+        )
+        self._attached = True
+        if isinstance(module_or_named_parameters, nn.Module):
+            _of_modules[module_or_named_parameters] = self
+        if self._session.rank == 0 and not (quiet or env.quiet()):
+            # A print that fails (closed pipe, missing encoding) must not stop this rank alone: the others go on.
+            with contextlib.suppress(Exception):
+                print(self.plan(), flush=True)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which backward passes add up gradients on this rank.
+
+        The next backward pass outside synchronizes the sums. Only ``backward()`` needs to be within the block. Enter it
+        on every rank.
+        """
+        self._refuse_detached("nothing is synchronized")
+        before, self._reducer.is_on = self._reducer.is_on, False
+        try:
+            yield
+        finally:
+            self._reducer.is_on = before and self._attached
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank. On cuda this waits for the kernels under way, whose counts it reads."""
+        return self._of_original().stats()
+
+    def plan(self) -> Plan:
+        """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
+        self._refuse_detached("nothing is sent")
+        return self._of_original().plan(self._caps)
+
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Records when each stage of each bucket ran; see :meth:`fusedcomm.Handle.trace`."""
+        self._refuse_detached("there is nothing to trace")
+        return self._of_original().trace(path, all_ranks)
+
+    def nonfinite_report(self) -> list[NonFinite]:
+        """Every rank's NaN and Inf counts by parameter, worst first. A collective call."""
+        return self._of_original().nonfinite_report()
+
+    def state_dict(self, consolidated: bool = False) -> dict:
+        """Returns the state by parameter name, for a checkpoint; see :meth:`fusedcomm.Handle.state_dict`."""
+        return state_dict(self._of_original(), consolidated)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores what :meth:`state_dict`, or that of a handle, returned; see
+        :meth:`fusedcomm.Handle.load_state_dict`."""
+        self._refuse_detached("no engine would use the state")
+        load_state_dict(self._of_original(), state)
+
+    def detach(self) -> None:
+        """Removes the hooks and stops the engine. Call it on every rank between steps. Idempotent.
+
+        Backward passes then leave gradients as they are on each rank.
+        """
+        if not self._attached:
+            return
+        self._attached = False
+        self._reducer.detach()
+        self._of_original().stop("fusedcomm.GradReducer was detached")
+        for module in [module for module, reducer in _of_modules.items() if reducer is self]:
+            del _of_modules[module]
+
+    def __enter__(self) -> "GradReducer":
+        """``with fusedcomm.GradReducer(model) as reducer:`` detaches when the block ends, also if it ends with an
+        error. As :meth:`detach`, every rank must leave the block between steps."""
+        self._refuse_detached("a block cannot detach it")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _of_original(self) -> Session:
+        """The session. Raises RuntimeError if this object is a copy."""
+        if self._session is None:
+            raise RuntimeError(
+                "fusedcomm: this GradReducer is a copy, made with copy or pickle, and has no parameters: make a "
+                "GradReducer for the copied model"
+            )
+        return self._session
+
+    def _refuse_detached(self, consequence: str) -> None:
+        """Raises RuntimeError if this object is detached or a copy."""
+        self._of_original()
+        if not self._attached:
+            raise RuntimeError(f"fusedcomm: this GradReducer is detached, so {consequence}: make a new one")
+
+    def __reduce__(self) -> tuple:
+        # Hooks, process groups, threads and connections stay with the original.
+        return _copied, ()
+
+
+def _copied() -> GradReducer:
+    copied = GradReducer.__new__(GradReducer)
+    copied._session, copied._attached = None, False
+    return copied
+
+
+def _say(notices: list[str]) -> None:
+    """Warns. The native reducer calls it at the end of a backward pass that has something to say."""
+    for text in notices:
+        warn_alone(text, stacklevel=3)

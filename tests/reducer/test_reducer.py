@@ -1,0 +1,474 @@
+"""GradReducer: what is sent when, which gradients are copied, and the handle's methods."""
+
+import copy
+import ctypes
+import gc
+import json
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Branches, Gradients, Mlp, constant, integers, mean_of_integers, threads_of_engine
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Checks, Config, Feedback
+from fusedcomm.reducer.reducer import _of_modules
+
+
+def backward(model, gradients, steps=1):
+    """The gradients of the last of `steps` backward passes, each from none."""
+    for _ in range(steps):
+        model.zero_grad()
+        model(gradients).backward()
+    return [weight.grad.clone() for weight in model.weights]
+
+
+def reducer_of(model, wire="fp32", **kwargs):
+    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
+
+
+# ---- what is sent when
+
+
+def accumulated(rank, world_size, wire):
+    model = Gradients((5000,))
+    reducer = reducer_of(model, Config(wire, wires={"1d": wire}))
+    gradient = [torch.full((5000,), float(rank + 1))]
+    backward(model, gradient, steps=2)
+    model.zero_grad()
+    before = reducer.stats().buckets
+    with reducer.no_sync():
+        model(gradient).backward()
+        with reducer.no_sync():
+            model(gradient).backward()
+        model(gradient).backward()
+    during = reducer.stats().buckets - before
+    local = model.weights[0].grad.unique().tolist()
+    model(gradient).backward()
+    return during, local, model.weights[0].grad.unique().tolist(), reducer.stats().steps
+
+
+@pytest.mark.parametrize("wire", fusedcomm.WIRES)
+def test_no_sync_adds_up_and_the_next_pass_sends_the_sum(ranks, wire):
+    for rank, (during, local, seen, steps) in enumerate(ranks.run(accumulated, wire, world_size=2)):
+        assert during == 0 and local == [3.0 * (rank + 1)] and seen == [constant(6.0, wire)] and steps == 3
+
+
+def several_passes(rank, world_size):
+    """Two synchronized passes before a step: the second one's gradient is added to the mean of the first."""
+    model = Gradients((300,), (40, 50))
+    reducer_of(model)
+    gradients = [integers(rank, (300,)), integers(rank, (40, 50))]
+    loss = model(gradients)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [weight.grad for weight in model.weights]
+
+
+def test_two_synchronized_passes_add_up_their_means(ranks):
+    for seen in ranks.run(several_passes, world_size=2):
+        for gradient in seen:
+            assert torch.equal(gradient, 2 * mean_of_integers(2, gradient.shape))
+
+
+class Ordered(nn.Module):
+    """Uses its layers in a given order, which is not the order of its parameters."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.order = order
+
+    def forward(self, x):
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x.sum()
+
+
+def plans(rank, world_size, orders):
+    """The buckets after each pass, in which the layers are used in the order that `orders` has for this rank."""
+    model = Ordered(None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reducer = reducer_of(model, bucket_mib=0.007)  # two layers are in a bucket
+        seen = []
+        for order in orders[rank]:
+            model.order = order
+            model.zero_grad()
+            model(torch.ones(2, 32)).backward()
+            seen.append([[int(name.split(".")[1]) for name in row.parameters] for row in reducer.plan().buckets])
+    return seen, [str(w.message) for w in caught if "another order" in str(w.message)]
+
+
+def test_after_the_first_pass_buckets_have_the_order_of_arrival_on_rank_0(ranks):
+    orders = [[(2, 0, 3, 1)] * 3, [(0, 1, 2, 3)] * 3, [(3, 2, 1, 0)] * 3]
+    for seen, notices in ranks.run(plans, orders, world_size=3):
+        assert seen == [[[3, 2], [1, 0]], [[1, 3], [0, 2]], [[1, 3], [0, 2]]] and notices == []
+
+
+def test_when_rank_0s_order_changes_buckets_are_cut_again_which_is_reported_once(ranks):
+    first, second = (0, 1, 2, 3), (1, 3, 0, 2)
+    changes = [first] * 2 + [second] * 6 + [first] * 8
+    (seen, notices), (others, no_notices) = ranks.run(plans, [changes, [first] * 16], world_size=2)
+    assert seen == others and no_notices == [] and len(notices) == 1
+    assert seen[1] == [[3, 2], [1, 0]] and seen[7] == [[2, 0], [3, 1]] and seen[15] == [[3, 2], [1, 0]]
+
+
+def test_an_order_that_alternates_does_not_cut_buckets_again(ranks):
+    alternating = [(0, 1, 2, 3), (1, 3, 0, 2)] * 5
+    for seen, notices in ranks.run(plans, [alternating] * 2, world_size=2):
+        assert seen[1:] == [[[3, 2], [1, 0]]] * 9 and notices == []
+
+
+def handed_over_early(rank, world_size):
+    """In each pass, the buckets that have ended when the last parameter's gradient is computed. It waits for one."""
+    model = Ordered((0, 1, 2, 3))
+    reducer = reducer_of(model, "bf16", bucket_mib=0.003)
+    ended = []
+
+    def wait_for_a_bucket(gradient):
+        before = 4 * len(ended)
+        while reducer._session.hook.stats().num_buckets <= before:
+            pass
+        ended.append(1)
+        return gradient
+
+    model.layers[0].weight.register_hook(wait_for_a_bucket)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 32)).backward()
+    assert len(reducer.plan().buckets) == 4
+    reducer.detach()  # the hook above keeps it alive
+    return ended
+
+
+def test_buckets_are_handed_over_while_the_backward_pass_runs(ranks):
+    for names in ranks.run(handed_over_early, world_size=2):
+        assert names == [1, 1, 1]
+
+
+# ---- frozen parameters
+
+
+def frozen(rank, world_size, wire, which):
+    shapes = ((80, 64), (7,), (30, 40))
+    model = Gradients(*shapes)
+    reducer = reducer_of(model, wire)
+    gradients = [integers(rank, shape) for shape in shapes]
+    seen = []
+    for step in range(7):
+        for index in which:
+            model.weights[index].requires_grad_(step not in (0, 3, 4))
+        model.zero_grad()
+        if all(not weight.requires_grad for weight in model.weights):
+            continue
+        model([gradient * (step + 1) for gradient in gradients]).backward()
+        names = sorted(name for row in reducer.plan().buckets for name in row.parameters)
+        seen.append((step, names, [None if weight.grad is None else weight.grad.clone() for weight in model.weights]))
+    return shapes, seen
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("which", [(0,), (1, 2), (0, 1, 2)], ids=str)
+def test_frozen_parameters_are_not_sent_and_thawed_ones_are(ranks, wire, which):
+    for shapes, seen in ranks.run(frozen, wire, which, world_size=2):
+        assert len(seen) == (4 if len(which) == 3 else 7)
+        for step, names, gradients in seen:
+            for index, (shape, gradient) in enumerate(zip(shapes, gradients, strict=True)):
+                is_frozen = index in which and step in (0, 3, 4)
+                assert (f"weights.{index}" in names) != is_frozen
+                if is_frozen:
+                    assert gradient is None
+                else:
+                    assert torch.equal(gradient, mean_of_integers(2, shape) * (step + 1))
+
+
+# ---- unused parameters
+
+
+def unused(rank, world_size, wire, stale):
+    model = Branches()
+    reducer_of(model, Config(wire, wires={"1d": wire}), find_unused_parameters=True, bucket_mib=0.0005)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.125)
+    marker = torch.full((16, 16), 7.1) if stale else None
+    model.never.weight.grad = marker
+    seen = []
+    for _ in range(2):
+        model.zero_grad(set_to_none=not stale)
+        if stale:
+            marker.fill_(7.1)
+        model(torch.ones(1, 10)).sum().backward()
+        seen.append((model.even.weight.grad.clone(), model.odd.weight.grad.clone()))
+    never = model.never.weight.grad
+    return never is marker, None if never is None else never.unique().tolist(), seen, model.never.bias.grad
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_unused_parameters_count_as_zeros_or_keep_their_gradient(ranks, wire, stale):
+    outcome = ranks.run(unused, wire, stale, world_size=2)
+    used_by_both = 5 * 0.125 * (10 * 0.125 + 0.125)
+    for is_marker, never, seen, bias in outcome:
+        assert is_marker and bias is None and never == (pytest.approx([7.1]) if stale else None)
+        for even, odd in seen:
+            assert even.unique().tolist() == odd.unique().tolist() == pytest.approx([used_by_both / 2], rel=2.0**-7)
+    for (a, b), (c, d) in zip(outcome[0][2], outcome[1][2], strict=True):
+        assert torch.equal(a, c) and torch.equal(b, d)
+
+
+def accumulated_and_unused(rank, world_size):
+    """A parameter that is used only within no_sync() is used; its sum is sent with the next pass."""
+    model = Branches()
+    reducer = reducer_of(model, find_unused_parameters=True)
+    with reducer.no_sync():
+        model(torch.ones(1, 10)).sum().backward()
+    branch = model.even if rank == 1 else model.odd  # of the first pass
+    local = branch.weight.grad.clone()
+    model(torch.ones(1, 10)).sum().backward()
+    return local, model.even.weight.grad, model.odd.weight.grad
+
+
+def test_use_within_no_sync_counts(ranks):
+    (odd, even_0, odd_0), (even, even_1, odd_1) = ranks.run(accumulated_and_unused, world_size=2)
+    assert torch.equal(even_0, even_1) and torch.equal(odd_0, odd_1)
+    # Each rank has used each branch once: one within no_sync(), the other in the synchronized pass.
+    assert even_0.abs().sum() > 0 and odd_0.abs().sum() > 0
+    assert odd.abs().sum() > 0 and even.abs().sum() > 0
+
+
+# ---- where gradients lie
+
+
+def strange_gradients(rank, world_size, wire):
+    """Gradients that are a view with gaps, in another order of memory, and views of each other."""
+    model = Gradients((6, 5), (8, 4), (3, 4, 5))
+    model.complex = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    model.halves = nn.ParameterList(torch.zeros(shape) for shape in ((16,), (4, 4)))
+    reducer = reducer_of(model, wire)
+    base = torch.zeros(6, 9)
+    shapes = [(6, 5), (8, 4), (3, 4, 5)]
+    gradients = [integers(rank, shape) for shape in shapes]
+    complex_ = torch.complex(integers(rank, (4, 4)), integers(rank + 10, (4, 4)))
+    shared = integers(rank + 20, (8, 2))
+    copied = []
+    for _ in range(3):
+        base.fill_(3.0)
+        model.zero_grad()
+        gaps = base[:, 2:7].zero_()
+        turned = torch.zeros(4, 8).t()
+        model.weights[0].grad, model.weights[1].grad = gaps, turned
+        before = reducer._reducer.num_copied
+        # The gradients of both halves are views of one tensor.
+        sum_of_views = ((model.halves[0].view(8, 2) + model.halves[1].view(8, 2)) * shared).sum()
+        (model(gradients) + (model.complex.conj() * complex_).real.sum() + sum_of_views).backward()
+        assert model.weights[0].grad is gaps and model.weights[1].grad is turned
+        copied.append(reducer._reducer.num_copied - before)
+        mean = [weight.grad.clone() for weight in model.weights]
+        rest = torch.cat([base[:, :2], base[:, 7:]], 1).unique().tolist()
+        found = (mean, rest, model.complex.grad.clone(), [half.grad.clone() for half in model.halves])
+    return found, copied
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_gradients_that_do_not_lie_as_their_parameter_are_copied_and_written_back(ranks, wire):
+    for (mean, rest, complex_, halves), copied in ranks.run(strange_gradients, wire, world_size=2):
+        assert all(torch.equal(gradient, mean_of_integers(2, gradient.shape)) for gradient in mean)
+        assert rest == [3.0], "memory beside the gradient was written"
+        expected = sum(torch.complex(integers(r, (4, 4)), integers(r + 10, (4, 4))) for r in range(2)) / 2
+        assert torch.equal(complex_.resolve_conj(), expected)
+        shared = sum(integers(r + 20, (8, 2)) for r in range(2)) / 2
+        assert all(torch.equal(half.reshape(8, 2), shared) for half in halves)
+        assert all(2 <= number <= 5 for number in copied)
+
+
+def ordinary(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 32),
+        nn.LayerNorm(32),
+        nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+        nn.Linear(32, 5),
+    )
+    reducer = reducer_of(model, "bf16")
+    for step in range(4):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        with reducer.no_sync():
+            model(torch.randn(8, 3, 8, 8)).sum().backward()
+        addresses = [p.grad.data_ptr() for p in model.parameters()]
+        model(torch.randn(8, 3, 8, 8)).sum().backward()
+        assert [p.grad.data_ptr() for p in model.parameters()] == addresses
+    return reducer._reducer.num_copied
+
+
+def test_no_gradient_of_an_ordinary_model_is_copied(ranks):
+    assert ranks.run(ordinary, world_size=2) == [0, 0]
+
+
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def peak_of_memory(rank, world_size, kind):
+    """By how many MiB the process's peak of memory grows when 64 MiB of gradients are synchronized, too."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)  # what is freed goes back to the system at once
+    model = Gradients(*[(2048, 2048)] * 4)
+    gradients = [torch.ones(2048, 2048) for _ in range(4)]
+
+    def peak_mib():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+    model(gradients).backward()
+    model(gradients).backward()
+    before = peak_mib()
+    if kind == "ddp":
+        forward = DistributedDataParallel(model)
+    else:
+        # A step in which errors are measured needs memory for that.
+        forward, _ = model, reducer_of(model, Config(kind, checks=Checks(measure_every=0)))
+    for _ in range(4):
+        forward(gradients).backward()
+    return peak_mib() - before
+
+
+def test_no_copy_of_the_gradients_is_kept():
+    grown = {}
+    for kind in ("ddp", "fp32", "bf16"):
+        fresh = Ranks(2)
+        grown[kind] = max(fresh.run(peak_of_memory, kind))
+        fresh.close()
+    assert grown["ddp"] > 48, "DDP keeps its buckets, so the measurement sees nothing"
+    assert grown["fp32"] < 32 and grown["bf16"] < 32, grown
+
+
+# ---- the methods of the handle
+
+
+def handle(rank, world_size, path):
+    torch.manual_seed(0)
+    model = Mlp()
+    checks = Checks(verify_every=1, measure_every=2)
+    config = Config("int8", "two-shot", wires={"1d": "int8"}, feedback=Feedback(), checks=checks)
+    gc.collect()  # of earlier tests
+    with reducer_of(model, config) as reducer:
+        predicted = str(reducer.plan())
+        with reducer.trace(path):
+            for step in range(4):
+                model.zero_grad()
+                model(torch.randn(8, 10, generator=torch.Generator().manual_seed(step + rank))).sum().backward()
+        stats = reducer.stats()
+        state = reducer.state_dict()
+        consolidated = reducer.state_dict(consolidated=True)
+        reducer.load_state_dict(state)
+        report = reducer.nonfinite_report()
+        plan = str(reducer.plan())
+    threads = threads_of_engine()
+    refused = []
+    for call in (reducer.plan, lambda: reducer.load_state_dict(state), reducer.__enter__, lambda: reducer.trace("x")):
+        with pytest.raises(RuntimeError, match="this GradReducer is detached") as error:
+            call()
+        refused.append(str(error.value))
+    reducer.detach()
+    model.zero_grad()
+    model(torch.full((1, 10), float(rank))).sum().backward()
+    alone = model.layers[0].weight.grad.clone()
+    return predicted, plan, stats, state, consolidated, report, threads, alone
+
+
+def test_the_handle_has_the_hooks_methods(ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    outcome = ranks.run(handle, str(path), world_size=2)
+    for predicted, plan, stats, state, consolidated, report, threads, _ in outcome:
+        assert "buckets as they are expected" in predicted and "buckets as they are" not in plan
+        assert "layers.0.weight" in plan and "int8" in plan
+        assert stats.steps == 4 and stats.buckets == 4 and stats.sent_nbytes > 0
+        assert len(stats.verified) == 4 and all(0 < v.relative_error < 0.1 for v in stats.verified)
+        assert len(stats.quantisation_error) == 1
+        assert state["step"] == 4 and len(state["residuals"]) == 8 and len(consolidated["residuals"]) == 8
+        assert report == [] and threads == 0
+    assert not torch.equal(outcome[0][-1], outcome[1][-1]), "gradients were synchronized after detach()"
+    assert any("bucket 0" in str(event) for event in json.loads(path.read_text())["traceEvents"])
+
+
+def lives(rank, world_size):
+    gc.collect()  # of earlier tests
+    model, named = Mlp(), Mlp()
+    reducer_of(model)
+    of_named = reducer_of(named.named_parameters())
+    gc.collect()
+    x = torch.full((4, 10), float(rank + 1))
+    model(x).sum().backward()
+    named(x).sum().backward()
+    of_model = weakref.ref(_of_modules[model])
+    same = [torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), named.parameters(), strict=True)]
+    del model, of_named
+    gc.collect()
+    return len(same), of_model() is None, threads_of_engine()
+
+
+def test_a_module_keeps_its_reducer_alive_and_takes_it_along(ranks):
+    for number, is_gone, threads in ranks.run(lives, world_size=2):
+        assert number == 8 and is_gone and threads == 0
+
+
+def copied(rank, world_size):
+    model = Mlp()
+    model.reducer = reducer_of(model)
+    other = copy.deepcopy(model)
+    errors = []
+    for call in (other.reducer.stats, other.reducer.plan, other.reducer.state_dict):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        errors.append(str(error.value))
+    other.reducer.detach()
+    other(torch.full((1, 10), float(rank))).sum().backward()
+    model(torch.full((1, 10), float(rank))).sum().backward()
+    return errors, other.layers[0].weight.grad, model.layers[0].weight.grad
+
+
+def test_a_copy_has_no_hooks_and_says_so(ranks):
+    outcome = ranks.run(copied, world_size=2)
+    for errors, _, _ in outcome:
+        assert len(errors) == 3 and all("this GradReducer is a copy" in error for error in errors)
+    assert not torch.equal(outcome[0][1], outcome[1][1]) and torch.equal(outcome[0][2], outcome[1][2])
+
+
+def on_a_subgroup(rank, world_size):
+    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = Gradients((6000,))
+    reducer_of(model, "bf16", process_group=subgroups[rank // 2])
+    return backward(model, [torch.full((6000,), float(rank))])[0].unique().tolist()
+
+
+def test_a_group_of_some_of_the_ranks(ranks):
+    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
+
+
+def several_reducers(rank, world_size):
+    """Two models, each with a reducer, whose backward passes take turns."""
+    first, second = Gradients((500,)), Gradients((700,), (9,))
+    reducers = [reducer_of(first, "bf16"), reducer_of(second, "fp32")]
+    seen = []
+    for step in range(1, 4):
+        seen += backward(first, [step * integers(rank, (500,))])
+        seen += backward(second, [step * integers(rank, (700,)), step * integers(rank, (9,))])
+    reducers[0].detach()
+    seen += backward(second, [integers(rank, (700,)), integers(rank, (9,))])
+    return seen
+
+
+def test_reducers_of_several_models_stand_side_by_side(ranks):
+    for seen in ranks.run(several_reducers, world_size=2):
+        factors = [factor for step in range(1, 4) for factor in [step] * 3] + [1, 1]
+        for factor, gradient in zip(factors, seen, strict=True):
+            assert torch.equal(gradient, factor * mean_of_integers(2, gradient.shape))
