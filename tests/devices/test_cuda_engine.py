@@ -58,6 +58,8 @@ def both_paths(rank, world_size, library, config, dtype, takes_over=None, shapes
 
     takes_over: FakeCuda.takes_over, with other options than its defaults. any_nan: all NaNs count as the same bits.
     """
+    if config.chunks.nbytes is None:  # the CPU path would choose by how fast the link is now
+        config = dataclasses.replace(config, chunks=dataclasses.replace(config.chunks, nbytes=1 << 20))
     num_steps = 4 if config.feedback else 2  # a residual shows in the next step
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
