@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
+import fake_cuda
 import pytest
 import torch
 from models import Branches, Complex, Conv, Gradients, Mixed, Mlp, Sparse, Synchronised, integers, mean_of_integers
@@ -251,3 +252,40 @@ def test_where_buckets_are_ddps_the_results_are_the_hooks(ranks, name, world_siz
         assert own_buckets == buckets and len(buckets) > 2
         for a, b in zip(mine, others, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- the CUDA path
+
+
+FEW = [(30, 9), (7,), (300,), (3, 4, 5), (64,), (11,)]
+
+
+def on_path(rank, world_size, library, name):
+    model = Gradients(*FEW)
+    config = WIRES[name]
+    generator = torch.Generator().manual_seed(rank)
+    device = fake_cuda.gpu(library).takes_over(config) if library else contextlib.nullcontext()
+    seen = []
+    with device:
+        reducer = fusedcomm.GradReducer(model, config, bucket_mib=0.001, find_unused_parameters=True, quiet=True)
+        for step in range(3):
+            gradients = [torch.randn(shape, generator=generator) for shape in FEW]
+            model.zero_grad()
+            used = [i for i in range(len(FEW)) if i not in (rank + step, 5)]
+            sum((model.weights[i] * gradients[i]).sum() for i in used).backward()
+            seen.append([None if weight.grad is None else weight.grad.clone() for weight in model.weights])
+        reducer.detach()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+def test_the_cuda_path_gives_the_cpus_bits(ranks, library):
+    cpu, cuda = (ranks.run(on_path, driver, "int8", world_size=2) for driver in (None, library))
+    for mine, others in zip(cpu, cuda, strict=True):
+        for a, b in zip(mine, others, strict=True):
+            assert a[5] is None and b[5] is None
+            assert all(torch.equal(x, y) for x, y in zip(a[:5], b[:5], strict=True))
