@@ -243,6 +243,39 @@ def test_use_within_no_sync_counts(ranks):
     assert odd.abs().sum() > 0 and even.abs().sum() > 0
 
 
+class Words(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3, sparse=sparse)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, words):
+        return (self.embedding(words) * self.scale).sum() if words is not None else self.scale.sum()
+
+
+def sparse_and_unused(rank, world_size, sparse):
+    """In the first step rank 1 does not use the embedding, in the second no rank does."""
+    torch.manual_seed(0)
+    model = Words(sparse)
+    reducer_of(model, find_unused_parameters=True)
+    seen = []
+    for used_by in ((0,), (), (0, 1)):
+        model.zero_grad()
+        model(torch.tensor([rank, 2 + rank]) if rank in used_by else None).backward()
+        gradient = model.embedding.weight.grad
+        seen.append(None if gradient is None else (gradient.is_sparse, gradient.to_dense()))
+    return seen
+
+
+def test_a_sparse_gradient_may_be_unused(ranks):
+    dense, sparse = (ranks.run(sparse_and_unused, kind, world_size=2) for kind in (False, True))
+    for seen, expected in zip(sparse, dense, strict=True):
+        assert seen[1] is None and expected[1] is None
+        for step in (0, 2):
+            assert seen[step][0] and not expected[step][0]
+            assert torch.equal(seen[step][1], expected[step][1])
+
+
 # ---- where gradients lie
 
 
@@ -349,6 +382,45 @@ def test_no_copy_of_the_gradients_is_kept():
         fresh.close()
     assert grown["ddp"] > 48, "DDP keeps its buckets, so the measurement sees nothing"
     assert grown["fp32"] < 32 and grown["bf16"] < 32, grown
+
+
+# ---- error feedback, and hooks of the user's own
+
+
+def fed_back(rank, world_size):
+    """weights.1 is frozen in some steps, so weights.0 is in other buckets then. Returns the sum of its means."""
+    model = Gradients((3000,), (2000,))
+    reducer_of(model, Config("int4", "two-shot", wires={"1d": "int4"}, feedback=Feedback()), bucket_mib=25)
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for shape in ((3000,), (2000,))]
+    total, first = torch.zeros(3000), None
+    for step in range(24):
+        model.weights[1].requires_grad_(step % 5 != 4)
+        model.zero_grad()
+        model(gradients).backward()
+        total += model.weights[0].grad
+        first = total.clone() if first is None else first
+    return gradients[0], first, total / 24
+
+
+def test_the_residual_of_a_parameter_goes_along_when_its_bucket_changes(ranks):
+    (mine, first, mean), (others, _, others_mean) = ranks.run(fed_back, world_size=2)
+    exact = (mine + others) / 2
+    assert torch.equal(mean, others_mean)
+    # What a step leaves out is added later, so the mean over the steps is that many times as exact.
+    assert (mean - exact).norm() < (first - exact).norm() / 8
+
+
+def users_hook(rank, world_size):
+    model = Gradients((40,))
+    reducer_of(model)
+    seen = []
+    model.weights[0].register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    backward(model, [torch.full((40,), float(rank))])
+    return seen[0].unique().tolist(), model.weights[0].grad.unique().tolist()
+
+
+def test_a_hook_after_accumulation_sees_this_ranks_gradient(ranks):
+    assert ranks.run(users_hook, world_size=2) == [([0.0], [0.5]), ([1.0], [0.5])]
 
 
 # ---- the methods of the handle
