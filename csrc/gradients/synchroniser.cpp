@@ -356,7 +356,7 @@ double Synchroniser::max_over_ranks(double value, const std::string& what) const
 
 FuturePtr Synchroniser::gather(const at::Tensor& numbers, const std::string& what) const {
   at::NoGradGuard no_grad;
-  const at::Tensor own = numbers.to(device_);
+  const at::Tensor own = numbers.to(device_, numbers.scalar_type(), /*non_blocking=*/true);
   const int64_t world_size = engine_->world_size();
   const at::Tensor all = at::empty({world_size * own.numel()}, own.options());  // gloo wants one dimension
   for (const at::Tensor& tensor : {own, all}) engine_->device().will_use(tensor);
