@@ -1,23 +1,17 @@
-"""GradReducer: what is sent when, which gradients are copied, and the handle's methods."""
+"""GradReducer: what is sent when, and which gradients are copied."""
 
-import copy
 import ctypes
-import gc
-import json
 import warnings
-import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
-from models import Branches, Gradients, Mlp, constant, integers, mean_of_integers, threads_of_engine
+from models import Branches, Gradients, constant, integers, mean_of_integers
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Checks, Config, Feedback
-from fusedcomm.reducer.reducer import _of_modules
 
 
 def backward(model, gradients, steps=1):
@@ -421,126 +415,3 @@ def users_hook(rank, world_size):
 
 def test_a_hook_after_accumulation_sees_this_ranks_gradient(ranks):
     assert ranks.run(users_hook, world_size=2) == [([0.0], [0.5]), ([1.0], [0.5])]
-
-
-# ---- the methods of the handle
-
-
-def handle(rank, world_size, path):
-    torch.manual_seed(0)
-    model = Mlp()
-    checks = Checks(verify_every=1, measure_every=2)
-    config = Config("int8", "two-shot", wires={"1d": "int8"}, feedback=Feedback(), checks=checks)
-    gc.collect()  # of earlier tests
-    with reducer_of(model, config) as reducer:
-        predicted = str(reducer.plan())
-        with reducer.trace(path):
-            for step in range(4):
-                model.zero_grad()
-                model(torch.randn(8, 10, generator=torch.Generator().manual_seed(step + rank))).sum().backward()
-        stats = reducer.stats()
-        state = reducer.state_dict()
-        consolidated = reducer.state_dict(consolidated=True)
-        reducer.load_state_dict(state)
-        report = reducer.nonfinite_report()
-        plan = str(reducer.plan())
-    threads = threads_of_engine()
-    refused = []
-    for call in (reducer.plan, lambda: reducer.load_state_dict(state), reducer.__enter__, lambda: reducer.trace("x")):
-        with pytest.raises(RuntimeError, match="this GradReducer is detached") as error:
-            call()
-        refused.append(str(error.value))
-    reducer.detach()
-    model.zero_grad()
-    model(torch.full((1, 10), float(rank))).sum().backward()
-    alone = model.layers[0].weight.grad.clone()
-    return predicted, plan, stats, state, consolidated, report, threads, alone
-
-
-def test_the_handle_has_the_hooks_methods(ranks, tmp_path):
-    path = tmp_path / "trace.json"
-    outcome = ranks.run(handle, str(path), world_size=2)
-    for predicted, plan, stats, state, consolidated, report, threads, _ in outcome:
-        assert "buckets as they are expected" in predicted and "buckets as they are" not in plan
-        assert "layers.0.weight" in plan and "int8" in plan
-        assert stats.steps == 4 and stats.buckets == 4 and stats.sent_nbytes > 0
-        assert len(stats.verified) == 4 and all(0 < v.relative_error < 0.1 for v in stats.verified)
-        assert len(stats.quantisation_error) == 1
-        assert state["step"] == 4 and len(state["residuals"]) == 8 and len(consolidated["residuals"]) == 8
-        assert report == [] and threads == 0
-    assert not torch.equal(outcome[0][-1], outcome[1][-1]), "gradients were synchronized after detach()"
-    assert any("bucket 0" in str(event) for event in json.loads(path.read_text())["traceEvents"])
-
-
-def lives(rank, world_size):
-    gc.collect()  # of earlier tests
-    model, named = Mlp(), Mlp()
-    reducer_of(model)
-    of_named = reducer_of(named.named_parameters())
-    gc.collect()
-    x = torch.full((4, 10), float(rank + 1))
-    model(x).sum().backward()
-    named(x).sum().backward()
-    of_model = weakref.ref(_of_modules[model])
-    same = [torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), named.parameters(), strict=True)]
-    del model, of_named
-    gc.collect()
-    return len(same), of_model() is None, threads_of_engine()
-
-
-def test_a_module_keeps_its_reducer_alive_and_takes_it_along(ranks):
-    for number, is_gone, threads in ranks.run(lives, world_size=2):
-        assert number == 8 and is_gone and threads == 0
-
-
-def copied(rank, world_size):
-    model = Mlp()
-    model.reducer = reducer_of(model)
-    other = copy.deepcopy(model)
-    errors = []
-    for call in (other.reducer.stats, other.reducer.plan, other.reducer.state_dict):
-        with pytest.raises(RuntimeError) as error:
-            call()
-        errors.append(str(error.value))
-    other.reducer.detach()
-    other(torch.full((1, 10), float(rank))).sum().backward()
-    model(torch.full((1, 10), float(rank))).sum().backward()
-    return errors, other.layers[0].weight.grad, model.layers[0].weight.grad
-
-
-def test_a_copy_has_no_hooks_and_says_so(ranks):
-    outcome = ranks.run(copied, world_size=2)
-    for errors, _, _ in outcome:
-        assert len(errors) == 3 and all("this GradReducer is a copy" in error for error in errors)
-    assert not torch.equal(outcome[0][1], outcome[1][1]) and torch.equal(outcome[0][2], outcome[1][2])
-
-
-def on_a_subgroup(rank, world_size):
-    subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = Gradients((6000,))
-    reducer_of(model, "bf16", process_group=subgroups[rank // 2])
-    return backward(model, [torch.full((6000,), float(rank))])[0].unique().tolist()
-
-
-def test_a_group_of_some_of_the_ranks(ranks):
-    assert ranks.run(on_a_subgroup) == [[0.5], [0.5], [2.5], [2.5]]
-
-
-def several_reducers(rank, world_size):
-    """Two models, each with a reducer, whose backward passes take turns."""
-    first, second = Gradients((500,)), Gradients((700,), (9,))
-    reducers = [reducer_of(first, "bf16"), reducer_of(second, "fp32")]
-    seen = []
-    for step in range(1, 4):
-        seen += backward(first, [step * integers(rank, (500,))])
-        seen += backward(second, [step * integers(rank, (700,)), step * integers(rank, (9,))])
-    reducers[0].detach()
-    seen += backward(second, [integers(rank, (700,)), integers(rank, (9,))])
-    return seen
-
-
-def test_reducers_of_several_models_stand_side_by_side(ranks):
-    for seen in ranks.run(several_reducers, world_size=2):
-        factors = [factor for step in range(1, 4) for factor in [step] * 3] + [1, 1]
-        for factor, gradient in zip(factors, seen, strict=True):
-            assert torch.equal(gradient, factor * mean_of_integers(2, gradient.shape))
