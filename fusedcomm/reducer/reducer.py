@@ -3,13 +3,13 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedcomm import env
+from fusedcomm import env, log
 from fusedcomm.config import Config, LocalOptions, Wire, check, given, local_options
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
@@ -83,7 +83,7 @@ class GradReducer:
         quiet: bool = False,
     ) -> None:
         config = given(wire, None) if isinstance(wire, Config) else given(None, wire)
-        local = local_options(local)
+        local, quiet = local_options(local), quiet or env.quiet()
         check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
         check.flag("find_unused_parameters", find_unused_parameters)
         if process_group is None and not dist.is_initialized():
@@ -103,7 +103,7 @@ class GradReducer:
             parameters,
             local,
             device_of(named),
-            announce=not (quiet or env.quiet()),
+            announce=not quiet,
             also_agree={
                 "reducer": {
                     "bucket_mib": bucket_mib,
@@ -125,12 +125,12 @@ class GradReducer:
             say=_say,
         )
         self._attached = True
+        self._module: Callable[[], nn.Module | None] = lambda: None
         if isinstance(module_or_named_parameters, nn.Module):
             _of_modules[module_or_named_parameters] = self
-        if self._session.rank == 0 and not (quiet or env.quiet()):
-            # A print that fails (closed pipe, missing encoding) must not stop this rank alone: the others go on.
-            with contextlib.suppress(Exception):
-                print(self.plan(), flush=True)
+            self._module = weakref.ref(module_or_named_parameters)
+        if self._session.rank == 0:
+            log.report(self.plan, quiet)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,9 +156,10 @@ class GradReducer:
         return self._of_original().plan(self._caps)
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records when each stage of each bucket ran; see :meth:`fusedcomm.Handle.trace`."""
+        """Records when each stage of each bucket ran, and the module's passes if this object was given a module. See
+        :meth:`fusedcomm.Handle.trace`."""
         self._refuse_detached("there is nothing to trace")
-        return self._of_original().trace(path, all_ranks)
+        return self._of_original().recorder.record(path, all_ranks, self._module())
 
     def nonfinite_report(self) -> list[NonFinite]:
         """Every rank's NaN and Inf counts by parameter, worst first. A collective call."""

@@ -33,8 +33,9 @@ class Recorder:
         self._num_gathered = 0
 
     @contextlib.contextmanager
-    def record(self, path: str | os.PathLike, all_ranks: bool, module: nn.Module) -> Iterator[None]:
-        """See :meth:`fusedcomm.ddp.handle.Handle.trace`. `module`: the one whose passes are recorded."""
+    def record(self, path: str | os.PathLike, all_ranks: bool, module: nn.Module | None) -> Iterator[None]:
+        """See :meth:`fusedcomm.ddp.handle.Handle.trace`. `module`: the one whose passes are recorded. None: no passes
+        are recorded."""
         if all_ranks and trace.RANK_FIELD in str(path):
             raise ValueError(
                 f"path={str(path)!r} makes a file for each rank, but all_ranks=True writes one, on rank 0: leave "
@@ -49,14 +50,14 @@ class Recorder:
             trace.check(own_path)
         first_step = self._hook.step  # the same on all ranks that trace the same steps
         try:
-            model = ModelRecorder(self._hook, module)
+            model = None if module is None else ModelRecorder(self._hook, module)
             origin = self._hook.start_trace()
             try:
-                with model.record():
+                with model.record() if model else contextlib.nullcontext():
                     yield
             finally:
                 spans = self._hook.stop_trace()
-            document = self._document(spans, model.spans(origin), first_step)
+            document = self._document(spans, model.spans(origin) if model else [], first_step)
         except BaseException as error:
             # The error of the user's block or of this function. Rank 0 must not wait for a trace that does not come.
             if all_ranks and self._peers.rank != 0:
