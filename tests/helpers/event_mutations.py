@@ -29,7 +29,7 @@ class Mutation:
     where: the function and what it is, in words. file: below csrc/. text: occurs once in the file. «» in it mark what
     is replaced, otherwise all of it is: a statement, ending in a semicolon, or an expression. replacement: statements,
     or an expression of the same type. effect: what the removal does. scene: of the native test; message: what the scene
-    prints when it fails, with … for any text.
+    prints when it fails, with … for any text and / between two of which it prints one.
     """
 
     where: str
@@ -41,7 +41,8 @@ class Mutation:
     message: str
 
     def is_found_in(self, output: str) -> bool:
-        return re.search(".*".join(map(re.escape, self.message.split(" … "))), output) is not None
+        patterns = (".*".join(map(re.escape, message.split(" … "))) for message in self.message.split(" / "))
+        return any(re.search(pattern, output) for pattern in patterns)
 
     def row(self) -> str:
         return f"| {self.where} | {self.effect} | {self.scene} | {self.message} |"

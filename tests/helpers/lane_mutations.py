@@ -227,7 +227,7 @@ LANE_MUTATIONS = [
         "",
         "a fault of a kernel is reported for a later stage",
         "failing",
-        "the engine does not notice",
+        "the error is: / the engine does not notice",
     ),
     Mutation(
         "StreamDevice::enter_watching_thread: the current device",
@@ -407,7 +407,7 @@ LANE_MUTATIONS = [
         "",
         "a fault of a kernel is reported for a later stage",
         "failing",
-        "the error is: ",
+        "the error is: / the engine does not notice",
     ),
     Mutation(
         "Engine::wire_stage: the host's wait with FUSEDCOMM_SYNC=1",
@@ -416,6 +416,6 @@ LANE_MUTATIONS = [
         "",
         "a fault of a collective is reported for a later stage",
         "failing",
-        "the error is: ",
+        "the error is: / the engine does not notice",
     ),
 ]

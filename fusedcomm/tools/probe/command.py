@@ -1,7 +1,6 @@
 """The arguments of ``fusedcomm probe``. Imports torch only once they are known to be possible."""
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 
@@ -93,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
     except ProbeError as error:
         raise UsageError(str(error)) from None
     plot = args.plot
-    if plot is None and importlib.util.find_spec("matplotlib") is not None:
+    if plot is None and output.can_draw():
         plot = DEFAULT_PLOT
     if os.environ.get("RANK", "0") == "0":  # only rank 0 writes
         output.check((("--json", args.json), ("--plot", plot)))
