@@ -227,3 +227,18 @@ def test_errors_and_regret_of_the_probe(bench_modules):
     arguments = argparse.Namespace(hosts=2, params=None)
     assert probe_check.settings_of(arguments, "1gbit", 0.5)["compute_ms"] == pytest.approx(150)
     assert probe_check.settings_of(arguments, "unlimited", 0)["params"] == probe_check.MAX_PARAMS
+
+
+def test_the_reducers_benchmark_checks_its_means(tmp_path):
+    path = tmp_path / "reducer.json"
+    sizes = ["--ranks", "2", "--parameters", "30", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "reducer_host.py"), *sizes, "--json", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 6 and all(row["checked"] for row in rows)
+    assert {row["impl"] for row in rows} >= {"ddp", "fusedcomm reducer, fp32", "fusedcomm hook, bf16"}
