@@ -32,6 +32,8 @@ def start(folder: Path, *command: str) -> subprocess.Popen:
         text=True,
         cwd=folder,
         start_new_session=True,
+        # The tests may run where SIGINT is ignored, as in a shell's background. A child would ignore it, too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
     )
 
