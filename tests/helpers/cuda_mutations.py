@@ -6,6 +6,7 @@ from lane_mutations import race
 
 DEVICE, TRANSPORT = "devices/cuda_device.cpp", "transport/c10d_transport.cpp"
 SYNCHRONISER, MONITOR = "gradients/synchroniser.cpp", "gradients/error_monitor.cpp"
+CALLS = "gradients/collective_calls.cpp"
 RECORD, FUTURE, HOOK = "gradients/bucket_record.cpp", "gradients/bucket_future.h", "frontends/ddp/hook.cpp"
 GIVEN_BACK = "was given back, and"
 OWN_STREAM = "is to run on the backend's own stream"
@@ -130,7 +131,7 @@ CUDA_MUTATIONS = [
     ),
     Mutation(
         "Synchroniser::max_over_ranks: the streams that use the values",
-        SYNCHRONISER,
+        CALLS,
         "engine_->device().will_use(values);",
         "",
         "after a failure the values are reused while they are summed",
@@ -139,7 +140,7 @@ CUDA_MUTATIONS = [
     ),
     Mutation(
         "Synchroniser::max_over_ranks: the wait for the future",
-        SYNCHRONISER,
+        CALLS,
         "future->waitAndThrow();",
         "",
         "the values are read before they are summed",
