@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 import weakref
 
 import torch
@@ -131,15 +130,8 @@ def attach_off(
         stall_after_s = choose_stall_after(local.stall_after, timeout.total_seconds())
     except ValueError as error:
         problem = problem or error
-    if problem is not None:
-        record = {agreement.PROBLEM: str(problem), agreement.AT: time.time()}
     peers = Peers(group, store, timeout, stall_after_s)
     peers.doing("attaching: comparing its configuration with the others'")
-    try:
-        agreement.agree(peers, dist.PrefixStore("plan", store), record, "attaching").raise_problem()
-    except RuntimeError as error:
-        if problem is None:
-            raise
-        raise problem from error
+    agreement.agree_to_attach(peers, dist.PrefixStore("plan", store), record, problem)
     peers.doing("in training, with wire='off'")
     return OffHandle(ddp, parameters, device)

@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import json
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,30 @@ def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:
             f"{what}: attach must be called on every rank of the process group"
         )
     return Verdict(**json.loads(store.get("verdict")))
+
+
+def agree_to_attach(peers: Peers, store: dist.Store, record: dict, problem: Exception | None) -> None:
+    """As :func:`agree`, and raises what the verdict says.
+
+    Args:
+        problem: why this rank cannot attach; the other ranks are told. None: it can.
+
+    Raises:
+        Exception: this rank's `problem`.
+        RuntimeError, PeerLostError: another rank's problem, a difference of records, or as :func:`agree`.
+    """
+    if problem is not None:
+        record = {PROBLEM: str(problem), AT: time.time()}
+    verdict = None
+    try:
+        verdict = agree(peers, store, record, "attaching")
+        verdict.raise_problem()
+    except RuntimeError as error:
+        if problem is None:
+            raise
+        # Another rank's earlier problem may have caused this one, unless both are the same.
+        is_same = verdict is not None and verdict.cause == record[PROBLEM]
+        raise problem from (None if is_same else error)
 
 
 def gather(peers: Peers, store: dist.Store, record: object, what: str, is_watched: bool = False) -> list[object]:

@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import dataclasses
 import os
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -269,21 +268,11 @@ class Session:
     def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
         """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
         if problem is not None:
-            record = {agreement.PROBLEM: str(problem), agreement.AT: time.time()}
             if what == "ready":
                 with contextlib.suppress(RuntimeError):  # the store has failed, too
                     self._store.set(_GIVEN_UP, "")
-                warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
-        verdict = None
-        try:
-            verdict = agreement.agree(self.peers, dist.PrefixStore(what, store), record, "attaching")
-            verdict.raise_problem()
-        except RuntimeError as error:
-            if problem is None:
-                raise
-            # Another rank's earlier problem may have caused this one, unless both are the same.
-            is_same = verdict is not None and verdict.cause == record[agreement.PROBLEM]
-            raise problem from (None if is_same else error)
+            warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
+        agreement.agree_to_attach(self.peers, dist.PrefixStore(what, store), record, problem)
 
     def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":
         """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
