@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedcomm.session.parameters import has_sparse_gradient
+
 
 def native_hook(state: object, bucket: object) -> None:
     """Represents the native hook in ``ddp._comm_hooks``. Python never calls that hook."""
@@ -127,8 +129,8 @@ def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:
     if device.type == "cpu":
         return
     for name, module in ddp.module.named_modules():
-        is_sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-        if is_sparse and module.weight.requires_grad and f"{name}.weight" not in ddp.parameters_to_ignore:
+        is_taken = f"{name}.weight" not in ddp.parameters_to_ignore
+        if is_taken and has_sparse_gradient(module) and module.weight.requires_grad:
             raise ValueError(
                 f"wire='auto' tries DDP's own all-reduce, and NCCL has none of sparse gradients, as {name!r} has: name "
                 "a wire, wire='bf16' for example, with which they are sent exactly"

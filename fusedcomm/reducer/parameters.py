@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedcomm.native import _C
+from fusedcomm.session.parameters import has_sparse_gradient
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -82,11 +83,7 @@ def ids_of_sparse(module_or_named_parameters: object) -> set[int]:
     """The ids of parameters with sparse gradients. Only a module can tell them."""
     if not isinstance(module_or_named_parameters, nn.Module):
         return set()
-    return {
-        id(module.weight)
-        for module in module_or_named_parameters.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-    }
+    return {id(module.weight) for module in module_or_named_parameters.modules() if has_sparse_gradient(module)}
 
 
 def strides_to_agree(named: Named) -> dict[str, list[int]]:

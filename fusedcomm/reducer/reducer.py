@@ -57,7 +57,7 @@ class GradReducer:
             gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small
             message at the end of each backward pass.
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
-        quiet: whether rank 0 does not print the plan.
+        quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
 
     Raises:
         TypeError: the first argument is neither a module nor pairs of names and parameters, or is a

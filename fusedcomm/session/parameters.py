@@ -56,6 +56,11 @@ def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParamete
     return [p for p in parameters or [] if p.tensor.requires_grad]
 
 
+def has_sparse_gradient(module: torch.nn.Module) -> bool:
+    """Whether the gradient of the module's `weight` is sparse."""
+    return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+
+
 def device_of(named: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
     """The device of the gradients, or of frozen parameters if all are frozen; cpu if there are no parameters."""
     return next((tensor.device for tensor in _with_gradients(named)), torch.device("cpu"))
