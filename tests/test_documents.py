@@ -127,6 +127,13 @@ def test_pages_that_code_names_exist():
     assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def test_what_is_installed_names_no_page():
+    """A wheel has no pages, so its messages say what a page would."""
+    packages = [path for folder in ("fusedcomm", "csrc") for path in (ROOT / folder).rglob("*")]
+    sources = [path for path in packages if path.suffix in (".py", ".h", ".cpp")]
+    assert sources and [str(path) for path in sources if re.search(r"\bdocs/[\w/-]+\.md\b", path.read_text())] == []
+
+
 # ---- length
 
 

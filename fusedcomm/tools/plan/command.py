@@ -318,8 +318,8 @@ def _print_answer(found: "Recommendation", default: "Row") -> None:
     print(f"  A step would take {row.step_s * 1e3:.1f} ms{told}: predicted from the assumptions below, not measured")
     if found.faster is not None:
         print(
-            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms: see docs/accuracy.md for what it "
-            f"does to gradients, then --accept {found.faster.wire}"
+            f"  {found.faster.way} would take {found.faster.step_s * 1e3:.1f} ms, but changes gradients more: try it "
+            f"on your own with fusedcomm.simulate, then --accept {found.faster.wire}"
         )
 
 
