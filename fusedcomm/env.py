@@ -76,3 +76,10 @@ def local_world_size() -> int | None:
     """Ranks on this host, as torchrun sets them; None if not set."""
     text = os.environ.get("LOCAL_WORLD_SIZE")
     return int(text) if text and text.isdigit() else None
+
+
+def launched_world_size() -> int | None:
+    """Ranks that torchrun, or another launcher that sets its variables, has started; None if this process is none of
+    them."""
+    text = os.environ.get("WORLD_SIZE")
+    return int(text) if text and text.isdigit() and "RANK" in os.environ else None

@@ -1,4 +1,4 @@
-"""Ranks of a command: those that it starts on this machine, over gloo, and those that torchrun has started."""
+"""The ranks that a command starts on this machine, over gloo."""
 
 import contextlib
 import logging
@@ -13,11 +13,6 @@ import torch.multiprocessing as mp
 
 REPORTED = 2
 """Exit status of a rank that has printed why it failed."""
-
-
-def are_there() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def run(command: str, num_ranks: int, function: Callable[..., int], *arguments: object) -> int:

@@ -72,15 +72,6 @@ def bar(**options: object) -> "tqdm":
     return tqdm(**options)
 
 
-def can_draw() -> bool:
-    """Whether pyplot() works here: matplotlib and what it needs are installed."""
-    try:
-        pyplot()
-    except ImportError:
-        return False
-    return True
-
-
 def pyplot() -> ModuleType:
     """matplotlib.pyplot, set up to draw files. Without matplotlib, raises ImportError that says what to install."""
     try:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import importlib.util
-import os
 from pathlib import Path
 
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.ranks import groups
 from fusedcomm.tools import local_ranks
 from fusedcomm.tools.demo import MAX_RANKS
@@ -36,9 +36,9 @@ def launch(options: Options) -> int:
     """
     _check_packages()
     options = dataclasses.replace(options, wires=options.wires or fusedcomm.WIRES)
-    if not local_ranks.are_there():
+    world_size = env.launched_world_size()
+    if world_size is None:
         return local_ranks.run("demo", options.ranks or _DEFAULT_RANKS, _train_and_report, options)
-    world_size = int(os.environ["WORLD_SIZE"])
     if options.ranks not in (None, world_size):
         raise UsageError(f"--ranks {options.ranks}, but torchrun started {world_size}: leave --ranks out")
     if not 2 <= world_size <= MAX_RANKS:

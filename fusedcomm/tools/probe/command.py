@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from fusedcomm import env
 from fusedcomm.tools import output
 from fusedcomm.tools.arguments import COMPARED, accepted, add_wires_to, number
 from fusedcomm.tools.errors import ProbeError, UsageError
@@ -80,8 +81,8 @@ def _run(args: argparse.Namespace) -> int:
             )
     wires = tuple(dict.fromkeys(args.wires or COMPARED))
     accept = accepted(wires, args.accept)
-    world_size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
-    if world_size == "1":
+    world_size = env.launched_world_size()
+    if world_size == 1:
         raise UsageError(
             "torchrun started one rank, which cannot send gradients to another: start at least two (--nnodes, "
             "--nproc-per-node), or run the probe without torchrun, which starts two on this machine"
@@ -91,9 +92,7 @@ def _run(args: argparse.Namespace) -> int:
             script_path(args.script)
     except ProbeError as error:
         raise UsageError(str(error)) from None
-    plot = args.plot
-    if plot is None and output.can_draw():
-        plot = DEFAULT_PLOT
+    plot = args.plot or DEFAULT_PLOT
     if os.environ.get("RANK", "0") == "0":  # only rank 0 writes
         output.check((("--json", args.json), ("--plot", plot)))
     if args.plot is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fusedcomm import env
 from fusedcomm.ranks import groups
 from fusedcomm.tools import local_ranks, output
 from fusedcomm.tools.errors import ProbeError, ScriptError
@@ -24,13 +25,12 @@ class Options:
 
     settings: Settings
     json: Path
-    plot: Path | None
-    """None: no picture is drawn."""
+    plot: Path
 
 
 def launch(options: Options) -> int:
     """Runs the probe to its end. Returns the exit status; errors have been printed."""
-    if local_ranks.are_there():
+    if env.launched_world_size() is not None:
         device = _device()
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         return _run(options, device)
@@ -89,8 +89,8 @@ def _say(findings: Findings, options: Options) -> None:
     print(report.text(findings))
     report.write_json(findings, options.json)
     output.say_written(options.json)
-    if options.plot is None:
-        print("No picture: matplotlib is not installed (pip install matplotlib)", flush=True)
-    else:
+    try:
         plot.picture(findings, options.plot)
         output.say_written(options.plot)
+    except ImportError as error:
+        print(f"No picture: {error}", flush=True)
