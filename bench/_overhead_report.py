@@ -62,10 +62,10 @@ def hook_table() -> str:
         for row in document["rows"]
     }
     columns = [
-        (ranks, f"{what}/{numel}", f"{ranks}, {numel:,} elements, {until}")
+        (ranks, f"{what}/{numel}", f"{ranks}, {numel:,} elements, {what}")
         for ranks in documents
         for numel in (1024, 65536)
-        for what, until in (("call", "call"), ("result", "result"))
+        for what in ("call", "result")
     ]
     impls = dict.fromkeys(impl for _, _, impl in found if impl != "no-op")
     first, *_ = documents.values()

@@ -8,18 +8,18 @@ checked before anything is timed.
 
 import argparse
 import statistics
-import tempfile
+import sys
 import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lib.common import Report, make_row, print_table, run_command, with_ratios
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.ranks import groups
+from fusedcomm.tools import local_ranks
 
 PLAIN, DDP = "no reducer", "ddp"
 WARMUP = 5
@@ -79,9 +79,10 @@ def backward_s(name: str, module: nn.Module, gradients: torch.Tensor) -> float:
     return time.thread_time() - begin
 
 
-def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
+def measure(arguments: argparse.Namespace) -> int:
+    """Runs on every rank; rank 0 reports. Returns the exit status."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, arguments.ranks), rank=rank, world_size=arguments.ranks)
+    rank = dist.get_rank()
     ways, kept = make_ways(arguments.parameters, arguments.numel)
     # Whole numbers: their mean is exact in every wire.
     gradients = torch.full((arguments.parameters, arguments.numel), float(2 * rank))
@@ -102,6 +103,7 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
     if rank == 0:
         report(seconds, arguments)
     groups.end_together()
+    return 0
 
 
 def report(seconds: dict[str, list[float]], arguments: argparse.Namespace) -> None:
@@ -135,8 +137,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (f"{folder}/store", arguments), nprocs=arguments.ranks)
+    status = local_ranks.run("reducer_host.py", arguments.ranks, measure, arguments)
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

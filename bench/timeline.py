@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hosts
-from lib.common import REPOSITORY
+from lib.common import REPOSITORY, run_command
 from lib.models import MODELS
 from lib.namespaces import CONGESTION, NetworkError, problem
 
@@ -230,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
