@@ -107,3 +107,13 @@ def ranks():
     pool = Ranks(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def compilers(request):
+    """See ptx_kernels.Compilers."""
+    from ptx_kernels import Compilers
+
+    compilers = Compilers(request.config)
+    yield compilers
+    compilers.close()

@@ -29,12 +29,20 @@ class Gradients(nn.Module):
         return sum((weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True))
 
 
-def synchronise(ddp: DistributedDataParallel, gradients: list[torch.Tensor], steps: int = 1) -> list[torch.Tensor]:
-    """Runs `steps` backward passes, each from zeroed gradients. Returns the gradients of the last pass."""
+def synchronise(
+    model: "DistributedDataParallel | Gradients", gradients: list[torch.Tensor], steps: int = 1
+) -> list[torch.Tensor]:
+    """Runs `steps` backward passes, each from zeroed gradients, of a Gradients, in DDP or by itself. Returns the
+    gradients of the last pass."""
     for _ in range(steps):
-        ddp.zero_grad(set_to_none=True)
-        ddp(gradients).backward()
-    return [weight.grad.clone() for weight in ddp.module.weights]
+        model.zero_grad(set_to_none=True)
+        model(gradients).backward()
+    return [weight.grad.clone() for weight in getattr(model, "module", model).weights]
+
+
+def reducer_of(model: nn.Module | Iterable[tuple[str, torch.Tensor]], wire: str | Config = "fp32", **kwargs):
+    """A quiet GradReducer of the model. `kwargs`: further arguments."""
+    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
 
 
 def attach_to(

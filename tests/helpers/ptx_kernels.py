@@ -13,6 +13,7 @@ from pathlib import Path
 
 import compiling
 import cuda_cpp
+import pytest
 import torch
 
 from fusedcomm.kernels import nvrtc, variants
@@ -72,6 +73,33 @@ class NvrtcCompiler:
 
     def close(self) -> None:
         pass
+
+
+class Compilers:
+    """Compilers by name: "newest" and "oldest", the supported versions of Triton, and "nvrtc". Each starts when it is
+    first asked for. Skips the test if it is not installed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._made: dict[str, TritonCompiler | NvrtcCompiler] = {}
+
+    def __call__(self, name: str) -> "TritonCompiler | NvrtcCompiler":
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> "TritonCompiler | NvrtcCompiler":
+        if name == "nvrtc":
+            try:
+                nvrtc.check_nvrtc()
+            except RuntimeError as error:
+                pytest.skip(str(error))
+            return NvrtcCompiler()
+        return TritonCompiler(compiling.oldest_triton(self._config) if name == "oldest" else None)
+
+    def close(self) -> None:
+        for compiler in self._made.values():
+            compiler.close()
 
 
 class Kernel(cuda_cpp.Kernel):

@@ -12,10 +12,8 @@ import functools
 import hashlib
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import compiling
 import ptx_kernels
 import pytest
 import torch
@@ -23,7 +21,6 @@ from kernel_checks import check_variant
 from sampling import covering
 from test_kernel_constants import every_variant
 
-from fusedcomm.kernels import nvrtc
 from fusedcomm.kernels.variants import TILE
 from fusedcomm.native import _C
 
@@ -51,27 +48,6 @@ def what_it_is(compiler: str, capability: int, variant: "_C.KernelKey") -> dict:
 
 ON_GPU = [VARIANTS[index] for index in covering([{k: repr(v) for k, v in fields(x).items()} for x in VARIANTS], 1)]
 """The others compile too long for a GPU that is there for minutes."""
-
-
-@pytest.fixture(scope="module")
-def compilers(request) -> Iterator:
-    """A function from a name in COMPILERS to the compiler. Skips the test if it is not installed."""
-
-    @functools.cache
-    def compiler(name: str):
-        if name == "nvrtc":
-            try:
-                nvrtc.check_nvrtc()
-            except RuntimeError as error:
-                pytest.skip(str(error))
-            return made.setdefault(name, ptx_kernels.NvrtcCompiler())
-        folder = compiling.oldest_triton(request.config) if name == "oldest" else None
-        return made.setdefault(name, ptx_kernels.TritonCompiler(folder))
-
-    made = {}
-    yield compiler
-    for compiler_ in made.values():
-        compiler_.close()
 
 
 @functools.cache

@@ -6,7 +6,6 @@ They are compiled for the real tile. tests/kernels/test_kernels.py tests the sam
 import dataclasses
 import re
 
-import compiling
 import ptx
 import ptx_kernels
 import pytest
@@ -14,33 +13,9 @@ import test_kernels
 import torch
 from test_kernels import bucket_layout, check_bucket, check_steps, make_bucket, pack, signed
 
-from fusedcomm.kernels import nvrtc
 from fusedcomm.kernels.variants import TILE
 
-BACKENDS = ("triton-80", "triton-90", "oldest-80", "nvrtc-90")
-
-
-@pytest.fixture(scope="module")
-def compilers(request):
-    """A function from "triton", "oldest" or "nvrtc" to the compiler. Skips the test if it is not installed."""
-    made = {}
-
-    def compiler(name):
-        if name not in made:
-            if name == "nvrtc":
-                try:
-                    nvrtc.check_nvrtc()
-                except RuntimeError as error:
-                    pytest.skip(str(error))
-                made[name] = ptx_kernels.NvrtcCompiler()
-            else:
-                folder = compiling.oldest_triton(request.config) if name == "oldest" else None
-                made[name] = ptx_kernels.TritonCompiler(folder)
-        return made[name]
-
-    yield compiler
-    for compiler_ in made.values():
-        compiler_.close()
+BACKENDS = ("newest-80", "newest-90", "oldest-80", "nvrtc-90")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -107,7 +82,7 @@ class Edited:
     ],
 )
 def test_faults_in_a_compiled_kernel_are_found(compilers, monkeypatch, pattern, replacement, reason):
-    ptx_kernels.replace_kernels(monkeypatch, Edited(compilers("triton"), pattern, replacement), 90)
+    ptx_kernels.replace_kernels(monkeypatch, Edited(compilers("newest"), pattern, replacement), 90)
     layout = bucket_layout("bf16", 128, 1, 0, 2 * TILE)
     bucket = make_bucket(layout, signed(2 * TILE), [(0, 2 * TILE)], [], TILE)
     with pytest.raises((ptx.Fault, ptx.Unsupported), match=f"pack_kernel, line .*({reason})"):

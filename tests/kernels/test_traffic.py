@@ -79,10 +79,15 @@ class Row:
 # ---- one launch of each kernel
 
 
+def layout_of(wire: str, num_parts: int = 1) -> "_C.BucketLayout":
+    """NUMEL elements in each part, in blocks of the wire's default size."""
+    return bucket_layout(wire, 32 if "int4" in wire else 128, num_parts, 0, num_parts * NUMEL)
+
+
 def run_pack(wire: str, noisy: bool = False) -> int:
     """Returns the bytes that it must move. noisy: with noise, and a residual in bf16."""
     flat = signed(NUMEL)
-    layout = bucket_layout(wire, 32 if "int4" in wire else 128, 1, 0, NUMEL)
+    layout = layout_of(wire)
     encoding, residual_nbytes = NEAREST, 0
     if noisy:
         residual = torch.zeros(_C.residual_nbytes("bf16", layout.padded_numel), dtype=torch.uint8)
@@ -93,7 +98,7 @@ def run_pack(wire: str, noisy: bool = False) -> int:
 
 
 def run_reduce(wire: str) -> int:
-    layout = bucket_layout(wire, 32 if "int4" in wire else 128, NUM_RANKS, 0, NUM_RANKS * NUMEL)
+    layout = layout_of(wire, NUM_RANKS)
     parts = reference.pack(layout, 0, signed(NUM_RANKS * NUMEL), torch.empty(0), 1.0)
     out = torch.empty(layout.part.nbytes, dtype=torch.uint8)
     reduce(layout, parts, 0.25, out, PROGRAMS)
@@ -102,14 +107,14 @@ def run_reduce(wire: str) -> int:
 
 def run_unpack(wire: str, num_messages: int = 1) -> int:
     flat = signed(NUMEL)
-    layout = bucket_layout(wire, 32 if "int4" in wire else 128, 1, 0, NUMEL)
+    layout = layout_of(wire)
     messages = reference.pack(layout, 0, flat, flat[:0], 1.0).repeat(num_messages)
     unpack(make_bucket(layout, flat, [(0, NUMEL)], []), 0, messages, 0.5, PROGRAMS, num_messages=num_messages)
     return 4 * NUMEL + len(messages)
 
 
 def run_scale(wire: str) -> int:
-    layout = bucket_layout(wire, 32, 1, 0, NUMEL)
+    layout = layout_of(wire)
     scale_in_place(make_bucket(layout, signed(NUMEL), [(0, NUMEL)], []), 0.5, PROGRAMS)
     return 8 * NUMEL
 
@@ -189,18 +194,11 @@ def write(rows: list[Row], version: str) -> None:
     DOCUMENT.write_text(before + BEGIN + told + header + "".join(map(line, rows)) + END + rest.partition(END)[2])
 
 
-@pytest.fixture(scope="module")
-def compiler():
-    compiler = ptx_kernels.TritonCompiler()
-    yield compiler
-    compiler.close()
-
-
 @pytest.mark.executed
 @pytest.mark.sampled
 @pytest.mark.parametrize(("kernel", "wire"), CASES)
-def test_moves_little_more_than_it_must(compiler, kernel, wire):
-    row = measure(compiler, kernel, wire)
+def test_moves_little_more_than_it_must(compilers, kernel, wire):
+    row = measure(compilers("newest"), kernel, wire)
     several = kernel == SEVERAL and _C.has_scales(wire.partition("-")[0])
     assert 1.0 <= row.ratio() < (MOST_OF_SEVERAL if several else MOST)
     assert row.spilled == 0

@@ -5,26 +5,13 @@ import warnings
 
 import pytest
 import torch
-from models import Branches, Gradients, constant, integers, mean_of_integers
+from models import Branches, Gradients, constant, integers, mean_of_integers, reducer_of, synchronise
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Checks, Config, Feedback
-
-
-def backward(model, gradients, steps=1):
-    """The gradients of the last of `steps` backward passes, each from none."""
-    for _ in range(steps):
-        model.zero_grad()
-        model(gradients).backward()
-    return [weight.grad.clone() for weight in model.weights]
-
-
-def reducer_of(model, wire="fp32", **kwargs):
-    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
-
 
 # ---- what is sent when
 
@@ -33,7 +20,7 @@ def accumulated(rank, world_size, wire):
     model = Gradients((5000,))
     reducer = reducer_of(model, Config(wire, wires={"1d": wire}))
     gradient = [torch.full((5000,), float(rank + 1))]
-    backward(model, gradient, steps=2)
+    synchronise(model, gradient, steps=2)
     model.zero_grad()
     before = reducer.stats().buckets
     with reducer.no_sync():
@@ -409,7 +396,7 @@ def users_hook(rank, world_size):
     reducer_of(model)
     seen = []
     model.weights[0].register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
-    backward(model, [torch.full((40,), float(rank))])
+    synchronise(model, [torch.full((40,), float(rank))])
     return seen[0].unique().tolist(), model.weights[0].grad.unique().tolist()
 
 

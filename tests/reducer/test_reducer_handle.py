@@ -8,23 +8,10 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import Gradients, Mlp, integers, mean_of_integers, threads_of_engine
+from models import Gradients, Mlp, integers, mean_of_integers, reducer_of, synchronise, threads_of_engine
 
-import fusedcomm
 from fusedcomm.config import Checks, Config, Feedback
 from fusedcomm.reducer.reducer import _of_modules
-
-
-def backward(model, gradients, steps=1):
-    """The gradients of the last of `steps` backward passes, each from none."""
-    for _ in range(steps):
-        model.zero_grad()
-        model(gradients).backward()
-    return [weight.grad.clone() for weight in model.weights]
-
-
-def reducer_of(model, wire="fp32", **kwargs):
-    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
 
 
 def handle(rank, world_size, path):
@@ -121,7 +108,7 @@ def on_a_subgroup(rank, world_size):
     subgroups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = Gradients((6000,))
     reducer_of(model, "bf16", process_group=subgroups[rank // 2])
-    return backward(model, [torch.full((6000,), float(rank))])[0].unique().tolist()
+    return synchronise(model, [torch.full((6000,), float(rank))])[0].unique().tolist()
 
 
 def test_a_group_of_some_of_the_ranks(ranks):
@@ -134,10 +121,10 @@ def several_reducers(rank, world_size):
     reducers = [reducer_of(first, "bf16"), reducer_of(second, "fp32")]
     seen = []
     for step in range(1, 4):
-        seen += backward(first, [step * integers(rank, (500,))])
-        seen += backward(second, [step * integers(rank, (700,)), step * integers(rank, (9,))])
+        seen += synchronise(first, [step * integers(rank, (500,))])
+        seen += synchronise(second, [step * integers(rank, (700,)), step * integers(rank, (9,))])
     reducers[0].detach()
-    seen += backward(second, [integers(rank, (700,)), integers(rank, (9,))])
+    seen += synchronise(second, [integers(rank, (700,)), integers(rank, (9,))])
     return seen
 
 

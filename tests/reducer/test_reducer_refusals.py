@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from models import Branches, Gradients, Mlp, integers, mean_of_integers
+from models import Branches, Gradients, Mlp, integers, mean_of_integers, reducer_of
 from ranks import RankError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,10 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
 from fusedcomm.autotune.auto import Auto
-
-
-def reducer_of(model, wire="fp32", **kwargs):
-    return fusedcomm.GradReducer(model, wire, quiet=True, **kwargs)
 
 
 def error_of(call, *kinds):
