@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
     from fusedcomm.reducer.reducer import GradReducer
+    from fusedcomm.session.grad_scaler import GradScaler
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
 
@@ -47,6 +48,7 @@ __all__ = [
     "Fallback",
     "Feedback",
     "GradReducer",
+    "GradScaler",
     "Handle",
     "LocalOptions",
     "Residuals",
@@ -67,6 +69,7 @@ _HOME = {
     "attach": "ddp.attach",
     "Handle": "ddp.handle",
     "GradReducer": "reducer.reducer",
+    "GradScaler": "session.grad_scaler",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -122,6 +123,22 @@ void bind_hook(py::module_& m) {
       .def("begin_call", &Synchroniser::begin_call, py::arg("what"), NoGil())
       .def("end_call", &Synchroniser::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("adopt_names", &Synchroniser::adopt_names, py::arg("other"), NoGil())
+      .def(
+          "want_squares", [](Synchroniser& hook, bool in_unpack) { hook.epilogue().want_squares(in_unpack); },
+          py::arg("in_unpack"))
+      .def("set_unscale", [](Synchroniser& hook, float unscale) { hook.epilogue().set_unscale(unscale); })
+      .def("require_unscale", [](Synchroniser& hook, bool required) { hook.epilogue().require_unscale(required); })
+      .def("take_unscaled", [](Synchroniser& hook) { return hook.epilogue().take_unscaled(); })
+      .def_property_readonly("unscaled", [](Synchroniser& hook) { return hook.epilogue().unscaled(); })
+      .def_property_readonly("has_unchanged", [](Synchroniser& hook) { return hook.epilogue().has_unchanged(); })
+      // (Σg², the parameters whose gradients are not in it); see PassEpilogue::Squares.
+      .def(
+          "squares",
+          [](Synchroniser& hook, const std::vector<at::Tensor>& parameters) {
+            PassEpilogue::Squares squares = hook.epilogue().squares(parameters);
+            return std::make_pair(squares.sum, std::move(squares.others));
+          },
+          py::arg("parameters"))
       .def("take_notices", &Synchroniser::take_notices, NoGil())
       .def_property_readonly("transport", &Synchroniser::transport)
       .def("stats", &Synchroniser::stats, NoGil())

@@ -87,6 +87,17 @@ struct ReduceArgs {
   bool is_last = false;
 };
 
+// What happens to the mean on its way to the gradients, beside decoding.
+struct Epilogue {
+  // Multiplies each gradient after it has been rounded to its dtype, and rounds again: the inverse of a loss scale.
+  float unscale = 1;
+  // Receives Σg² of the gradients that are written; null if it is not wanted. NaN or Inf if one of them is. The order
+  // of the additions depends on the layout only.
+  double* squares = nullptr;
+
+  bool is_wanted() const { return unscale != 1 || squares != nullptr; }
+};
+
 struct UnpackArgs {
   const BucketLayout& layout;
   int64_t chunk;
@@ -100,6 +111,7 @@ struct UnpackArgs {
   int64_t num_messages = 1;
   // See PackArgs.
   bool is_last = false;
+  Epilogue epilogue = {};
 };
 
 }  // namespace fusedcomm

@@ -82,16 +82,61 @@ int64_t gather(const KernelTable& kernels, Cursor& cursor, int64_t numel, float 
   return nonfinite;
 }
 
+// Writes gradients, and applies the epilogue to them on the way.
+class Writer {
+ public:
+  // squares: [kSquareLanes]; null if Σg² is not wanted.
+  Writer(const KernelTable& kernels, Format grad, float unscale, double* squares, bool streamed)
+      : kernels_(kernels), grad_(grad), unscale_(unscale), squares_(squares), streamed_(streamed) {}
+
+  Format grad() const { return grad_; }
+
+  // Writes `numel` gradients. decode(to, count, streamed): writes the next `count` of them; it is called with multiples
+  // of `step`, which divides kMaxTileNumel and `numel`.
+  template <class Decode>
+  void write(std::byte* dst, int64_t numel, int64_t step, const Decode& decode) {
+    if (unscale_ == 1 && squares_ == nullptr) {
+      decode(dst, numel, streamed_);
+      return;
+    }
+    // A tile stays in the nearest cache between its decoding and its copy to the gradients.
+    alignas(64) std::byte tile[kMaxTileNumel * sizeof(float)];
+    const int64_t tile_numel = std::max(kTileNumel, step);
+    for (int64_t first = 0; first < numel; first += tile_numel) {
+      const int64_t count = std::min(tile_numel, numel - first);
+      decode(tile, count, false);
+      apply(tile, count);
+      kernels_.convert[index_of(grad_)][index_of(grad_)](tile, dst + first * format_nbytes(grad_), count, 1.0f,
+                                                         streamed_);
+    }
+  }
+
+  // The epilogue of gradients that have been written.
+  void apply(void* gradients, int64_t numel) {
+    if (unscale_ != 1) kernels_.scale[index_of(grad_)](gradients, numel, unscale_);
+    if (squares_ != nullptr) kernels_.squares[index_of(grad_)](gradients, numel, squares_);
+  }
+
+ private:
+  const KernelTable& kernels_;
+  const Format grad_;
+  const float unscale_;
+  double* const squares_;
+  const bool streamed_;
+};
+
 // Writes tile·scale, rounded to the gradient's format, to the slices that the tile straddles, up to the cursor's end.
 void scatter(const KernelTable& kernels, Cursor& cursor, int64_t tile_numel, const float* tile, float scale,
-             Format grad, bool streamed) {
-  const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(grad)];
+             Writer& writer) {
+  const ConvertFn convert = kernels.convert[index_of(Format::kFp32)][index_of(writer.grad())];
   int64_t taken = 0;
   while (taken < tile_numel && cursor.remaining() > 0) {
     const int64_t numel = std::min(tile_numel - taken, cursor.run_numel());
-    convert(tile + taken, cursor.data(), numel, scale, streamed);
+    writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool streamed) {
+      convert(tile + taken, to, count, scale, streamed);
+      taken += count;
+    });
     cursor.advance(numel);
-    taken += numel;
   }
 }
 
@@ -117,18 +162,21 @@ int64_t pack_blocks(const KernelTable& kernels, Blocks<std::byte> blocks, Cursor
   return nonfinite;
 }
 
-void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, Cursor cursor, float scale, Format grad,
-                   bool streamed) {
+void unpack_blocks(const KernelTable& kernels, Blocks<const std::byte> blocks, Cursor cursor, float scale,
+                   Writer writer, Writer tile_writer) {
   const int64_t block_numel = blocks.block_numel();
   alignas(64) float tile[kMaxBlockNumel];
   while (cursor.remaining() > 0) {
     const int64_t num_blocks = cursor.run_numel() / block_numel;
     if (num_blocks > 0) {
-      blocks.decode(cursor.data(), grad, num_blocks, scale, streamed);
+      writer.write(cursor.data(), num_blocks * block_numel, block_numel,
+                   [&](std::byte* to, int64_t numel, bool streamed) {
+                     blocks.decode(to, writer.grad(), numel / block_numel, scale, streamed);
+                   });
       cursor.advance(num_blocks * block_numel);
     } else {
       blocks.decode(tile, Format::kFp32, 1, scale, false);
-      scatter(kernels, cursor, block_numel, tile, 1.0f, grad, false);
+      scatter(kernels, cursor, block_numel, tile, 1.0f, tile_writer);
     }
   }
 }
@@ -177,8 +225,7 @@ void sum_unrotated(const KernelTable& kernels, const BucketLayout& from, const s
 }
 
 // unpack_unit for several messages.
-void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Format grad,
-                bool streamed) {
+void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, Cursor cursor, Writer writer) {
   BucketLayout from = args.layout;
   from.num_parts = args.num_messages;
   const int64_t tile_numel = std::max(kTileNumel, from.block_numel);
@@ -190,7 +237,7 @@ void unpack_sum(const KernelTable& kernels, const UnpackArgs& args, const Unit& 
     } else {
       sum_unit(kernels, from, args.parts, tile, acc);
     }
-    scatter(kernels, cursor, tile.numel, acc, args.scale, grad, streamed);
+    scatter(kernels, cursor, tile.numel, acc, args.scale, writer);
   }
 }
 
@@ -242,7 +289,7 @@ void reduce_unit(const KernelTable& kernels, const ReduceArgs& args, const Unit&
   }
 }
 
-void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed) {
+void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit& unit, bool streamed, double* squares) {
   const BucketLayout& layout = args.layout;
   const SliceList& stream = unit.exact ? args.streams.exact : args.streams.lossy;
   const Range range =
@@ -250,12 +297,14 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const Section<const std::byte> in(layout, unit, args.parts + part_place(layout, unit.part));
   const Format grad = format_of(stream.dtype());
   Cursor cursor(stream, covered(range, unit));
+  Writer writer(kernels, grad, args.epilogue.unscale, squares, streamed);
   if (args.num_messages > 1) {
-    unpack_sum(kernels, args, unit, cursor, grad, streamed);
+    unpack_sum(kernels, args, unit, cursor, writer);
     return;
   }
   if (!unit.exact && has_scales(layout.wire)) {
-    unpack_blocks(kernels, {kernels, layout, in}, cursor, args.scale, grad, streamed);
+    const Writer tile_writer(kernels, grad, args.epilogue.unscale, squares, /*streamed=*/false);
+    unpack_blocks(kernels, {kernels, layout, in}, cursor, args.scale, writer, tile_writer);
     return;
   }
   const Format wire = unit.exact ? Format::kFp32 : format_of(layout.wire);
@@ -263,10 +312,17 @@ void unpack_unit(const KernelTable& kernels, const UnpackArgs& args, const Unit&
   const std::byte* codes = in.codes;
   while (cursor.remaining() > 0) {
     const int64_t numel = cursor.run_numel();
-    convert(codes, cursor.data(), numel, args.scale, streamed);
-    codes += numel * format_nbytes(wire);
+    writer.write(cursor.data(), numel, 1, [&](std::byte* to, int64_t count, bool into_memory) {
+      convert(codes, to, count, args.scale, into_memory);
+      codes += count * format_nbytes(wire);
+    });
     cursor.advance(numel);
   }
+}
+
+void finish_run(const KernelTable& kernels, Format grad, void* gradients, int64_t numel, float unscale,
+                double* squares) {
+  Writer(kernels, grad, unscale, squares, /*streamed=*/false).apply(gradients, numel);
 }
 
 }  // namespace fusedcomm

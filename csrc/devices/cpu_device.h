@@ -26,6 +26,10 @@ class CpuDevice : public Device {
   int64_t scale_in_place(const BucketSlices& streams, float scale, bool /*is_last*/) override {
     return codec_.scale_in_place(streams.lossy, scale);
   }
+  bool has_epilogue() const override { return true; }
+  void finish_in_place(const BucketSlices& streams, const Epilogue& epilogue) override {
+    codec_.finish_in_place(streams.lossy, epilogue);
+  }
 
  private:
   Codec codec_;

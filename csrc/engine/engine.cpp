@@ -139,6 +139,9 @@ void Engine::submit(std::shared_ptr<BucketJob> job) {
   EventPtr end = submit_chunks(job);
   // There is nothing to sum: the job ends when the caller's stream gets here, so its times are on that stream.
   if (!end) end = lane(LaneRole::kPack).run(nullptr, [] {});
+  if (job->after_unpack) {
+    end = lane(LaneRole::kUnpack).run(std::move(end), stage(job, Stage::kUnpack, 0, [job] { job->after_unpack(); }));
+  }
   lane(LaneRole::kUnpack).finally(end, [this, job](std::exception_ptr error) { finish(job, std::move(error)); });
 }
 
@@ -321,11 +324,19 @@ void Engine::reduce(const BucketJob& job, int64_t chunk, const std::byte* parts,
   }
 }
 
-void Engine::unpack(const BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
+void Engine::unpack(BucketJob& job, int64_t chunk, const std::byte* parts, int64_t num_messages) {
   for (size_t i = 0; i < job.payloads.size(); ++i) {
     const Payload& payload = job.payloads[i];
     const BucketSlices& streams = payload.unpacked ? *payload.unpacked : payload.streams;
-    device_->unpack({job.plan->layouts[i], chunk, parts, job.plan->unpack_scale, streams, num_messages, job.is_last});
+    double* const squares = job.squares.empty() ? nullptr : &job.squares[chunk * job.payloads.size() + i];
+    device_->unpack({job.plan->layouts[i],
+                     chunk,
+                     parts,
+                     job.plan->unpack_scale,
+                     streams,
+                     num_messages,
+                     job.is_last,
+                     {job.unscale, squares}});
   }
 }
 

@@ -45,6 +45,10 @@ struct BucketJob {
   bool is_last = false;  // whether it is the last bucket of its backward pass
   bool counted = true;   // whether the engine's stats count it; false for a job that is not a bucket of its own
   int64_t grad_nbytes = 0;
+  // The epilogue of unpack: see Epilogue.
+  float unscale = 1;
+  // Σg² of each chunk's pieces, one for each payload, chunk by chunk; empty if they are not wanted.
+  std::vector<double> squares;
   // Null if no profiler watches. Released before on_done is called, except after a failure.
   std::shared_ptr<const JobProfiler> profiler;
 
@@ -56,6 +60,8 @@ struct BucketJob {
   // Called for each chunk in which pack met non-finite elements, before the result overwrites the gradients; may be
   // empty.
   std::function<void(const BucketJob& job, int64_t chunk)> on_nonfinite;
+  // Called on the unpack lane after the last chunk; may be empty.
+  std::function<void()> after_unpack;
   // Called exactly once, with an error, or with null for success.
   std::function<void(std::exception_ptr)> on_done;
 

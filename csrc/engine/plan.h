@@ -39,6 +39,8 @@ struct BucketPlan {
   // Bytes of a chunk's message within a host; 0 on one level.
   int64_t host_chunk_nbytes() const { return host_layouts.empty() ? 0 : host_layouts.front().chunk_nbytes(); }
   bool on_two_levels() const { return !host_layouts.empty(); }
+  // Whether unpack writes the means. If not, the collective does, or a single rank has nothing to do.
+  bool unpacks() const;
   // Whether the codec adds what encoders have made. Only then do stochastic rounding and error feedback apply.
   bool sums_codes() const { return adder_of(sum) != Adder::kTransport; }
   // Whether the sums are encoded again.

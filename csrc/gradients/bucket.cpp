@@ -70,6 +70,11 @@ at::Tensor Gradients::norm() const {
   return squares.sqrt_();
 }
 
+void Gradients::scale(double factor) const {
+  const at::NoGradGuard no_grad;
+  for (at::Tensor tensor : tensors_) tensor.mul_(factor);
+}
+
 void Gradients::assign(const at::Tensor& flat) const {
   int64_t begin = 0;
   for (size_t i = 0; i < size(); ++i) {

@@ -51,6 +51,8 @@ class Gradients {
   at::Tensor flattened() const;
   // ‖gradients‖₂, a float64 scalar. Copies nothing.
   at::Tensor norm() const;
+  // Multiplies every gradient.
+  void scale(double factor) const;
   // Writes `flat` [numel()] back to where the gradients lie.
   void assign(const at::Tensor& flat) const;
 

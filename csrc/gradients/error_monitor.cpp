@@ -37,7 +37,7 @@ ErrorMonitor::ErrorMonitor(const ErrorMonitorOptions& options, Engine* engine, C
     : options_(options), engine_(engine), transport_(transport) {}
 
 void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                                   std::shared_ptr<const BucketRecord> record) {
+                                   std::shared_ptr<const BucketRecord> record, float unscale) {
   at::NoGradGuard no_grad;
   // Copy, because the bucket's own sum overwrites the gradients; flattened() has copied separate tensors already.
   const auto exact = gradients->flattened().to(at::kFloat, /*non_blocking=*/false, /*copy=*/gradients->in_one_run());
@@ -60,9 +60,10 @@ void ErrorMonitor::submit_verified(std::shared_ptr<BucketJob> job, const Gradien
     transport->all_reduce_tensor(Channel::kScatter, exact, std::move(done));
   };
   // This runs on the unpack lane, and therefore after the bucket's own unpack.
-  stages.unpack = [this, verification, exact, gradients] {
+  stages.unpack = [this, verification, exact, gradients, unscale] {
     at::NoGradGuard inner_no_grad;
     compare(gradients->flattened(), exact, verification.norms);
+    if (unscale != 1) gradients->scale(unscale);
     std::lock_guard<std::mutex> lock(mutex_);
     verifications_.push_back(verification);
     if (verifications_.size() > kMaxVerifications) verifications_.pop_front();

@@ -57,9 +57,10 @@ class ErrorMonitor {
     const int64_t every = options_.verify_every;
     return every != 0 && pass % every == 0 && index == static_cast<size_t>(pass / every) % num_buckets;
   }
-  // Submits the job, and after it an exact sum of the same gradients. The job's on_done is called after both.
+  // Submits the job, and after it an exact sum of the same gradients. The job's on_done is called after both. The means
+  // are multiplied by `unscale` when they have been compared.
   void submit_verified(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, int64_t pass,
-                       std::shared_ptr<const BucketRecord> record);
+                       std::shared_ptr<const BucketRecord> record, float unscale);
 
   // Whether buckets of this pass are measured.
   bool is_measured(int64_t pass) const {

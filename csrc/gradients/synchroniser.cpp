@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <new>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -127,13 +128,14 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
       notices_.push_back(std::move(notice));
   }
   lock.unlock();
+  const PassEpilogue::Task epilogue = epilogue_.begin_bucket(index, bucket.is_last, bucket.parameters);
 
   auto future = make_future(device_);
   auto job = make_job(record, gradients, step);
   job->is_last = bucket.is_last;
   job->profiler = profiler_of_this_thread(*transport_, device_, record->plan, *gradients);
   if (record->passthrough) {
-    submit_passthrough(std::move(job), gradients, future);
+    submit_passthrough(std::move(job), gradients, future, epilogue.unscale);
     return future;
   }
   for (const at::Tensor& tensor : gradients->tensors()) engine_->device().will_use(tensor);
@@ -143,8 +145,9 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   };
   if (monitor_.is_measured(pass)) measure(job.get(), record, gradients, pass);
   if (monitor_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
-    monitor_.submit_verified(std::move(job), gradients, pass, record);
+    monitor_.submit_verified(std::move(job), gradients, pass, record, epilogue.unscale);
   } else {
+    if (epilogue.sums_squares || epilogue.unscale != 1) add_epilogue(job, *record, gradients, index, epilogue);
     engine_->submit(std::move(job));
   }
   return future;
@@ -153,8 +156,35 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   rethrow_named(bucket, error);
 }
 
+void Synchroniser::add_epilogue(const std::shared_ptr<BucketJob>& job, const BucketRecord& record,
+                                const GradientsPtr& gradients, size_t index, const PassEpilogue::Task& task) {
+  Device& device = engine_->device();
+  const bool sums_squares = task.sums_squares && device.has_epilogue();
+  if (record.plan.unpacks()) {
+    job->unscale = task.unscale;
+    if (sums_squares) job->squares.resize(job->payloads.size() * static_cast<size_t>(job->num_chunks()));
+  } else if (device.has_epilogue()) {
+    if (sums_squares) job->squares.resize(job->payloads.size());
+    // The job owns the function.
+    job->after_unpack = [&device, own = job.get(), unscale = task.unscale] {
+      for (size_t i = 0; i < own->payloads.size(); ++i) {
+        double* const squares = own->squares.empty() ? nullptr : &own->squares[i];
+        device.finish_in_place(own->payloads[i].streams, {unscale, squares});
+      }
+    };
+  } else if (task.unscale != 1) {
+    job->after_unpack = [gradients, unscale = task.unscale] { gradients->scale(unscale); };
+  }
+  if (!sums_squares) return;
+  job->on_done = [this, own = job.get(), index, pass = task.pass,
+                  on_done = std::move(job->on_done)](std::exception_ptr error) {
+    epilogue_.set_squares(pass, index, std::accumulate(own->squares.begin(), own->squares.end(), 0.0));
+    on_done(std::move(error));
+  };
+}
+
 void Synchroniser::submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients,
-                                      const FuturePtr& future) {
+                                      const FuturePtr& future, float unscale) {
   // Read when the job is done: a sparse bucket then has another tensor.
   auto result = std::make_shared<at::Tensor>(gradients->front());
   job->owner = std::make_shared<std::pair<GradientsPtr, std::shared_ptr<at::Tensor>>>(gradients, result);
@@ -167,6 +197,17 @@ void Synchroniser::submit_passthrough(std::shared_ptr<BucketJob> job, const Grad
   }
   PassthroughStages stages =
       gradients->is_sparse() ? sparse_stages(transport_, *result, result) : dense_stages(transport_, gradients);
+  if (unscale != 1) {
+    stages.unpack = [unpack = std::move(stages.unpack), result, gradients, unscale] {
+      if (unpack) unpack();
+      at::NoGradGuard no_grad;
+      if (gradients->is_sparse()) {
+        result->_values().mul_(unscale);
+      } else {
+        gradients->scale(unscale);
+      }
+    };
+  }
   // On streams, an intermediate tensor's memory goes back to the stream that made it. One stream must therefore make
   // and use all of them.
   if (!device_.is_cpu()) stages = on_wire_lane(std::move(stages));

@@ -9,6 +9,7 @@
 #include "engine/engine.h"
 #include "gradients/bucket_future.h"
 #include "gradients/bucket_record.h"
+#include "gradients/epilogue.h"
 #include "gradients/error_monitor.h"
 #include "transport/c10d_transport.h"
 #include "watch/watch.h"
@@ -80,6 +81,7 @@ class Synchroniser {
   int64_t step() const;
   void restore_step(int64_t step);
 
+  PassEpilogue& epilogue() { return epilogue_; }
   const ErrorMonitor& monitor() const { return monitor_; }
   // Waits for the device, so that the monitor's results can be read.
   void settle() const;
@@ -91,7 +93,8 @@ class Synchroniser {
   // Rethrows the exception that is being handled. On accelerators adds the bucket's name to its text if that is
   // missing.
   [[noreturn]] void rethrow_named(const Bucket& bucket, const std::exception& error);
-  void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const FuturePtr& future);
+  void submit_passthrough(std::shared_ptr<BucketJob> job, const GradientsPtr& gradients, const FuturePtr& future,
+                          float unscale);
   // Submits a collective that is not a bucket. The future receives `result`, which the transfer fills.
   FuturePtr submit_uncounted(const std::string& what, const at::Tensor& result, Lane::Transfer transfer) const;
   std::string text_of(const Bucket& bucket);
@@ -100,6 +103,9 @@ class Synchroniser {
   void fall_back(const ErrorMonitor::Failing& failing);
   std::shared_ptr<BucketJob> make_job(const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                                       int64_t step) const;
+  // Gives the job its bucket's epilogue.
+  void add_epilogue(const std::shared_ptr<BucketJob>& job, const BucketRecord& record, const GradientsPtr& gradients,
+                    size_t index, const PassEpilogue::Task& task);
   // Prepares the job so that the error of this rank's first encoder is measured.
   void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                int64_t step);
@@ -127,6 +133,7 @@ class Synchroniser {
   size_t num_buckets_ = 1;  // in the pass before
 
   ErrorMonitor monitor_;
+  PassEpilogue epilogue_;
 
   std::shared_ptr<Watch> watch() const;
   mutable std::mutex watch_mutex_;

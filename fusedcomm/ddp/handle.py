@@ -6,12 +6,14 @@ import os
 import warnings
 import weakref
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.ddp.module import bucket_nbytes_caps, forget_refused_hooks, native_hook, options_to_agree
 from fusedcomm.native import _C
+from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
@@ -23,7 +25,7 @@ targets: "weakref.WeakKeyDictionary[DistributedDataParallel, _C.HookSwitch]" = w
 handles: "weakref.WeakKeyDictionary[DistributedDataParallel, Handle]" = weakref.WeakKeyDictionary()
 
 
-class Handle:
+class Handle(GradientNorms):
     """One attachment of fusedcomm to a DDP module; made by :func:`fusedcomm.attach`.
 
     A copy of a handle is attached to nothing, like the copied module. ``copy.deepcopy(trainer)`` and
@@ -184,6 +186,23 @@ class Handle:
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+    def _hook_now(self) -> "_C.Synchroniser | None":
+        self._refuse_detached("no gradients are synchronized")
+        if self._tuner is not None and self._tuner.is_off:
+            return None
+        return self._session.hook
+
+    def _want_squares(self) -> None:
+        hook, ddp = self._hook_now(), self._ddp()
+        if hook is not None:
+            # DDP leaves the gradient of a parameter that no rank has used as it was, whatever its bucket holds.
+            hook.want_squares(in_unpack=ddp is not None and not ddp.find_unused_parameters)
+
+    def _parameters_now(self) -> list[torch.Tensor]:
+        self._refuse_detached("no gradients are synchronized")
+        ddp = self._ddp()
+        return [] if ddp is None else list(ddp.parameters())
 
     def _refuse_detached(self, consequence: str) -> None:
         """Raises RuntimeError if this handle is detached or a copy."""

@@ -100,6 +100,9 @@ class OffHandle(Handle):
         check(state, self._parameters, keeps_residuals=False, is_off=True)
         self._step, self._nonfinite = state["step"], dict(state["nonfinite"])
 
+    def _hook_now(self) -> None:
+        self._refuse_detached("no gradients are synchronized")
+
     def __repr__(self) -> str:
         state = "off, DDP's own all-reduce" if self._attached else "detached"
         return f"<fusedcomm.Handle: {state}>"

@@ -14,6 +14,7 @@ from fusedcomm.config import Config, LocalOptions, Wire, check, given, local_opt
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
+from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import device_of, synchronised_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
@@ -28,7 +29,7 @@ _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakK
 """A module keeps its reducer alive."""
 
 
-class GradReducer:
+class GradReducer(GradientNorms):
     """Averages the gradients of parameters over the ranks while the backward pass runs.
 
     ::
@@ -196,6 +197,13 @@ class GradReducer:
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+    def _hook_now(self) -> "_C.Synchroniser":
+        self._refuse_detached("no gradients are synchronized")
+        return self._session.hook
+
+    def _parameters_now(self) -> list[torch.Tensor]:
+        return [p.tensor for p in self._of_original().parameters]
 
     def _of_original(self) -> Session:
         """The session. Raises RuntimeError if this object is a copy."""

@@ -96,6 +96,34 @@ int64_t scale_elements(void* data, int64_t numel, float scale) {
   return scale_span<V>(elements, body, scale) + scale_span<Scalar>(elements + body, numel - body, scale);
 }
 
+// Four doubles. The compiler chooses the instructions, within the file's instruction set.
+typedef float FourFloats __attribute__((vector_size(16)));
+typedef double FourDoubles __attribute__((vector_size(32)));
+
+template <class V, class T>
+void squares(const void* data, int64_t numel, double* lanes) {
+  constexpr int kVectors = kSquareLanes / 4;
+  const auto* elements = static_cast<const T*>(data);
+  const int64_t body = numel - numel % kSquareLanes;
+  alignas(64) float values[kSquareLanes];
+  FourDoubles sums[kVectors];
+  std::memcpy(sums, lanes, sizeof(sums));
+  for (int64_t first = 0; first < body; first += kSquareLanes) {
+    for (int i = 0; i < kSquareLanes; i += V::kLanes) V::store(values + i, V::load(elements + first + i));
+    for (int k = 0; k < kVectors; ++k) {
+      FourFloats four;
+      std::memcpy(&four, values + k * 4, sizeof(four));
+      const FourDoubles wide = __builtin_convertvector(four, FourDoubles);
+      sums[k] += wide * wide;
+    }
+  }
+  std::memcpy(lanes, sums, sizeof(sums));
+  for (int64_t i = body; i < numel; ++i) {
+    const double value = static_cast<double>(Scalar::load(elements + i));
+    lanes[i - body] += value * value;
+  }
+}
+
 template <class V, class Addend>
 void add_span(float* data, const Addend* addend, int64_t numel) {
   for (int64_t i = 0; i < numel; i += V::kLanes) {

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <limits>
@@ -89,6 +91,20 @@ Bucket bucket_of(c10d::GradBucket& grad_bucket) {
 
 FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket) { return hook.run(bucket_of(bucket)); }
 
+void note_gradients_at_end(const std::shared_ptr<Synchroniser>& hook) {
+  if (!hook->epilogue().is_on() || torch::autograd::get_current_graph_task_id() == -1) return;
+  // DDP's own callback copies the means to the gradients. DDP enqueues it after the last bucket's hook has returned,
+  // and a callback that enqueues another one does so behind it.
+  const auto at_end = [](std::function<void()> callback) {
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+  };
+  at_end([at_end, weak = std::weak_ptr<Synchroniser>(hook)] {
+    at_end([weak] {
+      if (const auto alive = weak.lock()) alive->epilogue().note_gradients();
+    });
+  });
+}
+
 HookSwitch::HookSwitch(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
     : process_group_(std::move(process_group)) {}
 
@@ -105,6 +121,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookSwitch::run(c10d::GradBucket& bucket
   const c10::intrusive_ptr<c10d::ProcessGroup> process_group = process_group_;
   lock.unlock();
   auto future = hook ? run_ddp_bucket(*hook, bucket) : all_reduce_mean(*process_group, bucket.getBuffer());
+  if (hook && bucket.isLast()) note_gradients_at_end(hook);
   if (watch) watch->follow(seen, *future);
   return future;
 }

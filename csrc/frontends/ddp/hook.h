@@ -21,6 +21,9 @@ using DdpBucket = c10d::GradBucket;
 Bucket bucket_of(c10d::GradBucket& grad_bucket);
 // Runs a bucket for a hook that is registered in Python. The future holds DDP's own buffer.
 FuturePtr run_ddp_bucket(Synchroniser& hook, c10d::GradBucket& bucket);
+// Call within the hook of a pass's last bucket: when DDP has given every parameter its gradient, these are noted for
+// the epilogue. Does nothing without an epilogue, or outside of a backward pass, as under Join.
+void note_gradients_at_end(const std::shared_ptr<Synchroniser>& hook);
 
 // A bucket that a PassObserver has seen. Times are milliseconds since the first of these buckets was handed over, on
 // the timeline of the gradients' device.

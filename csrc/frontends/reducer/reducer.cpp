@@ -279,6 +279,7 @@ void GradReducer::finish_pass() {
     for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
   }
   write_back_all();
+  if (PassEpilogue& epilogue = synchroniser_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
   note_order();
   used_.clear();
   under_way_.clear();
@@ -305,6 +306,8 @@ void GradReducer::write_back_all() {
       } else if (!options_.find_unused || used_[index]) {
         const bool is_sparse = gradient.tensor.is_sparse();
         write_back(parameters_[index].tensor, is_sparse ? under_way.future->value().toTensor() : gradient.tensor);
+      } else {
+        synchroniser_->epilogue().forget_squares(bucket);
       }
     }
   }

@@ -1,0 +1,264 @@
+"""Norms and clipping of gradients, from squares that unpack has added up while it wrote them."""
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.native import _C
+
+_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grads_with_norm_."""
+
+_other_norms: set[float] = set()
+"""The norms other than 2 that a warning has named."""
+
+
+class GradientNorms:
+    """``grad_norm()`` and ``clip_grad_norm_()`` of whatever synchronizes gradients."""
+
+    def grad_norm(
+        self,
+        norm_type: float = 2.0,
+        *,
+        also: Iterable[torch.Tensor] = (),
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        replicated: Iterable[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """The norm of all gradients together, the same on every rank. Call it after a backward pass.
+
+        From the second call on no gradient is read for it: unpack adds up Σg², in fp64, while it writes the means. A
+        bucket is read again if one of its gradients has changed since the backward pass. (A change through ``.data``
+        is not seen: change gradients in ``torch.no_grad()``.) On cuda, and where DDP's own all-reduce runs, the
+        gradients are read.
+
+        Args:
+            norm_type: 2, or any other norm, ``math.inf`` too, for which the gradients are read.
+            also: further parameters, which something else synchronizes or nothing does. Those that are synchronized
+                here, and those without a gradient, count once or not at all.
+            tensor_parallel_group: the ranks that hold the other shards of these parameters. The squares of their shards
+                are added, so every rank of the group must call this.
+            replicated: parameters that every rank of that group holds whole. They count once.
+
+        Returns:
+            A tensor without dimensions on the gradients' device: float64 if a gradient is, otherwise float32.
+
+        Raises:
+            RuntimeError: no parameter has a gradient, as before any backward pass.
+            ValueError: norm_type is not positive, or `replicated` was given without a group.
+        """
+        return _norm(self._measured(also), norm_type, tensor_parallel_group, list(replicated))
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        also: Iterable[torch.Tensor] = (),
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        replicated: Iterable[torch.Tensor] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> torch.Tensor:
+        """Scales the gradients down to `max_norm` if their norm is greater, and returns the norm before.
+
+        In place of ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``. The norm is :meth:`grad_norm`'s.
+        If it is below `max_norm`, the gradients are not touched.
+
+        Args:
+            error_if_nonfinite: whether a NaN or infinite norm is an error. If not, it makes the gradients NaN or 0, as
+                in torch.
+            optimizer: if it takes ``grad_scale``, as torch's optimizers with ``fused=True`` do, it gets the factor, and
+                divides while it reads the gradients: nothing reads or writes them for clipping, and they stay
+                unclipped. Other optimizers get clipped gradients.
+
+        Other arguments, and what is raised, are as in :meth:`grad_norm`. Also:
+
+        Raises:
+            RuntimeError: error_if_nonfinite, and the norm is not finite.
+            ValueError: `optimizer` has other parameters with gradients than those whose norm this is.
+        """
+        measured = self._measured(also)
+        norm = _norm(measured, norm_type, tensor_parallel_group, list(replicated))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"fusedcomm: the norm of the gradients is {norm.item()}, so they cannot be clipped. To clip anyway: "
+                "error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+        if optimizer is not None:
+            _refuse_others(optimizer, measured.parameters)
+        if norm.device.type == "cpu" and factor.item() == 1:
+            return norm
+        if optimizer is not None and takes_grad_scale(optimizer):
+            _HandOver(optimizer, factor.float().reciprocal(), measured.hook)
+        else:
+            _scale([p.grad for p in measured.parameters if p.grad is not None], factor)
+        return norm
+
+    def _hook_now(self) -> "_C.Synchroniser | None":
+        """What synchronizes the gradients; None for DDP's own all-reduce."""
+        raise NotImplementedError
+
+    def _parameters_now(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients are synchronized, and perhaps frozen ones."""
+        raise NotImplementedError
+
+    def _want_squares(self) -> None:
+        """From the next pass on Σg² is known, as far as unpack writes the gradients."""
+        hook = self._hook_now()
+        if hook is not None:
+            hook.want_squares(in_unpack=True)
+
+    def _measured(self, also: Iterable[torch.Tensor]) -> "_Measured":
+        measured = _Measured(self._hook_now(), [*self._parameters_now(), *also])
+        self._want_squares()
+        if all(p.grad is None for p in measured.parameters):
+            raise RuntimeError(
+                f"fusedcomm: none of the {len(measured.parameters)} parameters has a gradient, so there is no norm: call "
+                "this between backward() and the zero_grad() after it"
+            )
+        return measured
+
+
+class _Measured:
+    """The parameters of a norm, and what synchronizes most of them."""
+
+    def __init__(self, hook: "_C.Synchroniser | None", parameters: list[torch.Tensor]) -> None:
+        self.hook, self.parameters = hook, list({id(p): p for p in parameters}.values())
+
+    def squares(self) -> torch.Tensor:
+        """Σg², a float64 tensor without dimensions."""
+        total, others = 0.0, [p for p in self.parameters if p.grad is not None]
+        device = others[0].grad.device
+        if self.hook is not None:
+            total, others = self.hook.squares(self.parameters)
+        return torch.tensor(total, dtype=torch.float64, device=device) + power_sum(others, 2.0, device)
+
+
+def _norm(
+    measured: _Measured, norm_type: float, group: dist.ProcessGroup | None, replicated: list[torch.Tensor]
+) -> torch.Tensor:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} is not possible: use a number greater than 0, or math.inf")
+    if replicated and group is None:
+        raise ValueError("fusedcomm: `replicated` names what the ranks of tensor_parallel_group share: give the group")
+    gradients = [p.grad for p in measured.parameters if p.grad is not None]
+    device = gradients[0].device
+    if norm_type == 2:
+        total = measured.squares()
+    else:
+        if norm_type not in _other_norms:
+            _other_norms.add(norm_type)
+            warnings.warn(
+                f"fusedcomm adds up squares while it writes gradients. The norm of type {norm_type} reads them again.",
+                stacklevel=4,
+            )
+        total = power_sum(measured.parameters, norm_type, device)
+    if group is not None:
+        whole = power_sum([p for p in replicated if p.grad is not None], norm_type, device)
+        if math.isinf(norm_type):
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        else:
+            # Every rank has the same `whole`, so it is added once.
+            total = total - whole
+            dist.all_reduce(total, group=group)
+            total = total + whole
+    norm = total if math.isinf(norm_type) else total ** (1 / norm_type) if norm_type != 2 else total.sqrt()
+    return norm.to(torch.float64 if any(_real_dtype(g) == torch.float64 for g in gradients) else torch.float32)
+
+
+def power_sum(parameters: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Σ|g|^norm_type of their gradients, or the greatest |g| for infinity; a float64 tensor without dimensions."""
+    norms = [_norm_of(p.grad, norm_type).to(device) for p in parameters if p.grad is not None and p.grad.numel() > 0]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack(norms)
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+
+
+def _norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    dtype = torch.complex128 if values.is_complex() else torch.float64
+    return torch.linalg.vector_norm(values, norm_type, dtype=dtype).to(torch.float64)
+
+
+def _real_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+
+
+def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    with torch.no_grad():
+        for gradient in gradients:
+            if gradient.is_sparse or gradient.device.type == "cpu":
+                gradient.mul_(factor.item() if gradient.is_sparse else factor.to(_real_dtype(gradient)))
+            else:
+                gradient.mul_(factor.to(gradient.device, _real_dtype(gradient)))
+
+
+def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides gradients by its ``grad_scale`` while it steps, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, measured: list[torch.Tensor]) -> None:
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    known = {id(p) for p in measured}
+    strange = [tuple(p.shape) for p in held if id(p) not in known]
+    if strange:
+        raise ValueError(
+            f"fusedcomm: the optimizer also holds {len(strange)} parameters that are not in this norm, the first of "
+            f"shape {strange[0]}: give them as also=, or clip without optimizer="
+        )
+    holds = {id(p) for p in held}
+    missing = [tuple(p.shape) for p in measured if p.grad is not None and id(p) not in holds]
+    if missing:
+        raise ValueError(
+            f"fusedcomm: {len(missing)} parameters of this norm are not in the optimizer, the first of shape "
+            f"{missing[0]}, and would not be clipped: clip without optimizer="
+        )
+
+
+class _HandOver:
+    """Gives the optimizer a divisor of gradients for its next step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor, hook: "_C.Synchroniser | None") -> None:
+        previous = getattr(optimizer, "_fusedcomm_hand_over", None)
+        if previous is not None:
+            previous.remove()
+        optimizer._fusedcomm_hand_over = self
+        self._divisor, self._hook = divisor, hook
+        self._step = None if hook is None else hook.step
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._hook is not None and self._hook.step != self._step:
+            self._done(optimizer)
+            raise RuntimeError(
+                "fusedcomm: a backward pass came between clip_grad_norm_(optimizer=…) and optimizer.step(), so the "
+                "factor does not belong to these gradients: clip after the last backward pass of a step"
+            )
+        before = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = self._divisor if before is None else before * self._divisor
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._done(optimizer)
+        # A GradScaler has set found_inf, and removes both itself.
+        if not hasattr(optimizer, "found_inf"):
+            del optimizer.grad_scale
+
+    def _done(self, optimizer: torch.optim.Optimizer) -> None:
+        self.remove()
+        optimizer._fusedcomm_hand_over = None

@@ -1,0 +1,108 @@
+"""The epilogue of unpack: the gradients are those of unpack followed by a multiplication, and Σg² is that of the
+gradients, with the same bits in every instruction set and for any number of threads."""
+
+import math
+
+import pytest
+import torch
+
+from fusedcomm.native import _C
+
+WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int8 rotated", "int4 rotated")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNSCALES = (1.0, 2.0**-16, 1 / 3)
+CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}
+LOSSY, EXACT = [3000, 1, 5, 4097, 130_000, 31], [17, 40_000]
+
+
+@pytest.fixture(params=CODECS)
+def codec(request):
+    return CODECS[request.param]
+
+
+def signed(numels, dtype, seed, gap=0):
+    """Slices of random values of both signs over many binades, `gap` elements apart in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    slices = []
+    for numel in numels:
+        exponents = torch.randint(-8, 8, (numel,), generator=generator).float()
+        memory = torch.zeros(numel + gap, dtype=dtype)
+        memory[gap:] = torch.randn(numel, generator=generator) * exponents.exp2()
+        slices.append(memory[gap:])
+    return slices
+
+
+def exact_squares(slices):
+    return math.fsum(value * value for piece in slices for value in piece.double().tolist())
+
+
+def packed(wire, dtype, num_messages=1, num_parts=2, chunk_nbytes=1 << 20):
+    """A layout, and its chunks with `num_messages` messages each."""
+    name, _, rotated = wire.partition(" ")
+    arguments = (128, num_parts, sum(EXACT), sum(LOSSY), chunk_nbytes)
+    layout = _C.bucket_layout(name, *arguments, rotated=bool(rotated))
+    chunks = []
+    for chunk in range(layout.num_chunks):
+        messages = []
+        for source in range(num_messages):
+            out = torch.empty(layout.chunk_nbytes, dtype=torch.uint8)
+            lossy, exact = signed(LOSSY, dtype, 10 + source), signed(EXACT, dtype, 20 + source)
+            _C.Codec("auto").pack(layout, chunk, lossy, exact, 0.5, out)
+            messages.append(out)
+        chunks.append(torch.cat(messages))
+    return layout, chunks
+
+
+def unpacked(codec, layout, chunks, dtype, num_messages=1, **epilogue):
+    """The slices that unpack writes, and what it returns for each chunk."""
+    lossy, exact = signed(LOSSY, dtype, 1, gap=3), signed(EXACT, dtype, 2, gap=1)
+    results = [
+        codec.unpack(layout, i, chunk, 0.5, lossy, exact, num_messages, **epilogue) for i, chunk in enumerate(chunks)
+    ]
+    return [*lossy, *exact], results
+
+
+@pytest.mark.sampled(strength=2)
+@pytest.mark.parametrize("num_messages", [1, 3])
+@pytest.mark.parametrize("chunk_nbytes", [8192, 1 << 30])
+@pytest.mark.parametrize("unscale", UNSCALES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wire", WIRES)
+def test_it_gives_unpacks_gradients_multiplied_and_the_sum_of_their_squares(
+    codec, wire, dtype, unscale, chunk_nbytes, num_messages
+):
+    num_parts = 1 if num_messages > 1 else 2
+    layout, chunks = packed(wire, dtype, num_messages, num_parts, chunk_nbytes)
+    plain, nothing = unpacked(codec, layout, chunks, dtype, num_messages)
+    assert set(nothing) == {None}
+    expected = [(piece.float() * torch.tensor(unscale)).to(dtype) for piece in plain]
+    found, squares = unpacked(codec, layout, chunks, dtype, num_messages, unscale=unscale, squares=True)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert math.fsum(squares) == pytest.approx(exact_squares(expected), rel=1e-13)
+    # The same bits, whatever computes them.
+    assert (
+        squares == unpacked(CODECS["portable-1"], layout, chunks, dtype, num_messages, unscale=unscale, squares=True)[1]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("unscale", UNSCALES)
+def test_gradients_that_were_summed_in_place(codec, dtype, unscale):
+    slices = signed([70_001], dtype, 5)
+    expected = [(slices[0].float() * torch.tensor(unscale)).to(dtype)]
+    portable = [slices[0].clone()]
+    squares = codec.finish_in_place(slices, unscale)
+    assert torch.equal(slices[0], expected[0])
+    assert squares == pytest.approx(exact_squares(expected), rel=1e-13)
+    assert squares == CODECS["portable-1"].finish_in_place(portable, unscale)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("at", [0, 40, 60_000, 70_000])
+def test_squares_are_finite_only_if_all_gradients_are(codec, dtype, value, at):
+    slices = [torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)]
+    assert math.isfinite(codec.finish_in_place(slices, 1.0))
+    slices[0][at] = value
+    assert not math.isfinite(codec.finish_in_place(slices, 1.0))
