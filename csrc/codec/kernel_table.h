@@ -28,7 +28,7 @@ using ConvertFn = int64_t (*)(const void* src, void* dst, int64_t numel, float s
 using ScaleFn = int64_t (*)(void* data, int64_t numel, float scale);
 
 // Lanes of SquaresFn.
-inline constexpr int kSquareLanes = 16;
+inline constexpr int kSquareLanes = 32;
 
 // lanes[i % kSquareLanes] += double(data[i])², with i in order. Squares of floats are exact in fp64, so every
 // instruction set gives the same bits.

@@ -99,15 +99,17 @@ class Writer {
       decode(dst, numel, streamed_);
       return;
     }
-    // A tile stays in the nearest cache between its decoding and its copy to the gradients.
+    // A tile stays in the nearest cache between its decoding and its epilogue. What bypasses the caches is a copy of
+    // it.
     alignas(64) std::byte tile[kMaxTileNumel * sizeof(float)];
     const int64_t tile_numel = std::max(kTileNumel, step);
     for (int64_t first = 0; first < numel; first += tile_numel) {
       const int64_t count = std::min(tile_numel, numel - first);
-      decode(tile, count, false);
-      apply(tile, count);
-      kernels_.convert[index_of(grad_)][index_of(grad_)](tile, dst + first * format_nbytes(grad_), count, 1.0f,
-                                                         streamed_);
+      std::byte* const out = dst + first * format_nbytes(grad_);
+      std::byte* const decoded = streamed_ ? tile : out;
+      decode(decoded, count, false);
+      apply(decoded, count);
+      if (streamed_) kernels_.convert[index_of(grad_)][index_of(grad_)](tile, out, count, 1.0f, true);
     }
   }
 

@@ -117,8 +117,8 @@ class GradientNorms:
         self._want_squares()
         if all(p.grad is None for p in measured.parameters):
             raise RuntimeError(
-                f"fusedcomm: none of the {len(measured.parameters)} parameters has a gradient, so there is no norm: call "
-                "this between backward() and the zero_grad() after it"
+                f"fusedcomm: none of the {len(measured.parameters)} parameters has a gradient, so there is no norm: "
+                "call this between backward() and the zero_grad() after it"
             )
         return measured
 

@@ -96,9 +96,22 @@ int64_t scale_elements(void* data, int64_t numel, float scale) {
   return scale_span<V>(elements, body, scale) + scale_span<Scalar>(elements + body, numel - body, scale);
 }
 
-// Four doubles. The compiler chooses the instructions, within the file's instruction set.
+// The compiler chooses the instructions for these, within the file's instruction set.
 typedef float FourFloats __attribute__((vector_size(16)));
 typedef double FourDoubles __attribute__((vector_size(32)));
+
+// The next kSquareLanes elements as floats: where they are, or in `values`.
+template <class V, class T>
+struct Squared {
+  static const float* floats(const T* elements, float* values) {
+    for (int i = 0; i < kSquareLanes; i += V::kLanes) V::store(values + i, V::load(elements + i));
+    return values;
+  }
+};
+template <class V>
+struct Squared<V, float> {
+  static const float* floats(const float* elements, float* /*values*/) { return elements; }
+};
 
 template <class V, class T>
 void squares(const void* data, int64_t numel, double* lanes) {
@@ -107,17 +120,20 @@ void squares(const void* data, int64_t numel, double* lanes) {
   const int64_t body = numel - numel % kSquareLanes;
   alignas(64) float values[kSquareLanes];
   FourDoubles sums[kVectors];
-  std::memcpy(sums, lanes, sizeof(sums));
+#pragma GCC unroll 8
+  for (int k = 0; k < kVectors; ++k) std::memcpy(&sums[k], lanes + k * 4, sizeof(FourDoubles));
   for (int64_t first = 0; first < body; first += kSquareLanes) {
-    for (int i = 0; i < kSquareLanes; i += V::kLanes) V::store(values + i, V::load(elements + first + i));
+    const float* const floats = Squared<V, T>::floats(elements + first, values);
+#pragma GCC unroll 8  // keeps the sums in registers
     for (int k = 0; k < kVectors; ++k) {
-      FourFloats four;
-      std::memcpy(&four, values + k * 4, sizeof(four));
-      const FourDoubles wide = __builtin_convertvector(four, FourDoubles);
+      FourFloats narrow;
+      std::memcpy(&narrow, floats + k * 4, sizeof(narrow));
+      const FourDoubles wide = __builtin_convertvector(narrow, FourDoubles);
       sums[k] += wide * wide;
     }
   }
-  std::memcpy(lanes, sums, sizeof(sums));
+#pragma GCC unroll 8
+  for (int k = 0; k < kVectors; ++k) std::memcpy(lanes + k * 4, &sums[k], sizeof(FourDoubles));
   for (int64_t i = body; i < numel; ++i) {
     const double value = static_cast<double>(Scalar::load(elements + i));
     lanes[i - body] += value * value;
