@@ -12,12 +12,7 @@ WIRES = ("fp32", "bf16", "fp16", "int8", "fp8", "int4", "int8 rotated", "int4 ro
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 UNSCALES = (1.0, 2.0**-16, 1 / 3)
 CODECS = {f"{isa}-{num_threads}": _C.Codec(isa, num_threads) for isa in _C.available_isas() for num_threads in (1, 3)}
-LOSSY, EXACT = [3000, 1, 5, 4097, 130_000, 31], [17, 40_000]
-
-
-@pytest.fixture(params=CODECS)
-def codec(request):
-    return CODECS[request.param]
+LOSSY, EXACT = [3000, 1, 5, 4097, 36_000, 31], [17, 34_000]
 
 
 def signed(numels, dtype, seed, gap=0):
@@ -32,8 +27,8 @@ def signed(numels, dtype, seed, gap=0):
     return slices
 
 
-def exact_squares(slices):
-    return math.fsum(value * value for piece in slices for value in piece.double().tolist())
+def sum_of_squares(slices):
+    return sum(piece.double().square().sum().item() for piece in slices)
 
 
 def packed(wire, dtype, num_messages=1, num_parts=2, chunk_nbytes=1 << 20):
@@ -69,40 +64,44 @@ def unpacked(codec, layout, chunks, dtype, num_messages=1, **epilogue):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wire", WIRES)
 def test_it_gives_unpacks_gradients_multiplied_and_the_sum_of_their_squares(
-    codec, wire, dtype, unscale, chunk_nbytes, num_messages
+    wire, dtype, unscale, chunk_nbytes, num_messages
 ):
     num_parts = 1 if num_messages > 1 else 2
     layout, chunks = packed(wire, dtype, num_messages, num_parts, chunk_nbytes)
-    plain, nothing = unpacked(codec, layout, chunks, dtype, num_messages)
+    plain, nothing = unpacked(CODECS["portable-1"], layout, chunks, dtype, num_messages)
     assert set(nothing) == {None}
     expected = [(piece.float() * torch.tensor(unscale)).to(dtype) for piece in plain]
-    found, squares = unpacked(codec, layout, chunks, dtype, num_messages, unscale=unscale, squares=True)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    assert math.fsum(squares) == pytest.approx(exact_squares(expected), rel=1e-13)
-    # The same bits, whatever computes them.
-    assert (
-        squares == unpacked(CODECS["portable-1"], layout, chunks, dtype, num_messages, unscale=unscale, squares=True)[1]
-    )
+    sums = set()
+    for codec in CODECS.values():
+        found, squares = unpacked(codec, layout, chunks, dtype, num_messages, unscale=unscale, squares=True)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        sums.add(tuple(squares))
+    assert len(sums) == 1
+    assert sum(sums.pop()) == pytest.approx(sum_of_squares(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("unscale", UNSCALES)
-def test_gradients_that_were_summed_in_place(codec, dtype, unscale):
-    slices = signed([70_001], dtype, 5)
-    expected = [(slices[0].float() * torch.tensor(unscale)).to(dtype)]
-    portable = [slices[0].clone()]
-    squares = codec.finish_in_place(slices, unscale)
-    assert torch.equal(slices[0], expected[0])
-    assert squares == pytest.approx(exact_squares(expected), rel=1e-13)
-    assert squares == CODECS["portable-1"].finish_in_place(portable, unscale)
+def test_gradients_that_were_summed_in_place(dtype, unscale):
+    means = signed([70_001], dtype, 5)[0]
+    expected = [(means.float() * torch.tensor(unscale)).to(dtype)]
+    sums = set()
+    for codec in CODECS.values():
+        slices = [means.clone()]
+        sums.add(codec.finish_in_place(slices, unscale))
+        assert torch.equal(slices[0], expected[0])
+    assert len(sums) == 1
+    assert sums.pop() == pytest.approx(sum_of_squares(expected), rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("at", [0, 40, 60_000, 70_000])
-def test_squares_are_finite_only_if_all_gradients_are(codec, dtype, value, at):
-    slices = [torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)]
-    assert math.isfinite(codec.finish_in_place(slices, 1.0))
-    slices[0][at] = value
-    assert not math.isfinite(codec.finish_in_place(slices, 1.0))
+def test_squares_are_finite_only_if_all_gradients_are(dtype, value, at):
+    greatest = torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)
+    for codec in CODECS.values():
+        slices = [greatest.clone()]
+        assert math.isfinite(codec.finish_in_place(slices, 1.0))
+        slices[0][at] = value
+        assert not math.isfinite(codec.finish_in_place(slices, 1.0))
