@@ -13,6 +13,7 @@ from fusedcomm import env, log
 from fusedcomm.config import Config, LocalOptions, Wire, check, given, local_options
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
+from fusedcomm.reducer.early_step import allow_early_steps, refuse_early_steps
 from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import device_of, synchronised_parameters
@@ -126,6 +127,7 @@ class GradReducer(GradientNorms):
             say=_say,
         )
         self._attached = True
+        refuse_early_steps(self)
         self._module: Callable[[], nn.Module | None] = lambda: None
         if isinstance(module_or_named_parameters, nn.Module):
             _of_modules[module_or_named_parameters] = self
@@ -184,6 +186,7 @@ class GradReducer(GradientNorms):
         if not self._attached:
             return
         self._attached = False
+        allow_early_steps(self)
         self._reducer.detach()
         self._of_original().stop("fusedcomm.GradReducer was detached")
         for module in [module for module, reducer in _of_modules.items() if reducer is self]:
