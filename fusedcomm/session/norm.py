@@ -173,19 +173,21 @@ def _norm(
 
 def power_sum(parameters: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Σ|g|^norm_type of their gradients, or the greatest |g| for infinity; a float64 tensor without dimensions."""
-    norms = [_norm_of(p.grad, norm_type).to(device) for p in parameters if p.grad is not None and p.grad.numel() > 0]
+    dense, norms = [], []
+    for gradient in (p.grad.detach() for p in parameters if p.grad is not None):
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if values.numel() == 0:
+            continue
+        if values.is_complex():
+            norms.append(torch.linalg.vector_norm(values, norm_type, dtype=torch.complex128).double())
+        else:
+            dense.append(values)
+    if dense:
+        norms += torch._foreach_norm(dense, norm_type, dtype=torch.float64)
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    stacked = torch.stack(norms)
+    stacked = torch.stack([norm.to(device) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
-
-
-def _norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    values = gradient.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    dtype = torch.complex128 if values.is_complex() else torch.float64
-    return torch.linalg.vector_norm(values, norm_type, dtype=dtype).to(torch.float64)
 
 
 def _real_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -193,12 +195,13 @@ def _real_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    kinds: dict[tuple, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        kinds.setdefault((values.device, _real_dtype(values)), []).append(values)
     with torch.no_grad():
-        for gradient in gradients:
-            if gradient.is_sparse or gradient.device.type == "cpu":
-                gradient.mul_(factor.item() if gradient.is_sparse else factor.to(_real_dtype(gradient)))
-            else:
-                gradient.mul_(factor.to(gradient.device, _real_dtype(gradient)))
+        for (device, dtype), values in kinds.items():
+            torch._foreach_mul_(values, factor.to(device, dtype))
 
 
 def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
