@@ -60,7 +60,7 @@ def ways_by_name() -> dict[str, Way]:
         Way(DEFAULT, lambda ddp, group: None, TOLERANCES["fp32"], bucket_views=False),
         Way("python fp16 hook", _python(default_hooks.fp16_compress_hook), TOLERANCES["fp16"]),
         Way("c++ fp16 hook", _builtin_fp16, TOLERANCES["fp16"]),
-        Way("python bf16 hook", _python(_stock_bf16_hook), TOLERANCES["bf16"]),
+        Way("python bf16 hook", _python(stock_bf16_hook), TOLERANCES["bf16"]),
         Way("powersgd rank 1", _power_sgd(1), 1e-3, ONE_BUCKET_MB, max_rank=1),
         Way("powersgd rank 2", _power_sgd(2), 1e-3, ONE_BUCKET_MB, max_rank=2),
         # 8-bit codes between the least and the greatest value of a bucket (pertensor), or of 512 elements (perchannel).
@@ -105,7 +105,7 @@ def _python(hook: Callable) -> Callable[[DistributedDataParallel, dist.ProcessGr
     return lambda ddp, group: ddp.register_comm_hook(group, hook)
 
 
-def _stock_bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def stock_bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
