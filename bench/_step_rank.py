@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _step_ways import Way, ways
-from lib.common import Row, keep_memory, percentiles
+from lib.common import Row, give_back_memory, keep_memory, percentiles
 from torch import Tensor, nn
 
 from fusedcomm.ranks import groups
@@ -246,27 +246,33 @@ def case_of(arguments: argparse.Namespace, num_tensors: int) -> str:
 
 
 def measure_memory(arguments: argparse.Namespace, name: str, results: str) -> int:
-    """Runs on every rank, in processes that do nothing else; rank 0 writes the greatest peak of a rank's memory in
-    steps, in bytes, to the file `results`. Returns the exit status."""
+    """Runs on every rank, in processes that do nothing else. Rank 0 writes the greatest peaks of a rank's memory to the
+    file `results`: in the first steps, and in later ones, in bytes. Returns the exit status."""
+    give_back_memory()
     inputs, weights = begin(arguments)
     (way,) = [way for way in ways() if way.name == name]
+    reset_peak()
     runner = Runner(way, inputs, weights, arguments)
-    for _ in range(WARMUP):
-        runner.step()
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    for _ in range(MEMORY_STEPS):
-        runner.step()
-    peak = torch.tensor(peak_nbytes())
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    peaks = []
+    for num_steps in (WARMUP, MEMORY_STEPS):
+        for _ in range(num_steps):
+            runner.step()
+        peaks.append(peak_nbytes())
+        reset_peak()
+    greatest = torch.tensor(peaks)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        Path(results).write_text(json.dumps(peak.item()))
+        Path(results).write_text(json.dumps(greatest.tolist()))
     runner.close()
     groups.end_together()
     return 0
 
 
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_nbytes() -> int:
-    """Most bytes of memory that this process has had at a time."""
+    """Most bytes of memory that this process has had at a time since reset_peak()."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

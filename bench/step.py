@@ -13,7 +13,9 @@ anything is timed, each way's means, norm and clipped gradients are checked: tho
 those of bf16 ways must be as near to the exact mean, element by element, as rounding allows.
 
 Peak memory is the greatest resident memory of a rank in its steps after the first three, each way in processes of its
-own, with torch's usual allocator. (In the timed processes malloc keeps freed memory.)
+own, in which malloc gives freed memory back at once. (In the timed processes it keeps freed memory.) The peak of the
+first three steps stands beside it: in them DDP rebuilds its buckets, and fusedcomm measures its errors, which it does
+again in every 1,000th step.
 
 Memory traffic is counted from the code, not measured: for each element, the bytes that code of torch, gloo and
 fusedcomm reads and writes, from the gradient that autograd has written until the optimizer reads it. A value that is in
@@ -74,31 +76,35 @@ def run_ranks(function: object, *given: object) -> object:
         return json.loads(results.read_text())
 
 
-def add_memory(rows: list[Row], peaks: dict[str, int]) -> None:
+def add_memory(rows: list[Row], peaks: dict[str, list[int]]) -> None:
     """Adds the peaks to the rows' figures, and how far each is below DDP's, in sizes of the gradients."""
     for row in rows:
-        row.figures["peak_nbytes"] = peaks[row.impl]
+        row.figures["first_peak_nbytes"], row.figures["peak_nbytes"] = peaks[row.impl]
         if DDP in peaks:
-            row.figures["below_ddp_of_gradients"] = (peaks[DDP] - peaks[row.impl]) / (4 * row.numel)
+            row.figures["below_ddp_of_gradients"] = (peaks[DDP][1] - peaks[row.impl][1]) / (4 * row.numel)
 
 
 def print_steps(rows: list[Row]) -> None:
-    """Medians in ms, each with its ratio to STOCK's in brackets: below 1 is faster."""
-    by_impl = {row.impl: row for row in rows}
-    print(f"\n{rows[0].case}, {rows[0].numel:,} elements, {len(rows)} ways, ms (ratio to {STOCK})")
-    names = ("forward_s", "backward_s", "after_s")
-    print(f"{'':<24} {'forward':>8} {'backward':>16} {'after':>16} {'step':>16} {'peak MiB':>9} {'below ddp':>9}")
+    """Prints medians in ms, each with its ratio to STOCK's in brackets: below 1 is faster."""
+    stock = next((medians_s(row) for row in rows if row.impl == STOCK), {})
+    print(f"\n{rows[0].case}, {rows[0].numel:,} elements, ms{f' (ratio to {STOCK})' if stock else ''}")
+    headings = "".join(f" {name:>16}" for name in medians_s(rows[0]))
+    print(f"{'':<24}{headings} {'peak MiB':>9} {'below ddp':>9} {'first steps':>11}")
     for row in rows:
-        medians = {**{name: row.figures[name] for name in names}, "step_s": row.median_s}
-        cells = [f"{medians.pop('forward_s') * 1e3:8.1f}"]
-        for name, seconds in medians.items():
-            base = by_impl.get(STOCK)
-            other = base and (base.median_s if name == "step_s" else base.figures[name])
-            cells.append(f"{seconds * 1e3:8.1f} {f'({seconds / other:.3f})' if other else '':>7}")
-        peak, below = row.figures.get("peak_nbytes"), row.figures.get("below_ddp_of_gradients")
-        cells.append("" if peak is None else f"{peak / 2**20:9.0f}")
-        cells.append("" if below is None else f"{below:9.2f}")
-        print(f"{row.impl:<24} {' '.join(cells)}")
+        cells = []
+        for name, seconds in medians_s(row).items():
+            ratio = f"({seconds / stock[name]:.3f})" if stock else ""
+            cells.append(f" {seconds * 1e3:8.1f} {ratio:>7}")
+        for name, form, unit in (("peak_nbytes", "9.0f", 2**20), ("below_ddp_of_gradients", "9.2f", 1)):
+            cells.append(f" {row.figures[name] / unit:{form}}" if name in row.figures else "")
+        if "first_peak_nbytes" in row.figures:
+            cells.append(f" {row.figures['first_peak_nbytes'] / 2**20:11.0f}")
+        print(f"{row.impl:<24}{''.join(cells)}")
+
+
+def medians_s(row: Row) -> dict[str, float]:
+    parts = {name: row.figures[f"{name}_s"] for name in ("forward", "backward", "after")}
+    return {**parts, "step": row.median_s}
 
 
 def print_traffic(chosen: list[Way], amp: bool) -> None:
