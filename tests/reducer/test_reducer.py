@@ -330,7 +330,7 @@ def test_no_gradient_of_an_ordinary_model_is_copied(ranks):
 
 
 def linear_layers(rank, world_size, keep):
-    """Returns (buckets, copies in two passes). Each weight completes a bucket, and its gradient arrives as a view of its
+    """Returns (buckets, copies in two passes). Each weight completes a bucket. Its gradient arrives as a view of its
     transpose. `keep`: what hooks keep of it until the pass has ended."""
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
     reducer, kept = reducer_of(model, bucket_mib=0.01), []
