@@ -23,7 +23,6 @@ from lib.common import Report, Row, keep_memory, percentiles, worst
 from lib.models import make_model, numel_of
 from lib.ways import COMPUTE, DEFAULT, Way, tuned, ways_by_name, with_cap
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.ranks import groups
 from fusedcomm.tools.tcp_counter import tcp_nbytes_sent
@@ -55,7 +54,8 @@ class Supply(torch.autograd.Function):
 
 
 class Task(nn.Module):
-    """The module that DDP wraps. It is called with a batch, or with gradients that its backward pass supplies."""
+    """The module that DDP wraps, or that has a reducer. It is called with a batch, or with gradients that its backward
+    pass supplies."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -83,15 +83,7 @@ class Runner:
         if way is not None:
             for own, shared in zip(task.parameters(), model.parameters(), strict=True):
                 own.data = shared.data  # all ways train one set of weights
-            # Every rank makes the same weights, so DDP need not broadcast them (init_sync).
-            self.module = DistributedDataParallel(
-                task,
-                process_group=group,
-                init_sync=False,
-                bucket_cap_mb=way.cap_mb,
-                gradient_as_bucket_view=way.bucket_views,
-            )
-            self.held = way.register(self.module, group)
+            self.module, self.held = way.wrap(task, group)
         self.optimizer = OPTIMIZERS[optimizer](task.parameters())
         self.step_s: list[float] = []
         self.sync_s: list[float] = []

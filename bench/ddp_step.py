@@ -7,13 +7,14 @@ bench/hosts.py, or with --hosts 0 on this machine's loopback, which needs no roo
 sent; --batch, --size or --compute-ms set how much there is to compute. With --size 1 communication is nearly all of a
 step. The layers of --model waiting sleep instead of computing, as if an accelerator computed.
 
-Every way has its own DDP module, gradients, buckets, optimizer and process group; the weights are shared. All ways take
-turns in every round, in another order each time. A turn is one step that is not timed and --steps that are. The time of
-a step is the slowest rank's. The ranks' allocator keeps freed memory.
+Every way has its own DDP module or reducer, gradients, buckets, optimizer and process group; weights are shared. All
+ways take turns in every round, in another order each time. A turn is one step that is not timed and --steps that are.
+The time of a step is the slowest rank's. The ranks' allocator keeps freed memory.
 
 "ddp default" is DDP with its default options. "ddp tuned" and all other ways have gradient_as_bucket_view=True, which
 saves a copy, and the best of several bucket sizes, which is searched first. But wire="auto" has DDP's own size, and
-ways that cannot run with several buckets have one.
+ways that cannot run with several buckets have one. "fusedcomm reducer" is fusedcomm.GradReducer in DDP's place, with
+the best bucket size, too.
 
 Before that, each way is checked with gradients that are known on every rank, in three steps: the result must be as near
 to their exact mean as the wire allows, and have the same bits on every rank.

@@ -20,7 +20,7 @@ from typing import NoReturn
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_MAX = -1, -4
+MALLOPT_TRIM_THRESHOLD, MALLOPT_MMAP_THRESHOLD, MALLOPT_MMAP_MAX = -1, -3, -4
 """Parameters of mallopt(), as glibc's malloc.h numbers them."""
 
 
@@ -72,8 +72,19 @@ def keep_memory() -> None:
     to clear their pages. PyTorch's tuning guide recommends another allocator for the same effect.
 
     Does nothing where the C library is not glibc. Raises OSError if glibc refuses."""
+    _mallopt((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0))
+
+
+def give_back_memory() -> None:
+    """Makes malloc give freed tensors back to the system at once. A process's memory is then what it uses.
+
+    As keep_memory() where the C library is not glibc, or refuses."""
+    _mallopt((MALLOPT_MMAP_THRESHOLD, 1 << 16))
+
+
+def _mallopt(*settings: tuple[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for parameter, value in ((MALLOPT_TRIM_THRESHOLD, (1 << 31) - 1), (MALLOPT_MMAP_MAX, 0)):
+    for parameter, value in settings:
         if mallopt is not None and mallopt(parameter, value) != 1:
             raise OSError(f"mallopt({parameter}, {value}) was refused")
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,15 +35,33 @@ TOLERANCES = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 1e-2, "int8": 3e-2, "fp8": 1e-
 @dataclasses.dataclass(frozen=True)
 class Way:
     name: str
-    register: Callable[[DistributedDataParallel, dist.ProcessGroup], object]
-    """Registers the way on a module with its process group. The result is kept as long as the module."""
+    register: Callable[[DistributedDataParallel, dist.ProcessGroup], object] | None
+    """Registers the way on a module with its process group. The result is kept as long as the module. None: the way has
+    a `reducer`."""
     tolerance: float
     cap_mb: float | None = None
-    """bucket_cap_mb; None: DDP's own."""
+    """bucket_cap_mb; None: DDP's own, which is the reducer's, too."""
     bucket_views: bool = True
     """gradient_as_bucket_view, off by default in DDP. With it gradients need no copy out of the buckets."""
     max_rank: int | None = None
     """The greatest matrix rank of gradients that the way can send without error; None: it can send any gradients."""
+    reducer: Config | None = None
+    """What fusedcomm.GradReducer, without DDP, is given; None: the way has DDP."""
+
+    def wrap(self, module: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, object]:
+        """(the module to call in place of `module`, what is to be kept as long as it). All ranks must have the same
+        weights."""
+        if self.reducer is not None:
+            size = {} if self.cap_mb is None else {"bucket_mib": self.cap_mb}
+            return module, fusedcomm.GradReducer(module, self.reducer, process_group=group, quiet=True, **size)
+        ddp = DistributedDataParallel(
+            module,
+            process_group=group,
+            init_sync=False,  # there is nothing to broadcast
+            bucket_cap_mb=self.cap_mb,
+            gradient_as_bucket_view=self.bucket_views,
+        )
+        return ddp, self.register(ddp, group)
 
     @property
     def chooses(self) -> bool:
@@ -60,7 +79,7 @@ def ways_by_name() -> dict[str, Way]:
         Way(DEFAULT, lambda ddp, group: None, TOLERANCES["fp32"], bucket_views=False),
         Way("python fp16 hook", _python(default_hooks.fp16_compress_hook), TOLERANCES["fp16"]),
         Way("c++ fp16 hook", _builtin_fp16, TOLERANCES["fp16"]),
-        Way("python bf16 hook", _python(_stock_bf16_hook), TOLERANCES["bf16"]),
+        Way("python bf16 hook", _python(stock_bf16_hook), TOLERANCES["bf16"]),
         Way("powersgd rank 1", _power_sgd(1), 1e-3, ONE_BUCKET_MB, max_rank=1),
         Way("powersgd rank 2", _power_sgd(2), 1e-3, ONE_BUCKET_MB, max_rank=2),
         # 8-bit codes between the least and the greatest value of a bucket (pertensor), or of 512 elements (perchannel).
@@ -77,6 +96,8 @@ def ways_by_name() -> dict[str, Way]:
     # One level also where hosts have several ranks; "by host" below has two there, as the default has.
     for wire in ("bf16", "fp16", "int8", "fp8", "int4"):
         ways.append(Way(f"fusedcomm {wire}", _ours(Config(wire, hosts=None)), TOLERANCES[wire]))
+    for wire in ("bf16", "int8"):
+        ways.append(Way(f"fusedcomm reducer {wire}", None, TOLERANCES[wire], reducer=Config(wire, hosts=None)))
     # The sums that sum="auto" takes for more than two ranks. With two ranks they are possible, too.
     ways.append(Way("fusedcomm bf16 direct", _ours(Config("bf16", "direct")), TOLERANCES["bf16"]))
     for wire in ("int8", "int4"):
@@ -105,7 +126,7 @@ def _python(hook: Callable) -> Callable[[DistributedDataParallel, dist.ProcessGr
     return lambda ddp, group: ddp.register_comm_hook(group, hook)
 
 
-def _stock_bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def stock_bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return default_hooks.bf16_compress_hook(group, bucket)
 
 

@@ -329,6 +329,28 @@ def test_no_gradient_of_an_ordinary_model_is_copied(ranks):
     assert ranks.run(ordinary, world_size=2) == [0, 0]
 
 
+def linear_layers(rank, world_size, keep):
+    """Returns (buckets, copies in two passes). Each weight completes a bucket. Its gradient arrives as a view of its
+    transpose. `keep`: what hooks keep of it until the pass has ended."""
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    reducer, kept = reducer_of(model, bucket_mib=0.01), []
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: kept.append(keep(gradient)))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(8, 64)).sum().backward()
+    return len(reducer.plan().buckets), reducer._reducer.num_copied
+
+
+def nothing(gradient):
+    return None
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(nothing, 0), (torch.Tensor.detach, 8), (torch.t, 8)])
+def test_a_gradient_that_arrives_as_a_view_is_copied_only_if_a_hook_keeps_it(ranks, keep, expected):
+    assert ranks.run(linear_layers, keep, world_size=2) == [(4, expected)] * 2
+
+
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 

@@ -7,13 +7,30 @@
 namespace fusedcomm {
 namespace {
 
-// Strided tensors that use the memory of `gradient`, without `arriving`.
+// Whether `tensor` is strided, uses `storage` and is not `gradient` itself.
+bool is_another_user(const at::Tensor& tensor, const c10::Storage& storage, const at::Tensor& gradient) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl() &&
+         tensor.unsafeGetTensorImpl() != gradient.unsafeGetTensorImpl();
+}
+
+// The tensor that `view` is a view of, if nothing but `view` holds it; else undefined.
+at::Tensor base_held_by(const at::Tensor& view) {
+  const auto* meta = torch::autograd::impl::get_view_autograd_meta(view);
+  if (meta == nullptr || !meta->has_bw_view()) return {};
+  const at::Tensor& base = meta->get_backward_view().base_;
+  return base.use_count() == 1 ? base : at::Tensor();
+}
+
+// Strided tensors that use the memory of `gradient`, without `arriving` and what ends with it: a linear layer's
+// gradient arrives as a view of its transpose.
 size_t num_users(const at::Tensor& gradient, const at::Tensor& arriving) {
   const c10::Storage& storage = gradient.storage();
-  const bool arrives_there = arriving.defined() && arriving.layout() == at::kStrided && arriving.has_storage() &&
-                             arriving.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl() &&
-                             arriving.unsafeGetTensorImpl() != gradient.unsafeGetTensorImpl();
-  return storage.use_count() - (arrives_there ? 1 : 0);
+  size_t count = storage.use_count();
+  if (!is_another_user(arriving, storage, gradient)) return count;
+  count -= 1;
+  if (is_another_user(base_held_by(arriving), storage, gradient)) count -= 1;
+  return count;
 }
 
 // Uninitialized, in the order of memory that autograd gives gradients of this parameter.
