@@ -401,7 +401,7 @@ def _of_session(candidate: Candidate) -> Candidate:
 
 
 def _cut(parameters: Sequence[NamedParameter], caps: list[int]) -> list[int]:
-    """Bytes of the buckets that these caps, in bytes, make in backward order. The last cap holds for all that follow."""
+    """Bytes of the buckets that these caps, in bytes, make in backward order. The last cap holds for all others."""
     backwards = [p.tensor for p in trainable(parameters)][::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(backwards, caps)
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]

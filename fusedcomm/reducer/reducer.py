@@ -116,7 +116,8 @@ class GradReducer:
                 "strides": strides_to_agree(named),
             }
         }
-        arguments = (process_group if process_group is not None else dist.group.WORLD, parameters, local, device_of(named))
+        group = process_group if process_group is not None else dist.group.WORLD
+        arguments = (group, parameters, local, device_of(named))
         options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
         self._runs: Session | Tuner | None
         if space is None:

@@ -36,8 +36,8 @@ class Clock:
     """
 
     def __init__(self, reducer, rank, ms):
-        self._tuner, self._ms, self._chance, self._ends_ms = reducer._tuner, ms, random.Random(rank), []
-        self.wires = []
+        self._tuner, self._ms = reducer._tuner, ms
+        self._chance, self._ends_ms = random.Random(rank), []
         take = self._tuner._target.take_seen
 
         def take_seen():
