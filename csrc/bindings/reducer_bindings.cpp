@@ -1,6 +1,7 @@
 // Binds the reducer.
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -19,17 +20,27 @@ void bind_reducer(pybind11::module_& m) {
   py::class_<GradReducer, std::shared_ptr<GradReducer>>(m, "GradReducer")
       .def(py::init([](std::shared_ptr<Synchroniser> hook,
                        const std::vector<std::tuple<at::Tensor, std::string, bool>>& parameters,
-                       int64_t first_bucket_nbytes, int64_t bucket_nbytes, bool find_unused, const StorePtr& store,
-                       GradReducer::Say say) {
+                       int64_t first_bucket_nbytes, int64_t bucket_nbytes, bool find_unused, int64_t every,
+                       const StorePtr& store, GradReducer::Say say) {
              std::vector<GradReducer::Parameter> table;
              for (const auto& [tensor, name, is_sparse] : parameters) table.push_back({tensor, name, is_sparse});
-             const GradReducer::Options options{{first_bucket_nbytes, bucket_nbytes}, find_unused};
+             const GradReducer::Options options{{first_bucket_nbytes, bucket_nbytes}, find_unused, every};
              return GradReducer::make(std::move(hook), std::move(table), options, store, std::move(say));
            }),
            py::kw_only(), py::arg("hook"), py::arg("parameters"), py::arg("first_bucket_nbytes"),
-           py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("store"), py::arg("say"))
+           py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("every") = 1, py::arg("store"), py::arg("say"))
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
+      .def("set_hook", &GradReducer::set_synchroniser, py::arg("hook"), NoGil())
+      .def(
+          "set_caps",
+          [](GradReducer& reducer, int64_t first_bucket_nbytes, int64_t bucket_nbytes) {
+            reducer.set_caps({first_bucket_nbytes, bucket_nbytes});
+          },
+          py::arg("first_bucket_nbytes"), py::arg("bucket_nbytes"), NoGil())
+      .def("observe", &GradReducer::observe, py::arg("device"), py::arg("before_pass"), NoGil())
+      .def("end_observation", &GradReducer::end_observation, NoGil())
+      .def("take_pass_ends", &GradReducer::take_pass_ends, NoGil())
       .def("detach", &GradReducer::detach, NoGil())
       .def_property_readonly("num_copied", py::cpp_function(&GradReducer::num_copied, NoGil()));
   m.def("synchronized_by", &synchronized_by, py::arg("parameter"));

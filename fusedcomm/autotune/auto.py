@@ -16,20 +16,22 @@ EXACT_WIRE: Wire = "fp32"
 class Auto(Options):
     """A search for the fastest way to send gradients, made in the first training steps.
 
-    These steps try DDP's own all-reduce and each of `wires`, then the best wire with other sums and chunks where `base`
-    leaves them open. The ranks keep the candidate with the shortest steps, or a more exact one that comes within 3% of
+    These steps try each of `wires`, then the best wire with other sums and chunks where `base` leaves them open. Given
+    to :func:`fusedcomm.attach` they try DDP's own all-reduce, too, and given to :class:`fusedcomm.GradReducer` other
+    sizes of buckets. The ranks keep the candidate with the shortest steps, or a more exact one that comes within 3% of
     it. ``wire="auto"`` is short for ``Auto()``.
 
     Args:
-        wires: the wires to try. DDP's own exact all-reduce is always tried, too. None: the wire of `base`, which is
-            "bf16" by default, and "fp32" if `base` can be combined with it. Codes change gradients more, so they must
-            be named: ``Auto(("fp32", "bf16", "int8"))`` may also choose int8.
+        wires: the wires to try. ``attach`` always tries DDP's own exact all-reduce, too. None: the wire of `base`,
+            which is "bf16" by default, and "fp32" if `base` can be combined with it. Codes change gradients more, so
+            they must be named: ``Auto(("fp32", "bf16", "int8"))`` may also choose int8.
         base: a :class:`fusedcomm.Config` whose options apply to every candidate, except `wire`, which each of `wires`
             replaces. If `base.wire` is not the default, `wires` must contain it. With hosts="auto", the default, sums
             on one level and on two are tried where the hosts allow both, unless `base` has `feedback`: then sums have
             one. None: ``Config()``.
         tuned: what an earlier ``tuning()`` returned, or the path where its ``save()`` wrote it. Nothing is tried then.
-            If it does not fit the ranks, the model, the device or `wires`, rank 0 warns and the search is made.
+            If it does not fit the ranks, the model, the device, `wires` or the front end, rank 0 warns and the search
+            is made.
 
     Raises:
         ValueError: `wires` is empty or names an unknown wire, `base` cannot be combined with one of `wires`, `wires`

@@ -1,13 +1,18 @@
 """The search of ``wire="auto"``: what it tries, for how many steps, and what it keeps. No ranks, no clock, no engine.
 
+Steps 1 and 4 try DDP's own all-reduce only where DDP makes the buckets; :class:`fusedcomm.GradReducer` has none. Step 3
+is made only where the sizes of buckets can be chosen.
+
 1. The search tries DDP's own all-reduce ("off"), then every wire, the most exact first. A less exact wire is preferred
    only if it is faster by more than MARGIN, and any wire only if it is faster than off by more than MARGIN. If no wire
    comes NEAR to off, off is kept.
 2. It tries the best wire with other sums; where hosts have several ranks also on one level, if it had two, or on two,
    if it had one; then with other chunks.
-3. It tries the finalists again, in case the machine was busy during step 1: off, or the exact candidate that beats it;
-   the best candidate so far; and the fastest other wire that came NEAR to the best. Finalists that are not FAR behind
-   are tried once more. The winner of this step is kept.
+3. It tries the best candidate with larger buckets, as long as each next size is faster than all before, then in the
+   same way with smaller ones. Another size is preferred only if it is faster by more than MARGIN.
+4. It tries the finalists again, in case the machine was busy during step 1: off, or the exact candidate that beats it;
+   the best candidate so far, and the same with the usual buckets; and the fastest other wire that came NEAR to the
+   best. Finalists that are not FAR behind are tried once more. The winner of this step is kept.
 
 "fp32" is as exact as off and can be faster, because it divides on a thread of its own. It, too, must be faster by more
 than MARGIN: during the search off divides in a separate pass on the backward pass's thread, but once off is kept, DDP
@@ -42,7 +47,7 @@ another wire by less, chance may have decided."""
 FAR = 0.3
 """Share of a step. A finalist that is slower than the best by more is not tried once more."""
 MAX_ROUNDS, MAX_FINALISTS = 2, 3
-"""Most rounds and finalists of step 3."""
+"""Most rounds of step 4, and most of its finalists with different wires."""
 
 _FILE_VERSION = 1
 
@@ -57,6 +62,8 @@ class Candidate:
     chunks_in_flight: int | None = None
     by_host: bool = False
     """Sums on two levels, where hosts="auto" leaves that open: ranks with the same host name share a host."""
+    bucket_mib: float | None = None
+    """MiB at which a bucket is complete; None where the search does not choose that."""
 
     @property
     def is_exact(self) -> bool:
@@ -70,6 +77,8 @@ class Candidate:
             name += f" in chunks of {self.chunk_nbytes / 1024:g} KiB"
         if self.chunks_in_flight is not None:
             name += f" × {self.chunks_in_flight}"
+        if self.bucket_mib is not None:
+            name += f" in buckets of {self.bucket_mib:g} MiB"
         return name
 
 
@@ -108,6 +117,10 @@ class Tuning:
     """The wires that the search may choose, beside DDP's own all-reduce; empty if that is not known."""
     more_wires: tuple[str, ...] = ()
     """Other wires that it may choose only if ``Auto(wires=…)`` names them."""
+    option: str = "wire='auto'"
+    """The argument that asked for the search."""
+    has_off: bool = True
+    """Whether the search may choose DDP's own all-reduce."""
 
     @property
     def step_ms(self) -> dict[Candidate, float]:
@@ -134,17 +147,19 @@ class Tuning:
         if again := {candidate: statistics.mean(seen[1:]) for candidate, seen in looks.items() if seen[1:]}:
             times += f"; once more: {_times(again)}"
         if not self.finished:
-            return f"wire='auto' is searching, step {self.num_steps} of at most {self.max_steps}: {times or 'no times'}"
+            return (
+                f"{self.option} is searching, step {self.num_steps} of at most {self.max_steps}: {times or 'no times'}"
+            )
         how = "chosen before by" if self.loaded else "chosen by"
         tried = f"from {len(self.step_ms)} candidates in {self.num_steps} steps: {times}" if times else "at once"
-        return f"{self.chosen} {how} wire='auto' {tried}"
+        return f"{self.chosen} {how} {self.option} {tried}"
 
     @property
     def wires_line(self) -> str:
         """Which wires it may choose, and how to let it choose others; empty if that is not known."""
         if not self.wires:
             return ""
-        line = f"it may choose {', '.join((OFF.wire, *self.wires))}"
+        line = f"it may choose {', '.join((*([OFF.wire] if self.has_off else []), *self.wires))}"
         if not self.more_wires:
             return line
         example = (*self.wires, "int8" if "int8" in self.more_wires else self.more_wires[0])
@@ -202,6 +217,13 @@ class Tuning:
             ) from error
 
 
+def loaded(tuned: Tuning | str | os.PathLike | None) -> Tuning | None:
+    """The result that ``Auto(tuned=…)`` was given. Raises ValueError if it is a path that cannot be read."""
+    if isinstance(tuned, (str, os.PathLike)):
+        tuned = Tuning.load(tuned)
+    return None if tuned is None else dataclasses.replace(tuned, loaded=True)
+
+
 def _times(step_ms: dict[Candidate, float]) -> str:
     return ", ".join(
         f"{candidate} {'could not be made' if ms == math.inf else f'{ms:.4g} ms'}" for candidate, ms in step_ms.items()
@@ -215,6 +237,8 @@ class Search:
         wires: the candidates beside off, the most exact first.
         sums: returns alternatives to the best candidate so far with other sums, the preferred ones first.
         chunks: the same with other chunks.
+        sizes: returns alternatives with larger buckets, and those with smaller ones, the nearest sizes first.
+        has_off: whether DDP's own all-reduce is a candidate.
     """
 
     def __init__(
@@ -222,10 +246,12 @@ class Search:
         wires: Sequence[Candidate],
         sums: Callable[[Candidate], Sequence[Candidate]],
         chunks: Callable[[Candidate], Sequence[Candidate]],
+        sizes: Callable[[Candidate], Sequence[Sequence[Candidate]]] = lambda best: (),
+        has_off: bool = True,
     ) -> None:
         self.trials: list[Trial] = []
         self.finished = False
-        self._order = self._search(wires, (sums, chunks))
+        self._order = self._search(wires, (sums, chunks), sizes, has_off)
         self.candidate = next(self._order)
         """The candidate to try now; once finished, the choice."""
 
@@ -245,35 +271,58 @@ class Search:
 
     @staticmethod
     def _search(
-        wires: Sequence[Candidate], refinements: Sequence[Callable[[Candidate], Sequence[Candidate]]]
+        wires: Sequence[Candidate],
+        refinements: Sequence[Callable[[Candidate], Sequence[Candidate]]],
+        sizes: Callable[[Candidate], Sequence[Sequence[Candidate]]],
+        has_off: bool,
     ) -> Generator[Candidate, float, Candidate]:
-        off_ms = yield OFF
+        off = {}
+        if has_off:
+            off[OFF] = yield OFF
         tried = {}
         for candidate in wires:
             tried[candidate] = yield candidate
         best = preferred(tried)
-        if tried[best] > (1 + NEAR) * off_ms:
+        if has_off and tried[best] > (1 + NEAR) * off[OFF]:
             return OFF
         near = (1 + NEAR) * min(tried.values())
         others = [c for c, ms in tried.items() if c != best and not c.is_exact and ms <= near]
         runner_up = sorted(others, key=tried.get)[:1]
-        tried_exact = {OFF: off_ms, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
+        tried_exact = {**off, **{candidate: ms for candidate, ms in tried.items() if candidate.is_exact}}
         for alternatives in refinements:
             tried = {best: tried[best]}
             for candidate in alternatives(best):
                 tried[candidate] = yield candidate
             best = preferred(tried)
-        exact = OFF if best.is_exact else preferred(tried_exact)
+        usual, tried = best, {best: tried[best]}
+        for towards in sizes(usual):
+            for candidate in towards:
+                before = min(tried.values())
+                tried[candidate] = yield candidate
+                if tried[candidate] >= before:
+                    break
+        best = next(candidate for candidate, ms in tried.items() if (1 - MARGIN) * ms <= min(tried.values()))
+        exact = off if best.is_exact else tried_exact
+        rivals = [_in_buckets_of(best, candidate) for candidate in ([preferred(exact)] if exact else [])]
         names = [candidate.wire for candidate in wires]
-        ours = sorted([best, *runner_up], key=lambda candidate: names.index(candidate.wire))
-        again = dict.fromkeys([exact, *ours], 0.0)
-        for _ in range(MAX_ROUNDS):
+        ours = [usual, best, *(_in_buckets_of(best, candidate) for candidate in runner_up)]
+        ours.sort(key=lambda candidate: names.index(candidate.wire))
+        again = dict.fromkeys([*rivals, *ours], 0.0)
+        for _ in range(MAX_ROUNDS if len(again) > 1 else 0):
             for candidate in again:
                 again[candidate] += yield candidate
             again = {candidate: ms for candidate, ms in again.items() if (1 - FAR) * ms <= min(again.values())}
             if len(again) == 1:
                 break
-        return preferred(again)
+        chosen = preferred(again)
+        if chosen == best and (1 - MARGIN) * again.get(usual, math.inf) <= again[best]:
+            return usual
+        return chosen
+
+
+def _in_buckets_of(best: Candidate, candidate: Candidate) -> Candidate:
+    """The candidate with as large buckets as `best`: a size that suits one wire suits the others, too."""
+    return candidate if candidate == OFF else dataclasses.replace(candidate, bucket_mib=best.bucket_mib)
 
 
 def preferred(step_ms: dict[Candidate, float]) -> Candidate:
@@ -285,8 +334,8 @@ def preferred(step_ms: dict[Candidate, float]) -> Candidate:
     return min((candidate for candidate in near if candidate.is_exact), key=step_ms.get, default=near[0])
 
 
-def max_steps(num_wires: int, num_sums: int, num_chunks: int) -> int:
+def max_steps(num_wires: int, num_sums: int, num_chunks: int, num_sizes: int = 0, has_off: bool = True) -> int:
     """Most steps of a search with these numbers of wires and alternatives."""
-    num_candidates = 1 + num_wires + num_sums + num_chunks
-    num_finalists = min(1 + num_wires, MAX_FINALISTS)
+    num_candidates = has_off + num_wires + num_sums + num_chunks + num_sizes
+    num_finalists = min(has_off + num_wires, MAX_FINALISTS) + (num_sizes > 0)
     return num_candidates * (WARM_UP + TIMED) + num_finalists * MAX_ROUNDS * (WARM_UP_AGAIN + TIMED)

@@ -1,21 +1,37 @@
 """The candidates of ``wire="auto"``: which ones the user's options allow, and the configuration of each."""
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 
 from fusedcomm.autotune.auto import Auto, is_possible
-from fusedcomm.autotune.search import OFF, Candidate
+from fusedcomm.autotune.search import OFF, Candidate, max_steps
 from fusedcomm.config import WIRES, Checks, Chunks, Config, TwoLevels
 from fusedcomm.ranks import hosts
 
 MAX_SUMS, MAX_CHUNKS = 3, 2
 """Most alternative sums, two levels included, and most alternative chunks that a search tries."""
+USUAL_BUCKET_MIB = 25
+"""MiB at which a bucket is complete if nobody chooses, as in DDP. Sizes are compared with it."""
+OTHER_BUCKETS_MIB = ((50, 100), (10, 5, 1))
+"""Larger and smaller sizes that are tried, the nearest first."""
 
 
 class Space:
-    """The candidates that the user lets the search choose from."""
+    """The candidates that the user lets the search choose from.
 
-    def __init__(self, auto: Auto) -> None:
+    Args:
+        has_off: whether DDP's own all-reduce is a candidate.
+        has_sizes: whether the search chooses the size of buckets.
+    """
+
+    option = "wire='auto'"
+    """The argument that asks for the search."""
+    chooses_wire = True
+
+    def __init__(self, auto: Auto, *, has_off: bool = True, has_sizes: bool = False) -> None:
         self._auto, self._base = auto, auto.common
+        self.has_off, self._has_sizes = has_off, has_sizes
         self.wires = auto.tried
         self.keeps_residuals = self._base.feedback is not None
         self.first = tuple(self._first(wire) for wire in self.wires)
@@ -36,7 +52,25 @@ class Space:
         return dataclasses.replace(self.config(candidate), hosts=hosts.AUTO).two_levels is not None
 
     @property
-    def config_of_off(self) -> Config:
+    def max_steps(self) -> int:
+        """Most steps of a search."""
+        num_sizes = sum(map(len, OTHER_BUCKETS_MIB)) if self._has_sizes else 0
+        return max_steps(len(self.first), *self._max_refinements, num_sizes, self.has_off)
+
+    @property
+    def _max_refinements(self) -> tuple[int, int]:
+        return MAX_SUMS, MAX_CHUNKS
+
+    @property
+    def base(self) -> Candidate:
+        """The candidate whose session is made first. The others share its channels."""
+        return OFF if self.has_off else self.first[0]
+
+    def config_of_base(self) -> Config:
+        """The configuration of that session."""
+        return self._config_of_off() if self.has_off else self.config(self.base)
+
+    def _config_of_off(self) -> Config:
         """Configuration of the session that stands in for DDP's own all-reduce."""
         levels = None
         if self._base.needs_two_levels:
@@ -47,7 +81,8 @@ class Space:
     def _first(self, wire: str) -> Candidate:
         """The candidate with which a wire is tried first."""
         chunks = self._base.chunks
-        return Candidate(wire, self._base.sum, chunks.nbytes, chunks.in_flight)
+        bucket_mib = USUAL_BUCKET_MIB if self._has_sizes else None
+        return Candidate(wire, self._base.sum, chunks.nbytes, chunks.in_flight, bucket_mib=bucket_mib)
 
     def config(self, candidate: Candidate) -> Config:
         """The candidate's configuration. Raises ValueError if it is not possible."""
@@ -65,13 +100,14 @@ class Space:
     def allows(self, candidate: Candidate) -> bool:
         """Whether a search may end with this candidate."""
         if candidate == OFF:
-            return True
+            return self.has_off
         base = self._base
         chosen = (candidate.sum, candidate.chunk_nbytes, candidate.chunks_in_flight)
         fixed = (base.sum, base.chunks.nbytes, base.chunks.in_flight)
         return (
             candidate.wire in self.wires
             and all(user in ("auto", None, found) for found, user in zip(chosen, fixed, strict=True))
+            and (candidate.bucket_mib is not None) == self._has_sizes
             and not (candidate.by_host and base.hosts != hosts.AUTO)
             and self.is_possible(candidate)
         )
@@ -115,6 +151,23 @@ class Space:
             tried = [(nbytes, best.chunks_in_flight) for nbytes, _ in tried]
         return [dataclasses.replace(best, chunk_nbytes=nbytes, chunks_in_flight=number) for nbytes, number in tried]
 
+    def sizes(self, best: Candidate, cut: Callable[[float], Sequence[int]]) -> list[list[Candidate]]:
+        """Returns alternatives to `best` with larger buckets, and those with smaller ones; none if the search does not
+        choose the size.
+
+        Args:
+            cut: returns the bytes of the buckets that a number of MiB makes. Of several sizes with the same buckets the
+                nearest to the usual one is tried.
+        """
+        if not self._has_sizes:
+            return []
+        alternatives = []
+        for sizes in OTHER_BUCKETS_MIB:
+            cuts = {mib: list(cut(mib)) for mib in (best.bucket_mib, *sizes)}
+            others = [mib for before, mib in itertools.pairwise(cuts) if cuts[mib] != cuts[before]]
+            alternatives.append([dataclasses.replace(best, bucket_mib=mib) for mib in others])
+        return alternatives
+
     def record(self) -> dict:
         """What must be equal on all ranks, JSON-serializable."""
         return {"wires": self.wires, "base": self._base.record()}
@@ -123,3 +176,30 @@ class Space:
     def more_wires(self) -> tuple[str, ...]:
         """The wires that the user could name beside those that are tried."""
         return tuple(w for w in WIRES if w not in self.wires and is_possible(lambda w=w: self._auto.config(w)))
+
+
+class BucketSpace(Space):
+    """One configuration, with buckets of several sizes."""
+
+    option = "bucket_mib='auto'"
+    chooses_wire = False
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        super().__init__(Auto((config.wire,), config), has_off=False, has_sizes=True)
+
+    def use_hosts(self, can_have_two_levels: bool) -> None:
+        """Does nothing: the configuration has as many levels as without a search."""
+
+    def config(self, candidate: Candidate) -> Config:
+        return self._config
+
+    def sums(self, best: Candidate, used: set[str], world_size: int, can_have_two_levels: bool) -> list[Candidate]:
+        return []
+
+    def chunks(self, best: Candidate, running: Config, num_chunks: int) -> list[Candidate]:
+        return []
+
+    @property
+    def _max_refinements(self) -> tuple[int, int]:
+        return 0, 0

@@ -1,4 +1,4 @@
-"""``wire="auto"`` on one rank: gives DDP's hook one candidate after another and keeps the search's choice."""
+"""A search on one rank: gives a front end one candidate after another and keeps the search's choice."""
 
 import dataclasses
 import hashlib
@@ -8,6 +8,7 @@ import math
 import statistics
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from fusedcomm import log
 from fusedcomm.autotune import bucket_cap
 from fusedcomm.autotune import search as autotune
 from fusedcomm.autotune.search import OFF, Candidate, Search, Tuning
-from fusedcomm.autotune.space import MAX_CHUNKS, MAX_SUMS, Space
+from fusedcomm.autotune.space import Space
 from fusedcomm.config import AUTO, LocalOptions
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import PeerLostError, warn_alone
@@ -25,19 +26,50 @@ from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import take_over
 
+_MIB = 1 << 20
+_FIRST_BUCKET_MIB = 1
+
+
+class Observed(Protocol):
+    """A bucket that the target has handed over; see _C.ObservedBucket."""
+
+    nbytes: int
+    is_last: bool
+    handed_ms: float
+    done_ms: float
+
+
+class Target(Protocol):
+    """What gives gradients to a candidate's engine: _C.HookSwitch for DDP, or a GradReducer."""
+
+    def set(self, hook: "_C.Synchroniser | None", process_group: dist.ProcessGroup) -> None:
+        """Uses this engine from the next pass on; None: DDP's own all-reduce on that group."""
+
+    def set_bucket_mib(self, mib: float) -> None:
+        """Cuts buckets of this size from the next pass on. Called only if the search chooses it."""
+
+    def watch(self, device: "_C.Device", begin_pass: Callable[[], object]) -> None:
+        """Calls `begin_pass` before each synchronized pass, and notes its buckets' times."""
+
+    def unwatch(self) -> None:
+        """Ends what :meth:`watch` began. Idempotent."""
+
+    def take_seen(self) -> Sequence[Observed]:
+        """The buckets since the last call."""
+
 
 class Tuner:
-    """Keeps the sessions of all candidates and switches between them. They share the channels of the session that
-    stands in for off.
+    """Keeps the sessions of all candidates and switches between them. They share the channels of the first session,
+    which stands in for off where off is a candidate. Candidates that differ in the size of buckets share a session.
 
-    Every rank makes its tuner at the same time. The hook's target reports when a backward pass begins. A trial ends
+    Every rank makes its tuner at the same time. The target reports when a backward pass begins. A trial ends
     there, because nothing is under way then. The ranks share the largest of their times, so all go on with the same
     candidate. A candidate that cannot be made loses on all ranks. Only the running session is watched for stalls; DDP's
     own all-reduce is not.
 
     Args:
         announce: whether rank 0 may print.
-        caps: returns DDP's present caps on buckets, in bytes; None when the module is gone.
+        caps: returns the present caps on buckets, in bytes; None when the module is gone.
         also_agree, problem: as for :class:`Session`.
         tuned: the result of an earlier search, which then is not made again.
 
@@ -62,34 +94,34 @@ class Tuner:
         self._announce = announce
         self._caps = caps
         self._also_agree = also_agree or {}
-        self._target: _C.HookSwitch | None = None
+        self._target: Target | None = None
         self._model = model_digest(parameters)
         misfit = None if tuned is None else self._misfit(tuned, process_group.size(), device)
         if misfit is not None:
             tuned = None
         wanted = None if tuned is None else dataclasses.asdict(tuned.chosen)
-        auto = {**space.record(), "tuned": wanted, "misfit": misfit}
-        config = space.config_of_off
-        self._off = Session(
+        auto = {AUTO: {**space.record(), "tuned": wanted, "misfit": misfit}} if space.chooses_wire else {}
+        config = space.config_of_base()
+        self._base = Session(
             config,
             process_group,
             numbered(parameters, config),
             local,
             device,
             announce,
-            also_agree={AUTO: auto, **self._also_agree},
+            also_agree={**auto, **self._also_agree},
             watched=False,
             problem=problem,
         )
-        can_have_two_levels = self._off.levels.can_be_two
+        self._sessions = {_of_session(space.base): self._base}
+        can_have_two_levels = self._base.levels.can_be_two
         space.use_hosts(can_have_two_levels)
         if tuned is not None and tuned.chosen.by_host and not can_have_two_levels:
             tuned, misfit = None, "its sums have two levels, which need several hosts with several ranks each"
-        self.session = self._off
+        self.session = self._base
         """Session of the running candidate. For off it only keeps the state that other candidates handed over."""
-        if misfit is not None and self._off.rank == 0:
+        if misfit is not None and self._base.rank == 0:
             warn_alone(f"fusedcomm: tuned does not fit, {misfit}: wire='auto' searches again", stacklevel=6)
-        self._sessions = {OFF: self._off}
         self._impossible: dict[Candidate, Exception] = {}
         self._failure: Exception | None = None
         self._delivering = False  # whether this pass sends the last wire's residuals, before off
@@ -98,17 +130,19 @@ class Tuner:
         self._tuning = tuned
         self._search: Search | None = None
         try:
-            if self._off.world_size == 1 or tuned is not None:
-                self._running = OFF if tuned is None else tuned.chosen
+            if self._base.world_size == 1 or tuned is not None:
+                alone = OFF if space.has_off else space.first[0]
+                self._running = alone if tuned is None else tuned.chosen
                 self._tuning = tuned or self._report(finished=True)
-                self.session = self._sessions.get(self._running) or self._make(self._running)
+                self.session = self._sessions.get(_of_session(self._running)) or self._make(self._running)
                 self._free_losers()
             else:
-                self._off.keeps_residuals = space.keeps_residuals
+                self._base.keeps_residuals = space.keeps_residuals
                 if not any([self._can_be_had(candidate) for candidate in space.first]):
                     raise self._impossible[space.first[0]]
-                self._search = Search(space.first, self._sums, self._chunks)
+                self._search = Search(space.first, self._sums, self._chunks, self._sizes, space.has_off)
                 self._running = self._search.candidate
+                self.session = self._sessions[_of_session(self._running)]
         except BaseException:
             self.stop("attaching failed")
             raise
@@ -127,14 +161,14 @@ class Tuner:
         """Whether off was chosen and no residuals are left to send, so that DDP needs no hook."""
         return self.is_off and self._tuning is not None and not self._delivering
 
-    def start(self, target: "_C.HookSwitch") -> None:
+    def start(self, target: Target) -> None:
         """Gives `target` the hook of the running candidate, now and whenever that changes."""
         self._target = target
         self._set_hook()
         if self._search is not None and not self._search.finished:
             # Weak: the target must not keep the tuner, which keeps the target.
             begin = weakref.WeakMethod(self._begin_pass)
-            target.watch(self._off.native_device, lambda: (method := begin()) and method())
+            target.watch(self._base.native_device, lambda: (method := begin()) and method())
 
     def stop(self, reason: str) -> None:
         """Ends the search and the engines; the target keeps its hook. Idempotent."""
@@ -196,7 +230,7 @@ class Tuner:
         ends = [buckets[-1].handed_ms for buckets in passes]
         steps = [later - earlier for earlier, later in itertools.pairwise(ends)][-autotune.TIMED :]
         own_ms = statistics.median(steps) if steps else math.inf
-        step_ms = self.session.max_over_ranks(own_ms, f"the times of wire='auto' trying {self._running}")
+        step_ms = self.session.max_over_ranks(own_ms, f"the times of {self._space.option} trying {self._running}")
         self._seen[self._running] = [_since_first(buckets) for buckets in passes[-autotune.TIMED :]]
         self._search.record(step_ms)
         while not self._search.finished and not self._can_be_had(self._search.candidate):
@@ -206,32 +240,32 @@ class Tuner:
             self._tuning = self._report(finished=True)
             if not self._delivering:
                 self._free_losers()
-            if self._off.rank == 0:
+            if self._base.rank == 0:
                 log.report(self.plan, quiet=not self._announce)
 
     def _can_be_had(self, candidate: Candidate) -> bool:
         """Makes the candidate's session if there is none. Returns whether it has one. A collective call."""
         if candidate in self._impossible:
             return False
-        if candidate not in self._sessions:
-            self._off.peers.doing(f"making {candidate} for wire='auto'")
+        if _of_session(candidate) not in self._sessions:
+            self._base.peers.doing(f"making {candidate} for {self._space.option}")
             try:
                 self._make(candidate)
             except PeerLostError:
                 raise
             except Exception as error:  # on every rank: a session is made on all ranks or on none
                 self._impossible[candidate] = error.with_traceback(None)  # a traceback keeps what was made
-                if self._off.rank == 0:
-                    warn_alone(f"fusedcomm: wire='auto' cannot try {candidate}: {error}", stacklevel=4)
+                if self._base.rank == 0:
+                    warn_alone(f"fusedcomm: {self._space.option} cannot try {candidate}: {error}", stacklevel=4)
                 return False
         return True
 
     def _run(self, candidate: Candidate) -> None:
         old, self._running = self.session, candidate
-        self.session = self._sessions[candidate]
+        self.session = self._sessions[_of_session(candidate)]
         if self.session is not old:
             take_over(self.session, old)
-        self._delivering = candidate == OFF and old is not self._off and self._space.keeps_residuals
+        self._delivering = candidate == OFF and old is not self._base and self._space.keeps_residuals
         self._set_hook()
 
     def _set_hook(self) -> None:
@@ -244,6 +278,8 @@ class Tuner:
         if is_watched:
             self.session.watch()
         self._target.set(self.session.hook if uses_engine else None, self.session.process_group)
+        if self._running.bucket_mib is not None:
+            self._target.set_bucket_mib(self._running.bucket_mib)
 
     def _free_losers(self) -> None:
         """Ends the search. Only the chosen session stays; if it stands in for off, only its state stays."""
@@ -251,13 +287,13 @@ class Tuner:
             self._target.unwatch()
         for session in self._sessions.values():
             if session is not self.session or self.is_off:
-                session.stop("wire='auto' has chosen something else")
+                session.stop(f"{self._space.option} has chosen something else")
         if self.is_off:
             self.session.keeps_residuals = False
             self.session.is_off = True
             self.session.hook.free_workspaces()
-        self._sessions = {self._running: self.session}
-        self._off = self.session
+        self._sessions = {_of_session(self._running): self.session}
+        self._base = self.session
 
     # ---- what the search asks for
 
@@ -271,29 +307,32 @@ class Tuner:
         beside = self._sessions[max(self._sessions, key=has_in_common)]
         session = Session(
             config,
-            self._off.process_group,
-            numbered(self._off.parameters, config),
-            self._off.local,
-            self._off.device,
+            self._base.process_group,
+            numbered(self._base.parameters, config),
+            self._base.local,
+            self._base.device,
             self._announce,
             beside=beside,
             watched=False,
         )
-        self._sessions[candidate] = session
+        self._sessions[_of_session(candidate)] = session
         return session
 
     def _sums(self, best: Candidate) -> list[Candidate]:
-        records = self._sessions[best].hook.buckets()
+        records = self._sessions[_of_session(best)].hook.buckets()
         used = {record.plan.sum for record in records if not record.passthrough}
-        return self._space.sums(best, used, self._off.world_size, self._off.levels.can_be_two)
+        return self._space.sums(best, used, self._base.world_size, self._base.levels.can_be_two)
 
     def _chunks(self, best: Candidate) -> list[Candidate]:
-        if self._off.device.type != "cpu":
+        if self._base.device.type != "cpu":
             return []
-        session = self._sessions[best]
+        session = self._sessions[_of_session(best)]
         plans = [record.plan for record in session.hook.buckets() if not record.passthrough]
         num_chunks = [plan.num_chunks for plan in plans if not plan.in_place]
         return self._space.chunks(best, session.effective_config, max(num_chunks, default=0))
+
+    def _sizes(self, best: Candidate) -> list[list[Candidate]]:
+        return self._space.sizes(best, lambda mib: _cut(self._base.parameters, bucket_caps(mib)))
 
     # ---- for people
 
@@ -309,17 +348,19 @@ class Tuner:
             chosen=self._running if finished else None,
             trials=trials,
             num_steps=self._num_steps,
-            max_steps=autotune.max_steps(len(self._space.first), MAX_SUMS, MAX_CHUNKS),
-            world_size=self._off.world_size,
-            device_type=self._off.device.type,
+            max_steps=self._space.max_steps,
+            world_size=self._base.world_size,
+            device_type=self._base.device.type,
             model=self._model,
-            wires=self._space.wires,
-            more_wires=self._space.more_wires,
+            wires=self._space.wires if self._space.chooses_wire else (),
+            more_wires=self._space.more_wires if self._space.chooses_wire else (),
+            option=self._space.option,
+            has_off=self._space.has_off,
         )
-        if not finished or not trials:
+        if not finished or not trials or not self._space.has_off:  # without off, buckets are not DDP's
             return tuning
         try:
-            cuts = {cap: _cut(self._off.parameters, cap << 20) for cap in bucket_cap.CAPS_MB}
+            cuts = {cap: _cut(self._base.parameters, [cap << 20]) for cap in bucket_cap.CAPS_MB}
             cap = bucket_cap.predict(self._seen[self._running], tuning.step_ms[self._running], cuts)
         except Exception:  # only advice: an error here must not end the training
             cap = None
@@ -348,14 +389,25 @@ def model_digest(parameters: Sequence[NamedParameter]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
-def _cut(parameters: Sequence[NamedParameter], cap_nbytes: int) -> list[int]:
-    """Bytes of the buckets that DDP makes with this cap, in backward order."""
+def bucket_caps(mib: float) -> list[int]:
+    """Bytes at which the first bucket and the others are complete, if a bucket is to have `mib` MiB. As in DDP, the
+    first has 1 MiB at most, so that sending begins early."""
+    return [int(min(_FIRST_BUCKET_MIB, mib) * _MIB), int(mib * _MIB)]
+
+
+def _of_session(candidate: Candidate) -> Candidate:
+    """The candidate without what its session does not depend on."""
+    return dataclasses.replace(candidate, bucket_mib=None)
+
+
+def _cut(parameters: Sequence[NamedParameter], caps: list[int]) -> list[int]:
+    """Bytes of the buckets that these caps, in bytes, make in backward order. The last cap holds for all others."""
     backwards = [p.tensor for p in trainable(parameters)][::-1]
-    indices, _ = dist._compute_bucket_assignment_by_size(backwards, [cap_nbytes])
+    indices, _ = dist._compute_bucket_assignment_by_size(backwards, caps)
     return [sum(backwards[index].nbytes for index in bucket) for bucket in indices]
 
 
-def _passes(seen: Sequence["_C.ObservedBucket"]) -> list[list["_C.ObservedBucket"]]:
+def _passes(seen: Sequence[Observed]) -> list[list[Observed]]:
     """The buckets of each complete pass."""
     passes, buckets = [], []
     for bucket in seen:
@@ -366,7 +418,7 @@ def _passes(seen: Sequence["_C.ObservedBucket"]) -> list[list["_C.ObservedBucket
     return passes
 
 
-def _since_first(buckets: Sequence["_C.ObservedBucket"]) -> list[bucket_cap.Bucket]:
+def _since_first(buckets: Sequence[Observed]) -> list[bucket_cap.Bucket]:
     """The buckets with times since the first. Leaves out sparse ones, whose bytes change from step to step."""
     begin = buckets[0].handed_ms
     return [bucket_cap.Bucket(b.nbytes, b.handed_ms - begin, b.done_ms - begin) for b in buckets if b.nbytes]

@@ -98,8 +98,8 @@ class Config(Options):
     def __post_init__(self) -> None:
         if self.wire == AUTO:
             raise ValueError(
-                "wire='auto' is a search, which only fusedcomm.attach makes: give it a fusedcomm.Auto(…) in place of a "
-                f"Config(…), or name a wire, one of {', '.join(map(repr, WIRES))}"
+                "wire='auto' is a search, which fusedcomm.attach and fusedcomm.GradReducer make: give them a "
+                f"fusedcomm.Auto(…) in place of a Config(…), or name a wire, one of {', '.join(map(repr, WIRES))}"
             )
         if self.wire == OFF:
             raise ValueError(

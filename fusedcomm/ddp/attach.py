@@ -1,6 +1,5 @@
 """``fusedcomm.attach``: gives a DDP module the native communication hook."""
 
-import dataclasses
 import os
 import weakref
 
@@ -9,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto
-from fusedcomm.autotune.search import Tuning
+from fusedcomm.autotune.search import Tuning, loaded
 from fusedcomm.autotune.space import Space
 from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import (
@@ -181,12 +180,9 @@ def _tuner(
     problem: Exception | None,
 ) -> Tuner:
     try:
-        if isinstance(tuned, (str, os.PathLike)):
-            tuned = Tuning.load(tuned)
+        tuned = loaded(tuned)
     except ValueError as error:
         tuned, problem = None, problem or error
-    if tuned is not None:
-        tuned = dataclasses.replace(tuned, loaded=True)
     module = weakref.ref(ddp)
     return Tuner(
         space,

@@ -10,21 +10,21 @@ import torch.distributed as dist
 from torch import nn
 
 from fusedcomm import env, log
-from fusedcomm.config import Config, LocalOptions, Wire, check, given, local_options
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.autotune.search import Tuning
+from fusedcomm.autotune.tuner import Tuner
+from fusedcomm.config import Config, LocalOptions, Search, Wire, check, local_options
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.early_step import allow_early_steps, refuse_early_steps
 from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
+from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import device_of, synchronised_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
 from fusedcomm.session.stats import NonFinite, Stats
-
-_MIB = 1 << 20
-_FIRST_BUCKET_MIB = 1
-"""Most MiB of the first bucket, as in DDP: it is small, so that sending begins early."""
 
 _of_modules: "weakref.WeakKeyDictionary[nn.Module, GradReducer]" = weakref.WeakKeyDictionary()
 """A module keeps its reducer alive."""
@@ -52,12 +52,19 @@ class GradReducer(GradientNorms):
         module_or_named_parameters: a module that is not wrapped in DistributedDataParallel, or pairs of names and
             parameters. A module keeps this object alive; otherwise keep it, because its hooks end with it. Sparse
             gradients need the module.
-        wire: a wire, or a :class:`fusedcomm.Config`. None: ``Config()``. A search ("auto") is refused.
+        wire: a wire, or a :class:`fusedcomm.Config`. None: ``Config()``. Or "auto", short for ``Auto()``, or a
+            :class:`fusedcomm.Auto`: the first steps try its wires, and the fastest is kept.
         bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.
+            "auto": the first steps try 25 MiB and other sizes, at most 82 steps, and the best is kept. With "fp32" and
+            more than two ranks, the last bits of gradients depend on the size. None: 25, or "auto" if `wire` is a
+            search.
         process_group: None: the default group. Over gloo for parameters on cpu, over NCCL on one cuda device.
         find_unused_parameters: whether backward passes may leave out parameters. If no rank has used a parameter, its
             gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small
             message at the end of each backward pass.
+        every: of so many backward passes only the last is synchronized; the others add up gradients on this rank, as in
+            :meth:`no_sync`. The result is the mean over the ranks of the sum: it is not divided by `every`. Passes
+            within ``no_sync()`` are not counted, nor are passes that end with an error.
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank.
         quiet: whether rank 0 does not report the plan; see :func:`fusedcomm.attach`.
 
@@ -76,17 +83,20 @@ class GradReducer(GradientNorms):
     def __init__(
         self,
         module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]],
-        wire: Wire | Config | None = None,
+        wire: Wire | Search | Config | Auto | None = None,
         *,
-        bucket_mib: float = 25,
+        bucket_mib: BucketMib | None = None,
         process_group: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
+        every: int = 1,
         local: LocalOptions | None = None,
         quiet: bool = False,
     ) -> None:
-        config = given(wire, None) if isinstance(wire, Config) else given(None, wire)
+        choice = Choice.of(wire, bucket_mib)
+        space = choice.space
+        configs = [choice.config] if space is None else [space.config(candidate) for candidate in space.first]
         local, quiet = local_options(local), quiet or env.quiet()
-        check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0")
+        check.whole("every", every, 1, 2**31 - 1, "a whole number of backward passes, 1 or more")
         check.flag("find_unused_parameters", find_unused_parameters)
         if process_group is None and not dist.is_initialized():
             raise RuntimeError("fusedcomm.GradReducer needs ranks: call torch.distributed.init_process_group first")
@@ -95,37 +105,40 @@ class GradReducer(GradientNorms):
         parameters, problem = [], None
         try:
             refuse(named)
-            parameters = synchronised_parameters(named, [config])
+            parameters = synchronised_parameters(named, configs)
         except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others
             problem = error
-        self._caps = [int(min(_FIRST_BUCKET_MIB, bucket_mib) * _MIB), int(bucket_mib * _MIB)]
-        self._session: Session | None = Session(
-            config,
-            process_group if process_group is not None else dist.group.WORLD,
-            parameters,
-            local,
-            device_of(named),
-            announce=not quiet,
-            also_agree={
-                "reducer": {
-                    "bucket_mib": bucket_mib,
-                    "find_unused_parameters": find_unused_parameters,
-                    "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
-                    "strides": strides_to_agree(named),
-                }
-            },
-            problem=problem,
-        )
+        self._size = choice.size
+        also_agree = {
+            "reducer": {
+                "bucket_mib": choice.bucket_mib,
+                "every": every,
+                "find_unused_parameters": find_unused_parameters,
+                "sparse": sorted(name for name, tensor in named if id(tensor) in sparse),
+                "strides": strides_to_agree(named),
+            }
+        }
+        group = process_group if process_group is not None else dist.group.WORLD
+        arguments = (group, parameters, local, device_of(named))
+        options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
+        self._runs: Session | Tuner | None
+        if space is None:
+            self._runs = Session(configs[0], *arguments, **options)
+        else:
+            self._runs = make_tuner(choice, space, *arguments, self._size, **options)
         self._reducer = _C.GradReducer(
             hook=self._session.hook,
             # Gradients arrive from the model's end to its beginning.
             parameters=[(p.tensor, p.name, id(p.tensor) in sparse) for p in reversed(parameters)],
-            first_bucket_nbytes=self._caps[0],
-            bucket_nbytes=self._caps[1],
+            first_bucket_nbytes=self._size.caps()[0],
+            bucket_nbytes=self._size.caps()[1],
             find_unused=find_unused_parameters,
+            every=every,
             store=self._session.store("reducer"),
             say=_say,
         )
+        if self._tuner is not None:
+            self._tuner.start(ReducerTarget(self._reducer, self._size))
         self._attached = True
         refuse_early_steps(self)
         self._module: Callable[[], nn.Module | None] = lambda: None
@@ -139,8 +152,8 @@ class GradReducer(GradientNorms):
     def no_sync(self) -> Iterator[None]:
         """Context in which backward passes add up gradients on this rank.
 
-        The next backward pass outside synchronizes the sums. Only ``backward()`` needs to be within the block. Enter it
-        on every rank.
+        The next backward pass outside synchronizes the sums; with `every`, the next one that it synchronizes anyway.
+        Only ``backward()`` needs to be within the block. Enter it on every rank.
         """
         self._refuse_detached("nothing is synchronized")
         before, self._reducer.is_on = self._reducer.is_on, False
@@ -150,18 +163,31 @@ class GradReducer(GradientNorms):
             self._reducer.is_on = before and self._attached
 
     def stats(self) -> Stats:
-        """Counts and times of this rank. On cuda this waits for the kernels under way, whose counts it reads."""
+        """Counts and times of this rank. On cuda this waits for the kernels under way, whose counts it reads. During a
+        search for the wire the counts begin again at each change of candidate."""
         return self._of_original().stats()
 
     def plan(self) -> Plan:
         """How each bucket is sent; printable. Shows the actual buckets after the first backward pass."""
         self._refuse_detached("nothing is sent")
-        return self._of_original().plan(self._caps)
+        session = self._of_original()
+        return session.plan(self._size.caps()) if self._tuner is None else self._tuner.plan()
+
+    def tuning(self) -> Tuning | None:
+        """What the search for the wire or for the size of buckets has found so far; printable. Can be saved once it is
+        finished. None if nothing is searched."""
+        self._of_original()
+        return None if self._tuner is None else self._tuner.tuning()
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records when each stage of each bucket ran, and the module's passes if this object was given a module. See
-        :meth:`fusedcomm.Handle.trace`."""
+        :meth:`fusedcomm.Handle.trace`. Raises RuntimeError, on every rank, while a search goes on."""
         self._refuse_detached("there is nothing to trace")
+        if self._tuner is not None and self._tuner.is_searching:
+            raise RuntimeError(
+                f"fusedcomm: {self._tuner.tuning().option} is still searching, and would change what is traced: wait "
+                "for reducer.tuning().finished"
+            )
         return self._of_original().recorder.record(path, all_ranks, self._module())
 
     def nonfinite_report(self) -> list[NonFinite]:
@@ -188,7 +214,7 @@ class GradReducer(GradientNorms):
         self._attached = False
         allow_early_steps(self)
         self._reducer.detach()
-        self._of_original().stop("fusedcomm.GradReducer was detached")
+        self._runs.stop("fusedcomm.GradReducer was detached")
         for module in [module for module, reducer in _of_modules.items() if reducer is self]:
             del _of_modules[module]
 
@@ -207,6 +233,15 @@ class GradReducer(GradientNorms):
 
     def _parameters_now(self) -> list[torch.Tensor]:
         return [p.tensor for p in self._of_original().parameters]
+
+    @property
+    def _tuner(self) -> Tuner | None:
+        return self._runs if isinstance(self._runs, Tuner) else None
+
+    @property
+    def _session(self) -> Session | None:
+        """The session of the running candidate; None if this object is a copy."""
+        return self._runs.session if isinstance(self._runs, Tuner) else self._runs
 
     def _of_original(self) -> Session:
         """The session. Raises RuntimeError if this object is a copy."""
@@ -230,7 +265,7 @@ class GradReducer(GradientNorms):
 
 def _copied() -> GradReducer:
     copied = GradReducer.__new__(GradReducer)
-    copied._session, copied._attached = None, False
+    copied._runs, copied._attached = None, False
     return copied
 
 

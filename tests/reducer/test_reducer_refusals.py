@@ -40,9 +40,13 @@ def refusals(rank, world_size):
         "not a leaf": lambda: reducer_of([("a", result)]),
         "devices": lambda: reducer_of(elsewhere),
         "wire": lambda: reducer_of(model, "int9"),
-        "auto": lambda: reducer_of(model, "auto"),
-        "Auto": lambda: reducer_of(model, Auto()),
+        "off": lambda: reducer_of(model, "off"),
+        "tuned": lambda: reducer_of(model, Auto(tuned="/nowhere/tuned.json")),
         "bucket_mib": lambda: reducer_of(model, bucket_mib=0),
+        "bucket_mib of auto": lambda: reducer_of(model, "auto", bucket_mib=-1),
+        "fast": lambda: reducer_of(model, bucket_mib="fast"),
+        "every": lambda: reducer_of(model, every=0),
+        "half": lambda: reducer_of(model, every=1.5),
         "unused": lambda: reducer_of(model, find_unused_parameters=1),
         "pattern": lambda: reducer_of(model, fusedcomm.Config(wires={"layer.*": "fp32"})),
     }
@@ -60,8 +64,12 @@ def test_arguments_are_refused_with_the_reason(ranks):
         assert "two parameters with the name 'a'" in found["same name"]
         assert "'a' is the result of a computation" in found["not a leaf"]
         assert found["devices"].startswith("RuntimeError") and "['cpu', 'meta']" in found["devices"]
-        assert "'int9'" in found["wire"] and "'auto'" in found["auto"] and "Auto" in found["Auto"]
-        assert "bucket_mib=0" in found["bucket_mib"] and "find_unused_parameters=1" in found["unused"]
+        assert "'int9'" in found["wire"] and "'off'" in found["off"]
+        assert "tuned='/nowhere/tuned.json' cannot be read" in found["tuned"]
+        for name, value in (("bucket_mib", "0"), ("bucket_mib of auto", "-1"), ("fast", "'fast'")):
+            assert f"bucket_mib={value} is not possible: use a number of MiB greater than 0, or 'auto'" in found[name]
+        assert "every=0 is not possible" in found["every"] and "every=1.5 is not possible" in found["half"]
+        assert "find_unused_parameters=1" in found["unused"]
         assert "'layer.*'" in found["pattern"]
 
 
@@ -110,8 +118,13 @@ def different_parameters(rank, world_size, kind):
         model.weights[0] = nn.Parameter(torch.zeros(2, 50).t())
     if kind == "name":
         model = nn.ModuleDict({f"of_rank_{rank}": model})
-    kwargs = {"bucket_mib": 1 + rank} if kind == "bucket_mib" else {}
-    return error_of(lambda: reducer_of(model, **kwargs))
+    kwargs = {
+        "bucket_mib": {"bucket_mib": 1 + rank},
+        "auto size": {"bucket_mib": 25 if rank else "auto"},
+        "auto wire": {"wire": "fp32" if rank else "auto"},
+        "every": {"every": 1 + rank},
+    }
+    return error_of(lambda: reducer_of(model, **kwargs.get(kind, {})))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +135,9 @@ def different_parameters(rank, world_size, kind):
         ("strides", "reducer.strides.weights.0"),
         ("name", "of_rank_1"),
         ("bucket_mib", "reducer.bucket_mib is 1 on rank 0 and 2 on rank 1"),
+        ("auto size", "reducer.bucket_mib is 'auto' on rank 0 and 25 on rank 1"),
+        ("auto wire", "wire is 'auto' on rank 0 and 'fp32' on rank 1"),
+        ("every", "reducer.every is 1 on rank 0 and 2 on rank 1"),
     ],
 )
 def test_ranks_with_different_parameters_are_told_which(ranks, kind, told):

@@ -25,21 +25,22 @@ std::vector<size_t> counted(size_t size) {
 // The engine copies a callback, and drops it without a call if the backward pass fails.
 class GradReducer::TaskEnd {
  public:
-  TaskEnd(std::weak_ptr<GradReducer> reducer, int64_t pass) : reducer_(std::move(reducer)), pass_(pass) {}
+  using End = std::function<void(GradReducer&, bool)>;
+  TaskEnd(std::weak_ptr<GradReducer> reducer, End end) : reducer_(std::move(reducer)), end_(std::move(end)) {}
   ~TaskEnd() {
     const auto reducer = reducer_.lock();
-    if (reducer && !has_ended_) reducer->on_task_lost(pass_);
+    if (reducer && !has_ended_) end_(*reducer, false);
   }
   TaskEnd(const TaskEnd&) = delete;
   TaskEnd& operator=(const TaskEnd&) = delete;
   void call() {
     has_ended_ = true;
-    if (const auto reducer = reducer_.lock()) reducer->on_task_end(pass_);
+    if (const auto reducer = reducer_.lock()) end_(*reducer, true);
   }
 
  private:
   const std::weak_ptr<GradReducer> reducer_;
-  const int64_t pass_;
+  const End end_;
   std::atomic<bool> has_ended_{false};
 };
 
@@ -54,17 +55,20 @@ std::shared_ptr<GradReducer> GradReducer::make(std::shared_ptr<Synchroniser> syn
 
 GradReducer::GradReducer(std::shared_ptr<Synchroniser> synchroniser, std::vector<Parameter> parameters,
                          const Options& options, StorePtr store, Say say)
-    : synchroniser_(std::move(synchroniser)),
-      parameters_(std::move(parameters)),
+    : parameters_(std::move(parameters)),
       options_(options),
       say_(std::move(say)),
-      rank_(synchroniser_->engine().rank()),
-      world_size_(synchroniser_->engine().world_size()),
+      rank_(synchroniser->engine().rank()),
+      world_size_(synchroniser->engine().world_size()),
       is_accelerated_(!parameters_.empty() && !parameters_.front().tensor.is_cpu()),
+      synchroniser_(std::move(synchroniser)),
       problem_(std::move(store)),
+      caps_(options.caps),
       order_(counted(parameters_.size())),
       trained_(parameters_.size()),
-      used_(parameters_.size()) {}
+      used_(parameters_.size()),
+      expected_to_add_(parameters_.size()),
+      added_(parameters_.size()) {}
 
 void GradReducer::add_hooks() {
   std::vector<at::Tensor> tensors;
@@ -87,8 +91,42 @@ void GradReducer::turn(bool on) {
 
 void GradReducer::detach() {
   std::lock_guard<std::mutex> lock(mutex_);
-  is_on_ = in_pass_ = false;
+  is_on_ = in_pass_ = is_adding_ = false;
   accumulators_.reset();
+  observation_ = nullptr;
+}
+
+void GradReducer::set_synchroniser(std::shared_ptr<Synchroniser> synchroniser) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  check_flags();  // while the old one runs
+  synchroniser_.swap(synchroniser);
+}
+
+void GradReducer::set_caps(const BucketCaps& caps) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  caps_ = caps;
+  buckets_.clear();
+}
+
+void GradReducer::observe(std::shared_ptr<Device> device, std::function<void()> before_pass) {
+  auto observation = std::make_shared<Observation>(Observation{std::move(device), std::move(before_pass), {}});
+  std::lock_guard<std::mutex> lock(mutex_);
+  observation_.swap(observation);
+}
+
+void GradReducer::end_observation() {
+  std::shared_ptr<Observation> ended;  // freed after the lock, because Python's part waits for the GIL
+  std::lock_guard<std::mutex> lock(mutex_);
+  observation_.swap(ended);
+}
+
+std::vector<double> GradReducer::take_pass_ends() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<double> ends_ms;
+  if (!observation_) return ends_ms;
+  const std::vector<StampPtr> ends = std::exchange(observation_->ends, {});
+  for (const StampPtr& end : ends) ends_ms.push_back(end->ms_since(*ends.front()));
+  return ends_ms;
 }
 
 int64_t GradReducer::num_copied() const {
@@ -97,15 +135,21 @@ int64_t GradReducer::num_copied() const {
 }
 
 void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   const at::Tensor& parameter = parameters_[index].tensor;
   // autograd adds nothing to the gradient of a parameter that has been frozen since the forward pass.
   if (!accumulators_ || !parameter.requires_grad()) return;
   if (parameter.grad().defined()) used_.set(index);
   if (!is_on_) return;
   TORCH_CHECK(failure_.empty(), failure_);
-  if (!in_pass_) begin_pass();
-  follow_task();
+  if (!in_pass_) {
+    if (only_adds_up(index)) return;
+    call_before_pass(lock);
+    begin_pass();
+  }
+  follow_task([pass = pass_](GradReducer& reducer, bool has_ended) {
+    has_ended ? reducer.on_task_end(pass) : reducer.on_task_lost(pass);
+  });
   const size_t bucket = bucket_of_[index];
   if (bucket == kNoBucket) return;
   if (has_arrived_[index]) {
@@ -147,7 +191,52 @@ void GradReducer::on_task_lost(int64_t pass) try {
 } catch (const std::exception&) {  // a destructor calls this
 }
 
+void GradReducer::on_adding_task_end(int64_t adding_pass, bool has_ended) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_adding_ || adding_pass != adding_pass_) return;
+  // Called within a node, this is the end of a backward pass that a reentrant checkpoint has begun. If that brought the
+  // last gradients, no other task need tell that the pass ends.
+  if (has_ended && torch::autograd::get_current_node() && added_ != expected_to_add_) return;
+  is_adding_ = false;
+  num_added_ += has_ended;
+}
+
+bool GradReducer::only_adds_up(size_t index) {
+  if (num_added_ + 1 >= options_.every) return false;
+  if (!is_adding_) {
+    is_adding_ = true;
+    ++adding_pass_;
+    tasks_.clear();
+    added_.clear();
+    expected_to_add_ = trained_now();
+  }
+  added_.set(index);
+  follow_task(
+      [pass = adding_pass_](GradReducer& reducer, bool has_ended) { reducer.on_adding_task_end(pass, has_ended); });
+  return true;
+}
+
+void GradReducer::call_before_pass(std::unique_lock<std::mutex>& lock) {
+  const std::shared_ptr<Observation> observation = observation_;  // the call may end the observation
+  if (!observation) return;
+  lock.unlock();
+  try {
+    // Checked first: a graph capture would record the work of before_pass, or fail because of it.
+    observation->device->check_caller();
+    observation->before_pass();
+  } catch (const std::exception& error) {
+    lock.lock();
+    if (failure_.empty()) {  // else give_up() has told why
+      failure_ = c10::str(rank_text(), "between two backward passes: ", error.what());
+      problem_.publish(failure_);
+    }
+    throw;
+  }
+  lock.lock();
+}
+
 void GradReducer::begin_pass() {
+  num_added_ = 0;
   Flags trained = look_at_parameters();
   check_flags();
   if (must_agree_on_order_) {
@@ -177,10 +266,17 @@ void GradReducer::begin_pass() {
   flags_of_all_ = gather(numbers, "the list of trained parameters");
 }
 
-Flags GradReducer::look_at_parameters() {
+Flags GradReducer::trained_now() const {
   Flags trained(parameters_.size());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].tensor.requires_grad()) trained.set(i);
+  }
+  return trained;
+}
+
+Flags GradReducer::look_at_parameters() {
+  Flags trained = trained_now();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
     const std::string other = accumulators_->taken_by(i);
     if (!other.empty()) {
       fail(c10::str(rank_text(), other, " synchronizes the parameter ", parameters_[i].name,
@@ -198,7 +294,7 @@ Buckets GradReducer::cut_for(const std::vector<size_t>& order) const {
   }
   std::vector<size_t> trained;
   std::copy_if(order.begin(), order.end(), std::back_inserter(trained), [this](size_t i) { return trained_[i]; });
-  return cut(pieces, trained, options_.caps);
+  return cut(pieces, trained, caps_);
 }
 
 void GradReducer::cut_buckets() {
@@ -209,11 +305,11 @@ void GradReducer::cut_buckets() {
   }
 }
 
-void GradReducer::follow_task() {
+void GradReducer::follow_task(std::function<void(GradReducer&, bool)> on_end) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (std::find(tasks_.rbegin(), tasks_.rend(), task) != tasks_.rend()) return;
   tasks_.push_back(task);
-  const auto end = std::make_shared<TaskEnd>(weak_from_this(), pass_);
+  const auto end = std::make_shared<TaskEnd>(weak_from_this(), std::move(on_end));
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->call(); });
 }
 
@@ -280,6 +376,7 @@ void GradReducer::finish_pass() {
   }
   write_back_all();
   if (PassEpilogue& epilogue = synchroniser_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
+  if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
   used_.clear();
   under_way_.clear();

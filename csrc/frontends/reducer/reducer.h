@@ -13,6 +13,9 @@
 // for each parameter: whether the rank has used it. Before the second pass all ranks take over rank 0's order of
 // arrival, and cut their buckets for it. They do so again if rank 0's order changes.
 //
+// With every > 1, the passes before each every-th one add up gradients on the rank. Passes that turn() switches off do
+// not count.
+//
 // A rank that cannot go on publishes why (problem.h), and every rank raises that text from backward().
 #pragma once
 
@@ -25,6 +28,7 @@
 #include <string>
 #include <vector>
 
+#include "devices/device.h"
 #include "frontends/reducer/accumulators.h"
 #include "frontends/reducer/flags.h"
 #include "frontends/reducer/gradient.h"
@@ -44,6 +48,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   struct Options {
     BucketCaps caps;
     bool find_unused = false;
+    int64_t every = 1;  // of so many backward passes, the last is synchronized
   };
   // Takes warnings for the user. Called without locks, and only if there are any.
   using Say = std::function<void(const std::vector<std::string>&)>;
@@ -59,6 +64,16 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void turn(bool on);
   // Removes the hooks. Call it between backward passes. Idempotent.
   void detach();
+  // Each changes what the next synchronized pass uses. Call them on every rank before the same pass, while nothing is
+  // under way; `before_pass` may call them, too.
+  void set_synchroniser(std::shared_ptr<Synchroniser> synchroniser);
+  void set_caps(const BucketCaps& caps);
+  // Calls `before_pass` before each synchronized pass, without locks, and notes when each ends. An exception fails the
+  // pass. `device`: takes the stamps.
+  void observe(std::shared_ptr<Device> device, std::function<void()> before_pass);
+  void end_observation();
+  // The ends of the synchronized passes since the last call, in ms since the first of them. Waits for the device.
+  std::vector<double> take_pass_ends();
   // Gradients that have been copied so far; see gradient.h.
   int64_t num_copied() const;
 
@@ -72,6 +87,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
     std::vector<BucketGradient> gradients;  // in the order of the bucket's parameters
   };
 
+  struct Observation {
+    std::shared_ptr<Device> device;
+    std::function<void()> before_pass;
+    std::vector<StampPtr> ends;
+  };
+
   GradReducer(std::shared_ptr<Synchroniser> synchroniser, std::vector<Parameter> parameters, const Options& options,
               StorePtr store, Say say);
   void add_hooks();
@@ -80,17 +101,24 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Call these at the end of a task that has brought gradients of a pass.
   void on_task_end(int64_t pass);
   void on_task_lost(int64_t pass);
+  // The same for a task of a pass that only adds up; `has_ended`: not given up.
+  void on_adding_task_end(int64_t adding_pass, bool has_ended);
 
   // Call the functions below with mutex_ held.
+  // Whether the pass of parameter `index`, whose gradient has arrived, only adds up.
+  bool only_adds_up(size_t index);
+  // Releases the lock during the observer's call.
+  void call_before_pass(std::unique_lock<std::mutex>& lock);
   void begin_pass();
+  Flags trained_now() const;
   // The parameters that require gradients now. Fails if something else synchronizes one of them.
   Flags look_at_parameters();
   // Takes over rank 0's order of arrival. Every rank must call it in the same pass.
   void agree_on_order();
   Buckets cut_for(const std::vector<size_t>& order) const;
   void cut_buckets();
-  // Makes the task of the calling thread tell when it ends.
-  void follow_task();
+  // Makes the task of the calling thread call `on_end` when it ends, with true, or is given up, with false.
+  void follow_task(std::function<void(GradReducer&, bool)> on_end);
   // Hands over all buckets that are complete, in their order.
   void hand_over_complete(const at::Tensor& added);
   void hand_over(size_t bucket, const at::Tensor& added);
@@ -118,7 +146,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string rank_text() const;
   bool has_parameters_left() const { return arrival_.size() < num_expected_; }
 
-  const std::shared_ptr<Synchroniser> synchroniser_;
   const std::vector<Parameter> parameters_;
   const Options options_;
   const Say say_;
@@ -126,6 +153,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   const bool is_accelerated_;  // whether the parameters are on an accelerator
 
   mutable std::mutex mutex_;  // guards the members below
+  std::shared_ptr<Synchroniser> synchroniser_;
+  std::shared_ptr<Observation> observation_;  // null if there is none
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;
   bool is_on_ = true;
@@ -133,6 +162,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int64_t num_copied_ = 0;
 
   // The buckets, and what they are cut for.
+  BucketCaps caps_;
   std::vector<size_t> order_;  // of all parameters
   Flags trained_;              // the parameters that require gradients
   Buckets buckets_;
@@ -154,6 +184,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<UnderWay> under_way_;  // the buckets that have been handed over
   FuturePtr flags_of_all_;           // null if there is one rank, or if they have been checked
   std::vector<int> tasks_;           // of autograd's engine, which have brought gradients
+
+  // The passes that only add up.
+  int64_t adding_pass_ = 0;  // the number of the last one
+  bool is_adding_ = false;
+  int64_t num_added_ = 0;          // since the last synchronized pass
+  Flags expected_to_add_, added_;  // the parameters that require gradients, and those that have arrived
 };
 
 }  // namespace fusedcomm

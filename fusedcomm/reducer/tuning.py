@@ -1,0 +1,138 @@
+"""What a GradReducer does with a search: the buckets' size, and the reducer as the tuner's target."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.autotune.search import Tuning, loaded
+from fusedcomm.autotune.space import USUAL_BUCKET_MIB, BucketSpace, Space
+from fusedcomm.autotune.tuner import Tuner, bucket_caps
+from fusedcomm.config import AUTO, Config, LocalOptions, Search, Wire, check, given
+from fusedcomm.native import _C
+from fusedcomm.session.parameters import NamedParameter
+
+BucketMib = float | Literal["auto"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedPass:
+    """One synchronized pass. To the tuner it is a pass with one bucket, because it needs only the time of its end."""
+
+    handed_ms: float
+    """When the pass ended, since the first pass that was observed with it."""
+    nbytes: int = 0
+    is_last: bool = True
+    done_ms: float = math.nan
+
+
+class BucketSize:
+    """The present size of buckets."""
+
+    def __init__(self, mib: float) -> None:
+        self.mib = mib
+
+    def caps(self) -> list[int]:
+        """Bytes at which the first bucket and the others are complete."""
+        return bucket_caps(self.mib)
+
+
+class ReducerTarget:
+    """The native reducer as the target of a :class:`Tuner`."""
+
+    def __init__(self, reducer: "_C.GradReducer", size: BucketSize) -> None:
+        self._reducer, self._size = reducer, size
+
+    def set(self, hook: "_C.Synchroniser", process_group: dist.ProcessGroup) -> None:
+        self._reducer.set_hook(hook)
+
+    def set_bucket_mib(self, mib: float) -> None:
+        self._size.mib = mib
+        self._reducer.set_caps(*self._size.caps())
+
+    def watch(self, device: "_C.Device", begin_pass: Callable[[], object]) -> None:
+        self._reducer.observe(device, begin_pass)
+
+    def unwatch(self) -> None:
+        self._reducer.end_observation()
+
+    def take_seen(self) -> list[ObservedPass]:
+        return [ObservedPass(end_ms) for end_ms in self._reducer.take_pass_ends()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The arguments `wire` and `bucket_mib` of a GradReducer, checked."""
+
+    config: Config | Auto
+    bucket_mib: BucketMib
+
+    @classmethod
+    def of(cls, wire: Wire | Search | Config | Auto | None, bucket_mib: BucketMib | None) -> "Choice":
+        """Raises ValueError if one of them is out of range."""
+        if bucket_mib is not None and bucket_mib != AUTO:
+            check.positive("bucket_mib", bucket_mib, "a number of MiB greater than 0, or 'auto'")
+        if isinstance(wire, Auto):
+            config = wire
+        elif isinstance(wire, str) and wire == AUTO:
+            config = Auto()
+        else:
+            config = given(wire, None) if isinstance(wire, Config) else given(None, wire)
+        if bucket_mib is None:
+            bucket_mib = AUTO if isinstance(config, Auto) else USUAL_BUCKET_MIB
+        return cls(config, bucket_mib)
+
+    @property
+    def size(self) -> BucketSize:
+        """The size of buckets to begin with."""
+        return BucketSize(USUAL_BUCKET_MIB if self.bucket_mib == AUTO else self.bucket_mib)
+
+    @property
+    def space(self) -> Space | None:
+        """The candidates to try; None if nothing is to be searched."""
+        has_sizes = self.bucket_mib == AUTO
+        if isinstance(self.config, Auto):
+            return Space(self.config, has_off=False, has_sizes=has_sizes)
+        return BucketSpace(self.config) if has_sizes else None
+
+    @property
+    def tuned(self) -> Tuning | str | os.PathLike | None:
+        return self.config.tuned if isinstance(self.config, Auto) else None
+
+
+def make_tuner(
+    choice: Choice,
+    space: Space,
+    process_group: dist.ProcessGroup,
+    parameters: list[NamedParameter],
+    local: LocalOptions,
+    device: torch.device,
+    size: BucketSize,
+    *,
+    announce: bool,
+    also_agree: dict[str, object],
+    problem: Exception | None,
+) -> Tuner:
+    """Returns the tuner of a GradReducer. Raises as :class:`Tuner`."""
+    tuned = None
+    try:
+        tuned = loaded(choice.tuned)
+    except ValueError as error:
+        problem = problem or error
+    return Tuner(
+        space,
+        process_group,
+        parameters,
+        local,
+        device,
+        announce=announce,
+        caps=size.caps,
+        also_agree=also_agree,
+        tuned=tuned,
+        problem=problem,
+    )
