@@ -36,7 +36,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) ->
         if reducer._reducer.is_on and name is not None:
             raise RuntimeError(
                 f"fusedcomm: {type(optimizer).__name__}.step() was called within a backward pass, where the gradient "
-                f"of {name} is not yet the mean over the ranks: call it when backward() has returned. (Within no_sync() "
+                f"of {name} is not yet the mean over the ranks: call it when backward() has returned. (In no_sync() "
                 "steps are possible at any time)"
             )
 
