@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _step_ways import Way, ways
+from _step_ways import MAX_NORM, Way, clip_by_optimizer, ways
 from lib.common import Row, give_back_memory, keep_memory, percentiles
 from torch import Tensor, nn
 
 from fusedcomm.ranks import groups
 
 WARMUP = 3
-MAX_NORM = 1.0
 LEARNING_RATE = 1e-4
 MEMORY_STEPS = 4
 BF16_ERROR = 2.0**-8
@@ -104,7 +103,7 @@ class Runner:
             self.scaler.unscale_(self.optimizer)
 
     def clip(self) -> Tensor:
-        return self.way.clip(self.parameters, self.front, MAX_NORM)
+        return self.way.clip(self.parameters, self.front, self.optimizer)
 
     def step(self) -> Times:
         begin = time.perf_counter()
@@ -138,14 +137,29 @@ class Runner:
                 wrong = (parameter.grad.double() - (first.double() + second.double()) / 2).abs() > bound
             self._refuse(bool(wrong.any()), f"{int(wrong.sum())} wrong elements in the mean of parameter {index}")
             square_sum += parameter.grad.double().square().sum().item()
-        norm = self.clip().item()
+        norm, clipped = self._clipped()
         if self.scaler is not None:
             self.scaler.update()
         self._refuse(abs(norm / square_sum**0.5 - 1) > 1e-4, f"norm {norm} instead of {square_sum**0.5}")
-        for parameter in self.parameters:
-            clipped_sum += parameter.grad.double().square().sum().item()
+        for gradient in clipped:
+            clipped_sum += gradient.double().square().sum().item()
         expected = min(MAX_NORM, square_sum**0.5)
         self._refuse(abs(clipped_sum**0.5 / expected - 1) > 1e-4, f"clipped norm {clipped_sum**0.5}, not {expected}")
+
+    def _clipped(self) -> tuple[float, list[Tensor]]:
+        """The norm, and the clipped gradients."""
+        if self.way.clip is not clip_by_optimizer:
+            return self.clip().item(), [parameter.grad for parameter in self.parameters]
+        # What a step of gradient descent subtracts.
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        descent = torch.optim.SGD(self.parameters, lr=1.0, fused=True)
+        norm = self.way.clip(self.parameters, self.front, descent).item()
+        descent.step()
+        with torch.no_grad():
+            clipped = [value - parameter for value, parameter in zip(before, self.parameters, strict=True)]
+            for value, parameter in zip(before, self.parameters, strict=True):
+                parameter.copy_(value)
+        return norm, clipped
 
     def _refuse(self, is_wrong: bool, text: str) -> None:
         if is_wrong:
@@ -173,7 +187,7 @@ def begin(arguments: argparse.Namespace) -> tuple[Inputs, list[Tensor]]:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Way]:
-    return [way for way in ways() if not arguments.ways or way.name in arguments.ways]
+    return [way for way in ways(arguments.fused) if not arguments.ways or way.name in arguments.ways]
 
 
 def measure_times(arguments: argparse.Namespace, results: str) -> int:

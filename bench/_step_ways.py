@@ -10,8 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
+MAX_NORM = 1.0
+
 DDP, DDP_TUNED, STOCK = "ddp", "ddp tuned", "ddp, torch's bf16 hook"
 HOOK, REDUCER, REDUCER_FP32 = "fusedcomm hook, bf16", "fusedcomm reducer, bf16", "fusedcomm reducer, fp32"
+HOOK_TORCH = "fusedcomm hook, torch's clip"
+REDUCER_FUSED = "fusedcomm reducer, optimizer clips"
 
 Front = fusedcomm.Handle | fusedcomm.GradReducer | None
 """What synchronizes, if it is fusedcomm's."""
@@ -46,37 +50,36 @@ PACK_BF16 = Pass("pack", 4, 2)
 SUM_BF16 = Pass("sum and unpack", 2 * 2, 4)
 
 
-def clip_of_ddp(parameters: list[nn.Parameter], front: Front, max_norm: float) -> torch.Tensor:
-    """Clips the gradients' norm. Returns the norm before."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+def clip_by_torch(parameters: list[nn.Parameter], front: Front, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Clips the gradients' norm to MAX_NORM. Returns the norm before."""
+    return torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
 
 
-def clip_of_hook(parameters: list[nn.Parameter], front: Front, max_norm: float) -> torch.Tensor:
-    """As clip_of_ddp(), with fusedcomm's hook."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+def clip_by_front(parameters: list[nn.Parameter], front: Front, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """As clip_by_torch(); unpack has added up the squares."""
+    return front.clip_grad_norm_(MAX_NORM)
 
 
-def clip_of_reducer(parameters: list[nn.Parameter], front: Front, max_norm: float) -> torch.Tensor:
-    """As clip_of_ddp(), with fusedcomm's reducer."""
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+def clip_by_optimizer(parameters: list[nn.Parameter], front: Front, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """As clip_by_front(), and the optimizer multiplies while it reads the gradients."""
+    return front.clip_grad_norm_(MAX_NORM, optimizer=optimizer)
 
 
-def scaler_of_ddp(front: Front) -> torch.amp.GradScaler:
+def torchs_scaler(front: Front) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu")
 
 
-def scaler_of_hook(front: Front) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu")
-
-
-def scaler_of_reducer(front: Front) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu")
+def scaler_of_front(front: Front) -> torch.amp.GradScaler:
+    return fusedcomm.GradScaler(front, "cpu")
 
 
 # torch.nn.utils.clip_grad_norm_ reads the gradients for their norm, and multiplies them always, also by 1.
 CLIP_TORCH = (Pass("norm", 4, 0), Pass("multiply", 4, 4))
 # GradScaler.unscale_ multiplies the gradients and looks for NaN and Inf.
 UNSCALE_TORCH = (Pass("unscale", 4, 4),)
+# Unpack has a tile of the gradients in the nearest cache when it adds up their squares, and multiplies it there.
+SQUARES = Pass("squares", 4, 0)
+UNSCALE_IN_UNPACK = (Pass("unscale in unpack", 4, 4),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +91,9 @@ class Way:
     """How often a value is rounded to bf16 on its way; 0: the mean has the bits of DDP's."""
     sync: tuple[Pass, ...]
     """From the gradient that autograd has written to the mean."""
-    clip: Callable[[list[nn.Parameter], Front, float], torch.Tensor] = clip_of_ddp
+    clip: Callable[[list[nn.Parameter], Front, torch.optim.Optimizer], torch.Tensor] = clip_by_torch
     clip_passes: tuple[Pass, ...] = CLIP_TORCH
-    make_scaler: Callable[[Front], torch.amp.GradScaler] = scaler_of_ddp
+    make_scaler: Callable[[Front], torch.amp.GradScaler] = torchs_scaler
     unscale_passes: tuple[Pass, ...] = UNSCALE_TORCH
 
     def traffic(self, amp: bool) -> dict[str, int]:
@@ -127,38 +130,26 @@ def _reducer(wire: str) -> Callable[[nn.Module, float], tuple[nn.Module, Front]]
     return lambda model, cap_mib: (model, fusedcomm.GradReducer(model, wire, bucket_mib=cap_mib, quiet=True))
 
 
-def ways() -> list[Way]:
-    return [
+# What fusedcomm's norm and loss scale cost, in place of torch's.
+EPILOGUE = {"clip": clip_by_front, "make_scaler": scaler_of_front, "unscale_passes": UNSCALE_IN_UNPACK}
+CLIP = (SQUARES, Pass("multiply", 4, 4))
+
+
+def ways(fused: bool = True) -> list[Way]:
+    """The ways to compare. `fused`: also with an optimizer that clips while it steps, as torch's fused ones can."""
+    of_hook, of_reducer = (INTO_BUCKET, PACK_BF16, EXCHANGE_BF16, SUM_BF16), (PACK_BF16, EXCHANGE_BF16, SUM_BF16)
+    of_stock = (INTO_BUCKET, Pass("to bf16", 4, 2), Pass("divide", 2, 2), ring(2), Pass("to fp32", 2, 4))
+    of_fp32 = (Pass("pack", 4, 4), ring(4), Pass("unpack", 4, 4))
+    found = [
         Way(DDP, _ddp, 0, (INTO_BUCKET, ring(4), OUT_OF_BUCKET)),
         Way(DDP_TUNED, _ddp_tuned, 0, (INTO_BUCKET, ring(4))),
-        Way(
-            STOCK,
-            _stock,
-            2,
-            (INTO_BUCKET, Pass("to bf16", 4, 2), Pass("divide", 2, 2), ring(2), Pass("to fp32", 2, 4)),
-        ),
-        Way(
-            HOOK,
-            _hook,
-            1,
-            (INTO_BUCKET, PACK_BF16, EXCHANGE_BF16, SUM_BF16),
-            clip=clip_of_hook,
-            make_scaler=scaler_of_hook,
-        ),
-        Way(
-            REDUCER,
-            _reducer("bf16"),
-            1,
-            (PACK_BF16, EXCHANGE_BF16, SUM_BF16),
-            clip=clip_of_reducer,
-            make_scaler=scaler_of_reducer,
-        ),
-        Way(
-            REDUCER_FP32,
-            _reducer("fp32"),
-            0,
-            (Pass("pack", 4, 4), ring(4), Pass("unpack", 4, 4)),
-            clip=clip_of_reducer,
-            make_scaler=scaler_of_reducer,
-        ),
+        Way(STOCK, _stock, 2, of_stock),
+        Way(HOOK, _hook, 1, of_hook, clip_passes=CLIP, **EPILOGUE),
+        Way(HOOK_TORCH, _hook, 1, of_hook),
+        Way(REDUCER, _reducer("bf16"), 1, of_reducer, clip_passes=CLIP, **EPILOGUE),
+        Way(REDUCER_FP32, _reducer("fp32"), 0, of_fp32, clip_passes=CLIP, **EPILOGUE),
     ]
+    if fused:
+        clips = {**EPILOGUE, "clip": clip_by_optimizer}
+        found.append(Way(REDUCER_FUSED, _reducer("bf16"), 1, of_reducer, clip_passes=(SQUARES,), **clips))
+    return found
