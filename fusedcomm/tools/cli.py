@@ -106,9 +106,9 @@ def _add_demo_to(commands: "argparse._SubParsersAction") -> None:
     demo = commands.add_parser(
         "demo",
         help="train a small network under DDP and under each wire, and compare",
-        description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook and\n"
-        "under each fusedcomm wire, from the same seeds, and compares accuracy, bytes and times.\nStarts processes on "
-        "this machine over gloo, or joins those of torchrun.",
+        description="Trains a small convolutional network on handwritten digits under DDP, under DDP's fp16 hook,\n"
+        "under DDP with each fusedcomm wire, and with one wire in a GradReducer in place of DDP. Compares accuracy,\n"
+        "bytes and times from the same seeds. Starts processes on this machine over gloo, or joins those of torchrun.",
         example="fusedcomm demo --steps 40 --seeds 1 --wires bf16 int8    (under a minute)",
     )
     demo.add_argument("--steps", type=whole(1), metavar="N", default=300, help="training steps in each run (300)")

@@ -105,6 +105,14 @@ def test_the_traffic_is_the_sum_of_the_passes():
     assert WAYS["ddp"].traffic(amp=True)["unscale_nbytes"] == 8
 
 
+def test_the_pages_table_is_what_is_counted():
+    text = (BENCH.parent / "docs" / "benchmarks.md").read_text()
+    table = text[text.index("| | synchronize | unscale | clip |") :].split("\n\n")[0].splitlines()[2:]
+    shown = [[int(cell) for cell in line.split("|")[2:5]] for line in table]
+    counted = [way.traffic(amp=True) for way in WAYS.values()]
+    assert shown == [[way["sync_nbytes"], way["unscale_nbytes"], way["clip_nbytes"]] for way in counted]
+
+
 def test_the_default_model_is_as_large_as_it_is_said_to_be(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["step.py"])
     arguments = step.parse()

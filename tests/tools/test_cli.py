@@ -180,7 +180,7 @@ def test_demo(tmp_path, demo_packages, wires):
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["env"]["ranks"] == 2
     assert written["noise_band"]["seeds"] == 2
-    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in wires)]
+    names = ["DDP default", "DDP fp16 hook", *(f"fusedcomm {wire}" for wire in wires), "fusedcomm bf16 reducer"]
     assert [row["name"] for row in written["summary"]] == names
     runs = {run["name"]: run for run in written["runs"]}
     assert list(runs) == names + [f"{name}, seed 1" for name in names]
@@ -195,6 +195,7 @@ def test_demo(tmp_path, demo_packages, wires):
     default = runs["DDP default"]
     assert runs["fusedcomm fp32"]["final_loss"] == pytest.approx(default["final_loss"], rel=1e-6)
     assert runs["fusedcomm bf16"]["final_loss"] == pytest.approx(default["final_loss"], rel=2e-2)
+    assert runs["fusedcomm bf16 reducer"]["final_loss"] == pytest.approx(default["final_loss"], rel=2e-2)
 
     if default["wire_bytes_per_step"] is None:
         pytest.skip("this kernel does not count the bytes of a socket: ratios not checked")
@@ -202,6 +203,20 @@ def test_demo(tmp_path, demo_packages, wires):
     bounds = {"fp32": (0.99, 1.01), "bf16": (0.49, 0.51), "fp16": (0.49, 0.51), "int8": (0.25, 0.27)}
     for wire, (low, high) in bounds.items():
         assert wire not in wires or low <= ratios[f"fusedcomm {wire}"] <= high, wire
+    # The reducer's ranks also compare a small message in each pass.
+    assert ratios["fusedcomm bf16 reducer"] == pytest.approx(ratios["fusedcomm bf16"], rel=0.01)
+
+
+@pytest.mark.parametrize(("wires", "expected"), [(("int8", "bf16"), "bf16"), (("int8", "int4"), "int8")])
+def test_one_wire_of_the_demo_has_a_reducer(demo_packages, wires, expected):
+    from fusedcomm.tools.demo.training import run_specs
+
+    specs = run_specs(2, wires)
+    of_reducer = [spec for spec in specs if spec.has_reducer]
+    assert [(spec.name, spec.wire, spec.seed) for spec in of_reducer] == [
+        (f"fusedcomm {expected} reducer", expected, seed) for seed in (0, 1)
+    ]
+    assert len(specs) == 2 * (2 + len(wires) + 1)
 
 
 @pytest.mark.full
@@ -210,7 +225,7 @@ def test_demo_runs_under_torchrun(tmp_path, demo_packages):
     demo = ("-m", "fusedcomm", "demo", "--steps", "2", "--seeds", "1", "--wires", "bf16", "--out", str(tmp_path))
     done = run(*torchrun, *demo)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == 3
+    assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == 4
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ class RunSpec:
     name: str
     wire: str  # the wire dtype
     seed: int
+    has_reducer: bool = False  # fusedcomm.GradReducer instead of DDP
 
 
 @dataclasses.dataclass(frozen=True)

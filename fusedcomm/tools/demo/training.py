@@ -30,12 +30,19 @@ MOMENTUM = 0.9
 SLICE_STEPS = 20
 # The first steps are not measured: DDP rebuilds its buckets, and caches and allocators fill.
 WARMUP_STEPS = 10
+REDUCER_WIRE = "bf16"
 
 
 def run_specs(num_seeds: int, wires: tuple[str, ...]) -> list[RunSpec]:
-    """Every way of synchronizing with every seed. Differences between the seeds of one way are noise."""
-    ways = [(DEFAULT_NAME, "fp32"), (STOCK_FP16_NAME, "fp16")] + [(f"fusedcomm {wire}", wire) for wire in wires]
-    return [RunSpec(name, wire, seed) for seed in range(num_seeds) for name, wire in ways]
+    """Every way of synchronizing with every seed. Differences between the seeds of one way are noise.
+
+    One wire, REDUCER_WIRE if it is among `wires`, is also run with GradReducer instead of DDP.
+    """
+    of_reducer = REDUCER_WIRE if REDUCER_WIRE in wires else wires[0]
+    ways = [(DEFAULT_NAME, "fp32", False), (STOCK_FP16_NAME, "fp16", False)]
+    ways += [(f"fusedcomm {wire}", wire, False) for wire in wires]
+    ways.append((f"fusedcomm {of_reducer} reducer", of_reducer, True))
+    return [RunSpec(name, wire, seed, has_reducer) for seed in range(num_seeds) for name, wire, has_reducer in ways]
 
 
 def train(specs: list[RunSpec], num_steps: int) -> list[RunResult]:
@@ -50,7 +57,7 @@ def train(specs: list[RunSpec], num_steps: int) -> list[RunResult]:
     ) as bar:
         for turn, slice_steps, measured in _slices(num_steps):
             for run in runs[turn % len(runs) :] + runs[: turn % len(runs)]:  # no run always goes first
-                bar.set_description(f"{run.spec.name:<14}", refresh=False)
+                bar.set_description(f"{run.spec.name:<22}", refresh=False)
                 run.train_slice(slice_steps, measured)
                 bar.update(slice_steps)
     return [run.finish() for run in runs]
@@ -112,6 +119,19 @@ def network() -> nn.Module:
     )
 
 
+def synchronised(model: nn.Module, spec: RunSpec) -> tuple[nn.Module, fusedcomm.Handle | fusedcomm.GradReducer | None]:
+    """(the module to call, what synchronizes, if it is fusedcomm's)."""
+    if spec.has_reducer:
+        return model, fusedcomm.GradReducer(model, spec.wire, quiet=True)
+    ddp = DistributedDataParallel(model)
+    if spec.name == DEFAULT_NAME:
+        return ddp, None
+    if spec.name == STOCK_FP16_NAME:
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        return ddp, None
+    return ddp, fusedcomm.attach(ddp, wire=spec.wire, quiet=True)
+
+
 class Run:
     """One network under one way of synchronizing, and its measurements on this rank."""
 
@@ -120,18 +140,14 @@ class Run:
         self._digits = digits
         self._batches = digits.batches(spec.seed)
         torch.manual_seed(spec.seed)
-        self._ddp = DistributedDataParallel(network())
-        self._comm = None
-        if spec.name == STOCK_FP16_NAME:
-            self._ddp.register_comm_hook(None, fp16_compress_hook)
-        elif spec.name != DEFAULT_NAME:
-            self._comm = fusedcomm.attach(self._ddp, wire=spec.wire, quiet=True)
-        self._optimizer = torch.optim.SGD(self._ddp.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self._network = network()
+        self._forward, self._comm = synchronised(self._network, spec)
+        self._optimizer = torch.optim.SGD(self._network.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
         # The learning rate falls to zero: at a constant rate the last loss spike would decide the final loss.
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1, 0, total_iters=num_steps)
 
         self._last_gradient_s = 0.0
-        for parameter in self._ddp.parameters():
+        for parameter in self._network.parameters():
             parameter.register_post_accumulate_grad_hook(self._stamp)
 
         self._losses: list[Tensor] = []
@@ -180,7 +196,7 @@ class Run:
         images, labels = next(self._batches)
         begin_s = time.perf_counter()
         self._optimizer.zero_grad()
-        loss = F.cross_entropy(self._ddp(images), labels)
+        loss = F.cross_entropy(self._forward(images), labels)
         loss.backward()
         backward_end_s = time.perf_counter()
         self._optimizer.step()
@@ -191,16 +207,16 @@ class Run:
 
     @torch.no_grad()
     def _accuracy(self) -> float:
-        predicted = self._ddp.module(self._digits.test_images).argmax(dim=1)
+        predicted = self._network(self._digits.test_images).argmax(dim=1)
         return (predicted == self._digits.test_labels).double().mean().item()
 
     @torch.no_grad()
     def _train_loss(self) -> float:
-        return F.cross_entropy(self._ddp.module(self._digits.train_images), self._digits.train_labels).item()
+        return F.cross_entropy(self._network(self._digits.train_images), self._digits.train_labels).item()
 
     def _ranks_identical(self) -> bool:
         """Whether all ranks have the same parameters, bit for bit."""
-        mine = nn.utils.parameters_to_vector(self._ddp.parameters()).detach()
+        mine = nn.utils.parameters_to_vector(self._network.parameters()).detach()
         theirs = mine.clone()
         dist.broadcast(theirs, src=0)
         same = torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
