@@ -55,9 +55,9 @@ class GradReducer(GradientNorms):
         wire: a wire, or a :class:`fusedcomm.Config`. None: ``Config()``. Or "auto", short for ``Auto()``, or a
             :class:`fusedcomm.Auto`: the first steps try its wires, and the fastest is kept.
         bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.
-            "auto": the first steps try 25 MiB and other sizes, at most 82 steps, and the best is kept. With "fp32" and
-            more than two ranks, the last bits of gradients depend on the size. None: 25, or "auto" if `wire` is a
-            search.
+            "auto": the first steps try 25 MiB and other sizes, at most 82 steps, and the best is kept. Where sums
+            are not exact, the last bits of gradients depend on the size, with "fp32" only if there are more than two
+            ranks. None: 25, or "auto" if `wire` is a search.
         process_group: None: the default group. Over gloo for parameters on cpu, over NCCL on one cuda device.
         find_unused_parameters: whether backward passes may leave out parameters. If no rank has used a parameter, its
             gradient stays as it was. If some have, the others count as zeros, and all get the mean. Costs one small

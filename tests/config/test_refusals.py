@@ -21,7 +21,7 @@ OFF_BY = Checks(verify_every=1, fallback=Fallback(0.5))
         (lambda: Config("fp7"), ["wire='fp7'", "'fp32', 'bf16', 'fp16', 'int8'"]),
         (lambda: Config(None), ["wire=None"]),
         (lambda: Config("fp8_e5m2"), ["wire='fp8_e5m2'", "'int8', 'fp8', 'int4'"]),
-        (lambda: Config("auto"), ["wire='auto'", "only fusedcomm.attach", "fusedcomm.Auto(…)", "'fp32', 'bf16'"]),
+        (lambda: Config("auto"), ["wire='auto'", "and fusedcomm.GradReducer", "fusedcomm.Auto(…)", "'fp32', 'bf16'"]),
         (lambda: Config(sum="ring"), ["sum='ring'", "'two-shot'"]),
         (lambda: Config("fp16", predivide=-1.0), ["predivide=-1.0", "positive"]),
         (lambda: Config("fp16", predivide=float("inf")), ["predivide=inf"]),

@@ -1,6 +1,7 @@
 """Searches of a GradReducer: wire="auto" and bucket_mib="auto"."""
 
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -54,12 +55,18 @@ class Clock:
         self._ends_ms.append(before + self._ms[running.wire, running.bucket_mib] + 0.1 * self._chance.random())
 
 
-def gradients(rank, step):
-    return [(step % 5 + 1) * integers(rank + 10 * i, shape) for i, shape in enumerate(SHAPES)]
+@functools.cache
+def first_gradients(rank, shapes):
+    return [integers(rank + 10 * i, shape) for i, shape in enumerate(shapes)]
 
 
-def mean(world_size, step):
-    return [sum(parts) / world_size for parts in zip(*(gradients(r, step) for r in range(world_size)), strict=True)]
+def gradients(rank, step, shapes=SHAPES):
+    return [(step % 5 + 1) * value for value in first_gradients(rank, shapes)]
+
+
+def mean(world_size, step, shapes=SHAPES):
+    parts = zip(*(gradients(rank, step, shapes) for rank in range(world_size)), strict=True)
+    return [sum(part) / world_size for part in parts]
 
 
 def searched(rank, world_size, ms, wire, kwargs):
@@ -176,7 +183,9 @@ def with_error_feedback(rank, world_size):
     residuals = reducer.state_dict(consolidated=True)["residuals"]
     kept = [residuals[f"weights.{i}"].view(shape) for i, shape in enumerate(shapes)]
     missing = max((a + b - c).abs().max().item() for a, b, c in zip(delivered, kept, wanted, strict=True))
-    return reducer.tuning().chosen, wires, missing, max(value.abs().max().item() for value in kept)
+    chosen = reducer.tuning().chosen
+    reducer.detach()
+    return chosen, wires, missing, max(value.abs().max().item() for value in kept)
 
 
 # ---- the ranks' own clocks, and other ways to run a step
@@ -184,19 +193,20 @@ def with_error_feedback(rank, world_size):
 
 def on_own_clock(rank, world_size, every, freezes):
     """Trains through a search without a clock of the test's. Returns (tuning, whether each step's gradients are right,
-    parameters with a gradient in the last step)."""
-    model = Gradients(*SHAPES[:4])
+    the sums of the last step's gradients)."""
+    shapes = ((300, 100), (512, 512), (512, 300), (512, 300))  # 1 MiB cuts three buckets, 5 MiB and more cut two
+    model = Gradients(*shapes)
     reducer = reducer_of(model, "auto", every=every)
     right, last, step = [], None, 0
     while last is None or step < last + 3:
         if freezes and step in (7, 30):
-            model.weights[1].requires_grad_(step == 30)
+            model.weights[0].requires_grad_(step == 30)
         model.zero_grad(set_to_none=True)
         for _ in range(every):
             with reducer.no_sync():
-                model(gradients(rank, step)[:4]).backward()
-            model(gradients(rank, step)[:4]).backward()
-        wanted = [2 * every * value for value in mean(world_size, step)[:4]]
+                model(gradients(rank, step, shapes)).backward()
+            model(gradients(rank, step, shapes)).backward()
+        wanted = [2 * every * value for value in mean(world_size, step, shapes)]
         right += [
             torch.allclose(w.grad, value, rtol=2**-7, atol=2**-6)
             for w, value in zip(model.weights, wanted, strict=True)
@@ -205,7 +215,9 @@ def on_own_clock(rank, world_size, every, freezes):
         if last is None and reducer.tuning().finished:
             last = step
         step += 1
-    return reducer.tuning(), all(right), [w.grad.sum().item() for w in model.weights]
+    tuning = reducer.tuning()
+    reducer.detach()
+    return tuning, all(right), [w.grad.sum().item() for w in model.weights]
 
 
 @pytest.mark.parametrize(("every", "freezes"), [(1, False), (2, False), (1, True)])
@@ -330,6 +342,7 @@ def ended(rank, world_size):
         clock()
         synchronise(model, values)
     left.append(threads_settle_at(before + one) - before - one)
+    searching.detach()
     return during > before + one, left, own, mean_again
 
 
@@ -387,7 +400,9 @@ def printed(rank, world_size):
             synchronise(model, gradients(rank, 0), steps=3)
     finally:
         os.environ["FUSEDCOMM_QUIET"] = "1"
-    return out.getvalue(), str(reducer.tuning())
+    tuning = str(reducer.tuning())
+    reducer.detach()
+    return out.getvalue(), tuning
 
 
 def test_rank_0_reports_what_is_tried_and_what_was_chosen_once(ranks):

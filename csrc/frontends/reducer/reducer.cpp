@@ -90,10 +90,10 @@ void GradReducer::turn(bool on) {
 }
 
 void GradReducer::detach() {
+  end_observation();
   std::lock_guard<std::mutex> lock(mutex_);
   is_on_ = in_pass_ = is_adding_ = false;
   accumulators_.reset();
-  observation_ = nullptr;
 }
 
 void GradReducer::set_synchroniser(std::shared_ptr<Synchroniser> synchroniser) {
