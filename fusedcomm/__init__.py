@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
+    from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.stats import Stats
     from fusedcomm.simulation import Residuals, simulate
@@ -44,6 +45,7 @@ __all__ = [
     "Chunks",
     "CommState",
     "Config",
+    "DataParallel",
     "Fallback",
     "Feedback",
     "GradReducer",
@@ -67,6 +69,7 @@ _HOME = {
     "attach": "ddp.attach",
     "Handle": "ddp.handle",
     "GradReducer": "reducer.reducer",
+    "DataParallel": "reducer.data_parallel",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

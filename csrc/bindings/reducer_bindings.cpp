@@ -30,6 +30,9 @@ void bind_reducer(pybind11::module_& m) {
            py::arg("bucket_nbytes"), py::arg("find_unused"), py::arg("store"), py::arg("say"))
       .def_property("is_on", py::cpp_function(&GradReducer::is_on, NoGil()),
                     py::cpp_function(&GradReducer::turn, NoGil()))
+      .def("turn_on_once", &GradReducer::turn_on_once, NoGil())
+      .def("shadow_pass", &GradReducer::shadow_pass, NoGil())
+      .def("scale_means", &GradReducer::scale_means, py::arg("factor"), NoGil())
       .def("detach", &GradReducer::detach, NoGil())
       .def_property_readonly("num_copied", py::cpp_function(&GradReducer::num_copied, NoGil()));
   m.def("synchronized_by", &synchronized_by, py::arg("parameter"));
