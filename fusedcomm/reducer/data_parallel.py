@@ -63,8 +63,8 @@ class DataParallel(nn.Module, Joinable):
     Attributes:
         module: the model.
         comm: the :class:`GradReducer`: ``stats()``, ``plan()``, ``trace()``, ``state_dict()`` …
-        process_group, device_ids, output_device, broadcast_buffers, find_unused_parameters, static_graph,
-            gradient_as_bucket_view, parameters_to_ignore: as in DDP.
+        process_group, device_ids, output_device, dim, broadcast_buffers, forward_sync_buffers, broadcast_bucket_size,
+            find_unused_parameters, static_graph, gradient_as_bucket_view, parameters_to_ignore: as in DDP.
         require_backward_grad_sync: False within :meth:`no_sync`.
 
     Raises:
@@ -132,9 +132,11 @@ class DataParallel(nn.Module, Joinable):
         self.dim, self.module = dim, module
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.broadcast_bucket_size = replicas.BROADCAST_NBYTES
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._divides_by_active = False
+        self._authoritative_rank: int | None = None  # whose parameters all ranks got at the end of join()
         self.comm = GradReducer(
             module,
             wire,
@@ -156,7 +158,7 @@ class DataParallel(nn.Module, Joinable):
         """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`."""
         options = {
             "init_sync": init_sync,
-            "broadcast_buffers": [with_buffers, self.broadcast_buffers],
+            "broadcast_buffers": [with_buffers, self.forward_sync_buffers],
             "static_graph": self.static_graph,
         }
         replicas.compare(self.comm._of_original(), self.module, self.parameters_to_ignore, options)
@@ -168,6 +170,15 @@ class DataParallel(nn.Module, Joinable):
         if with_buffers:
             tensors += replicas.buffers(self.module, self.parameters_to_ignore)
         replicas.broadcast(self.process_group, tensors, source)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are broadcast before forward passes; another name of `forward_sync_buffers`, as in DDP."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Calls the module, and prepares the synchronization of the backward pass that follows."""
@@ -201,7 +212,7 @@ class DataParallel(nn.Module, Joinable):
         return torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def _syncs_buffers(self) -> bool:
-        if not (self.require_forward_param_sync and self.broadcast_buffers):
+        if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return False
         return bool(replicas.buffers(self.module, self.parameters_to_ignore))
 
@@ -293,10 +304,11 @@ class DataParallel(nn.Module, Joinable):
             "in a DataParallel of its own"
         )
 
-    # DDP's way to name parameters and buffers that it shall leave alone.
+    # DDP's way to name parameters and buffers that it shall leave alone, and to list the others.
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     )
+    _get_data_parallel_params = staticmethod(DistributedDataParallel._get_data_parallel_params)
 
 
 class _Shadow(JoinHook):
@@ -317,4 +329,5 @@ class _Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         model = self._model
         model.comm._reducer.scale_means(1)
-        model._broadcast_state(model._highest_rank(is_last_joiner), model.broadcast_buffers)
+        model._authoritative_rank = model._highest_rank(is_last_joiner)
+        model._broadcast_state(model._authoritative_rank, model.forward_sync_buffers)

@@ -9,7 +9,7 @@ from torch import nn
 from fusedcomm.reducer.parameters import is_ignored
 from fusedcomm.session.session import Session
 
-_BROADCAST_NBYTES = 250 << 20
+BROADCAST_NBYTES = 250 << 20
 """Tensors are broadcast together up to this many bytes, as in DDP."""
 
 
@@ -60,4 +60,4 @@ def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source:
     """Gives every rank of the group the tensors of the rank `source` of the group."""
     if tensors:
         with torch.no_grad():
-            dist._broadcast_coalesced(group, list(tensors), _BROADCAST_NBYTES, source)
+            dist._broadcast_coalesced(group, list(tensors), BROADCAST_NBYTES, source)

@@ -1,0 +1,146 @@
+"""DataParallel beside DistributedDataParallel: the same steps give the same bits on two ranks.
+
+With more ranks gloo adds up in an order that depends on where an element lies in the message, so sums that are not
+exact may differ in the last bit.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Branches, Mlp, Sparse
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+NUM_STEPS = 4
+
+
+def wrapped(ours: bool, module: nn.Module, **kwargs) -> nn.Module:
+    if ours:
+        return fusedcomm.DataParallel(module, wire="fp32", quiet=True, **kwargs)
+    return DistributedDataParallel(module, **kwargs)
+
+
+class Normalised(nn.Module):
+    """Buffers: running means and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Ignoring(nn.Module):
+    """A parameter and a buffer that differ from rank to rank, and a parameter of the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(10, 5)
+        self.own = nn.Linear(5, 5)
+        self.own.register_buffer("mark", torch.zeros(1))
+        self.shift = nn.Parameter(torch.zeros(5))
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.mark", "own.bias"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.shared(x)) + self.shift + self.own.mark
+
+
+class Replacing(nn.Module):
+    """Replaces its buffer in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 5)
+        self.register_buffer("offset", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.offset = self.offset + x.mean()
+        return self.layer(x) + self.offset
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module] = Mlp
+    kwargs: dict = dataclasses.field(default_factory=dict)
+    accumulate: int = 1  # backward passes in a step; all except the last one in no_sync()
+    reference: Callable[[], nn.Module] | None = None  # the model under DDP, if it must be another
+
+
+CASES = {
+    "plain": Case(kwargs={"bucket_cap_mb": 0.005}),
+    "batch_norm": Case(Normalised),
+    "batch_norm_of_each_rank": Case(Normalised, {"broadcast_buffers": False}),
+    "batch_norm_accumulated": Case(Normalised, accumulate=3),
+    "replaced_buffers": Case(Replacing),
+    "unused": Case(Branches, {"find_unused_parameters": True, "bucket_cap_mb": 0.001}),
+    "unused_accumulated": Case(Branches, {"find_unused_parameters": True}, accumulate=2),
+    "ignored": Case(Ignoring),
+    "static": Case(Mlp, {"static_graph": True}),
+    "views": Case(Mlp, {"gradient_as_bucket_view": True}),
+    "without_init_sync": Case(Mlp, {"init_sync": False}),
+    # gloo's sparse all-reduce, which DDP would use, sometimes corrupts the heap.
+    "sparse": Case(Sparse, reference=lambda: Sparse(sparse=False)),
+}
+
+
+def batch(rank: int, step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10000 * step + 100 * part + rank)
+    return torch.randn(8, 10, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+def trained(rank, world_size, name, ours):
+    """The state after some steps, and the gradients of the last one; an evaluation comes in between."""
+    case = CASES[name]
+    torch.manual_seed(5 if case.kwargs.get("init_sync") is False else 5 + rank)
+    model = wrapped(ours, (case.model if ours else case.reference or case.model)(), **case.kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(NUM_STEPS):
+        for part in range(case.accumulate):
+            is_last = part == case.accumulate - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                x, y = batch(rank, step, part)
+                nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        gradients = [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            model(batch(rank, step, 99)[0])
+        model.train()
+    return {name: value.clone() for name, value in model.state_dict().items()}, gradients
+
+
+def differences(ours, theirs) -> list[str]:
+    (state, gradients), (expected, expected_gradients) = ours, theirs
+    assert list(state) == list(expected)
+    found = [name for name in state if not torch.equal(state[name], expected[name])]
+    for i, (gradient, other) in enumerate(zip(gradients, expected_gradients, strict=True)):
+        if (gradient is None) != (other is None) or (gradient is not None and not torch.equal(gradient, other)):
+            found.append(f"gradient {i}")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_have_ddps_bits(ranks, name):
+    ours, theirs = (ranks.run(trained, name, ours, world_size=2) for ours in (True, False))
+    assert [differences(*pair) for pair in zip(ours, theirs, strict=True)] == [[], []]
+    if name not in ("batch_norm_of_each_rank", "ignored", "replaced_buffers", "batch_norm", "batch_norm_accumulated"):
+        assert differences(ours[0], ours[1]) == []
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "unused_accumulated", "ignored"])
+def test_three_ranks_are_close_to_ddp(ranks, name):
+    ours, theirs = (ranks.run(trained, name, ours, world_size=3) for ours in (True, False))
+    for (state, _), (expected, _) in zip(ours, theirs, strict=True):
+        assert list(state) == list(expected)
+        for key in state:
+            torch.testing.assert_close(state[key], expected[key], rtol=1e-5, atol=1e-6)
