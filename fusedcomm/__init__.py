@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
+    from fusedcomm.reducer.data_parallel import DataParallel
     from fusedcomm.reducer.reducer import GradReducer
     from fusedcomm.session.grad_scaler import GradScaler
     from fusedcomm.session.stats import Stats
@@ -45,6 +46,7 @@ __all__ = [
     "Chunks",
     "CommState",
     "Config",
+    "DataParallel",
     "Fallback",
     "Feedback",
     "GradReducer",
@@ -70,6 +72,7 @@ _HOME = {
     "Handle": "ddp.handle",
     "GradReducer": "reducer.reducer",
     "GradScaler": "session.grad_scaler",
+    "DataParallel": "reducer.data_parallel",
     "CommState": "ddp.comm_state",
     "comm_hook": "ddp.comm_state",
     "Auto": "autotune.auto",

@@ -41,6 +41,9 @@ void bind_reducer(pybind11::module_& m) {
       .def("observe", &GradReducer::observe, py::arg("device"), py::arg("before_pass"), NoGil())
       .def("end_observation", &GradReducer::end_observation, NoGil())
       .def("take_pass_ends", &GradReducer::take_pass_ends, NoGil())
+      .def("turn_on_once", &GradReducer::turn_on_once, NoGil())
+      .def("shadow_pass", &GradReducer::shadow_pass, NoGil())
+      .def("scale_means", &GradReducer::scale_means, py::arg("factor"), NoGil())
       .def("detach", &GradReducer::detach, NoGil())
       .def_property_readonly("num_copied", py::cpp_function(&GradReducer::num_copied, NoGil()));
   m.def("synchronized_by", &synchronized_by, py::arg("parameter"));

@@ -1,6 +1,6 @@
 """What a reducer takes: the parameters of a module, or named parameters, and refusals of those that it cannot take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ Named = Sequence[tuple[str, torch.Tensor]]
 def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, torch.Tensor]]) -> Named:
     """Returns the parameters that may have gradients, with their names.
 
-    They are in their order in the model. A tied parameter appears once under each of its names.
+    They are in their order in the model. A tied parameter appears once under each of its names. Those of a module that
+    ``_ddp_params_and_buffers_to_ignore`` names are left out, as in DDP.
 
     Raises:
         TypeError: the argument is a DistributedDataParallel, or no module and no (name, parameter) pairs.
@@ -28,7 +29,11 @@ def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, to
             "fusedcomm.GradReducer takes a model that is not wrapped in DistributedDataParallel: give it ddp.module, "
             "and use it in place of ddp; or call fusedcomm.attach(ddp)"
         )
-    pairs = given.named_parameters(remove_duplicate=False) if isinstance(given, nn.Module) else given
+    pairs = given
+    if isinstance(given, nn.Module):
+        ignored = getattr(given, "_ddp_params_and_buffers_to_ignore", ())
+        named_parameters = given.named_parameters(remove_duplicate=False)
+        pairs = [(name, parameter) for name, parameter in named_parameters if not is_ignored(name, ignored)]
     named, tensors = [], {}
     try:
         pairs = [(name, tensor) for name, tensor in pairs]
@@ -50,6 +55,11 @@ def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, to
     if not named:
         raise ValueError("fusedcomm.GradReducer was given no parameters that could have gradients")
     return named
+
+
+def is_ignored(name: str, ignored: Collection[str]) -> bool:
+    """Whether `ignored` has the name. DDP expects a leading dot before names of the module's own parameters."""
+    return name in ignored or ("." not in name and f".{name}" in ignored)
 
 
 def refuse(named: Named) -> None:

@@ -162,6 +162,16 @@ class GradReducer(GradientNorms):
         finally:
             self._reducer.is_on = before and self._attached
 
+    def shadow_pass(self) -> None:
+        """Takes part in the other ranks' next backward pass without one of its own, with zeros for every gradient.
+
+        For a rank that has run out of data, while other ranks train on: it calls this once for each of their backward
+        passes that synchronize. Returns when that pass has ended. This rank's gradients stay as they are. Raises
+        RuntimeError as ``backward()`` does.
+        """
+        self._refuse_detached("it takes part in no pass")
+        self._reducer.shadow_pass()
+
     def stats(self) -> Stats:
         """Counts and times of this rank. On cuda this waits for the kernels under way, whose counts it reads. During a
         search for the wire the counts begin again at each change of candidate."""
@@ -261,6 +271,11 @@ class GradReducer(GradientNorms):
     def __reduce__(self) -> tuple:
         # Hooks, process groups, threads and connections stay with the original.
         return _copied, ()
+
+
+def release(module: nn.Module) -> None:
+    """Makes the module's GradReducer live only as long as its other owners."""
+    _of_modules.pop(module, None)
 
 
 def _copied() -> GradReducer:

@@ -44,16 +44,19 @@ at::Tensor empty_gradient(const at::Tensor& parameter) {
 
 }  // namespace
 
+BucketGradient zero_gradient(const at::Tensor& parameter, bool is_sparse) {
+  const at::NoGradGuard no_grad;
+  if (!is_sparse) return {empty_gradient(parameter).zero_(), true};
+  // As an embedding's: indices of rows.
+  return {at::_sparse_coo_tensor_with_dims(1, parameter.dim() - 1, parameter.sizes(),
+                                           parameter.options().requires_grad(false).layout(at::kSparse)),
+          true};
+}
+
 BucketGradient bucket_gradient(const at::Tensor& parameter, bool is_sparse, bool is_kept, const at::Tensor& arriving) {
   const at::NoGradGuard no_grad;
   const at::Tensor& gradient = parameter.grad();
-  if (!gradient.defined() && is_sparse) {
-    // As an embedding's: indices of rows.
-    return {at::_sparse_coo_tensor_with_dims(1, parameter.dim() - 1, parameter.sizes(),
-                                             parameter.options().requires_grad(false).layout(at::kSparse)),
-            true};
-  }
-  if (!gradient.defined()) return {empty_gradient(parameter).zero_(), true};
+  if (!gradient.defined()) return zero_gradient(parameter, is_sparse);
   if (gradient.is_sparse()) return {gradient, true};
   const bool lies_as_sent = !gradient.is_conj() && !gradient.is_neg() && gradient.is_non_overlapping_and_dense() &&
                             torch::autograd::utils::obeys_layout_contract(gradient, parameter);

@@ -79,59 +79,18 @@ void GradReducer::add_hooks() {
       });
 }
 
-bool GradReducer::is_on() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return is_on_;
-}
-
-void GradReducer::turn(bool on) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  is_on_ = on;
-}
-
-void GradReducer::detach() {
-  end_observation();
-  std::lock_guard<std::mutex> lock(mutex_);
-  is_on_ = in_pass_ = is_adding_ = false;
-  accumulators_.reset();
-}
-
-void GradReducer::set_synchroniser(std::shared_ptr<Synchroniser> synchroniser) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  check_flags();  // while the old one runs
-  synchroniser_.swap(synchroniser);
-}
-
-void GradReducer::set_caps(const BucketCaps& caps) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  caps_ = caps;
-  buckets_.clear();
-}
-
-void GradReducer::observe(std::shared_ptr<Device> device, std::function<void()> before_pass) {
-  auto observation = std::make_shared<Observation>(Observation{std::move(device), std::move(before_pass), {}});
-  std::lock_guard<std::mutex> lock(mutex_);
-  observation_.swap(observation);
-}
-
-void GradReducer::end_observation() {
-  std::shared_ptr<Observation> ended;  // freed after the lock, because Python's part waits for the GIL
-  std::lock_guard<std::mutex> lock(mutex_);
-  observation_.swap(ended);
-}
-
-std::vector<double> GradReducer::take_pass_ends() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<double> ends_ms;
-  if (!observation_) return ends_ms;
-  const std::vector<StampPtr> ends = std::exchange(observation_->ends, {});
-  for (const StampPtr& end : ends) ends_ms.push_back(end->ms_since(*ends.front()));
-  return ends_ms;
-}
-
-int64_t GradReducer::num_copied() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return num_copied_;
+void GradReducer::shadow_pass() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  TORCH_CHECK(failure_.empty(), failure_);
+  TORCH_CHECK(accumulators_, "fusedcomm: this reducer is detached, so it takes part in no pass: make a new one");
+  TORCH_CHECK(!in_pass_, rank_text(), "a backward pass of this rank has not ended, so it cannot send zeros in another");
+  call_before_pass(lock);
+  is_shadow_ = true;
+  synchroniser_->epilogue().set_unscale(1);  // there is no loss here that a scale could be missing from
+  begin_pass();
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) hand_over(bucket, at::Tensor());
+  finish_pass();
+  say_notices(lock);
 }
 
 void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
@@ -175,6 +134,10 @@ void GradReducer::on_task_end(int64_t pass) {
     hand_over_complete(at::Tensor());
   }
   finish_pass();
+  say_notices(lock);
+}
+
+void GradReducer::say_notices(std::unique_lock<std::mutex>& lock) {
   std::vector<std::string> notices = std::exchange(notices_, {});
   for (std::string& notice : synchroniser_->take_notices()) notices.push_back(std::move(notice));
   lock.unlock();
@@ -348,6 +311,7 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
 
 BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
   const Parameter& parameter = parameters_[index];
+  if (is_shadow_) return zero_gradient(parameter.tensor, parameter.is_sparse);
   const at::Tensor& gradient = parameter.tensor.grad();
   if (gradient.defined() && gradient.is_sparse() && !parameter.is_sparse) {
     fail(c10::str(rank_text(), "the gradient of ", parameter.name,
@@ -367,23 +331,44 @@ BucketGradient GradReducer::gradient_of(size_t index, const at::Tensor& added) {
 
 void GradReducer::finish_pass() {
   FuturePtr used_of_all;
-  if (options_.find_unused && world_size_ > 1) used_of_all = gather(used_.words(), "the list of used parameters");
+  if (options_.find_unused && world_size_ > 1) {
+    const Flags used = is_shadow_ ? Flags(parameters_.size()) : used_;
+    used_of_all = gather(used.words(), "the list of used parameters");
+  }
   if (!is_accelerated_) check_flags();  // on an accelerator the host would wait for the device
   for (const UnderWay& bucket : under_way_) wait(bucket.future);
   if (used_of_all && needs_used_of_all()) {
     const at::Tensor words = wait_for_numbers(used_of_all);
     for (int64_t rank = 0; rank < world_size_; ++rank) used_.add(words[rank].const_data_ptr<int64_t>());
   }
-  write_back_all();
-  if (PassEpilogue& epilogue = synchroniser_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
+  if (!is_shadow_) {
+    multiply_means();
+    write_back_all();
+    used_.clear();
+    if (PassEpilogue& epilogue = synchroniser_->epilogue(); epilogue.is_on()) epilogue.note_gradients();
+  }
   if (observation_) observation_->ends.push_back(observation_->device->stamp());
   note_order();
-  used_.clear();
   under_way_.clear();
-  in_pass_ = false;
+  in_pass_ = is_shadow_ = false;
+  if (std::exchange(is_on_once_, false)) is_on_ = false;
+}
+
+void GradReducer::multiply_means() {
+  if (mean_factor_ == 1) return;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < under_way_.size(); ++i) synchroniser_->epilogue().forget_squares(i);
+  for (const UnderWay& bucket : under_way_) {
+    if (bucket.gradients.front().tensor.is_sparse()) {
+      bucket.future->value().toTensor().mul_(mean_factor_);
+      continue;
+    }
+    for (const BucketGradient& gradient : bucket.gradients) gradient.tensor.mul_(mean_factor_);
+  }
 }
 
 bool GradReducer::needs_used_of_all() const {
+  if (is_shadow_) return false;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     for (size_t i = 0; i < buckets_[bucket].size(); ++i) {
       if (under_way_[bucket].gradients[i].is_copy && !used_[buckets_[bucket][i]]) return true;
@@ -421,7 +406,7 @@ void GradReducer::note_order() {
     must_agree_on_order_ = true;  // on every rank
     return;
   }
-  if (rank_ != 0 || buckets_.size() == 1) return;
+  if (rank_ != 0 || is_shadow_ || buckets_.size() == 1) return;
   wants_new_order_ = arrival_order_.note(arrival_, [this](const std::vector<size_t>&) {
     Buckets now = buckets_, others = cut_for(order_of_arrival());
     for (Buckets* buckets : {&now, &others}) {

@@ -62,6 +62,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether backward passes synchronize gradients. If not, gradients add up on this rank.
   bool is_on() const;
   void turn(bool on);
+  // The next backward pass synchronizes gradients, and those after it do not until this is called again.
+  void turn_on_once();
+  // Takes part in the other ranks' backward pass without one of its own: sends zeros for every parameter, and leaves
+  // this rank's gradients as they are. Call it between backward passes, without the GIL.
+  void shadow_pass();
+  // Multiplies the means of this and later passes by `factor`: for passes in which some ranks only send zeros.
+  void scale_means(double factor);
   // Removes the hooks. Call it between backward passes. Idempotent.
   void detach();
   // Each changes what the next synchronized pass uses. Call them on every rank before the same pass, while nothing is
@@ -124,12 +131,15 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void hand_over(size_t bucket, const at::Tensor& added);
   BucketGradient gradient_of(size_t index, const at::Tensor& added);
   void finish_pass();
+  // Hands warnings to the user. Unlocks `lock`.
+  void say_notices(std::unique_lock<std::mutex>& lock);
   // Reads what all ranks have sent at the beginning of the pass, if that has not been read. Fails if they do not train
   // the same parameters.
   void check_flags();
   // Whether write_back_all() needs to know which parameters the other ranks have used.
   bool needs_used_of_all() const;
   void write_back_all();
+  void multiply_means();
   // All parameters: those that have arrived in this pass in that order, then the others as they were.
   std::vector<size_t> order_of_arrival() const;
   void note_order();
@@ -158,6 +168,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::unique_ptr<Accumulators> accumulators_;
   Problem problem_;
   bool is_on_ = true;
+  bool is_on_once_ = false;  // whether the end of the pass turns it off
+  double mean_factor_ = 1;
   std::string failure_;  // empty until fail()
   int64_t num_copied_ = 0;
 
@@ -176,6 +188,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // The pass.
   int64_t pass_ = -1;
   bool in_pass_ = false;
+  bool is_shadow_ = false;         // whether the pass is a shadow_pass()
   Flags used_;                     // since the last pass, also in passes without synchronization
   std::vector<bool> has_arrived_;  // by parameter
   std::vector<size_t> arrival_;    // the parameters that have arrived, in that order

@@ -1,0 +1,101 @@
+"""The arguments that DataParallel has in common with DistributedDataParallel: those that cannot apply are refused."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.config import check
+from fusedcomm.reducer.parameters import is_ignored
+
+_REASONS = {
+    "mixed_precision": "it casts parameters for DDP's own reducer: use torch.autocast for the computation; wire= says in "
+    "which dtype gradients are sent",
+    "delay_all_reduce_named_params": "gradients are sent as soon as their bucket is complete: leave it out",
+    "param_to_hook_all_reduce": "gradients are sent as soon as their bucket is complete: leave it out",
+    "device_mesh": "give process_group=device_mesh.get_group()",
+    "skip_all_reduce_unused_params": "freeze parameters that are never used, with requires_grad_(False): they are left "
+    "out",
+    "bucket_cap_mb_list": "all buckets after the first have the same cap: use bucket_cap_mb=",
+    "batched_grad_copy": "gradients are not copied into buckets, so there are no copies to batch: leave it out",
+    "dim": "each process has one device, so inputs are not split along a dimension: leave it out",
+}
+
+
+def refuse_given(**given: object) -> None:
+    """Raises ValueError with the reason for the first argument that was given. An argument was not given if it is None,
+    False or 0."""
+    for name, value in given.items():
+        is_default = value is None or value is False or (type(value) is int and value == 0)
+        if not is_default:
+            raise ValueError(f"fusedcomm.DataParallel does not take {name}={value!r}: {_REASONS[name]}")
+
+
+def check_flags(**flags: object) -> None:
+    """Raises ValueError for the first argument that is neither True nor False."""
+    for name, value in flags.items():
+        check.flag(name, value)
+
+
+def check_module(module: object, ignored: Collection[str]) -> torch.device:
+    """Returns the device of the parameters that DataParallel synchronizes.
+
+    Raises:
+        TypeError: `module` is no module, or is a DistributedDataParallel.
+        ValueError: the parameters are on several types of devices.
+        RuntimeError: no parameter requires a gradient, or one is not initialized.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fusedcomm.DataParallel takes a torch.nn.Module, not a {type(module).__name__}")
+    if isinstance(module, DistributedDataParallel):
+        raise TypeError(
+            "fusedcomm.DataParallel takes a model that is not wrapped in DistributedDataParallel: give it ddp.module, "
+            "and use it in place of ddp"
+        )
+    parameters = [(name, p) for name, p in module.named_parameters() if not is_ignored(name, ignored)]
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"fusedcomm.DataParallel: the parameter {name!r} is not initialized: run a forward pass of the module "
+                "before you wrap it"
+            )
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise RuntimeError(
+            "fusedcomm.DataParallel: no parameter of the module requires a gradient, so there is nothing to "
+            "synchronize: call the module itself"
+        )
+    types = sorted({parameter.device.type for _, parameter in parameters})
+    if len(types) > 1:
+        raise ValueError(f"fusedcomm.DataParallel: the parameters are on several types of devices, {types}")
+    return parameters[0][1].device
+
+
+def check_devices(
+    device: torch.device,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> tuple[list[int] | None, int | None]:
+    """Returns `device_ids` and `output_device` as numbers; None and None if no device is named.
+
+    Raises:
+        ValueError: they name several devices, a device for a module on cpu, or another one than the module's.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"fusedcomm.DataParallel: device_ids={list(device_ids)!r} must be None or name one device: a process has one"
+        )
+    named = [*(device_ids or ()), *([output_device] if output_device is not None else ())]
+    for value in named:
+        if device.type == "cpu" or torch.device(device.type, _index(value)) != device:
+            raise ValueError(
+                f"fusedcomm.DataParallel: device_ids={device_ids!r} and output_device={output_device!r} must be None or "
+                f"the module's device, {device}; for a module on cpu, None"
+            )
+    if not device_ids:
+        return None, None
+    return [device.index], device.index
+
+
+def _index(value: int | torch.device | str) -> int | None:
+    return value if isinstance(value, int) else torch.device(value).index

@@ -1,0 +1,138 @@
+"""What DataParallel refuses, and with which reason."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from models import Mlp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+
+def wrapped(module: object, **kwargs) -> fusedcomm.DataParallel:
+    return fusedcomm.DataParallel(module, **{"wire": "fp32", "quiet": True, **kwargs})
+
+
+def error_of(call) -> str:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        call()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+ARGUMENTS = {
+    "mixed_precision": (object(), "torch.autocast"),
+    "delay_all_reduce_named_params": ([("a", nn.Parameter(torch.zeros(1)))], "leave it out"),
+    "param_to_hook_all_reduce": (nn.Parameter(torch.zeros(1)), "leave it out"),
+    "device_mesh": (object(), "process_group=device_mesh.get_group()"),
+    "skip_all_reduce_unused_params": (True, "requires_grad_(False)"),
+    "bucket_cap_mb_list": ([1, 2], "bucket_cap_mb="),
+    "batched_grad_copy": (True, "no copies to batch"),
+    "dim": (1, "not split along a dimension"),
+    "device_ids": ([0], "for a module on cpu, None"),
+    "output_device": (0, "for a module on cpu, None"),
+    "bucket_cap_mb": (0, "bucket_mib"),
+    "init_sync": (1, "init_sync"),
+    "broadcast_buffers": (None, "broadcast_buffers"),
+    "static_graph": ("yes", "static_graph"),
+    "check_reduction": (2, "check_reduction"),
+    "gradient_as_bucket_view": (0.5, "gradient_as_bucket_view"),
+    "find_unused_parameters": (1, "find_unused_parameters"),
+    "wire": ("int9", "int9"),
+    "local": (3, "LocalOptions"),
+}
+
+
+def arguments(rank, world_size):
+    found = {name: error_of(lambda n=name, v=value: wrapped(Mlp(), **{n: v})) for name, (value, _) in ARGUMENTS.items()}
+    found["two devices"] = error_of(lambda: wrapped(Mlp(), device_ids=[0, 1]))
+    frozen = Mlp().requires_grad_(False)
+    found |= {
+        "unknown": error_of(lambda: wrapped(Mlp(), no_such_argument=1)),
+        "no module": error_of(lambda: wrapped([])),
+        "ddp": error_of(lambda: wrapped(DistributedDataParallel(Mlp()))),
+        "frozen": error_of(lambda: wrapped(frozen)),
+        "lazy": error_of(lambda: wrapped(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))),
+        "devices": error_of(lambda: wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))),
+    }
+    module = Mlp()
+    model = wrapped(module)
+    found |= {
+        "wrapped": error_of(lambda: wrapped(module)),
+        "wrapper": error_of(lambda: wrapped(model)),
+        "attach": error_of(lambda: fusedcomm.attach(model, wire="fp32")),
+        "reducer": error_of(lambda: fusedcomm.GradReducer(model, "fp32")),
+        "hook": error_of(lambda: model.register_comm_hook(None, lambda state, bucket: None)),
+        "deepcopy": error_of(lambda: copy.deepcopy(model)),
+        "copy": error_of(lambda: copy.copy(model)),
+        "pickle": error_of(lambda: pickle.dumps(model)),
+    }
+    assert not hasattr(model, "reducer")
+    model(torch.ones(2, 10)).sum().backward()  # it works in spite of all this
+    ddp_module = Mlp()
+    kept = DistributedDataParallel(ddp_module)
+    found["in ddp"] = error_of(lambda: wrapped(ddp_module))
+    assert kept.module is ddp_module
+    return found
+
+
+def test_refusals_say_the_reason(ranks):
+    for found in ranks.run(arguments, world_size=2):
+        for name, (_, reason) in ARGUMENTS.items():
+            assert found[name].startswith(("ValueError", "TypeError")) and reason in found[name], found[name]
+        assert "one device" in found["two devices"] and "no_such_argument" in found["unknown"]
+        assert found["no module"].startswith("TypeError") and "not a list" in found["no module"]
+        assert found["ddp"].startswith("TypeError") and "ddp.module" in found["ddp"]
+        assert found["frozen"].startswith("RuntimeError") and "requires a gradient" in found["frozen"]
+        assert found["lazy"].startswith("RuntimeError") and "'1.weight' is not initialized" in found["lazy"]
+        assert "['cpu', 'meta']" in found["devices"]
+        for name in ("wrapped", "wrapper", "reducer"):
+            assert "another fusedcomm.GradReducer already synchronizes" in found[name]
+        assert "a DistributedDataParallel already synchronizes" in found["in ddp"]
+        assert found["attach"].startswith("TypeError") and "DataParallel" in found["attach"]
+        assert "wire=" in found["hook"]
+        for name in ("deepcopy", "copy", "pickle"):
+            assert found[name].startswith("TypeError") and "state_dict()" in found[name] and ".module" in found[name]
+
+
+class Buffered(nn.Module):
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32, name: str = "mark") -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.counts = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+        self.register_buffer(name, torch.zeros(size, dtype=dtype))
+
+
+def differing(rank, world_size):
+    is_odd = rank == 1
+    second = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 if is_odd else 2))
+    more = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 + is_odd)))
+    integers = Buffered(2)
+    if is_odd:
+        integers.counts = nn.Parameter(torch.zeros(5, dtype=torch.int64), requires_grad=False)
+    return {
+        "shape": error_of(lambda: wrapped(second)),
+        "dtype": error_of(lambda: wrapped(nn.Linear(2, 2, dtype=torch.float64 if is_odd else None))),
+        "count": error_of(lambda: wrapped(more)),
+        "buffer shape": error_of(lambda: wrapped(Buffered(2 + is_odd))),
+        "buffer dtype": error_of(lambda: wrapped(Buffered(2, torch.int32 if is_odd else torch.float32))),
+        "buffer name": error_of(lambda: wrapped(Buffered(2, name="other" if is_odd else "mark"))),
+        "integers": error_of(lambda: wrapped(integers)),
+        "buffers": error_of(lambda: wrapped(Mlp(), broadcast_buffers=not is_odd)),
+        "init_sync": error_of(lambda: wrapped(Mlp(), init_sync=is_odd)),
+        "static": error_of(lambda: wrapped(Mlp(), static_graph=is_odd)),
+        "wire": error_of(lambda: wrapped(Mlp(), wire="bf16" if is_odd else "fp32")),
+    }
+
+
+def test_ranks_that_differ_are_named_on_every_rank(ranks):
+    of_all = ranks.run(differing, world_size=3)
+    assert of_all[0] == of_all[1] == of_all[2]
+    found = of_all[0]
+    for name, text in found.items():
+        assert text.startswith("RuntimeError") and "rank 1" in text and "rank 2" not in text, (name, text)
+    for name, part in {"shape": "1.weight", "buffer shape": "mark", "buffer name": "other", "integers": "counts"}.items():
+        assert part in found[name]
+    assert "torch.int32" in found["buffer dtype"] and "different init_sync" in found["init_sync"]
