@@ -123,22 +123,9 @@ void bind_hook(py::module_& m) {
       .def("begin_call", &Synchroniser::begin_call, py::arg("what"), NoGil())
       .def("end_call", &Synchroniser::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
       .def("adopt_names", &Synchroniser::adopt_names, py::arg("other"), NoGil())
-      .def(
-          "want_squares", [](Synchroniser& hook, bool in_unpack) { hook.epilogue().want_squares(in_unpack); },
-          py::arg("in_unpack"))
-      .def("set_unscale", [](Synchroniser& hook, float unscale) { hook.epilogue().set_unscale(unscale); })
-      .def("require_unscale", [](Synchroniser& hook, bool required) { hook.epilogue().require_unscale(required); })
-      .def("take_unscaled", [](Synchroniser& hook) { return hook.epilogue().take_unscaled(); })
-      .def_property_readonly("unscaled", [](Synchroniser& hook) { return hook.epilogue().unscaled(); })
-      .def_property_readonly("has_unchanged", [](Synchroniser& hook) { return hook.epilogue().has_unchanged(); })
-      // (Σg², the parameters whose gradients are not in it); see PassEpilogue::Squares.
-      .def(
-          "squares",
-          [](Synchroniser& hook, const std::vector<at::Tensor>& parameters) {
-            PassEpilogue::Squares squares = hook.epilogue().squares(parameters);
-            return std::make_pair(squares.sum, std::move(squares.others));
-          },
-          py::arg("parameters"))
+      .def_property_readonly(
+          "epilogue", [](Synchroniser& hook) -> PassEpilogue& { return hook.epilogue(); },
+          py::return_value_policy::reference_internal)
       .def("take_notices", &Synchroniser::take_notices, NoGil())
       .def_property_readonly("transport", &Synchroniser::transport)
       .def("stats", &Synchroniser::stats, NoGil())
@@ -162,6 +149,25 @@ void bind_hook(py::module_& m) {
           NoGil());
 }
 
+// The synchroniser's epilogue. Another thread may hold its lock while it waits for the GIL, to free a parameter.
+void bind_epilogue(py::module_& m) {
+  py::class_<PassEpilogue>(m, "PassEpilogue")
+      .def("want_squares", &PassEpilogue::want_squares, py::arg("in_unpack"), NoGil())
+      .def("set_unscale", &PassEpilogue::set_unscale, py::arg("unscale"), NoGil())
+      .def("require_unscale", &PassEpilogue::require_unscale, py::arg("required"), NoGil())
+      .def("take_unscaled", &PassEpilogue::take_unscaled, NoGil())
+      .def_property_readonly("unscaled", py::cpp_function(&PassEpilogue::unscaled, NoGil()))
+      .def_property_readonly("has_unchanged", py::cpp_function(&PassEpilogue::has_unchanged, NoGil()))
+      // (Σg², the parameters whose gradients are not in it); see PassEpilogue::Squares.
+      .def(
+          "squares",
+          [](const PassEpilogue& epilogue, const std::vector<at::Tensor>& parameters) {
+            PassEpilogue::Squares squares = epilogue.squares(parameters);
+            return std::make_pair(squares.sum, std::move(squares.others));
+          },
+          py::arg("parameters"), NoGil());
+}
+
 }  // namespace
 
 void bind_gradients(pybind11::module_& m) {
@@ -181,6 +187,7 @@ void bind_gradients(pybind11::module_& m) {
       },
       py::arg("index"), py::arg("parameters"), py::arg("nbytes"));
   bind_results(m);
+  bind_epilogue(m);
   bind_hook(m);
 }
 

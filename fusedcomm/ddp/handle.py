@@ -197,7 +197,7 @@ class Handle(GradientNorms):
         hook, ddp = self._hook_now(), self._ddp()
         if hook is not None:
             # DDP leaves the gradient of a parameter that no rank has used as it was, whatever its bucket holds.
-            hook.want_squares(in_unpack=ddp is not None and not ddp.find_unused_parameters)
+            hook.epilogue.want_squares(in_unpack=ddp is not None and not ddp.find_unused_parameters)
 
     def _parameters_now(self) -> list[torch.Tensor]:
         self._refuse_detached("no gradients are synchronized")

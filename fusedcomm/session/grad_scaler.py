@@ -67,21 +67,21 @@ class GradScaler(torch.amp.GradScaler):
         for comm in self._comms:
             comm._want_squares()
         for hook in self._hooks():
-            if hook.unscaled != 1 and not self._is_used and hook.has_unchanged:
+            if hook.epilogue.unscaled != 1 and not self._is_used and hook.epilogue.has_unchanged:
                 raise RuntimeError(
                     "fusedcomm: the gradients of the backward pass before are unscaled already, and no step has used "
                     "them, so those of this loss cannot be added: call backward() within no_sync() for all losses of a "
                     "step but the last, or zero_grad() before a new step"
                 )
-            hook.take_unscaled()
-            hook.require_unscale(True)
-            hook.set_unscale(inverse)
+            hook.epilogue.take_unscaled()
+            hook.epilogue.require_unscale(True)
+            hook.epilogue.set_unscale(inverse)
         self._is_used = False
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> float | None:
         is_ready = self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
-        if is_ready and any(hook.unscaled != 1 for hook in self._hooks()):
+        if is_ready and any(hook.epilogue.unscaled != 1 for hook in self._hooks()):
             self.unscale_(optimizer)  # a fused optimizer would unscale once more
         return super().step(optimizer, *args, **kwargs)
 
@@ -90,7 +90,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         for hook in self._hooks():
-            hook.take_unscaled()
+            hook.epilogue.take_unscaled()
         self._is_used = True
         if self._scale is not None and self._scale.device.type == "cuda":
             # Copied now, so that scale() need not wait for what is enqueued after this.
@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
     def release(self) -> None:
         """Ends the unscaling by unpack: backward passes without ``scale()`` are possible again."""
         for hook in self._hooks():
-            hook.require_unscale(False)
+            hook.epilogue.require_unscale(False)
 
     def _hooks(self) -> "list[_C.Synchroniser]":
         return [hook for comm in self._comms if (hook := comm._hook_now()) is not None]
@@ -127,14 +127,14 @@ class GradScaler(torch.amp.GradScaler):
         unread: list[torch.Tensor] = []
         for comm in self._comms:
             hook = comm._hook_now()
-            if hook is None or hook.unscaled == 1:
+            if hook is None or hook.epilogue.unscaled == 1:
                 continue
             self._is_used = True
             unscaled = [p for p in comm._parameters_now() if scaled.pop(id(p), None) is not None]
             if not allow_fp16 and any(p.grad is not None and p.grad.dtype == torch.float16 for p in unscaled):
                 raise ValueError("Attempting to unscale FP16 gradients.")
             # A bucket counts only if all its parameters are in the optimizer.
-            total, others = hook.squares(unscaled)
+            total, others = hook.epilogue.squares(unscaled)
             finite = finite and total - total == 0
             unread += others
         one = torch.ones_like(inv_scale)

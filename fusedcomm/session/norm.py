@@ -110,7 +110,7 @@ class GradientNorms:
         """From the next pass on Σg² is known, as far as unpack writes the gradients."""
         hook = self._hook_now()
         if hook is not None:
-            hook.want_squares(in_unpack=True)
+            hook.epilogue.want_squares(in_unpack=True)
 
     def _measured(self, also: Iterable[torch.Tensor]) -> "_Measured":
         measured = _Measured(self._hook_now(), [*self._parameters_now(), *also])
@@ -134,7 +134,7 @@ class _Measured:
         total, others = 0.0, [p for p in self.parameters if p.grad is not None]
         device = others[0].grad.device
         if self.hook is not None:
-            total, others = self.hook.squares(self.parameters)
+            total, others = self.hook.epilogue.squares(self.parameters)
         return torch.tensor(total, dtype=torch.float64, device=device) + power_sum(others, 2.0, device)
 
 
