@@ -219,8 +219,8 @@ def test_the_same_passes_are_synchronized_as_in_ddp(ranks):
 def joined(rank, world_size, ours, nums, kwargs, divide, joins_optimizer):
     """Trains with nums[rank] inputs. Returns the state at the end, and the gradients of the steps.
 
-    No gradient counts as zeros: for DDP a rank without inputs has used what it used in its last pass, so parameters that
-    no rank has used may get zeros.
+    No gradient counts as zeros: for DDP a rank without inputs has used what it used in its last pass, so parameters
+    that no rank has used may get zeros.
     """
     torch.manual_seed(rank)
     module = Normalised() if not kwargs else Branches()
