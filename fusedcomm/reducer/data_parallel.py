@@ -43,8 +43,8 @@ class DataParallel(nn.Module, Joinable):
         broadcast_buffers: whether buffers are broadcast at construction and before forward passes.
         init_sync: whether construction broadcasts parameters and buffers. The ranks are compared in any case.
         process_group: None: the default group.
-        bucket_cap_mb: a bucket is complete when it has this many MiB of gradients. None: 25. The first has 1 MiB if that
-            is less.
+        bucket_cap_mb: a bucket is complete when it has this many MiB of gradients. None: 25. The first has 1 MiB if
+            that is less.
         find_unused_parameters: whether a backward pass may leave out parameters; see :class:`GradReducer`.
         check_reduction: accepted with either value, because a missing gradient is always an error.
         gradient_as_bucket_view: accepted with either value. Gradients are sent from where they lie, so the copy that
@@ -250,8 +250,9 @@ class DataParallel(nn.Module, Joinable):
         reached it, every rank gets the parameters of a rank that was last.
 
         Args:
-            divide_by_initial_world_size: whether such ranks count in the mean, as zeros. If not, the mean is that of the
-                other ranks: the mean of all is multiplied when it has arrived, so its last bit may differ from DDP's.
+            divide_by_initial_world_size: whether such ranks count in the mean, as zeros. If not, the mean is that of
+                the other ranks: the mean of all is multiplied when it has arrived, so its last bit may differ from
+                DDP's.
             enable: False: the context does nothing.
             throw_on_early_termination: whether the end of one rank's inputs raises RuntimeError on every rank.
         """

@@ -10,8 +10,8 @@ from fusedcomm.config import check
 from fusedcomm.reducer.parameters import is_ignored
 
 _REASONS = {
-    "mixed_precision": "it casts parameters for DDP's own reducer: use torch.autocast for the computation; wire= says in "
-    "which dtype gradients are sent",
+    "mixed_precision": "it casts parameters for DDP's own reducer: use torch.autocast for the computation; wire= says "
+    "in which dtype gradients are sent",
     "delay_all_reduce_named_params": "gradients are sent as soon as their bucket is complete: leave it out",
     "param_to_hook_all_reduce": "gradients are sent as soon as their bucket is complete: leave it out",
     "device_mesh": "give process_group=device_mesh.get_group()",
@@ -83,14 +83,15 @@ def check_devices(
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
-            f"fusedcomm.DataParallel: device_ids={list(device_ids)!r} must be None or name one device: a process has one"
+            f"fusedcomm.DataParallel: device_ids={list(device_ids)!r} must be None or name one device: a process has "
+            "one"
         )
     named = [*(device_ids or ()), *([output_device] if output_device is not None else ())]
     for value in named:
         if device.type == "cpu" or torch.device(device.type, _index(value)) != device:
             raise ValueError(
-                f"fusedcomm.DataParallel: device_ids={device_ids!r} and output_device={output_device!r} must be None or "
-                f"the module's device, {device}; for a module on cpu, None"
+                f"fusedcomm.DataParallel: device_ids={device_ids!r} and output_device={output_device!r} must be None "
+                f"or the module's device, {device}; for a module on cpu, None"
             )
     if not device_ids:
         return None, None

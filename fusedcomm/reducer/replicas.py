@@ -51,8 +51,8 @@ def _difference(what: str, of_rank_0: object, rank: int, of_rank: object) -> str
         else:
             of_rank_0, of_rank = next(pair for pair in zip(of_rank_0, of_rank, strict=True) if pair[0] != pair[1])
     return (
-        f"fusedcomm.DataParallel: the ranks have different {what}: rank 0 has {of_rank_0}, and rank {rank} has {of_rank}"
-        ". Give DataParallel the same module and arguments on every rank"
+        f"fusedcomm.DataParallel: the ranks have different {what}: rank 0 has {of_rank_0}, and rank {rank} has "
+        f"{of_rank}. Give DataParallel the same module and arguments on every rank"
     )
 
 

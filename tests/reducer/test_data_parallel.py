@@ -217,7 +217,11 @@ def test_the_same_passes_are_synchronized_as_in_ddp(ranks):
 
 
 def joined(rank, world_size, ours, nums, kwargs, divide, joins_optimizer):
-    """Trains with nums[rank] inputs. Returns the state at the end, and the gradients of the steps."""
+    """Trains with nums[rank] inputs. Returns the state at the end, and the gradients of the steps.
+
+    No gradient counts as zeros: for DDP a rank without inputs has used what it used in its last pass, so parameters
+    that no rank has used may get zeros.
+    """
     torch.manual_seed(rank)
     module = Normalised() if not kwargs else Branches()
     model = wrapped(ours, module, bucket_cap_mb=0.001, **kwargs)
@@ -231,11 +235,12 @@ def joined(rank, world_size, ours, nums, kwargs, divide, joins_optimizer):
     with context:
         for step in range(nums[rank]):
             x, y = batch(rank, step, 0)
-            if step % 3 == 1:
+            # Each forward pass is an iteration for Join, in which the optimizer must step, too.
+            if step % 3 == 1 and not joins_optimizer:
                 with model.no_sync():
                     nn.functional.mse_loss(model(x), y).backward()
             nn.functional.mse_loss(model(x), y).backward()
-            gradients += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            gradients += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
     return {name: value.clone() for name, value in model.state_dict().items()}, gradients

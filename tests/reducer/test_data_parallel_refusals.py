@@ -133,6 +133,11 @@ def test_ranks_that_differ_are_named_on_every_rank(ranks):
     found = of_all[0]
     for name, text in found.items():
         assert text.startswith("RuntimeError") and "rank 1" in text and "rank 2" not in text, (name, text)
-    for name, part in {"shape": "1.weight", "buffer shape": "mark", "buffer name": "other", "integers": "counts"}.items():
+    for name, part in {
+        "shape": "1.weight",
+        "buffer shape": "mark",
+        "buffer name": "other",
+        "integers": "counts",
+    }.items():
         assert part in found[name]
     assert "torch.int32" in found["buffer dtype"] and "different init_sync" in found["init_sync"]

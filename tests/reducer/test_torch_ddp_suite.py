@@ -20,7 +20,7 @@ TEXT = "expects the text of DDP's errors, which the next forward pass raises; he
 BUFFER_HOOK = "a private function of DDP that replaces the broadcast of buffers"
 OTHER = {
     "test_ddp_bucket_cap_mb_list": "bucket_cap_mb_list, which is refused",
-    "test_ddp_broadcast_buffers_deprecation_warning": "expects that broadcast_buffers is deprecated, and here it is not",
+    "test_ddp_broadcast_buffers_deprecation_warning": "expects that broadcast_buffers is deprecated; here it is not",
     "test_ddp_device_mesh_initialization": "device_mesh, which is refused",
     "test_ddp_profiling_torch_profiler": "looks for DDP's all-reduce in a profile; a wire sends point to point",
     "test_ddp_sink_noclone": "counts the copies that DDP makes of outputs; DataParallel makes none",
