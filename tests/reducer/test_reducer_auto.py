@@ -199,8 +199,8 @@ def on_own_clock(rank, world_size, wires, every, freezes):
     reducer = reducer_of(model, Auto(wires), every=every)
     right, last, step = [], None, 0
     while last is None or step < last + 3:
-        if freezes and step in (7, 20):  # a search takes more steps
-            model.weights[0].requires_grad_(step == 20)
+        if freezes and step in (7, 12):  # before it decides about sizes
+            model.weights[0].requires_grad_(step == 12)
         model.zero_grad(set_to_none=True)
         for _ in range(every):
             with reducer.no_sync():
