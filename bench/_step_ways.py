@@ -14,7 +14,6 @@ MAX_NORM = 1.0
 
 DDP, DDP_TUNED, STOCK = "ddp", "ddp tuned", "ddp, torch's bf16 hook"
 HOOK, REDUCER, REDUCER_FP32 = "fusedcomm hook, bf16", "fusedcomm reducer, bf16", "fusedcomm reducer, fp32"
-HOOK_TORCH = "fusedcomm hook, torch's clip"
 REDUCER_FUSED = "fusedcomm reducer, optimizer clips"
 
 Front = fusedcomm.Handle | fusedcomm.GradReducer | None
@@ -145,7 +144,6 @@ def ways(fused: bool = True) -> list[Way]:
         Way(DDP_TUNED, _ddp_tuned, 0, (INTO_BUCKET, ring(4))),
         Way(STOCK, _stock, 2, of_stock),
         Way(HOOK, _hook, 1, of_hook, clip_passes=CLIP, **EPILOGUE),
-        Way(HOOK_TORCH, _hook, 1, of_hook),
         Way(REDUCER, _reducer("bf16"), 1, of_reducer, clip_passes=CLIP, **EPILOGUE),
         Way(REDUCER_FP32, _reducer("fp32"), 0, of_fp32, clip_passes=CLIP, **EPILOGUE),
     ]

@@ -48,6 +48,11 @@ struct BucketRecord {
   bool lies_as(const Gradients& gradients) const;
 };
 
+// The first encoder with error feedback and noise: a message within a host has neither.
+inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
+  return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
+}
+
 // The label of a bucket, "bucket 3 (first … last; 12 parameters, 1.5 MiB)": the same in plans, statistics, traces,
 // errors and warnings. `parameters`: their names. `nbytes`: of their gradients.
 std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<std::string>& parameters, double nbytes);

@@ -16,14 +16,6 @@
 #include "wire/names.h"
 
 namespace fusedcomm {
-namespace {
-
-// The first encoder with error feedback and noise: a message within a host has neither.
-Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
-  return record.plan.on_two_levels() ? payload->local_reduce : payload->pack;
-}
-
-}  // namespace
 
 Synchroniser::Synchroniser(std::shared_ptr<Engine> engine, std::shared_ptr<C10dTransport> transport,
                            const std::vector<Parameters::Known>& parameters, c10::Device device, const Options& options)
@@ -299,52 +291,6 @@ std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const Bu
     job->payloads[i].unpacked->tables = record->streams[i].unpack_tables;
   }
   return job;
-}
-
-void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record,
-                           const GradientsPtr& gradients, int64_t step) {
-  if (record->plan.sum == Sum::kExact) return;
-  at::NoGradGuard no_grad;
-  const BucketPlan& plan = record->plan;
-  // An encoder that is given a residual writes its error there. -0 added to a value is that value.
-  auto residuals = std::make_shared<std::vector<std::shared_ptr<ResidualBuffer>>>();
-  std::vector<std::shared_ptr<ResidualBuffer>> temporary(record->streams.size());
-  for (size_t i = 0; i < record->streams.size(); ++i) {
-    if (plan.layouts[i].lossy_numel == 0 || plan.layouts[i].wire == Wire::kFp32) continue;
-    std::shared_ptr<ResidualBuffer> residual = record->streams[i].residual;
-    if (!residual) {
-      try {
-        residual = std::make_shared<ResidualBuffer>(plan.layouts[i], ResidualFormat::kFp32, plan.pack_scale,
-                                                    plan.reduce_scale, transport_->place(), device_,
-                                                    /*of_first_only=*/true);
-      } catch (const c10::Error&) {
-        return;  // no memory: a measurement is not worth failing a step
-      } catch (const std::bad_alloc&) {
-        return;
-      }
-      residual->fill_first(-0.0F);
-      for (const at::Tensor& storage : residual->storages()) engine_->device().will_use(storage);
-      temporary[i] = residual;
-    }
-    residuals->push_back(std::move(residual));
-  }
-  for (size_t i = 0; i < temporary.size(); ++i) {
-    if (temporary[i]) first_encoding(*record, &job->payloads[i]).residual = temporary[i]->of_first();
-  }
-  auto measurement = std::make_shared<Measurement>();
-  measurement->step = step;
-  measurement->label = record->label;
-  job->before_pack = [measurement, gradients] {
-    at::NoGradGuard inner_no_grad;
-    measurement->norm = gradients->norm();
-  };
-  job->after_first_encoder = [this, measurement, residuals] {
-    at::NoGradGuard inner_no_grad;
-    at::Tensor squares = at::zeros_like(measurement->norm);
-    for (const auto& residual : *residuals) squares.add_(residual->first_norm().square_());
-    measurement->error_norm = squares.sqrt_();
-    monitor_.add(std::move(*measurement));
-  };
 }
 
 std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket) {

@@ -109,6 +109,10 @@ class Synchroniser {
   // Prepares the job so that the error of this rank's first encoder is measured.
   void measure(BucketJob* job, const std::shared_ptr<const BucketRecord>& record, const GradientsPtr& gradients,
                int64_t step);
+  // The residuals of the bucket's first encoders, one for each lossy layout, with temporary ones where the record has
+  // none; the job's encoders write their errors there. {null} if there is no memory: a measurement is not worth failing
+  // a step.
+  std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, const BucketRecord& record) const;
 
   // Call these with mutex_ held.
   std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
