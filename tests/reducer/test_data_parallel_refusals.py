@@ -134,7 +134,7 @@ def test_ranks_that_differ_are_named_on_every_rank(ranks):
     for name, text in found.items():
         assert text.startswith("RuntimeError") and "rank 1" in text and "rank 2" not in text, (name, text)
     for name, part in {
-        "shape": "1.weight",
+        "shape": "[1][0] is 2 on rank 0 and 3 on rank 1",
         "buffer shape": "mark",
         "buffer name": "other",
         "integers": "counts",
