@@ -88,7 +88,7 @@ def check_devices(
         )
     named = [*(device_ids or ()), *([output_device] if output_device is not None else ())]
     for value in named:
-        if device.type == "cpu" or torch.device(device.type, _index(value)) != device:
+        if device.type == "cpu" or not _names(value, device):
             raise ValueError(
                 f"fusedcomm.DataParallel: device_ids={device_ids!r} and output_device={output_device!r} must be None "
                 f"or the module's device, {device}; for a module on cpu, None"
@@ -98,5 +98,9 @@ def check_devices(
     return [device.index], device.index
 
 
-def _index(value: int | torch.device | str) -> int | None:
-    return value if isinstance(value, int) else torch.device(value).index
+def _names(value: int | torch.device | str, device: torch.device) -> bool:
+    """Whether `value` is the device, its number, or its type without a number."""
+    if isinstance(value, int):
+        return value == device.index
+    named = torch.device(value)
+    return named.type == device.type and named.index in (None, device.index)

@@ -51,7 +51,7 @@ class GradReducer(GradientNorms):
     Args:
         module_or_named_parameters: a module that is not wrapped in DistributedDataParallel, or pairs of names and
             parameters. A module keeps this object alive; otherwise keep it, because its hooks end with it. Sparse
-            gradients need the module.
+            gradients need the module. What its ``_ddp_params_and_buffers_to_ignore`` names is left out, as in DDP.
         wire: a wire, or a :class:`fusedcomm.Config`. None: ``Config()``. Or "auto", short for ``Auto()``, or a
             :class:`fusedcomm.Auto`: the first steps try its wires, and the fastest is kept.
         bucket_mib: a bucket is complete when it has this many MiB of gradients. The first has 1 MiB if that is less.

@@ -1,6 +1,7 @@
 """What DataParallel refuses, and with which reason."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.reducer.ddp_arguments import check_devices
 
 
 def wrapped(module: object, **kwargs) -> fusedcomm.DataParallel:
@@ -97,6 +99,20 @@ def test_refusals_say_the_reason(ranks):
             assert found[name].startswith("TypeError") and "state_dict()" in found[name] and ".module" in found[name]
 
 
+CUDA_1 = torch.device("cuda", 1)
+
+
+def test_device_ids_name_the_modules_device():
+    for given in ([1], ["cuda:1"], [CUDA_1], ["cuda"]):
+        assert check_devices(CUDA_1, given, None) == ([1], 1)
+    assert check_devices(CUDA_1, [1], CUDA_1) == ([1], 1)
+    for given in (None, []):
+        assert check_devices(CUDA_1, given, None) == (None, None)
+        assert check_devices(torch.device("cpu"), given, None) == (None, None)
+    for given in (([0], None), (["cuda:2"], None), (["cpu"], None), ([1], 0), (None, 0)):
+        assert "the module's device, cuda:1" in error_of(functools.partial(check_devices, CUDA_1, *given))
+
+
 class Buffered(nn.Module):
     def __init__(self, size: int, dtype: torch.dtype = torch.float32, name: str = "mark") -> None:
         super().__init__()
@@ -134,7 +150,7 @@ def test_ranks_that_differ_are_named_on_every_rank(ranks):
     for name, text in found.items():
         assert text.startswith("RuntimeError") and "rank 1" in text and "rank 2" not in text, (name, text)
     for name, part in {
-        "shape": "1.weight",
+        "shape": "[1][0] is 2 on rank 0 and 3 on rank 1",
         "buffer shape": "mark",
         "buffer name": "other",
         "integers": "counts",
