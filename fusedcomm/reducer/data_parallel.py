@@ -11,12 +11,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.config import Config, LocalOptions, Wire
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.config import Config, LocalOptions, Search, Wire
 from fusedcomm.reducer import replicas
 from fusedcomm.reducer.ddp_arguments import check_devices, check_flags, check_module, refuse_given
 from fusedcomm.reducer.reducer import GradReducer, release
-
-_DDP_BUCKET_CAP_MB = 25
 
 
 class DataParallel(nn.Module, Joinable):
@@ -43,8 +42,8 @@ class DataParallel(nn.Module, Joinable):
         broadcast_buffers: whether buffers are broadcast at construction and before forward passes.
         init_sync: whether construction broadcasts parameters and buffers. The ranks are compared in any case.
         process_group: None: the default group.
-        bucket_cap_mb: a bucket is complete when it has this many MiB of gradients. None: 25. The first has 1 MiB if
-            that is less.
+        bucket_cap_mb: a bucket is complete when it has this many MiB of gradients; the first has 1 MiB if that is less.
+            None: 25, or with a search the size that it finds.
         find_unused_parameters: whether a backward pass may leave out parameters; see :class:`GradReducer`.
         check_reduction: accepted with either value, because a missing gradient is always an error.
         gradient_as_bucket_view: accepted with either value. Gradients are sent from where they lie, so the copy that
@@ -52,7 +51,7 @@ class DataParallel(nn.Module, Joinable):
         static_graph: whether all backward passes use the same parameters. Then some may never be used, as with
             `find_unused_parameters`, at the same cost. Not as in DDP, a parameter must not be used in two checkpoints
             with ``use_reentrant=True``.
-        wire: a wire, or a :class:`Config`. None: ``Config()``.
+        wire: a wire, a :class:`Config`, or a search, as for :class:`GradReducer`. None: ``Config()``.
         local: a :class:`LocalOptions`: options that may differ from rank to rank.
         quiet: whether rank 0 does not report the plan.
         forward_sync_buffers: whether buffers are broadcast before forward passes; construction then always broadcasts
@@ -92,7 +91,7 @@ class DataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        wire: Wire | Config | None = None,
+        wire: Wire | Search | Config | Auto | None = None,
         local: LocalOptions | None = None,
         quiet: bool = False,
         forward_sync_buffers: bool | None = None,
@@ -140,7 +139,7 @@ class DataParallel(nn.Module, Joinable):
         self.comm = GradReducer(
             module,
             wire,
-            bucket_mib=_DDP_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb,
+            bucket_mib=bucket_cap_mb,
             process_group=self.process_group,
             find_unused_parameters=find_unused_parameters or static_graph,
             local=local,
