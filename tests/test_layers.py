@@ -19,6 +19,7 @@ WITHOUT_TORCH = ("engine", "codec", "lanes", "wire")
 FUSEDCOMM = (
     "__main__",
     "tools",
+    "horovod",
     "__init__",
     "ddp",
     "reducer",
