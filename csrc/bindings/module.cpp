@@ -11,4 +11,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fusedcomm::bind_gradients(m);
   fusedcomm::bind_ddp(m);
   fusedcomm::bind_reducer(m);
+  fusedcomm::bind_horovod(m);
 }
