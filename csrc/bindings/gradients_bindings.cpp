@@ -126,6 +126,8 @@ void bind_hook(py::module_& m) {
       .def_property_readonly(
           "epilogue", [](Synchroniser& hook) -> PassEpilogue& { return hook.epilogue(); },
           py::return_value_policy::reference_internal)
+      // (name, number of dimensions) → number of the wire.
+      .def("choose_wires", &Synchroniser::choose_wires, py::arg("wire_of"), NoGil())
       .def("take_notices", &Synchroniser::take_notices, NoGil())
       .def_property_readonly("transport", &Synchroniser::transport)
       .def("stats", &Synchroniser::stats, NoGil())

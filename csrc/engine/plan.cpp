@@ -77,18 +77,35 @@ std::vector<WireFormat> streams_of(const WireConfig& config, const std::vector<i
   return streams;
 }
 
+// A factor as the product of `near_one`, of magnitude above 1/2 and at most 1, and `power`, a power of two.
+struct SplitFactor {
+  double near_one = 1, power = 1;
+};
+
+SplitFactor split(double factor) {
+  int exponent = 0;
+  const double fraction = std::frexp(factor, &exponent);
+  // The power must be a normal float. 0, Inf and NaN have none.
+  if (!std::isnormal(factor) || std::abs(exponent) > 100) return {1, factor};
+  const bool is_power = std::abs(fraction) == 0.5;
+  return {is_power ? 2 * fraction : fraction, std::exp2(is_power ? exponent - 1 : exponent)};
+}
+
 // Sets the layouts and scales of a bucket that the codec sums.
 void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_numel,
-                       const std::vector<WireFormat>& streams, BucketPlan* plan) {
+                       const std::vector<WireFormat>& streams, double factor, BucketPlan* plan) {
   const double predivide = config.predivide != 0 ? config.predivide : 1;
   plan->pack_scale = static_cast<float>(1 / predivide);
-  const auto mean_scale = static_cast<float>(predivide / world_size);
   if (!plan->encodes_sums()) {
-    plan->unpack_scale = mean_scale;
+    plan->unpack_scale = static_cast<float>(predivide * factor / world_size);
     plan->layouts = bucket_layouts(streams, 1, exact_numel, config.max_chunk_nbytes);
     return;
   }
-  plan->reduce_scale = mean_scale;
+  // The encoded sum is at most as large as the mean, so it overflows no earlier. Unpack multiplies by a power of two,
+  // which rounds nothing.
+  const SplitFactor parts = split(factor);
+  plan->reduce_scale = static_cast<float>(predivide * parts.near_one / world_size);
+  plan->unpack_scale = static_cast<float>(parts.power);
   plan->layouts = bucket_layouts(streams, world_size, exact_numel, max_chunk_nbytes(config, streams, exact_numel));
   if (config.ranks_per_host > 1) {
     plan->host_layouts = host_layouts(plan->layouts, config.local_wire, config.ranks_per_host);
@@ -98,16 +115,20 @@ void plan_sum_of_codes(const WireConfig& config, int world_size, int64_t exact_n
 // Sets the layouts and scales of a bucket that the transport sums. An all-reduce has one dtype, so exempt parameters of
 // an exact bucket need no section of their own.
 void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, bool in_one_run, int64_t exact_numel,
-                     const std::vector<WireFormat>& streams, BucketPlan* plan) {
+                     const std::vector<WireFormat>& streams, std::optional<double> factor, BucketPlan* plan) {
   WireFormat whole = streams.front();
   plan->wires = {};
   if (plan->sum == Sum::kExact) {
     int64_t numel = exact_numel;
     for (const WireFormat& stream : streams) numel += stream.numel;
     whole = {Wire::kFp32, config.block_numel, false, numel};
-    // Scale before the sum, as DDP's own all-reduce does: this gives the same bits.
-    plan->pack_scale = static_cast<float>(1.0 / world_size);
-    plan->in_place = in_one_run && dtype == GradDtype::kFloat32;
+    if (factor) {
+      plan->unpack_scale = static_cast<float>(*factor / world_size);
+    } else {
+      // Scale before the sum, as DDP's own all-reduce does: this gives the same bits.
+      plan->pack_scale = static_cast<float>(1.0 / world_size);
+      plan->in_place = in_one_run && dtype == GradDtype::kFloat32;
+    }
   } else {
     if (exact_numel != 0) {
       throw std::invalid_argument(
@@ -118,7 +139,7 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
                              : whole.wire == Wire::kFp16 ? balanced_predivide(world_size)
                                                          : 1;
     plan->pack_scale = static_cast<float>(1 / predivide);
-    plan->unpack_scale = static_cast<float>(predivide / world_size);
+    plan->unpack_scale = static_cast<float>(predivide * factor.value_or(1) / world_size);
   }
   plan->layouts = bucket_layouts({whole}, 1, 0, plan->in_place ? kOneChunk : config.max_chunk_nbytes);
 }
@@ -126,14 +147,14 @@ void plan_all_reduce(const WireConfig& config, int world_size, GradDtype dtype, 
 }  // namespace
 
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       const std::vector<int64_t>& lossy_numels, bool in_one_run) {
+                       const std::vector<int64_t>& lossy_numels, bool in_one_run, std::optional<double> factor) {
   BucketPlan plan;
   const std::vector<WireFormat> streams = streams_of(config, lossy_numels, &plan.wires);
   plan.sum = choose_sum(config, world_size, dtype, exact_numel, streams, &plan.reason);
   if (plan.sums_codes()) {
-    plan_sum_of_codes(config, world_size, exact_numel, streams, &plan);
+    plan_sum_of_codes(config, world_size, exact_numel, streams, factor.value_or(1), &plan);
   } else {
-    plan_all_reduce(config, world_size, dtype, in_one_run, exact_numel, streams, &plan);
+    plan_all_reduce(config, world_size, dtype, in_one_run, exact_numel, streams, factor, &plan);
   }
   ChunkShape shape{world_size, plan.chunk_nbytes(), plan.in_place};
   if (plan.in_place) shape.nbytes = plan.layouts.front().lossy_numel * grad_nbytes(GradDtype::kFloat32);

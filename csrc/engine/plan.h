@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,8 +62,13 @@ inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 // Plans a bucket with exact_numel elements in the exact stream and lossy_numels[k] elements in wire number k; missing
 // ones are 0. in_one_run: the gradients are contiguous, so that a collective may work on their own memory. Throws
 // std::invalid_argument if sum='direct' would have to carry exact elements.
+//
+// factor: the result is the mean × factor. It is applied where it costs no rounding, so with factor = world_size whole
+// numbers that the wire can hold give their exact sum. Without a factor the result is the mean, with the bits of DDP's
+// own all-reduce where the sum is exact.
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
-                       const std::vector<int64_t>& lossy_numels, bool in_one_run = true);
+                       const std::vector<int64_t>& lossy_numels, bool in_one_run = true,
+                       std::optional<double> factor = std::nullopt);
 
 // An upper bound of chunk_nbytes() and host_chunk_nbytes() for any bucket. The module's parameters give no tighter
 // bound, because some may have been frozen, tied or ignored since.

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace fusedcomm {
@@ -78,6 +79,14 @@ struct Bucket {
   // Called when the bucket is new or has other parameters than before. Throws if the front end finds that these are not
   // the gradients of its parameters. May be empty.
   std::function<void()> check;
+  // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last has no
+  // meaning, and neither norms nor loss scales nor verifications include the bucket.
+  bool is_alone = false;
+  // The result is the mean × factor; see plan_bucket(). Only for a bucket that is alone.
+  std::optional<double> factor;
+  // See BucketJob::is_void. If it returns true, the gradients and the residuals end as they were. Only for a bucket
+  // that is alone, on CPU. May be empty.
+  std::function<bool()> is_void;
 };
 
 }  // namespace fusedcomm

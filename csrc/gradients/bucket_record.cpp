@@ -23,7 +23,7 @@ void plan(const Engine& engine, BucketRecord* record) {
     (wire == kExactWire ? exact_numel : lossy_numels[static_cast<size_t>(wire)]) += member.numel;
   }
   record->plan = plan_bucket(config, engine.world_size(), grad_dtype_of(record->dtype), exact_numel, lossy_numels,
-                             record->in_one_run);
+                             record->in_one_run, record->factor);
   record->streams.resize(record->plan.layouts.size());
   std::vector<bool> begun(record->streams.size(), false);
   for (BucketRecord::Member& member : record->members) {
@@ -61,9 +61,17 @@ void prepare(Device* device, Parameters* parameters, BucketRecord* record) {
   }
 }
 
+// Adds `values` to a gradient. `left_out`: the whole residual of the parameter before.
+void spend(const BucketRecord::Member& member, const at::Tensor& gradient, const at::Tensor& values,
+           const at::Tensor& left_out, std::vector<SpentResidual>* spent) {
+  if (spent) spent->push_back({member.state, left_out.clone(), gradient, gradient.clone()});
+  gradient.add_(values);
+}
+
 // Makes the record's residuals from those of its parameters. A residual that can no longer be kept is added to the
 // gradients.
-void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients) {
+void move_residuals(const Engine& engine, const Place& place, BucketRecord* record, const Gradients& gradients,
+                    std::vector<SpentResidual>* spent) {
   const WireConfig& config = engine.config();
   // Without error feedback there may still be a loaded residual, which another wire has left.
   const auto is_loaded = [](const BucketRecord::Member& member) { return member.state->loaded.defined(); };
@@ -92,7 +100,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
       if (!all.defined()) all = at::zeros({plan.layouts[member.payload].lossy_numel}, left_out.options());
       all.narrow(0, begins[member.payload], member.numel).copy_(left_out);
     } else if (left_out.defined()) {
-      gradients.view(i).add_(left_out);
+      spend(member, gradients.view(i), left_out, left_out, spent);
     }
     if (!member.exact) begins[member.payload] += member.numel;
   }
@@ -105,7 +113,7 @@ void move_residuals(const Engine& engine, const Place& place, BucketRecord* reco
     const at::Tensor& rest = values[member.payload];
     int64_t& begin = begins[member.payload];
     if (rest.defined() && !member.exact) {
-      gradients.view(i).add_(rest.narrow(0, begin, member.numel));
+      spend(member, gradients.view(i), rest.narrow(0, begin, member.numel), member.state->left_out(), spent);
     }
     member.state->loaded = at::Tensor();
     member.state->residual = member.exact ? nullptr : record->streams[member.payload].residual;
@@ -161,12 +169,26 @@ std::vector<std::string> BucketRecord::parameter_names() const {
 
 bool BucketRecord::is_of(const Bucket& bucket) const {
   const Gradients& gradients = *bucket.gradients;
-  if (is_stale || dtype != gradients.dtype() || passthrough == is_carried(gradients)) return false;
+  if (is_stale || factor != bucket.factor || dtype != gradients.dtype() || passthrough == is_carried(gradients))
+    return false;
   if (in_one_run != gradients.in_one_run() || numel != gradients.numel()) return false;
   if (parameters.size() != bucket.parameters.size()) return false;
   return std::equal(
       parameters.begin(), parameters.end(), bucket.parameters.begin(), bucket.parameters.end(),
       [](c10::TensorImpl* known, const at::Tensor& parameter) { return known == parameter.unsafeGetTensorImpl(); });
+}
+
+bool BucketRecord::has_residuals() const {
+  return passthrough || std::all_of(members.begin(), members.end(), [this](const Member& member) {
+           return member.state->residual == (member.exact ? nullptr : streams[member.payload].residual);
+         });
+}
+
+void SpentResidual::give_back() const {
+  const at::NoGradGuard no_grad;
+  gradient.copy_(before);
+  state->loaded = left_out;
+  state->residual = nullptr;
 }
 
 bool BucketRecord::lies_as(const Gradients& gradients) const {
@@ -177,12 +199,14 @@ bool BucketRecord::lies_as(const Gradients& gradients) const {
 }
 
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
-                                          c10::Device device, Parameters* parameters) {
+                                          c10::Device device, Parameters* parameters,
+                                          std::vector<SpentResidual>* spent) {
   const Gradients& gradients = *bucket.gradients;
   TORCH_CHECK(gradients.device() == device, "fusedcomm: ", bucket_name(bucket.index), " is on ", gradients.device(),
               ", and fusedcomm was attached for gradients on ", device, ": all gradients must be on that device");
   auto record = std::make_shared<BucketRecord>();
   record->dtype = gradients.dtype();
+  record->factor = bucket.factor;
   record->passthrough = !is_carried(gradients);
   record->in_one_run = gradients.in_one_run();
   for (size_t i = 0; i < bucket.parameters.size(); ++i) {
@@ -205,7 +229,7 @@ std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& en
               " has gaps in memory, which fusedcomm does not support. Please report it with your DDP options.");
   plan(engine, record.get());
   prepare(&engine.device(), parameters, record.get());
-  move_residuals(engine, place, record.get(), gradients);
+  move_residuals(engine, place, record.get(), gradients, spent);
   return record;
 }
 

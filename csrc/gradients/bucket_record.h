@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,8 +35,9 @@ struct BucketRecord {
   std::vector<Member> members;
   at::ScalarType dtype = at::kFloat;
   int64_t numel = 0;
-  bool is_stale = false;     // its residuals have been replaced, so it must be made again
-  bool passthrough = false;  // sparse, or of a dtype that the codec does not carry: summed unencoded
+  std::optional<double> factor;  // see Bucket
+  bool is_stale = false;         // its residuals have been replaced, so it must be made again
+  bool passthrough = false;      // sparse, or of a dtype that the codec does not carry: summed unencoded
   bool in_one_run = true;
   BucketPlan plan;
   std::vector<Payload> streams;  // one for each of the plan's layouts
@@ -46,6 +48,18 @@ struct BucketRecord {
   bool is_of(const Bucket& bucket) const;
   // Whether the gradients lie where the tables say. True if there are no tables.
   bool lies_as(const Gradients& gradients) const;
+  // Whether the residuals of its parameters are still in this record, and not in that of another bucket.
+  bool has_residuals() const;
+};
+
+// A residual that has been added to a gradient, because the bucket keeps none for it.
+struct SpentResidual {
+  ParameterStatePtr state;
+  at::Tensor left_out;          // the residual
+  at::Tensor gradient, before;  // a view of the gradient, and what it was
+
+  // Undoes it. The record must then be made again.
+  void give_back() const;
 };
 
 // The first encoder with error feedback and noise: a message within a host has neither.
@@ -58,10 +72,12 @@ inline Encoding& first_encoding(const BucketRecord& record, Payload* payload) {
 std::shared_ptr<const BucketLabel> make_label(size_t index, const std::vector<std::string>& parameters, double nbytes);
 
 // Makes the record of a bucket that is new or has changed: plans it, makes its tables, and makes its residuals from
-// those of its parameters. A residual that can no longer be kept is added to the gradients. Throws if the bucket is on
-// another device than `device`, or if these are not the gradients of its parameters.
+// those of its parameters. A residual that can no longer be kept is added to the gradients, and to `spent` if that is
+// not null. Throws if the bucket is on another device than `device`, or if these are not the gradients of its
+// parameters.
 std::shared_ptr<BucketRecord> make_record(const Bucket& bucket, const Engine& engine, const Place& place,
-                                          c10::Device device, Parameters* parameters);
+                                          c10::Device device, Parameters* parameters,
+                                          std::vector<SpentResidual>* spent);
 
 // A copy of the record, with tables of where the gradients lie now.
 std::shared_ptr<BucketRecord> moved_record(const BucketRecord& record, const Gradients& gradients, Device* device,

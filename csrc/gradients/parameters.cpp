@@ -24,7 +24,7 @@ at::Tensor ParameterState::left_out() const {
 Parameters::Parameters(const std::vector<Known>& known, int wire_1d, c10::Device device)
     : are_known_(!known.empty()), wire_1d_(wire_1d), device_(device) {
   for (const Known& parameter : known) {
-    add(parameter.tensor, parameter.name, static_cast<uint32_t>(states_.size()), parameter.wire);
+    add(parameter.tensor, parameter.name, next_number_++, parameter.wire);
   }
 }
 
@@ -40,9 +40,17 @@ const ParameterStatePtr& Parameters::add(const at::Tensor& parameter, std::strin
 const ParameterStatePtr& Parameters::state_of(const at::Tensor& parameter) {
   const auto known = states_.find(parameter.unsafeGetTensorImpl());
   if (known != states_.end()) return known->second;
-  const auto number = static_cast<uint32_t>(states_.size());
-  const ParameterStatePtr& state =
-      add(parameter, c10::str("parameter ", number, " of shape ", parameter.sizes()), number, wire_of(parameter));
+  return add_new(parameter, c10::str("parameter ", next_number_, " of shape ", parameter.sizes()), wire_of(parameter));
+}
+
+void Parameters::know(const at::Tensor& parameter, std::string name, int wire) {
+  if (!knows(parameter)) add_new(parameter, std::move(name), wire);
+}
+
+void Parameters::forget(const at::Tensor& parameter) { states_.erase(parameter.unsafeGetTensorImpl()); }
+
+const ParameterStatePtr& Parameters::add_new(const at::Tensor& parameter, std::string name, int wire) {
+  const ParameterStatePtr& state = add(parameter, std::move(name), next_number_++, wire);
   const auto waiting = waiting_residuals_.find(state->name);
   if (waiting != waiting_residuals_.end() && waiting->second.numel() == state->numel()) {
     state->loaded = waiting->second;
@@ -60,6 +68,7 @@ void Parameters::adopt_names(const std::vector<ParameterStatePtr>& theirs) {
   for (const ParameterStatePtr& state : theirs) {
     if (states_.count(state->parameter.unsafeGetTensorImpl()) != 0) continue;
     add(state->parameter, state->name, state->number, wire_of(state->parameter));
+    next_number_ = std::max(next_number_, state->number + 1);
   }
 }
 

@@ -54,6 +54,13 @@ class Parameters {
 
   // The state of a parameter, which is added if it is new.
   const ParameterStatePtr& state_of(const at::Tensor& parameter);
+  // Adds a parameter under a name, if it is new. Its numel and name tell which loaded state is its own.
+  void know(const at::Tensor& parameter, std::string name, int wire);
+  // Drops the state of a parameter that will not appear again; its residual is lost.
+  void forget(const at::Tensor& parameter);
+  bool knows(const at::Tensor& parameter) const { return states_.count(parameter.unsafeGetTensorImpl()) != 0; }
+  // The number of the wire of a parameter that has no name.
+  int wire_of(const at::Tensor& parameter) const { return parameter.dim() <= 1 ? wire_1d_ : 0; }
   // Gives the parameters of another object the same names and numbers here. Call it before any parameter has appeared
   // here.
   void adopt_names(const std::vector<ParameterStatePtr>& theirs);
@@ -81,7 +88,7 @@ class Parameters {
 
  private:
   const ParameterStatePtr& add(const at::Tensor& parameter, std::string name, uint32_t number, int wire);
-  int wire_of(const at::Tensor& parameter) const { return parameter.dim() <= 1 ? wire_1d_ : 0; }
+  const ParameterStatePtr& add_new(const at::Tensor& parameter, std::string name, int wire);
   std::unordered_map<std::string, ParameterState*> by_name() const;
 
   // Tables whose bucket may have been rebuilt since.
@@ -95,6 +102,7 @@ class Parameters {
   const int wire_1d_;
   const c10::Device device_;
   std::unordered_map<c10::TensorImpl*, ParameterStatePtr> states_;
+  uint32_t next_number_ = 0;
   // Restored state of parameters that have not appeared yet, by name.
   std::unordered_map<std::string, at::Tensor> waiting_residuals_;
   std::unordered_map<std::string, int64_t> waiting_counts_;

@@ -105,22 +105,17 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   engine_->device().check_caller();
   const GradientsPtr& gradients = bucket.gradients;
   const size_t index = bucket.index;
-  if (index == 0 && monitor_.verifies()) begin_pass();
+  const bool is_alone = bucket.is_alone;
+  if (index == 0 && !is_alone && monitor_.verifies()) begin_pass();
+  std::vector<SpentResidual> spent;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto record = record_of(bucket);
-  check_order(bucket, *record);
-  const int64_t step = step_, pass = num_passes_;
+  const auto record = record_of(bucket, bucket.is_void ? &spent : nullptr);
+  if (!is_alone) check_order(bucket, *record);
+  const int64_t pass = num_passes_, step = count(bucket);
   const size_t num_buckets = num_buckets_;
-  if (bucket.is_last) {
-    ++step_;
-    ++num_passes_;
-    num_buckets_ = index + 1;
-    // Every parameter has appeared by the end of a pass. DDP's second pass may only have them in other buckets.
-    if (std::string notice = parameters_.drop_unclaimed_residuals(); !notice.empty())
-      notices_.push_back(std::move(notice));
-  }
   lock.unlock();
-  const PassEpilogue::Task epilogue = epilogue_.begin_bucket(index, bucket.is_last, bucket.parameters);
+  PassEpilogue::Task epilogue;
+  if (!is_alone) epilogue = epilogue_.begin_bucket(index, bucket.is_last, bucket.parameters);
 
   auto future = make_future(device_);
   auto job = make_job(record, gradients, step);
@@ -136,7 +131,8 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
     complete(*future, gradients->front(), std::move(error));
   };
   if (monitor_.is_measured(pass)) measure(job.get(), record, gradients, pass);
-  if (monitor_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
+  if (bucket.is_void) make_voidable(job, bucket, record, std::move(spent));
+  if (!is_alone && monitor_.is_verified(pass, index, num_buckets) && !record->plan.in_place) {
     monitor_.submit_verified(std::move(job), gradients, pass, record, epilogue.unscale);
   } else {
     if (epilogue.sums_squares || epilogue.unscale != 1) add_epilogue(job, *record, gradients, index, epilogue);
@@ -146,6 +142,41 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
 } catch (const std::exception& error) {
   // Preparing a bucket sometimes waits for the device, and then receives errors of earlier work.
   rethrow_named(bucket, error);
+}
+
+int64_t Synchroniser::count(const Bucket& bucket) {
+  const int64_t step = step_;
+  if (!bucket.is_last && !bucket.is_alone) return step;
+  ++step_;
+  ++num_passes_;
+  if (bucket.is_alone) return step;
+  num_buckets_ = bucket.index + 1;
+  // Every parameter has appeared by the end of a pass. DDP's second pass may only have them in other buckets.
+  if (std::string notice = parameters_.drop_unclaimed_residuals(); !notice.empty())
+    notices_.push_back(std::move(notice));
+  return step;
+}
+
+void Synchroniser::choose_wires(WireOf wire_of) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::swap(wire_of_, wire_of);  // the old one may need the GIL to end, so it ends after the lock
+}
+
+void Synchroniser::know(const at::Tensor& parameter, const std::string& name) {
+  WireOf wire_of;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (parameters_.knows(parameter)) return;
+    wire_of = wire_of_;
+  }
+  const int wire = wire_of ? wire_of(name, parameter.dim()) : parameters_.wire_of(parameter);
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.know(parameter, name, wire);
+}
+
+void Synchroniser::forget(const at::Tensor& parameter) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  parameters_.forget(parameter);
 }
 
 void Synchroniser::add_epilogue(const std::shared_ptr<BucketJob>& job, const BucketRecord& record,
@@ -293,18 +324,22 @@ std::shared_ptr<BucketJob> Synchroniser::make_job(const std::shared_ptr<const Bu
   return job;
 }
 
-std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket) {
+std::shared_ptr<const BucketRecord> Synchroniser::record_of(const Bucket& bucket, std::vector<SpentResidual>* spent) {
   const size_t index = bucket.index;
   if (records_.size() <= index) records_.resize(index + 1);
   auto& record = records_[index];
-  if (!record || !record->is_of(bucket)) {
-    record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_);
+  if (!record || !record->is_of(bucket) || !record->has_residuals()) {
+    record = make_record(bucket, *engine_, transport_->place(), device_, &parameters_, spent);
     monitor_.forget(record->label->name);
+    // Parameters may have come from records that are kept, whose residuals would only take memory.
+    for (auto& other : records_) {
+      if (bucket.is_alone && other && !other->has_residuals()) other = nullptr;
+    }
   } else if (!record->lies_as(*bucket.gradients)) {
     record = moved_record(*record, *bucket.gradients, &engine_->device(), &parameters_);
   }
   // Records past the last bucket are from before a rebuild.
-  if (bucket.is_last) records_.resize(index + 1);
+  if (bucket.is_last && !bucket.is_alone) records_.resize(index + 1);
   return records_[index];
 }
 

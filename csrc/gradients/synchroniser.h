@@ -1,6 +1,7 @@
 // Makes the engine's jobs from a front end's buckets, and completes the front end's future when a job ends.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -35,6 +36,16 @@ class Synchroniser {
   // Submits a bucket and returns at once. The future receives the bucket's run of gradients (of separate tensors, the
   // first) or the error. Every rank must submit the same buckets, in the order of their indices.
   FuturePtr run(const Bucket& bucket);
+
+  // Chooses the wire number of a parameter by its name. It is called once for each name, without a lock.
+  using WireOf = std::function<int(const std::string& name, int64_t num_dims)>;
+  // Call it before know(). Without it, the number of dimensions decides: see Parameters.
+  void choose_wires(WireOf wire_of);
+  // Names a parameter that is added later than this object was made. Every rank must name the same ones in the same
+  // order among its buckets.
+  void know(const at::Tensor& parameter, const std::string& name);
+  // Drops the state of a parameter that will not appear again; its residual is lost.
+  void forget(const at::Tensor& parameter);
 
   // Starts reporting stalls and explaining failures. Throws if there is a watch already.
   void watch(const StorePtr& store, const WatchOptions& options);
@@ -114,8 +125,14 @@ class Synchroniser {
   // a step.
   std::vector<std::shared_ptr<ResidualBuffer>> measured_residuals(BucketJob* job, const BucketRecord& record) const;
 
+  // Makes the job leave gradients and residuals as they are if it is void. `spent`: what its record has spent.
+  void make_voidable(const std::shared_ptr<BucketJob>& job, const Bucket& bucket,
+                     const std::shared_ptr<const BucketRecord>& record, std::vector<SpentResidual> spent);
+
   // Call these with mutex_ held.
-  std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket);
+  std::shared_ptr<const BucketRecord> record_of(const Bucket& bucket, std::vector<SpentResidual>* spent);
+  // Counts the bucket, and takes note of a pass that ends with it. Returns the number of the bucket's noise.
+  int64_t count(const Bucket& bucket);
   // Throws if DDP has skipped buckets.
   void check_order(const Bucket& bucket, const BucketRecord& record);
 
@@ -131,6 +148,7 @@ class Synchroniser {
   const BucketRecord* first_of_pass_ = nullptr;               // bucket 0's, to compare the next pass's with
   int num_unfinished_ = 0;                                    // unfinished passes in a row with the same first bucket
   std::vector<std::string> notices_;
+  WireOf wire_of_;  // empty: the number of dimensions decides
 
   int64_t step_ = 0;        // numbers the noise; saved in checkpoints
   int64_t num_passes_ = 0;  // numbers the monitor's passes; never restored, because all ranks must agree

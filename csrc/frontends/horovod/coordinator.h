@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "frontends/horovod/fused_sum.h"
 #include "frontends/horovod/links.h"
 #include "frontends/horovod/negotiator.h"
 #include "frontends/horovod/plain_collectives.h"
@@ -30,16 +31,6 @@
 #include "frontends/horovod/request.h"
 
 namespace fusedcomm::horovod {
-
-// Sums in a wire, on the engine.
-class WireSums {
- public:
-  virtual ~WireSums() = default;
-  // Sums tensors in place over the ranks of the set: the result is the mean × factor. Every member calls it in the same
-  // order. is_void: asked before results are written; they are not if it returns true.
-  virtual void run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                   std::function<bool()> is_void, std::function<void(std::exception_ptr)> done) = 0;
-};
 
 struct Event {  // for the timeline, in µs since the coordinator began
   std::string name, phase;
@@ -60,7 +51,7 @@ class Coordinator {
   };
   using Say = std::function<void(const std::string&)>;
   // Makes the sums of a set in a wire. Called on the coordinator's thread, in the same order on all members.
-  using OpenWire = std::function<std::shared_ptr<WireSums>(int set, const std::string& wire)>;
+  using OpenWire = std::function<std::shared_ptr<FusedSum>(int set, const std::string& wire)>;
 
   Coordinator(const Options& options, Say say, OpenWire open_wire);
   ~Coordinator();
@@ -134,7 +125,7 @@ class Coordinator {
   void issue(IssuedBucket bucket);
   void issue_plain(const std::shared_ptr<IssuedBucket>& bucket, PlainCollectives& plain);
   void issue_in_wire(const std::shared_ptr<IssuedBucket>& bucket, PlainCollectives& plain);
-  std::shared_ptr<WireSums> wire_sums(int set, const std::string& wire);
+  std::shared_ptr<FusedSum> wire_sums(int set, const std::string& wire);
   bool waits_and_is_void(const std::shared_ptr<RankPlan>& plan, int64_t number);
   void ended(const IssuedBucket& bucket, std::exception_ptr error, Write write);
   void finish(const IssuedBucket& bucket, const std::string& error, std::vector<at::Tensor> made);
@@ -167,7 +158,7 @@ class Coordinator {
   std::vector<Event> events_;
 
   // Of the thread that issues.
-  std::map<std::pair<int, std::string>, std::shared_ptr<WireSums>> wires_;
+  std::map<std::pair<int, std::string>, std::shared_ptr<FusedSum>> wires_;
 
   // Of the thread alone, but for wake() and num_messages().
   Links links_;

@@ -281,8 +281,8 @@ void Coordinator::issue_in_wire(const std::shared_ptr<IssuedBucket>& bucket, Pla
             [this, bucket](std::exception_ptr error) { ended(*bucket, std::move(error), nullptr); });
 }
 
-std::shared_ptr<WireSums> Coordinator::wire_sums(int set, const std::string& wire) {
-  std::shared_ptr<WireSums>& sums = wires_[{set, wire}];
+std::shared_ptr<FusedSum> Coordinator::wire_sums(int set, const std::string& wire) {
+  std::shared_ptr<FusedSum>& sums = wires_[{set, wire}];
   if (!sums) sums = open_wire_(set, wire);
   return sums;
 }

@@ -1,0 +1,68 @@
+#include "frontends/horovod/fused_sum.h"
+
+#include "gradients/grad_dtype.h"
+
+namespace fusedcomm::horovod {
+namespace {
+
+// A model has fewer parameters.
+constexpr size_t kMaxNames = size_t{1} << 16;
+// Each has a record of its parameters in the synchroniser.
+constexpr size_t kMaxIndices = 1024;
+
+void check(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(!names.empty() && names.size() == tensors.size(), "fusedcomm: a sum in a wire has ", names.size(),
+                    " names and ", tensors.size(), " tensors: give as many names as tensors, at least one");
+  for (size_t i = 0; i < names.size(); ++i) {
+    TORCH_CHECK_VALUE(has_wire_format(tensors[i].scalar_type()), "fusedcomm: ", names[i], " is ",
+                      tensors[i].scalar_type(),
+                      ", which no wire carries: use float32, bfloat16 or float16, or no wire");
+  }
+}
+
+}  // namespace
+
+void FusedSum::run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
+                   IsVoid is_void, Done done) {
+  check(names, tensors);
+  std::vector<at::Tensor> parameters;
+  parameters.reserve(names.size());
+  for (size_t i = 0; i < names.size(); ++i) parameters.push_back(parameter(names[i], tensors[i]));
+  const size_t index = index_of(parameters, factor);
+  Bucket bucket(index, /*is_last_of_pass=*/false, std::move(parameters), std::make_shared<const Gradients>(tensors));
+  bucket.is_alone = true;
+  bucket.factor = factor;
+  bucket.is_void = std::move(is_void);
+  synchroniser_->run(bucket)->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
+    done(future.hasError() ? future.exception_ptr() : nullptr);
+  });
+}
+
+const at::Tensor& FusedSum::parameter(const std::string& name, const at::Tensor& like) {
+  if (recent_.size() >= kMaxNames / 2) {
+    for (const auto& [old_name, parameter] : older_) synchroniser_->forget(parameter);
+    older_ = std::exchange(recent_, {});
+  }
+  at::Tensor& parameter = recent_[name];
+  if (const auto older = older_.find(name); older != older_.end()) {
+    parameter = std::move(older->second);
+    older_.erase(older);
+  }
+  if (parameter.defined()) {
+    if (parameter.sizes() == like.sizes() && parameter.scalar_type() == like.scalar_type()) return parameter;
+    synchroniser_->forget(parameter);
+  }
+  parameter = at::empty({}, like.options().requires_grad(false)).expand(like.sizes());
+  synchroniser_->know(parameter, name);
+  return parameter;
+}
+
+size_t FusedSum::index_of(const std::vector<at::Tensor>& parameters, double factor) {
+  std::vector<const void*> key;
+  key.reserve(parameters.size());
+  for (const at::Tensor& parameter : parameters) key.push_back(parameter.unsafeGetTensorImpl());
+  if (indices_.size() >= kMaxIndices) indices_.clear();
+  return indices_.emplace(std::make_pair(std::move(key), factor), indices_.size()).first->second;
+}
+
+}  // namespace fusedcomm::horovod

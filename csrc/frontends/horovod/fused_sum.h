@@ -1,0 +1,64 @@
+// Sums tensors over ranks with the engine, in its wires: for operations that are named and come in any company.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "gradients/synchroniser.h"
+
+namespace fusedcomm::horovod {
+
+// The name of a tensor, not its memory, says which wire it has, whether it is exact, and which residual is its own. One
+// thread at a time may call it.
+class FusedSum {
+ public:
+  using IsVoid = std::function<bool()>;
+  using Done = std::function<void(std::exception_ptr)>;
+
+  explicit FusedSum(std::shared_ptr<Synchroniser> synchroniser) : synchroniser_(std::move(synchroniser)) {}
+
+  // Replaces the tensors by their mean over the ranks × factor, and returns at once. Every rank must make the same
+  // calls in the same order, with the same names, shapes, dtypes and factors; a name must not be under way already.
+  //
+  // names: of the tensors, without the kind of their operation, because the patterns of Config.wires are matched with
+  //   them.
+  // tensors: fp32, bf16 or fp16, all of one dtype and on one device, dense. They are read and written where they lie.
+  // factor: the world size for a sum; pre- and postscale are in it. Sums of whole numbers that the wire can hold are
+  //   exact.
+  // is_void: asked once, when every rank has handed over its tensors; it may wait. If it returns true, tensors and
+  //   residuals end as they were. May be empty. Only on CPU.
+  // done: called once, without the GIL, on a thread of the engine or on this one: with an error, or with null. On an
+  //   accelerator the sum has then been enqueued.
+  //
+  // Throws ValueError if the tensors are not as said above.
+  void run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor, IsVoid is_void,
+           Done done);
+
+  const std::shared_ptr<Synchroniser>& synchroniser() const { return synchroniser_; }
+
+ private:
+  using Names = std::unordered_map<std::string, at::Tensor>;
+
+  // A tensor without memory that stands for the parameter of this name.
+  const at::Tensor& parameter(const std::string& name, const at::Tensor& like);
+  // The index of the record of these parameters, which stays the same while they come together.
+  size_t index_of(const std::vector<at::Tensor>& parameters, double factor);
+
+  const std::shared_ptr<Synchroniser> synchroniser_;
+  // Parameters by name. Names that have not come for long are dropped, because some callers make new ones for ever:
+  // when `recent_` is full, it becomes `older_`.
+  Names recent_, older_;
+  // The index of what has come together, and its factor. Begins again when it is full.
+  std::map<std::pair<std::vector<const void*>, double>, size_t> indices_;
+};
+
+}  // namespace fusedcomm::horovod
