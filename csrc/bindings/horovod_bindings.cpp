@@ -29,12 +29,14 @@ struct EndWithoutGil {
 std::unique_ptr<Coordinator, EndWithoutGil> make_coordinator(
     int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, int64_t plan_after, double stall_warning_s,
     double stall_shutdown_s, Coordinator::Say say,
-    std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine) {
+    std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine, bool autotune,
+    int64_t autotune_warmup_samples, int64_t autotune_steps_per_sample, std::string autotune_log) {
   Coordinator::Options options;
   options.rank = rank;
   options.size = size;
   options.sockets = std::move(sockets);
-  options.negotiator = {fusion_nbytes, plan_after, stall_warning_s, stall_shutdown_s};
+  options.negotiator = {fusion_nbytes, plan_after, stall_warning_s, stall_shutdown_s, {}};
+  options.negotiator.tuning = {autotune, autotune_warmup_samples, autotune_steps_per_sample, std::move(autotune_log)};
   return std::unique_ptr<Coordinator, EndWithoutGil>(
       new Coordinator(options, std::move(say), [open = std::move(open_engine)](int set, const std::string& wire) {
         return std::make_shared<horovod::FusedSum>(open(set, wire));
@@ -88,7 +90,9 @@ void bind_horovod(pybind11::module_& m) {
   py::class_<Coordinator, std::unique_ptr<Coordinator, EndWithoutGil>>(m, "Coordinator")
       .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
            py::arg("fusion_nbytes"), py::arg("plan_after"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"),
-           py::arg("say"), py::arg("open_engine"))
+           py::arg("say"), py::arg("open_engine"), py::arg("autotune") = false,
+           py::arg("autotune_warmup_samples") = 3, py::arg("autotune_steps_per_sample") = 10,
+           py::arg("autotune_log") = "")
       .def("add_set", &Coordinator::add_set, py::arg("set_id"), py::arg("ranks"), py::arg("backend"), NoGil())
       .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
       .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),

@@ -37,7 +37,9 @@ def _backend(store: dist.Store, name: str, rank: int, size: int) -> dist.Backend
 
 
 @contextlib.contextmanager
-def star(rank: int, size: int, plan_after: int = 3, said: list | None = None, **options: float) -> Iterator:
+def star(
+    rank: int, size: int, plan_after: int = 3, said: list | None = None, tuning: dict | None = None, **options: float
+) -> Iterator:
     """A coordinator with set 0 over all ranks of the default group, and set 1 over the ranks but the last."""
     _, store = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
     store = dist.PrefixStore("star", store)
@@ -51,6 +53,7 @@ def star(rank: int, size: int, plan_after: int = 3, said: list | None = None, **
         stall_shutdown_s=options.get("stall_shutdown_s", 0.0),
         say=(said if said is not None else []).append,
         open_engine=lambda set_id, wire: None,
+        **(tuning or {}),
     )
     coordinator.add_set(0, list(range(size)), _backend(store, "all", rank, size))
     if size > 1:

@@ -125,6 +125,38 @@ def test_results_stay_right_when_names_no_longer_come_together(ranks, size):
         assert num_plans >= 1
 
 
+def _tuned(rank, size, log):
+    tuning = {
+        "autotune": True,
+        "autotune_warmup_samples": 1,
+        "autotune_steps_per_sample": 3,
+        "autotune_log": log if rank == 0 else "",
+    }
+    order = random.Random(rank)
+    with star(rank, size, 2, tuning=tuning, fusion_nbytes=2 << 20) as c:
+        for step in range(60):
+            names = list(range(6))
+            order.shuffle(names)
+            handles = {i: _sum(c, f"x{i}", _value(rank, i, step, 200_000)) for i in names}
+            for i in names:
+                torch.testing.assert_close(
+                    c.wait(handles[i]).outputs[0], _total(size, i, step, 200_000), rtol=0, atol=0
+                )
+        return c.stats().num_plans
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_autotune_tries_sizes_of_buckets_and_keeps_one(ranks, size, tmp_path):
+    log = tmp_path / "log.csv"
+    for num_plans in ranks.run(_tuned, str(log), world_size=size):
+        assert num_plans >= 5
+    lines = [line.split(",") for line in log.read_text().splitlines()[1:]]
+    assert [int(nbytes) >> 20 for nbytes, _, _ in lines] == [2, 1, 4, 16, 64]
+    assert [kept for _, _, kept in lines].count("1") == 1
+    least = min(float(seconds) for _, seconds, _ in lines)
+    assert [float(seconds) for _, seconds, kept in lines if kept == "1"] == [least]
+
+
 def _mismatch(rank, size):
     with star(rank, size) as c:
         texts = []

@@ -76,6 +76,7 @@ int Coordinator::submit(RequestPtr request) {
   request->key = request->signature.key();
   request->handle = handle;
   request->submitted = Clock::now();
+  request->after_wait = std::exchange(has_waited_, false);
   if (!set.requests.emplace(request->key, request).second) {
     throw std::invalid_argument("fusedcomm: " + request->key + " is under way on rank " +
                                 std::to_string(options_.rank) +
@@ -118,6 +119,7 @@ Result Coordinator::wait(int handle) {
     }
   }
   handles_.erase(handle);
+  has_waited_ = true;
   return request->result;
 }
 
@@ -231,6 +233,7 @@ void Coordinator::send_outbox() {
   const std::deque<std::string> outbox = std::exchange(outbox_, {});
   const auto done = std::exchange(done_, {});
   const auto changes = std::exchange(changes_, {});
+  const auto cycles = std::exchange(cycles_, {});
   const bool gives_up = is_leaving_ && seconds_since(leaving_since_) > kClosingMs / 1e3;
   lock.unlock();
   if (negotiator_) {
@@ -238,6 +241,9 @@ void Coordinator::send_outbox() {
       change.ranks.empty() ? negotiator_->remove_set(change.set) : negotiator_->add_set(change.set, change.ranks);
     }
     for (const auto& [set, ids] : done) negotiator_->on_done(set, ids);
+    for (const auto& [set, when] : cycles) {
+      negotiator_->on_cycle(set, std::chrono::duration<double>(when - began_).count());
+    }
   }
   for (const std::string& message : outbox) send(0, message);
   if (!gives_up || has_ended_) return;

@@ -148,11 +148,13 @@ class Coordinator {
   bool is_leaving_ = false;
   Clock::time_point leaving_since_;
   std::vector<SetChange> changes_;  // for the negotiator
+  bool has_waited_ = false;         // whether a caller has got a result since the last submission
   std::deque<std::string> outbox_;  // to rank 0
   std::deque<IssuedBucket> queue_;
   bool is_issuing_ = false;
   std::vector<Ended> held_back_;
-  std::vector<std::pair<int, std::vector<Id>>> done_;  // for the negotiator
+  std::vector<std::pair<int, std::vector<Id>>> done_;   // for the negotiator
+  std::vector<std::pair<int, Clock::time_point>> cycles_;  // sets whose plan has ended once more, and when
   CoordinatorStats stats_;
   bool keeps_events_ = false, marks_cycles_ = false;
   std::vector<Event> events_;

@@ -47,6 +47,7 @@ void Coordinator::report() {
     ready.epoch = set.epoch;
     for (const RequestPtr& request : std::exchange(set.unreported, {})) {
       Ready::Entry entry;
+      entry.after_wait = request->after_wait;
       const auto id = set.ids.find(request->key);
       if (id != set.ids.end() && signatures_.at(id->second) == request->signature) {
         entry.id = id->second;
@@ -343,6 +344,10 @@ void Coordinator::finish(const IssuedBucket& bucket, const std::string& error, s
     std::vector<Id> ids;
     for (const Response::Entry& entry : bucket.entries) ids.push_back(entry.id);
     done_.emplace_back(bucket.set, std::move(ids));
+  }
+  if (negotiator_ && bucket.plan && options_.negotiator.tuning.is_on && bucket.plan->is_last_of_cycle(bucket.number)) {
+    cycles_.emplace_back(bucket.set, Clock::now());
+    links_.wake();
   }
   // What became ready meanwhile may go now.
   if (negotiator_ && found != sets_.end() && !found->second.plan) links_.wake();

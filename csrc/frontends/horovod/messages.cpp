@@ -36,6 +36,7 @@ std::string Ready::message() const {
   out.number<uint32_t>(static_cast<uint32_t>(entries.size()));
   for (const Entry& entry : entries) {
     out.number(entry.id);
+    out.number<uint8_t>(entry.after_wait);
     if (entry.id == kNoId) entry.signature.write(out);
   }
   return out.take();
@@ -48,6 +49,7 @@ Ready Ready::read(Reader& in) {
   of.entries.resize(in.number<uint32_t>());
   for (Entry& entry : of.entries) {
     entry.id = in.number<Id>();
+    entry.after_wait = in.number<uint8_t>() != 0;
     if (entry.id == kNoId) entry.signature = Signature::read(in);
   }
   return of;

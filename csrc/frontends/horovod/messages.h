@@ -32,7 +32,8 @@ inline constexpr Id kNoId = UINT32_MAX;
 struct Ready {
   struct Entry {
     Id id = kNoId;
-    Signature signature;  // if there is no id
+    bool after_wait = false;  // whether this rank's caller has waited for a result since it submitted something before
+    Signature signature;      // if there is no id
   };
   int32_t set = 0;
   uint32_t epoch = 0;

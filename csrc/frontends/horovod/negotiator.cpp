@@ -41,6 +41,7 @@ void Negotiator::add_set(int number, std::vector<int> ranks) {
   set.ranks = std::move(ranks);
   if (std::find(set.ranks.begin(), set.ranks.end(), 0) != set.ranks.end()) {
     set.planner = std::make_unique<Planner>(options_.plan_after, options_.fusion_nbytes);
+    set.tuner = std::make_unique<BucketTuner>(options_.tuning, options_.fusion_nbytes);
   }
   sets_[number] = std::move(set);
   const auto early = early_.find(number);
@@ -96,6 +97,7 @@ void Negotiator::add(Set& set, int rank, const Ready::Entry& entry, double now_s
   const size_t index = member(set, rank);
   if (index >= num_members) return;
   pending.has[index] = true;
+  pending.after_wait = pending.after_wait || entry.after_wait;
   if (auto rows = rows_of(signature); !rows.empty()) {
     pending.of_members.resize(num_members);
     pending.of_members[index] = std::move(rows);
@@ -181,10 +183,11 @@ void Negotiator::emit(int number, Set& set) {
     Response response = response_of(set, key, pending);
     const bool is_good = response.error.empty();
     const Id id = response.entries.front().id;
+    const bool after_wait = pending.after_wait;
     set.pending.erase(key);
     if (set.planner) {
       if (is_good && id != kNoId && first.is_plannable()) {
-        cycle_has_ended = set.planner->note_ready(id) || cycle_has_ended;
+        cycle_has_ended = set.planner->note_ready(id, after_wait) || cycle_has_ended;
       } else {
         set.planner->note_other();
       }
@@ -202,7 +205,7 @@ void Negotiator::emit(int number, Set& set) {
     execute.responses.push_back(std::move(response));
   }
   send_to_all(set, execute.message());
-  if (cycle_has_ended) try_plan(number, set);
+  if (cycle_has_ended) try_plan(number, set, set.planner->executed());
 }
 
 Response Negotiator::response_of(Set& set, const std::string& key, Pending& pending) {
@@ -229,9 +232,9 @@ Response Negotiator::response_of(Set& set, const std::string& key, Pending& pend
   return response;
 }
 
-void Negotiator::try_plan(int number, Set& set) {
+void Negotiator::try_plan(int number, Set& set, const std::set<Id>& done) {
   if (std::find(joined_.begin(), joined_.end(), true) != joined_.end()) return;
-  auto buckets = set.planner->buckets([this](Id id) { return nbytes_of(signatures_[id]); },
+  auto buckets = set.planner->buckets(done, [this](Id id) { return nbytes_of(signatures_[id]); },
                                       [this](Id a, Id b) { return signatures_[a].fuses_with(signatures_[b]); });
   if (buckets.empty()) return;
   set.has_plan = true;
@@ -239,6 +242,9 @@ void Negotiator::try_plan(int number, Set& set) {
   set.pending.clear();
   set.ready.clear();
   set.ready_nbytes = 0;
+  set.cycle_began_s = -1;
+  set.tuner->forget_cycles();
+  set.plan = buckets;
   send_to_all(set, Plan{number, ++set.epoch, std::move(buckets)}.message());
 }
 
@@ -251,11 +257,26 @@ void Negotiator::on_deviate(int, const Deviate& deviate) {
   Set* const set = find(deviate.set);
   if (has_ended_ || !set || !set->has_plan || deviate.epoch != set->epoch) return;
   set->planner->note_deviation(deviate.missing);
-  if (set->is_stopping) return;
-  set->is_stopping = true;
-  set->stopping_since_s = now_s_;
-  set->was_reported = false;
-  send_to_all(*set, Stop{deviate.set, set->epoch}.message());
+  set->is_tuned = false;
+  if (!set->is_stopping) stop_plan(deviate.set, *set);
+}
+
+void Negotiator::stop_plan(int number, Set& set) {
+  set.is_stopping = true;
+  set.stopping_since_s = now_s_;
+  set.was_reported = false;
+  send_to_all(set, Stop{number, set.epoch}.message());
+}
+
+void Negotiator::on_cycle(int number, double now_s) {
+  now_s_ = now_s;
+  Set* const set = find(number);
+  if (has_ended_ || !set || !set->has_plan || set->is_stopping) return;
+  const double began_s = std::exchange(set->cycle_began_s, now_s);
+  if (began_s < 0 || !set->tuner->note_cycle(now_s - began_s)) return;
+  set->planner->set_nbytes(set->tuner->nbytes());
+  set->is_tuned = true;
+  stop_plan(number, *set);
 }
 
 void Negotiator::on_stopped(int rank, const Stopped& stopped) {
@@ -270,6 +291,12 @@ void Negotiator::on_stopped(int rank, const Stopped& stopped) {
   }
   set->has_plan = set->is_stopping = false;
   send_to_all(*set, Resume{stopped.set, ++set->epoch, least, most}.message());
+  if (!std::exchange(set->is_tuned, false)) return;
+  std::set<Id> done;
+  for (size_t i = 0; i < static_cast<size_t>(least) % set->plan.size(); ++i) {
+    done.insert(set->plan[i].begin(), set->plan[i].end());
+  }
+  try_plan(stopped.set, *set, done);
 }
 
 void Negotiator::end(const std::string& why) {

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "frontends/horovod/bucket_tuner.h"
 #include "frontends/horovod/messages.h"
 #include "frontends/horovod/planner.h"
 
@@ -25,6 +26,7 @@ struct NegotiatorOptions {
   int64_t plan_after = 3;       // equal cycles before a plan; 0: never
   double stall_warning_s = 60;  // 0: never
   double stall_shutdown_s = 0;  // 0: never
+  TuningOptions tuning;
 };
 
 class Negotiator {
@@ -45,6 +47,8 @@ class Negotiator {
   bool has_ended() const { return has_ended_; }
   // The collective of `ids` has ended on this rank.
   void on_done(int set, const std::vector<Id>& ids);
+  // All buckets of a set's plan have ended once more.
+  void on_cycle(int set, double now_s);
 
   // Sends what is due. Call it after all messages that have come.
   void emit(double now_s);
@@ -62,7 +66,7 @@ class Negotiator {
     std::vector<std::vector<int64_t>> of_members;
     std::string problem;
     double since_s = 0;
-    bool is_ready = false, was_reported = false;
+    bool is_ready = false, was_reported = false, after_wait = false;
   };
   struct Set {
     std::vector<int> ranks;
@@ -73,6 +77,10 @@ class Negotiator {
     std::unique_ptr<Planner> planner;  // null if this rank is no member, because it would not see collectives end
     std::map<std::string, Id> ids;     // by key
     bool has_plan = false, is_stopping = false;
+    bool is_tuned = false;               // whether it stops for another size of buckets alone
+    std::vector<std::vector<Id>> plan;
+    std::unique_ptr<BucketTuner> tuner;  // with the planner
+    double cycle_began_s = -1;           // negative: not known
     std::map<int, int64_t> stopped;  // by rank: buckets issued
     double stopping_since_s = 0;
     bool was_reported = false;
@@ -85,7 +93,9 @@ class Negotiator {
   void look_at_all(Set& set);
   void emit(int number, Set& set);
   Response response_of(Set& set, const std::string& key, Pending& pending);
-  void try_plan(int number, Set& set);
+  // Publishes a plan if there is one. done: see Planner::buckets().
+  void try_plan(int number, Set& set, const std::set<Id>& done);
+  void stop_plan(int number, Set& set);
   void send_to_all(const Set& set, const std::string& message) const;
   std::string missing_text(const Set& set, const Pending& pending) const;
 

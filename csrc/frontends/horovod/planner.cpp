@@ -5,14 +5,14 @@
 
 namespace fusedcomm::horovod {
 
-bool Planner::note_ready(Id id) {
+bool Planner::note_ready(Id id, bool after_wait) {
   bool has_ended = false;
   if (index_of_.count(id) != 0) {
     end_cycle();
     has_ended = true;
   }
   index_of_[id] = items_.size();
-  items_.push_back({id, num_events_++, std::numeric_limits<int64_t>::max()});
+  items_.push_back({id, num_events_++, std::numeric_limits<int64_t>::max(), after_wait});
   return has_ended;
 }
 
@@ -22,6 +22,12 @@ void Planner::note_done(const std::vector<Id>& ids) {
     const auto found = index_of_.find(id);
     if (found != index_of_.end()) items_[found->second].done = now;
   }
+}
+
+std::set<Id> Planner::executed() const {
+  std::set<Id> ids;
+  for (const Item& item : items_) ids.insert(item.id);
+  return ids;
 }
 
 void Planner::note_other() {
@@ -44,8 +50,8 @@ void Planner::end_cycle() {
   std::set<Id> begins;
   int64_t first_done = std::numeric_limits<int64_t>::max();  // of the bucket that is being filled
   for (const Item& item : items_) {
-    // What is submitted only after another has ended cannot be sent together with it.
-    if (item.ready > first_done) {
+    // What a caller submits only when it has another's result cannot be sent together with that.
+    if (item.after_wait && item.ready > first_done) {
       begins.insert(item.id);
       first_done = std::numeric_limits<int64_t>::max();
     }

@@ -30,6 +30,7 @@ struct Request {
   int handle = -1;  // -1: of a rank that takes part without a request of its own
   Id id = kNoId;    // set when it is issued in a plan, or held for it
   bool is_issued = false, is_done = false;
+  bool after_wait = false;  // see Ready
   Clock::time_point submitted, issued;
   Result result;
 };
