@@ -197,6 +197,11 @@ def time_link(backend: dist.Backend) -> float | None:
     return max(beyond_s / ((p - 1) * nbytes), MIN_S_PER_BYTE)
 
 
+def gloo_backend_over(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
+    """A new gloo backend over the ranks that call this with the same name. A collective call of these ranks."""
+    return _gloo(store, name, rank, size, timeout)
+
+
 def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, _gloo_options(timeout))
 

@@ -248,7 +248,8 @@ def handed_over(rank, world_size, make):
         max_norm = 0.3 * fp64_norm(other.parameters()) if step != 2 else 1e6
         versions = [p.grad._version for p in model.parameters()]
         comm.clip_grad_norm_(max_norm, optimizer=ours)
-        assert versions == [p.grad._version for p in model.parameters()]
+        if getattr(ours, "_step_supports_amp_scaling", False):  # torch 2.11's Adagrad does not take a factor
+            assert versions == [p.grad._version for p in model.parameters()]
         torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm)
         ours.step()
         theirs.step()

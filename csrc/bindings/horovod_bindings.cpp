@@ -1,0 +1,120 @@
+// Binds the coordinator of Horovod's calls.
+#include <torch/csrc/utils/pybind.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "frontends/horovod/coordinator.h"
+
+namespace fusedcomm {
+namespace {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using horovod::Coordinator;
+
+// The end joins threads, which may be waiting for the GIL.
+struct EndWithoutGil {
+  void operator()(Coordinator* coordinator) const {
+    const py::gil_scoped_release no_gil;
+    delete coordinator;
+  }
+};
+
+std::unique_ptr<Coordinator, EndWithoutGil> make_coordinator(
+    int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, int64_t plan_after, double stall_warning_s,
+    double stall_shutdown_s, Coordinator::Say say,
+    std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine, bool autotune,
+    int64_t autotune_warmup_samples, int64_t autotune_steps_per_sample, std::string autotune_log) {
+  Coordinator::Options options;
+  options.rank = rank;
+  options.size = size;
+  options.sockets = std::move(sockets);
+  options.negotiator = {fusion_nbytes, plan_after, stall_warning_s, stall_shutdown_s, {}};
+  options.negotiator.tuning = {autotune, autotune_warmup_samples, autotune_steps_per_sample, std::move(autotune_log)};
+  return std::unique_ptr<Coordinator, EndWithoutGil>(
+      new Coordinator(options, std::move(say), [open = std::move(open_engine)](int set, const std::string& wire) {
+        return std::make_shared<horovod::FusedSum>(open(set, wire));
+      }));
+}
+
+int submit(Coordinator& coordinator, const std::string& kind, std::string name, std::vector<at::Tensor> inputs,
+           std::vector<at::Tensor> outputs, int op, double prescale, double postscale, int root,
+           std::vector<int64_t> splits, int set, std::string wire) {
+  const py::gil_scoped_release no_gil;
+  auto request = std::make_shared<horovod::Request>();
+  horovod::Signature& as = request->signature;
+  as.kind = horovod::kind_of(kind);
+  as.name = std::move(name);
+  as.op = static_cast<horovod::Op>(op);
+  as.prescale = prescale;
+  as.postscale = postscale;
+  as.root = root;
+  as.wire = std::move(wire);
+  as.splits = std::move(splits);
+  for (const at::Tensor& input : inputs) {
+    as.tensors.push_back({static_cast<int8_t>(input.scalar_type()), input.sizes().vec()});
+    as.dtype_names.emplace_back(c10::toString(input.scalar_type()));
+  }
+  if (!inputs.empty()) as.device = c10::DeviceTypeName(inputs.front().device().type(), true);
+  request->inputs = std::move(inputs);
+  request->outputs = std::move(outputs);
+  request->set = set;
+  return coordinator.submit(std::move(request));
+}
+
+void bind_collective_results(py::module_& m) {
+  py::class_<horovod::Result>(m, "CollectiveResult")
+      .def_readonly("error", &horovod::Result::error)
+      .def_readonly("outputs", &horovod::Result::outputs)
+      .def_readonly("received_splits", &horovod::Result::received_splits)
+      .def_readonly("number", &horovod::Result::number);
+  py::class_<horovod::CoordinatorStats>(m, "CoordinatorStats")
+      .def_readonly("num_requests", &horovod::CoordinatorStats::num_requests)
+      .def_readonly("num_buckets", &horovod::CoordinatorStats::num_buckets)
+      .def_readonly("num_planned_buckets", &horovod::CoordinatorStats::num_planned_buckets)
+      .def_readonly("num_voided", &horovod::CoordinatorStats::num_voided)
+      .def_readonly("num_plans", &horovod::CoordinatorStats::num_plans)
+      .def_readonly("num_control_messages", &horovod::CoordinatorStats::num_control_messages);
+}
+
+}  // namespace
+
+void bind_horovod(pybind11::module_& m) {
+  bind_collective_results(m);
+  py::class_<Coordinator, std::unique_ptr<Coordinator, EndWithoutGil>>(m, "Coordinator")
+      .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
+           py::arg("fusion_nbytes"), py::arg("plan_after"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"),
+           py::arg("say"), py::arg("open_engine"), py::arg("autotune") = false,
+           py::arg("autotune_warmup_samples") = 3, py::arg("autotune_steps_per_sample") = 10,
+           py::arg("autotune_log") = "")
+      .def("add_set", &Coordinator::add_set, py::arg("set_id"), py::arg("ranks"), py::arg("backend"), NoGil())
+      .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
+      .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),
+           py::arg("op") = 1, py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
+           py::arg("splits") = std::vector<int64_t>(), py::arg("set_id") = 0, py::arg("wire") = "")
+      .def("poll", &Coordinator::poll, py::arg("handle"), NoGil())
+      .def("wait", &Coordinator::wait, py::arg("handle"), NoGil())
+      .def("shutdown", &Coordinator::shutdown, NoGil())
+      .def("start_events", &Coordinator::start_events, py::arg("mark_cycles"), NoGil())
+      .def(
+          "take_events",
+          [](Coordinator& coordinator) {
+            std::vector<std::tuple<std::string, std::string, int64_t, int64_t>> events;
+            const py::gil_scoped_release no_gil;
+            for (horovod::Event& event : coordinator.take_events()) {
+              events.emplace_back(std::move(event.name), std::move(event.phase), event.begin_us, event.end_us);
+            }
+            return events;
+          })
+      .def("stats", &Coordinator::stats, NoGil())
+      .def_property_readonly("failure", py::cpp_function(&Coordinator::failure, NoGil()))
+      .def_property_readonly("num_pending", py::cpp_function(&Coordinator::num_pending, NoGil()));
+}
+
+}  // namespace fusedcomm

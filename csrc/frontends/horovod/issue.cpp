@@ -1,0 +1,386 @@
+// How a coordinator follows rank 0's calls and plans, and issues collectives.
+#include <algorithm>
+#include <utility>
+
+#include "frontends/horovod/coordinator.h"
+
+namespace fusedcomm::horovod {
+namespace {
+
+// A caller issues smaller buckets by itself; larger ones take longer to pack than to hand to the thread.
+constexpr int64_t kSmallNbytes = 256 << 10;
+
+int64_t nbytes_of(const IssuedBucket& bucket) {
+  int64_t nbytes = 0;
+  for (const RequestPtr& request : bucket.requests) {
+    for (const at::Tensor& tensor : request->inputs) nbytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return nbytes;
+}
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& other) {
+    return other.what();
+  }
+}
+
+// Whether the engine carries it.
+bool goes_in_wire(const Signature& as) {
+  if (as.wire.empty() || (as.op != Op::kSum && as.op != Op::kAverage)) return false;
+  return std::all_of(as.tensors.begin(), as.tensors.end(), [](const TensorMeta& tensor) {
+    const auto dtype = static_cast<at::ScalarType>(tensor.dtype);
+    return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+  });
+}
+
+}  // namespace
+
+void Coordinator::report() {
+  for (auto& [number, set] : sets_) {
+    if (set.unreported.empty() || set.plan) continue;
+    Ready ready;
+    ready.set = number;
+    ready.epoch = set.epoch;
+    for (const RequestPtr& request : std::exchange(set.unreported, {})) {
+      Ready::Entry entry;
+      entry.after_wait = request->after_wait;
+      const auto id = set.ids.find(request->key);
+      if (id != set.ids.end() && signatures_.at(id->second) == request->signature) {
+        entry.id = id->second;
+      } else {
+        entry.signature = request->signature;
+      }
+      ready.entries.push_back(std::move(entry));
+    }
+    outbox_.push_back(ready.message());
+  }
+}
+
+void Coordinator::execute(const Execute& execute) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sets_.find(execute.set);
+  if (found == sets_.end()) return;
+  Set& set = found->second;
+  if (keeps_events_ && marks_cycles_) {
+    const auto now = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - began_).count();
+    events_.push_back({"", "CYCLE_START", now, now});
+  }
+  for (const Response& response : execute.responses) {
+    IssuedBucket bucket;
+    bucket.set = execute.set;
+    for (const Response::Entry& entry : response.entries) {
+      if (entry.is_new && entry.id != kNoId) {
+        signatures_[entry.id] = entry.signature;
+        set.ids[entry.signature.key()] = entry.id;
+      }
+      const Signature& signature = entry.is_new ? entry.signature : signatures_.at(entry.id);
+      const auto own = set.requests.find(signature.key());
+      RequestPtr request;
+      if (own != set.requests.end() && !own->second->is_issued) {
+        request = own->second;
+      } else if (response.error.empty()) {
+        request = zero_request(execute.set, signature);
+      } else {
+        continue;
+      }
+      request->result.error = response.error;
+      request->result.number = response.number;
+      request->is_issued = true;
+      bucket.requests.push_back(std::move(request));
+      bucket.entries.push_back(entry);
+    }
+    if (!bucket.requests.empty()) queue(std::move(bucket));
+  }
+}
+
+void Coordinator::queue(IssuedBucket bucket) {
+  ++sets_.at(bucket.set).num_under_way;
+  queue_.push_back(std::move(bucket));
+}
+
+// A joined rank, and one that enters a void bucket, send what does not change the others' result.
+RequestPtr Coordinator::zero_request(int set, const Signature& signature) const {
+  auto request = std::make_shared<Request>();
+  request->signature = signature;
+  request->key = signature.key();
+  request->set = set;
+  if (signature.kind == Kind::kBarrier || signature.kind == Kind::kJoin) return request;
+  for (const TensorMeta& tensor : signature.tensors) {
+    request->inputs.push_back(neutral(tensor, signature.op));
+    request->outputs.push_back(request->inputs.back());
+  }
+  return request;
+}
+
+void Coordinator::begin_plan(const Plan& plan) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Set& set = sets_.at(plan.set);
+  set.epoch = plan.epoch;
+  set.plan = std::make_shared<RankPlan>(plan.buckets);
+  set.unreported.clear();
+  ++stats_.num_plans;
+  // Rank 0 has forgotten what was reported and not called.
+  for (const auto& [key, request] : set.requests) {
+    if (!request->is_issued) give_to_plan(set, request);
+  }
+}
+
+void Coordinator::give_to_plan(Set& set, const RequestPtr& request) {
+  const auto id = set.ids.find(request->key);
+  const bool is_known = id != set.ids.end() && signatures_.at(id->second) == request->signature;
+  request->id = is_known ? id->second : kNoId;
+  if (!is_known || !set.plan->holds(request->id)) {
+    set.unreported.push_back(request);
+    return deviate(request->set, set, {});
+  }
+  set.plan->hold(request);
+  queue_complete(request->set, set);
+}
+
+void Coordinator::queue_complete(int number, Set& set) {
+  IssuedBucket bucket;
+  while (auto requests = set.plan->take_next(&bucket.number)) {
+    bucket.set = number;
+    bucket.plan = set.plan;
+    for (const RequestPtr& request : *requests) request->is_issued = true;
+    bucket.requests = std::move(*requests);
+    queue(bucket);
+  }
+}
+
+void Coordinator::stop_plan(const Stop& stop) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Set& set = sets_.at(stop.set);
+  if (!set.plan || stop.epoch != set.epoch) return;
+  set.plan->stop();
+  outbox_.push_back(Stopped{stop.set, stop.epoch, set.plan->num_issued()}.message());
+}
+
+void Coordinator::resume(const Resume& resume) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Set& set = sets_.at(resume.set);
+  const std::shared_ptr<RankPlan> plan = std::exchange(set.plan, nullptr);
+  if (!plan) return;
+  set.epoch = resume.epoch;
+  plan->decide(resume.num_valid);
+  for (RequestPtr& request : plan->take_held()) set.unreported.push_back(std::move(request));
+  for (int64_t number = plan->num_issued(); number < resume.num_entered; ++number) {
+    IssuedBucket bucket;
+    bucket.set = resume.set;
+    bucket.plan = plan;
+    bucket.number = number;
+    for (const Id id : plan->bucket(number)) {
+      bucket.requests.push_back(zero_request(resume.set, signatures_.at(id)));
+    }
+    queue(std::move(bucket));
+  }
+  std::vector<Ended> ended = std::exchange(held_back_, {});
+  changed_.notify_all();
+  links_.wake();
+  lock.unlock();
+  for (Ended& of : ended) this->ended(of.bucket, nullptr, std::move(of.write));
+}
+
+void Coordinator::issue_queued(bool small) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (is_issuing_) return;
+  is_issuing_ = true;
+  while (!queue_.empty()) {
+    const IssuedBucket& next = queue_.front();
+    const bool is_plain = !goes_in_wire(next.requests.front()->signature);
+    if (small && (!is_plain || nbytes_of(next) > kSmallNbytes)) {
+      links_.wake();
+      break;
+    }
+    IssuedBucket bucket = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    issue(std::move(bucket));
+    lock.lock();
+  }
+  is_issuing_ = false;
+}
+
+void Coordinator::issue(IssuedBucket taken) {
+  const auto bucket = std::make_shared<IssuedBucket>(std::move(taken));
+  const Request& front = *bucket->requests.front();
+  std::shared_ptr<PlainCollectives> plain;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = sets_.find(bucket->set);
+    if (found != sets_.end()) plain = found->second.plain;
+    for (const RequestPtr& request : bucket->requests) request->issued = Clock::now();
+    ++stats_.num_buckets;
+    stats_.num_planned_buckets += bucket->plan != nullptr;
+  }
+  const Kind kind = front.signature.kind;
+  if (!front.result.error.empty() || !plain || kind == Kind::kBarrier || kind == Kind::kJoin) {
+    return ended(*bucket, nullptr, nullptr);
+  }
+  try {
+    goes_in_wire(front.signature) && plain->size() > 1 ? issue_in_wire(bucket, *plain) : issue_plain(bucket, *plain);
+  } catch (...) {
+    ended(*bucket, std::current_exception(), nullptr);
+  }
+}
+
+void Coordinator::issue_plain(const std::shared_ptr<IssuedBucket>& bucket, PlainCollectives& plain) {
+  std::vector<at::Tensor> inputs, outputs;
+  for (const RequestPtr& request : bucket->requests) {
+    inputs.insert(inputs.end(), request->inputs.begin(), request->inputs.end());
+    outputs.insert(outputs.end(), request->outputs.begin(), request->outputs.end());
+  }
+  Finish finish = [this, bucket](std::exception_ptr error, Write write) {
+    ended(*bucket, std::move(error), std::move(write));
+  };
+  const Signature& as = bucket->requests.front()->signature;
+  const auto& of_members = bucket->entries.empty() ? std::vector<std::vector<int64_t>>() : bucket->entries.front().of_members;
+  switch (as.kind) {
+    case Kind::kAllgather:
+      return plain.allgather(inputs, of_members, std::move(finish));
+    case Kind::kBroadcast:
+      return plain.broadcast(as.root, inputs, outputs, std::move(finish));
+    case Kind::kAlltoall: {
+      auto& received = bucket->requests.front()->result.received_splits;
+      received.emplace_back();
+      for (const auto& rows : of_members) received.back().push_back(rows.at(static_cast<size_t>(plain.rank())));
+      return plain.alltoall(inputs.front(), of_members, std::move(finish));
+    }
+    case Kind::kReducescatter:
+      return plain.reducescatter(as, inputs, std::move(finish));
+    default:
+      return plain.allreduce(as, inputs, outputs, bucket->plan != nullptr, std::move(finish));
+  }
+}
+
+void Coordinator::issue_in_wire(const std::shared_ptr<IssuedBucket>& bucket, PlainCollectives& plain) {
+  std::vector<std::string> names;
+  std::vector<at::Tensor> tensors;
+  const at::NoGradGuard no_grad;
+  for (const RequestPtr& request : bucket->requests) {
+    for (size_t i = 0; i < request->inputs.size(); ++i) {
+      if (request->inputs[i].numel() == 0) continue;
+      const bool is_one = request->inputs.size() == 1;
+      names.push_back(is_one ? request->signature.name : request->signature.name + "." + std::to_string(i));
+      tensors.push_back(request->outputs[i]);
+      if (!request->inputs[i].is_alias_of(request->outputs[i])) request->outputs[i].copy_(request->inputs[i]);
+    }
+  }
+  if (tensors.empty()) return ended(*bucket, nullptr, nullptr);
+  const Signature& as = bucket->requests.front()->signature;
+  const double factor = as.prescale * as.postscale * (as.op == Op::kAverage ? 1.0 : plain.size());
+  std::function<bool()> is_void;
+  if (bucket->plan) {
+    is_void = [this, plan = bucket->plan, number = bucket->number] { return waits_and_is_void(plan, number); };
+  }
+  wire_sums(bucket->set, as.wire)
+      ->run(names, tensors, factor, std::move(is_void),
+            [this, bucket](std::exception_ptr error) { ended(*bucket, std::move(error), nullptr); });
+}
+
+std::shared_ptr<FusedSum> Coordinator::wire_sums(int set, const std::string& wire) {
+  std::shared_ptr<FusedSum>& sums = wires_[{set, wire}];
+  if (!sums) sums = open_wire_(set, wire);
+  return sums;
+}
+
+bool Coordinator::waits_and_is_void(const std::shared_ptr<RankPlan>& plan, int64_t number) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return !plan->is_stopped() || plan->is_decided() || !failure_.empty(); });
+  return plan->is_void(number) || (plan->is_stopped() && !plan->is_decided());
+}
+
+void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, Write write) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!error && bucket.plan) {
+    if (bucket.plan->is_stopped() && !bucket.plan->is_decided() && failure_.empty()) {
+      held_back_.push_back({bucket, std::move(write)});
+      return;
+    }
+    if (bucket.plan->is_void(bucket.number)) return take_back(bucket);
+  }
+  lock.unlock();
+  std::string text = bucket.requests.front()->result.error;
+  std::vector<at::Tensor> made;
+  try {
+    if (error) std::rethrow_exception(error);
+    if (write) made = write();
+  } catch (...) {
+    text = "fusedcomm: " + bucket.requests.front()->key + " failed on rank " + std::to_string(options_.rank) + ": " +
+           text_of(std::current_exception());
+    lock.lock();
+    // The other ranks wait for this one.
+    outbox_.push_back(text_message(MessageType::kLeaving, text));
+    links_.wake();
+    lock.unlock();
+  }
+  finish(bucket, text, std::move(made));
+}
+
+void Coordinator::finish(const IssuedBucket& bucket, const std::string& error, std::vector<at::Tensor> made) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sets_.find(bucket.set);
+  if (found != sets_.end()) --found->second.num_under_way;
+  size_t next = 0;
+  for (const RequestPtr& request : bucket.requests) {
+    const size_t count = made.empty() ? 0 : request->inputs.size();
+    request->result.outputs = request->outputs;
+    for (size_t i = 0; i < count; ++i) request->result.outputs.push_back(made[next++]);
+    if (!error.empty()) request->result.error = error;
+    // wait() may have given the request up after a failure.
+    request->is_done = true;
+    request->inputs.clear();
+    if (found != sets_.end()) {
+      const auto own = found->second.requests.find(request->key);
+      if (own != found->second.requests.end() && own->second == request) found->second.requests.erase(own);
+    }
+    if (keeps_events_) note(*request);
+  }
+  if (negotiator_ && !bucket.plan) {
+    std::vector<Id> ids;
+    for (const Response::Entry& entry : bucket.entries) ids.push_back(entry.id);
+    done_.emplace_back(bucket.set, std::move(ids));
+  }
+  if (negotiator_ && bucket.plan && options_.negotiator.tuning.is_on && bucket.plan->is_last_of_cycle(bucket.number)) {
+    cycles_.emplace_back(bucket.set, Clock::now());
+    links_.wake();
+  }
+  // What became ready meanwhile may go now.
+  if (negotiator_ && found != sets_.end() && !found->second.plan) links_.wake();
+  changed_.notify_all();
+}
+
+void Coordinator::take_back(const IssuedBucket& bucket) {
+  Set& set = sets_.at(bucket.set);
+  --set.num_under_way;
+  ++stats_.num_voided;
+  for (const RequestPtr& request : bucket.requests) {
+    if (request->handle < 0) continue;
+    request->is_issued = false;
+    if (failure_.empty()) {
+      set.plan ? give_to_plan(set, request) : set.unreported.push_back(request);
+      continue;
+    }
+    request->is_done = true;
+    request->result.error = failure_;
+  }
+  links_.wake();
+  changed_.notify_all();
+}
+
+void Coordinator::note(const Request& request) {
+  if (request.handle < 0) return;
+  const auto us = [this](Clock::time_point when) {
+    return std::chrono::duration_cast<std::chrono::microseconds>(when - began_).count();
+  };
+  std::string phase = kind_name(request.signature.kind);
+  std::transform(phase.begin(), phase.end(), phase.begin(), [](char c) { return static_cast<char>(std::toupper(c)); });
+  events_.push_back({request.key, "NEGOTIATE_" + phase, us(request.submitted), us(request.issued)});
+  events_.push_back({request.key, phase, us(request.issued), us(Clock::now())});
+}
+
+}  // namespace fusedcomm::horovod

@@ -1,0 +1,51 @@
+// What a rank has submitted, and what became of it.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "frontends/horovod/messages.h"
+
+namespace fusedcomm::horovod {
+
+using Clock = std::chrono::steady_clock;
+
+struct Result {
+  std::string error;  // empty: good
+  std::vector<at::Tensor> outputs;
+  std::vector<std::vector<int64_t>> received_splits;  // alltoall: rows from each member
+  int number = 0;                                     // join: the rank that joined last
+};
+
+struct Request {
+  Signature signature;
+  std::string key;
+  std::vector<at::Tensor> inputs, outputs;
+  int set = 0;
+  int handle = -1;  // -1: of a rank that takes part without a request of its own
+  Id id = kNoId;    // set when it is issued in a plan, or held for it
+  bool is_issued = false, is_done = false;
+  bool after_wait = false;  // see Ready
+  Clock::time_point submitted, issued;
+  Result result;
+};
+
+using RequestPtr = std::shared_ptr<Request>;
+
+class RankPlan;
+
+// Collectives that are issued together.
+struct IssuedBucket {
+  int set = 0;
+  std::vector<RequestPtr> requests;
+  std::vector<Response::Entry> entries;  // of the requests, in their order
+  std::shared_ptr<RankPlan> plan;        // null: rank 0 has called for it
+  int64_t number = -1;                   // in the plan
+};
+
+}  // namespace fusedcomm::horovod

@@ -1,0 +1,100 @@
+"""The optimizer that reduces steps, not gradients: each rank steps by itself, and Adasum joins the steps."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fusedcomm.horovod.async_ops import allreduce_async_
+from fusedcomm.horovod.checks import Adasum
+from fusedcomm.horovod.handles import synchronize
+
+TOO_MANY_PASSES = (
+    "a gradient was computed more than backward_passes_per_step={} times before step(): raise "
+    "backward_passes_per_step to add gradients up"
+)
+ZERO_GRAD_TOO_EARLY = (
+    "zero_grad() was called after backward() and before step() or synchronize(): the gradients are being reduced"
+)
+
+
+class AdasumOptimizer:
+    """Stands before an optimizer's class among the bases; see optimizer.py.
+
+    1. When a parameter's gradient is ready, the inner optimizer steps that parameter alone.
+    2. The change is reduced with Adasum, and the parameter put back to where it was.
+    3. step() waits, and adds the reduced changes.
+    """
+
+    param_groups: list[dict]
+
+    def set_up(self, names: dict[torch.Tensor, str], compression: Any, backward_passes_per_step: int) -> None:
+        self._parameter_names = names
+        self._compression = compression
+        self._handles: dict[torch.Tensor, tuple[int, Any, torch.Tensor]] = {}
+        self._updated = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
+        self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._updated]
+        self.set_backward_passes_per_step(backward_passes_per_step)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        self.backward_passes_per_step = passes
+        self._passes_left = dict.fromkeys(self._updated, passes)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._passes_left[parameter] <= 0:
+            raise AssertionError(TOO_MANY_PASSES.format(self.backward_passes_per_step))
+        self._passes_left[parameter] -= 1
+        if self._passes_left[parameter] == 0:
+            self._submit(parameter)
+
+    @torch.no_grad()
+    def _submit(self, parameter: torch.Tensor) -> None:
+        start = parameter.detach().clone()
+        all_parameters = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [each for each in group["params"] if each is parameter]
+            super().step()  # type: ignore[misc]
+        finally:
+            for group, parameters in zip(self.param_groups, all_parameters, strict=True):
+                group["params"] = parameters
+        change = parameter.detach() - start
+        # The rest of the backward pass may still read the parameter.
+        parameter.data.copy_(start)
+        compressed, context = self._compression.compress(change.contiguous())
+        name = self._parameter_names[parameter]
+        self._handles[parameter] = (allreduce_async_(compressed, name=name, op=Adasum), context, compressed)
+
+    def synchronize(self) -> None:
+        """Without effect: only step() can add the steps."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("skip_synchronize() is not possible with op=hvd.Adasum: step() has to wait for the steps")
+        yield
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in self._updated:
+            if parameter not in self._handles:
+                self._submit(parameter)
+        try:
+            for parameter, (handle, context, _) in self._handles.items():
+                parameter.add_(self._compression.decompress(synchronize(handle), context).view_as(parameter))
+        finally:
+            self._handles.clear()
+            self.set_backward_passes_per_step(self.backward_passes_per_step)
+        return loss
+
+    # The inner step runs the optimizer's hooks already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._handles:
+            raise AssertionError(ZERO_GRAD_TOO_EARLY)
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]

@@ -1,0 +1,110 @@
+"""What an operation may be given. Every check is local: what depends on other ranks is checked by the coordinator."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from fusedcomm.horovod.errors import HorovodInternalError
+from fusedcomm.horovod.process_sets import ProcessSet
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+OP_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+
+REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""Dtypes that can be reduced. The others below can only be moved."""
+MOVED = REDUCED | {torch.uint8, torch.int8, torch.int16, torch.bool}
+
+
+def check_tensor(kind: str, tensor: object, dtypes: frozenset[torch.dtype]) -> None:
+    """Raises ValueError unless it is a dense, contiguous tensor of one of the dtypes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{kind}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueError(f"{kind}: a tensor of dtype {tensor.dtype} is not possible: convert it to one of {names}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{kind}: a tensor of layout {tensor.layout} is not possible: use sparse_allreduce_async()")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{kind}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous: pass "
+            "tensor.contiguous()"
+        )
+
+
+def check_group(kind: str, tensors: object, dtypes: frozenset[torch.dtype]) -> list[torch.Tensor]:
+    """The tensors as a list. Raises ValueError for what check_tensor() refuses and for no tensors at all, and
+    HorovodInternalError if they are on several devices."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise ValueError(f"grouped {kind}: expected a list of tensors, got {type(tensors).__name__}")
+    if not tensors:
+        raise ValueError(f"grouped {kind}: the list has no tensors")
+    for tensor in tensors:
+        check_tensor(f"grouped {kind}", tensor, dtypes)
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise HorovodInternalError(f"grouped {kind}: the tensors are on several devices, {sorted(map(str, devices))}")
+    return list(tensors)
+
+
+def check_has_rows(kind: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a scalar, which has no first dimension."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{kind}: a scalar has no first dimension: pass tensor.reshape(1)")
+
+
+def parse_op(op: int | None, average: bool | None) -> int:
+    """The op; Average if neither is given. Raises ValueError if both are given, or for an unknown op."""
+    if average is not None:
+        if op is not None:
+            raise ValueError(f"both average={average} and op={op} are given: use op=hvd.Average or op=hvd.Sum alone")
+        warnings.warn("average= is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if op not in range(len(OP_NAMES)):
+        raise ValueError(f"op={op!r} is not possible: use one of {', '.join('hvd.' + name for name in OP_NAMES)}")
+    return op
+
+
+def check_adasum(op: int, process_set: ProcessSet, size: int) -> None:
+    """Raises NotImplementedError where Adasum is not possible."""
+    if op != Adasum:
+        return
+    if process_set.process_set_id != 0:
+        raise NotImplementedError(f"hvd.Adasum works over all ranks only, not over {process_set}")
+    if size & (size - 1):
+        raise NotImplementedError(f"hvd.Adasum needs a power of 2 of ranks, and there are {size}")
+
+
+def check_scattered_op(op: int) -> None:
+    """Raises HorovodInternalError for an op that cannot be scattered."""
+    if op not in (Average, Sum):
+        name = OP_NAMES[op] if op in range(len(OP_NAMES)) else repr(op)
+        raise HorovodInternalError(f"reducescatter: op={name} is not possible: use hvd.Average or hvd.Sum")
+
+
+def parse_splits(splits: object, num_rows: int, size: int) -> list[int]:
+    """Rows for each rank of the set. None: as many for each. Raises ValueError for what is not possible."""
+    if splits is None:
+        if num_rows % size:
+            raise ValueError(f"alltoall: {num_rows} rows cannot be split evenly over {size} ranks: pass splits")
+        return [num_rows // size] * size
+    if isinstance(splits, torch.Tensor):
+        if splits.dtype not in (torch.int32, torch.int64) or splits.dim() != 1:
+            raise ValueError(
+                f"alltoall: splits of dtype {splits.dtype} and shape {tuple(splits.shape)} are not possible: pass a "
+                "list of whole numbers, or a tensor of dtype int32 with one dimension"
+            )
+        splits = splits.tolist()
+    listed = list(splits) if isinstance(splits, Sequence) and not isinstance(splits, (str, bytes)) else None
+    if listed is None or not all(isinstance(rows, int) for rows in listed):
+        raise ValueError(
+            f"alltoall: splits={splits!r} is not possible: pass a list of whole numbers, or an int32 tensor"
+        )
+    if len(listed) != size or min(listed) < 0 or sum(listed) > num_rows:
+        raise ValueError(
+            f"alltoall: splits={listed} are not possible for {num_rows} rows and {size} ranks: one for each rank, none "
+            "negative, and in all no more than the rows"
+        )
+    return listed

@@ -1,0 +1,127 @@
+"""Operations under way: what Python keeps of each, by handle, until it is synchronised."""
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedcomm.horovod.errors import HorovodInternalError, reraise
+from fusedcomm.horovod.world import World
+
+
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """One operation. `native`: its handle in the coordinator, which counts anew after each init. `finish` makes what
+    synchronize() returns from the coordinator's result. `written`: outputs that the caller gave. `versions`: those of
+    the inputs when they were submitted, in the debug mode only."""
+
+    world: World
+    native: int
+    key: str
+    inputs: list[torch.Tensor]
+    written: list[torch.Tensor]
+    finish: Callable[[Any], Any]
+    versions: list[int] | None
+
+
+_pending: dict[int, Pending] = {}
+_numbers = itertools.count()
+# Unnamed operations are counted for each process set and kind; see next_name().
+_counts: dict[tuple[int, str], int] = {}
+_num_joins = 0
+_lock = threading.Lock()
+
+
+def next_name(set_id: int, kind: str) -> str:
+    """A name for an operation without one. All ranks of a set must submit its unnamed operations of a kind in the same
+    order. A join starts the count anew: until then the ranks that have joined have submitted fewer."""
+    with _lock:
+        count = _counts.get((set_id, kind), 0)
+        _counts[set_id, kind] = count + 1
+    return f"noname.{_num_joins}.{count}" if _num_joins else f"noname.{count}"
+
+
+def joined() -> None:
+    """Every rank has joined: all count unnamed operations from 0 again, under a new prefix."""
+    global _num_joins
+    with _lock:
+        _num_joins += 1
+        _counts.clear()
+
+
+def submit(
+    found: World,
+    *,
+    kind: str,
+    name: str,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    finish: Callable[[Any], Any],
+    written: list[torch.Tensor] | None = None,
+    **how: Any,
+) -> int:
+    """Hands an operation to the coordinator and returns its handle. Raises ValueError if its name is pending, and
+    HorovodInternalError if the job has failed or was shut down."""
+    coordinator = found.coordinator
+    try:
+        native = coordinator.submit(kind=kind, name=name, inputs=inputs, outputs=outputs, **how)
+    except (ValueError, RuntimeError) as error:
+        reraise(error, coordinator)
+    versions = [each._version for each in inputs] if found.settings.check else None
+    handle = next(_numbers)
+    _pending[handle] = Pending(found, native, f"{kind}.{name}", inputs, written or [], finish, versions)
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether synchronize(handle) would return at once. Raises ValueError for a handle that is not under way."""
+    pending = _pending.get(handle)
+    if pending is None:
+        raise ValueError(f"handle {handle} is not under way: it was synchronised before, or is none of this process")
+    try:
+        return pending.world.coordinator.poll(pending.native)
+    except (ValueError, RuntimeError) as error:
+        reraise(error, pending.world.coordinator)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an operation and returns its result; None for a handle that is not under way.
+
+    Raises HorovodInternalError if the ranks disagreed about the operation, or the job has failed or was shut down.
+    """
+    pending = _pending.pop(handle, None)
+    if pending is None:
+        return None
+    coordinator = pending.world.coordinator
+    try:
+        result = coordinator.wait(pending.native)
+    except (KeyError, RuntimeError) as error:
+        reraise(error, coordinator)
+    if result.error:
+        raise HorovodInternalError(result.error)
+    if pending.versions is not None:
+        _check_versions(pending)
+    for output in pending.written:
+        torch.autograd.graph.increment_version(output)
+    return pending.finish(result)
+
+
+def _check_versions(pending: Pending) -> None:
+    for i, (tensor, before) in enumerate(zip(pending.inputs, pending.versions, strict=True)):
+        if tensor._version != before:
+            raise RuntimeError(
+                f"rank {pending.world.rank}: {pending.key}: tensor {i}, of shape {tuple(tensor.shape)}, was changed in "
+                "place after it was submitted and before it was synchronised, so the result may hold old or new "
+                "values. Submit a clone, or change it after synchronize()"
+            )
+
+
+def forget_all() -> None:
+    """Called when the job is shut down. Handles stay known, so synchronising them tells what happened."""
+    global _num_joins
+    with _lock:
+        _counts.clear()
+        _num_joins = 0

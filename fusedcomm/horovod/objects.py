@@ -1,0 +1,192 @@
+"""Broadcasts of whole objects: parameters, an optimizer's state, and anything that can be pickled."""
+
+import collections
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusedcomm.horovod import async_ops
+from fusedcomm.horovod.handles import synchronize
+from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
+
+try:  # also pickles lambdas and classes of the script
+    import cloudpickle as pickler
+except ImportError:
+    pickler = pickle  # type: ignore[misc]
+
+
+def broadcast_parameters(params: Mapping[str, Any] | list, root_rank: int) -> None:
+    """Copies the root's values into the tensors on every other rank.
+
+    params: model.state_dict(), or a list of parameters or of (name, parameter). Values that are no tensors are skipped
+    in a state_dict. Raises ValueError for anything else, such as a generator, which could be read once only.
+    """
+    if isinstance(params, Mapping):
+        named = sorted((name, value) for name, value in params.items() if isinstance(value, torch.Tensor))
+    elif isinstance(params, list):
+        named = [each if isinstance(each, tuple) else (None, each) for each in params]
+    else:
+        raise ValueError(
+            f"broadcast_parameters: expected a dict or a list, got {type(params).__name__}: pass model.state_dict() or "
+            "list(model.named_parameters())"
+        )
+    finish = [_start_parameter(tensor, root_rank, name) for name, tensor in named]
+    for each in finish:
+        each()
+
+
+def _start_parameter(tensor: torch.Tensor, root_rank: int, name: str | None) -> Any:
+    """Starts a broadcast in place and returns what ends it."""
+    data = tensor.detach()
+    if data.is_contiguous():
+        handle = async_ops.broadcast_async_(data, root_rank, name)
+        return lambda: synchronize(handle)
+    handle = async_ops.broadcast_async(data.contiguous(), root_rank, name)
+    return lambda: data.copy_(synchronize(handle))
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Copies the root's optimizer state and options to every other rank, where the state may be empty.
+
+    Raises ValueError for LBFGS, whose state is no table of tensors. `model` is accepted for Horovod's sake: the state
+    is copied as it is, so no rank needs to know which parameters have sparse gradients."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS cannot be broadcast")
+    _, rank = member_of(global_process_set)
+    if not optimizer.state:
+        _give_zero_gradients(optimizer, model)
+    state_dict = optimizer.state_dict()
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = {"state": _take_out(state_dict["state"], "state", tensors), "groups": _options(state_dict)}
+    skeleton = broadcast_object(skeleton, root_rank, name=f"optimizer.{type(optimizer).__name__}")
+    if rank != root_rank:
+        tensors = _own_or_new(tensors, skeleton["state"], optimizer)
+    broadcast_parameters(tensors, root_rank)
+    if rank != root_rank:
+        _assign(optimizer, _put_in(skeleton["state"], tensors), skeleton["groups"])
+
+
+def _give_zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Gives parameters without a gradient one of zeros, as Horovod does for an optimizer without state. Parameters
+    whose gradients are sparse are left alone: a dense one of zeros would make their next gradient dense."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    modules = model.modules() if model is not None else ()
+    sparse = {
+        id(module.weight)
+        for module in modules
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    }
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _assign(optimizer: torch.optim.Optimizer, state: dict, groups: list[dict]) -> None:
+    """Puts state and options into the optimizer's own tables, which schedulers and other optimizers may share."""
+    for own, options in zip(optimizer.param_groups, groups, strict=True):
+        own.update(options)
+    unique = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+    optimizer.state.clear()
+    for i, parameter in enumerate(unique):  # state_dict() numbers the parameters in this order
+        if i in state:
+            optimizer.state[parameter] = state[i]
+
+
+def _options(state_dict: dict) -> list[dict]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in state_dict["param_groups"]]
+
+
+class _Tensor:
+    """Stands for a tensor of the state in the broadcast object. `key`: its name in the table of tensors."""
+
+    def __init__(self, key: str, tensor: torch.Tensor) -> None:
+        self.key, self.shape, self.dtype, self.device = key, tuple(tensor.shape), tensor.dtype, tensor.device.type
+
+
+def _take_out(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` with each tensor replaced by a _Tensor. The tensors are put into `tensors`."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        tensors[key] = value
+        return _Tensor(key, value)
+    if isinstance(value, dict):
+        return {each: _take_out(value[each], f"{key}.{each}", tensors) for each in value}
+    return value
+
+
+def _put_in(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, _Tensor):
+        return tensors[value.key]
+    if isinstance(value, dict):
+        return {each: _put_in(value[each], tensors) for each in value}
+    return value
+
+
+def _own_or_new(
+    own: dict[str, torch.Tensor], skeleton: Any, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """A tensor for each of the root's: this rank's own if it is alike, else a new one, on this rank's device."""
+    wanted: list[_Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, _Tensor):
+            wanted.append(value)
+        elif isinstance(value, dict):
+            for each in value.values():
+                collect(each)
+
+    collect(skeleton)
+    devices = collections.defaultdict(lambda: torch.device("cpu"))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            devices.setdefault(parameter.device.type, parameter.device)
+    found = {}
+    for each in wanted:
+        mine = own.get(each.key)
+        is_alike = mine is not None and tuple(mine.shape) == each.shape and mine.dtype == each.dtype
+        found[each.key] = mine if is_alike else torch.empty(each.shape, dtype=each.dtype, device=devices[each.device])
+    return found
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    """The object as bytes, uint8 of shape (nbytes,)."""
+    buffer = io.BytesIO()
+    pickler.dump(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object on every rank; `obj` is read on the root only. It is pickled, with cloudpickle if that is
+    installed. `root_rank`: a rank of the job, also in a process set."""
+    found, _ = member_of(process_set)
+    name = "broadcast_object" if name is None else name
+    is_root = found.rank == root_rank
+    data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    nbytes = torch.tensor([data.numel()])
+    synchronize(async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set))
+    if not is_root:
+        data = torch.empty(int(nbytes.item()), dtype=torch.uint8)
+    synchronize(async_ops.broadcast_async_(data, root_rank, f"{name}.t", process_set))
+    return obj if is_root else _unpickled(data)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object, in rank order. They are pickled, with cloudpickle if that is installed."""
+    name = "allgather_object" if name is None else name
+    data = _pickled(obj)
+    sizes = async_ops.allgather_async(torch.tensor([data.numel()]), f"{name}.sz", process_set)
+    gathered = async_ops.allgather_async(data, f"{name}.t", process_set)
+    nbytes = synchronize(sizes).tolist()
+    return [_unpickled(part) for part in synchronize(gathered).split(nbytes)]

@@ -1,0 +1,152 @@
+"""Process sets: groups of ranks whose collectives run by themselves."""
+
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fusedcomm.horovod.world import World, world
+from fusedcomm.ranks.groups import gloo_backend_over
+
+TIMEOUT = datetime.timedelta(minutes=30)
+"""Time for one collective. It starts when all ranks have agreed on it, and a lost rank's connections close at once, so
+only a dead link takes as long."""
+
+
+class ProcessSet:
+    """Some ranks of the job. It can be used once hvd.init() or add_process_set() has given it a `process_set_id`.
+
+    Raises ValueError if `ranks` are not numbers, or a rank appears twice.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+            raise ValueError(f"ProcessSet({ranks!r}): expected a list of ranks; there is no MPI here")
+        listed = list(ranks)
+        if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in listed):
+            raise ValueError(f"ProcessSet({listed!r}): expected a list of ranks, which are whole numbers")
+        if len(set(listed)) != len(listed):
+            raise ValueError(f"ProcessSet({listed!r}): a rank appears twice")
+        self.ranks: list[int] = sorted(listed)
+
+    def size(self) -> int | None:
+        """Number of ranks; None if the set is not in use."""
+        return None if self.process_set_id is None else len(_in_use(self).ranks)
+
+    def rank(self) -> int | None:
+        """This process's number in the set; None if the set is not in use. Raises ValueError on a non-member."""
+        if self.process_set_id is None:
+            return None
+        found = world()
+        member = _in_use(self)
+        if found.rank not in member.ranks:
+            raise ValueError(f"rank {found.rank} is not in {self}: ask included() first")
+        return member.ranks.index(found.rank)
+
+    def included(self) -> bool | None:
+        """Whether this process is one of the ranks."""
+        return world().rank in self.ranks
+
+    def __str__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    __repr__ = __str__
+
+
+class _GlobalProcessSet(ProcessSet):
+    """Every rank. Its ranks are known after hvd.init()."""
+
+    process_set_id = 0
+
+
+global_process_set: ProcessSet = _GlobalProcessSet([])
+
+
+def _in_use(process_set: ProcessSet) -> ProcessSet:
+    """Raises ValueError if this init knows no such set."""
+    known = world().sets.get(process_set.process_set_id)
+    if known is None or known.ranks != process_set.ranks:
+        raise ValueError(
+            f"{process_set} is not in use: pass it to hvd.init(process_sets=…), or to add_process_set() after each init"
+        )
+    return known
+
+
+def member_of(process_set: ProcessSet) -> tuple[World, int]:
+    """The world, and this process's rank in the set. Raises ValueError if the set is not in use or this process is not
+    one of its ranks."""
+    found = world()
+    set_id = process_set.process_set_id
+    if set_id == 0:
+        return found, found.rank
+    ranks = _in_use(process_set).ranks
+    if found.rank not in ranks:
+        raise ValueError(f"rank {found.rank} is not in {process_set}: only its members may call operations on it")
+    return found, ranks.index(found.rank)
+
+
+def root_in_set(process_set: ProcessSet, root_rank: int) -> int:
+    """The root's number in the set. `root_rank` is its rank in the job. Raises ValueError if it is not in the set."""
+    ranks = process_set.ranks
+    if root_rank not in ranks:
+        raise ValueError(f"root_rank={root_rank} is not possible: it must be one of the ranks {_short(ranks)}")
+    return root_rank if process_set.process_set_id == 0 else ranks.index(root_rank)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return f"0 to {len(ranks) - 1}" if list(ranks) == list(range(len(ranks))) else str(list(ranks))
+
+
+def parse_sets(process_sets: Any) -> list[ProcessSet]:
+    """The sets given to hvd.init(). Raises ValueError for what is none, and for sets of the same ranks."""
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, str):
+        raise ValueError(f"hvd.init(process_sets={process_sets!r}): expected a list of process sets, or 'dynamic'")
+    sets = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
+    for i, each in enumerate(sets):
+        if any(each.ranks == other.ranks for other in sets[:i]):
+            raise ValueError(f"hvd.init(process_sets=…): two sets have the ranks {each.ranks}")
+    return sets
+
+
+def make_first_sets(new: World, sets: list[ProcessSet]) -> None:
+    """Makes the global set and those that hvd.init() was given. A collective call."""
+    everyone = list(range(new.size))
+    for each in sets:
+        check_ranks(each.ranks, new, sets_so_far=[ProcessSet(everyone)])
+    global_process_set.ranks = everyone
+    make_set(new, global_process_set, set_id=0)
+    for set_id, each in enumerate(sets, 1):
+        make_set(new, each, set_id)
+    new.num_sets_made = 1 + len(sets)
+
+
+def check_ranks(ranks: list[int], found: World, sets_so_far: Iterable[ProcessSet]) -> None:
+    if not ranks or ranks[0] < 0 or ranks[-1] >= found.size:
+        raise ValueError(f"a process set of the ranks {ranks} is not possible: ranks go from 0 to {found.size - 1}")
+    for other in sets_so_far:
+        if other.ranks == ranks:
+            raise ValueError(f"there is a process set of the ranks {ranks} already; its id is {other.process_set_id}")
+
+
+def make_set(found: World, process_set: ProcessSet, set_id: int) -> None:
+    """Connects the set's ranks, and tells the coordinator about it. Every rank of the job calls it."""
+    ranks = process_set.ranks
+    backend = None
+    if found.rank in ranks:
+        backend = gloo_backend_over(found.store, f"sets/{set_id}", ranks.index(found.rank), len(ranks), TIMEOUT)
+        found.backends[set_id] = backend
+    found.coordinator.add_set(set_id, ranks, backend)
+    process_set.process_set_id = set_id
+    found.sets[set_id] = process_set
+
+
+def forget_sets(old: World) -> None:
+    """Marks all sets of the world as not in use."""
+    for set_id, process_set in old.sets.items():
+        if set_id != 0:
+            process_set.process_set_id = None
+    old.sets.clear()
+    old.backends.clear()

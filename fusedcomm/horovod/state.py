@@ -1,0 +1,234 @@
+"""The process-wide state: init, shutdown, ranks, and what is built in."""
+
+import atexit
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.horovod import environment, handles, launch, timeline
+from fusedcomm.horovod.control import connect
+from fusedcomm.horovod.launch import Launch, set_launch
+from fusedcomm.horovod.process_sets import forget_sets, make_first_sets, parse_sets
+from fusedcomm.horovod.world import World, set_world, world, world_if_any
+from fusedcomm.log import LOGGER
+from fusedcomm.native import _C
+
+__all__ = ["Launch", "World", "init", "is_initialized", "set_launch", "shutdown", "world"]
+
+
+_lock = threading.RLock()
+_is_shut_down_at_exit = False
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None) -> None:
+    """Connects the ranks of the job. A collective call; calls after the first have no effect.
+
+    comm: the ranks that take part, all others must not call; None: every rank.
+    process_sets: process sets that exist from the start, or "dynamic", which lets add_process_set() make more.
+
+    Raises ValueError for arguments that are not possible, for other arguments than those of an earlier call, and for
+    variables that contradict each other. Raises TimeoutError that names the ranks that did not call.
+    """
+    global _is_shut_down_at_exit
+    sets = parse_sets(process_sets)
+    asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets), process_sets == "dynamic")
+    with _lock:
+        if (old := world_if_any()) is not None:
+            if asked_for != old.asked_for and (comm is not None or process_sets is not None):
+                raise ValueError(
+                    f"hvd.init() was called before with {_said(old.asked_for)}, now with {_said(asked_for)}: call "
+                    "hvd.shutdown() on every rank first"
+                )
+            return
+        settings = environment.settings()
+        if process_sets == "dynamic":
+            settings = dataclasses.replace(settings, dynamic_process_sets=True)
+        if settings.interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
+        found = launch.find(settings)
+        if asked_for[0] is not None:
+            found = launch.subset(found, list(asked_for[0]))
+        new = _connect(found, settings, asked_for)
+        try:
+            make_first_sets(new, sets)
+        except BaseException:
+            new.coordinator.shutdown()
+            raise
+        set_world(new)
+        if not _is_shut_down_at_exit:
+            atexit.register(shutdown)
+            _is_shut_down_at_exit = True
+    _start_timeline(new)
+
+
+def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) -> World:
+    store = launch.fresh(found)
+    hostname = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    about = {"host": hostname, "sets": asked_for[1]}
+    star = connect(store, found.rank, found.size, found.timeout, about)
+    hosts = [each["host"] for each in star.about]
+    places = launch.places(found.rank, hosts, found.is_horovods)
+    if not found.is_horovods:
+        launch.publish({"rank": found.rank, "size": found.size, **places})
+    new = World(
+        rank=found.rank,
+        size=found.size,
+        **places,
+        hosts=hosts,
+        store=store,
+        timeout=found.timeout,
+        settings=settings,
+        asked_for=asked_for,
+    )
+
+    def open_engine(set_id: int, wire: str) -> Any:
+        from fusedcomm.horovod import engines
+
+        return engines.open_engine(new, set_id, wire)
+
+    new.coordinator = _C.Coordinator(
+        rank=found.rank,
+        size=found.size,
+        sockets=star.sockets,
+        fusion_nbytes=settings.fusion_nbytes,
+        plan_after=settings.plan_after,
+        stall_warning_s=settings.stall_warning_s,
+        stall_shutdown_s=settings.stall_shutdown_s,
+        say=LOGGER.warning,
+        open_engine=open_engine,
+    )
+    differing = [rank for rank, each in enumerate(star.about) if list(map(list, each["sets"])) != _lists(asked_for[1])]
+    if differing:
+        new.coordinator.shutdown()
+        raise ValueError(
+            f"hvd.init(process_sets=…): rank {found.rank} has the sets {_lists(asked_for[1])}, and rank {differing[0]} "
+            f"{star.about[differing[0]]['sets']}: give every rank the same sets in the same order"
+        )
+    return new
+
+
+def _lists(sets: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(ranks) for ranks in sets]
+
+
+def _parse_comm(comm: Any) -> tuple[int, ...] | None:
+    """The ranks, None for all. Raises ValueError for an MPI communicator."""
+    if comm is None or (isinstance(comm, (list, tuple)) and not comm):
+        return None
+    if not isinstance(comm, (list, tuple, range)) or not all(isinstance(rank, int) for rank in comm):
+        raise ValueError(f"hvd.init(comm={comm!r}): expected a list of ranks; there is no MPI here")
+    return tuple(comm)
+
+
+def _said(asked_for: tuple) -> str:
+    comm, sets, is_dynamic = asked_for
+    return f"comm={comm and list(comm)} and process_sets={'dynamic' if is_dynamic else _lists(sets) or None}"
+
+
+def _start_timeline(new: World) -> None:
+    path = new.settings.timeline
+    if path and path != "DYNAMIC" and new.rank == 0:
+        timeline.start(new, path, new.settings.mark_cycles)
+
+
+def shutdown() -> None:
+    """Ends the job's operations on every rank: pending ones, and later ones until the next hvd.init(), raise
+    HorovodInternalError. Without effect before hvd.init()."""
+    with _lock:
+        old = world_if_any()
+        if old is None:
+            return
+        timeline.stop()
+        old.coordinator.shutdown()
+        forget_sets(old)
+        set_world(None)
+    handles.forget_all()
+
+
+def is_initialized() -> bool:
+    return world_if_any() is not None
+
+
+def rank() -> int:
+    return world().rank
+
+
+def size() -> int:
+    return world().size
+
+
+def local_rank() -> int:
+    """This rank's number among those of its host."""
+    return world().local_rank
+
+
+def local_size() -> int:
+    return world().local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have a rank of this local rank."""
+    return world().cross_rank
+
+
+def cross_size() -> int:
+    return world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many ranks."""
+    hosts = world().hosts
+    return len({hosts.count(name) for name in hosts}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Raises ValueError: there is no MPI here."""
+    world()
+    raise ValueError("fusedcomm.horovod is built without MPI")
+
+
+def mpi_enabled() -> bool:
+    return False
+
+
+def mpi_built() -> bool:
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: ranks always meet, and CPU tensors travel, over sockets and gloo."""
+    return True
+
+
+def gloo_built() -> bool:
+    return dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """The version as in 22104 for 2.21.4; 0 without NCCL."""
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0, 0)[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def ddl_built() -> bool:
+    return False
+
+
+def ccl_built() -> bool:
+    return False
+
+
+def cuda_built() -> bool:
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    return torch.version.hip is not None

@@ -1,0 +1,51 @@
+"""What one hvd.init() has made, where every module of fusedcomm.horovod finds it."""
+
+import dataclasses
+import datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from fusedcomm.horovod.environment import Settings
+from fusedcomm.horovod.errors import NOT_INITIALISED
+
+
+@dataclasses.dataclass
+class World:
+    """What one hvd.init() has made. `store` belongs to this init alone. `hosts`: the host name of each rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hosts: list[str]
+    store: dist.Store
+    timeout: datetime.timedelta
+    settings: Settings
+    asked_for: tuple
+    coordinator: Any = None
+    # Process sets by id; 0 is every rank. Their backends must live as long as the coordinator.
+    sets: dict[int, Any] = dataclasses.field(default_factory=dict)
+    backends: dict[int, dist.Backend] = dataclasses.field(default_factory=dict)
+    num_sets_made: int = 1
+
+
+_world: World | None = None
+
+
+def world() -> World:
+    """Raises ValueError before hvd.init()."""
+    if _world is None:
+        raise ValueError(NOT_INITIALISED)
+    return _world
+
+
+def world_if_any() -> World | None:
+    return _world
+
+
+def set_world(new: World | None) -> None:
+    global _world
+    _world = new
