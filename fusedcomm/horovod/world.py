@@ -32,6 +32,19 @@ class World:
     num_sets_made: int = 1
 
 
+class Ended:
+    """Stands in a coordinator's place after shutdown(), for handles that have not been synchronised."""
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure or "fusedcomm.horovod was shut down"
+
+    def poll(self, handle: int) -> bool:
+        return True
+
+    def wait(self, handle: int) -> Any:
+        raise RuntimeError(self.failure)
+
+
 _world: World | None = None
 
 

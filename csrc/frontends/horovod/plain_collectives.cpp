@@ -39,11 +39,13 @@ c10d::ReduceOp reduce_op(Op op) {
   }
 }
 
-// Integers are multiplied in fp64 and truncated.
+// Integers are multiplied in fp64 and truncated, 16-bit floats in fp32: mul_(double) would round the factor to 16 bits.
 void multiply(const at::Tensor& tensor, double factor) {
   if (factor == 1) return;
   if (at::isIntegralType(tensor.scalar_type(), true)) {
     tensor.copy_(tensor.to(at::kDouble).mul_(factor).trunc_());
+  } else if (at::isReducedFloatingType(tensor.scalar_type())) {
+    tensor.copy_(tensor.to(at::kFloat).mul_(factor));
   } else {
     tensor.mul_(factor);
   }
