@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fusedcomm.horovod.environment import Settings
 from fusedcomm.horovod.errors import NOT_INITIALISED
+from fusedcomm.native import _C
 
 
 @dataclasses.dataclass
@@ -62,3 +63,4 @@ def world_if_any() -> World | None:
 def set_world(new: World | None) -> None:
     global _world
     _world = new
+    _C.make_current(None if new is None else new.coordinator)
