@@ -60,7 +60,8 @@ void finish_scale(const at::Tensor& tensor, const Signature& as, int64_t size) {
   tensor.div_(static_cast<double>(size));
 }
 
-at::Tensor flat(const at::Tensor& tensor) { return tensor.view({-1}); }
+// `tensor` is contiguous. A dimension of size 1 may have any stride, which view() would keep.
+at::Tensor flat(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? at::empty({0}, tensor.options().dtype(at::kByte)) : flat(tensor).view(at::kByte);
 }
