@@ -149,7 +149,12 @@ def shutdown() -> None:
         if old is None:
             return
         timeline.stop()
+        from fusedcomm.horovod import engines
+
+        if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
+            engines.close_engines(old, old.coordinator.failure)
         old.coordinator.shutdown()
+        engines.close_engines(old, "hvd.shutdown() was called")
         old.coordinator = Ended(old.coordinator.failure)
         forget_sets(old)
         set_world(None)
