@@ -109,7 +109,13 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         stall_shutdown_s=settings.stall_shutdown_s,
         say=LOGGER.warning,
         open_engine=open_engine,
+        autotune=settings.autotune,
+        autotune_warmup_samples=settings.autotune_warmup_samples,
+        autotune_steps_per_sample=settings.autotune_steps_per_sample,
+        autotune_log=settings.autotune_log if found.rank == 0 else "",
     )
+    if found.rank == 0 and (ignored := environment.without_effect(os.environ)):
+        LOGGER.warning("fusedcomm.horovod: %s", ignored)
     differing = [rank for rank, each in enumerate(star.about) if list(map(list, each["sets"])) != _lists(asked_for[1])]
     if differing:
         new.coordinator.shutdown()
