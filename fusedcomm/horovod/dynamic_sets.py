@@ -40,7 +40,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set.process_set_id = None
         return False
     _agree(found, "remove_process_set", process_set.ranks)
-    found.coordinator.remove_set(set_id)
+    if process_set.ranks:
+        found.coordinator.remove_set(set_id)
     found.sets.pop(set_id).process_set_id = None
     process_set.process_set_id = None
     found.backends.pop(set_id, None)

@@ -16,7 +16,7 @@ from fusedcomm.horovod.world import World
 class Pending:
     """One operation. `native`: its handle in the coordinator, which counts anew after each init. `finish` makes what
     synchronize() returns from the coordinator's result. `written`: outputs that the caller gave. `versions`: those of
-    the inputs when they were submitted, in the debug mode only."""
+    the inputs when they were submitted, in the debug mode only. `is_seen_done`: poll() has returned True."""
 
     world: World
     native: int
@@ -25,10 +25,13 @@ class Pending:
     written: list[torch.Tensor]
     finish: Callable[[Any], Any]
     versions: list[int] | None
+    is_seen_done: bool = False
 
 
 _pending: dict[int, Pending] = {}
 _numbers = itertools.count()
+# The handle of the last operation of each name, by process set and key.
+_last_of_name: dict[tuple[int, str], int] = {}
 # Unnamed operations are counted for each process set and kind; see next_name().
 _counts: dict[tuple[int, str], int] = {}
 _num_joins = 0
@@ -66,13 +69,27 @@ def submit(
     """Hands an operation to the coordinator and returns its handle. Raises ValueError if its name is pending, and
     HorovodInternalError if the job has failed or was shut down."""
     coordinator = found.coordinator
+    key = f"{kind}.{name}"
+    place = (how.get("set_id", 0), key)
+    last = _pending.get(_last_of_name.get(place, -1))
+    # It may be done, but nobody could rely on that: on another rank, or another time, it is not.
+    if last is not None and last.world is found and not last.is_seen_done:
+        raise ValueError(
+            f"{key} is pending: its handle has not been synchronised since it was submitted. Use another "
+            "name, or call synchronize() first"
+        )
+    given = inputs, outputs
+    if found.settings.check:
+        # The coordinator's own writes must not count: these share the memory, but not the version.
+        given = [each.data for each in inputs], [each.data for each in outputs]
     try:
-        native = coordinator.submit(kind=kind, name=name, inputs=inputs, outputs=outputs, **how)
+        native = coordinator.submit(kind=kind, name=name, inputs=given[0], outputs=given[1], **how)
     except (ValueError, RuntimeError) as error:
         reraise(error, coordinator)
     versions = [each._version for each in inputs] if found.settings.check else None
     handle = next(_numbers)
-    _pending[handle] = Pending(found, native, f"{kind}.{name}", inputs, written or [], finish, versions)
+    _pending[handle] = Pending(found, native, key, inputs, written or [], finish, versions)
+    _last_of_name[place] = handle
     return handle
 
 
@@ -82,7 +99,8 @@ def poll(handle: int) -> bool:
     if pending is None:
         raise ValueError(f"handle {handle} is not under way: it was synchronised before, or is none of this process")
     try:
-        return pending.world.coordinator.poll(pending.native)
+        pending.is_seen_done = pending.world.coordinator.poll(pending.native)
+        return pending.is_seen_done
     except (ValueError, RuntimeError) as error:
         reraise(error, pending.world.coordinator)
 
@@ -124,4 +142,5 @@ def forget_all() -> None:
     global _num_joins
     with _lock:
         _counts.clear()
+        _last_of_name.clear()
         _num_joins = 0

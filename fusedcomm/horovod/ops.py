@@ -10,7 +10,7 @@ import torch
 
 import fusedcomm.horovod.async_ops as async_ops
 import fusedcomm.horovod.autograd as autograd
-from fusedcomm.horovod.checks import Average, parse_op
+from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
 from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
@@ -75,7 +75,8 @@ def grouped_allreduce(
     """Reduces several tensors as one operation into new tensors."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
-    if tensors and (wire := wire_of(compression, tensors[0])):
+    tensors = check_group("allreduce", tensors, REDUCED)
+    if wire := wire_of(compression, tensors[0]):
         return _grouped_allreduce(tensors, name, {**how, "wire": wire})
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _grouped_allreduce([compressed for compressed, _ in pairs], name, how)

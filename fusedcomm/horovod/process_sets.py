@@ -124,10 +124,13 @@ def make_first_sets(new: World, sets: list[ProcessSet]) -> None:
 
 
 def check_ranks(ranks: list[int], found: World, sets_so_far: Iterable[ProcessSet]) -> None:
-    if not ranks or ranks[0] < 0 or ranks[-1] >= found.size:
+    """Raises ValueError for ranks that the job does not have, for no ranks, and if there is a set of these ranks.
+
+    In a job of one rank any set will do, so that a script for even and odd ranks, say, also runs there."""
+    if any(not 0 <= rank < found.size for rank in ranks) or (not ranks and found.size > 1):
         raise ValueError(f"a process set of the ranks {ranks} is not possible: ranks go from 0 to {found.size - 1}")
     for other in sets_so_far:
-        if other.ranks == ranks:
+        if other.ranks == ranks and found.size > 1:
             raise ValueError(f"there is a process set of the ranks {ranks} already; its id is {other.process_set_id}")
 
 
@@ -138,7 +141,8 @@ def make_set(found: World, process_set: ProcessSet, set_id: int) -> None:
     if found.rank in ranks:
         backend = gloo_backend_over(found.store, f"sets/{set_id}", ranks.index(found.rank), len(ranks), TIMEOUT)
         found.backends[set_id] = backend
-    found.coordinator.add_set(set_id, ranks, backend)
+    if ranks:
+        found.coordinator.add_set(set_id, ranks, backend)
     process_set.process_set_id = set_id
     found.sets[set_id] = process_set
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod import async_ops
+import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY
 from fusedcomm.horovod.checks import Average, Max
 from fusedcomm.horovod.compression import Compression, wire_of
@@ -21,7 +21,8 @@ from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.world import World, world
 from fusedcomm.native import _C
 
-UNKNOWN, DENSE, SPARSE = range(3)
+UNKNOWN, DENSE = range(2)
+"""Kinds of gradients. DENSE + n: sparse ones with n sparse dimensions."""
 SECOND_SYNCHRONIZE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): the gradients "
     "are reduced twice. Write: with optimizer.skip_synchronize(): optimizer.step()"
@@ -39,6 +40,12 @@ class Unit:
     is_group: bool
     num_ready: int = 0
     wait: Callable[[], None] | None = None
+
+
+def _empty_sparse(parameter: torch.Tensor, num_sparse_dims: int) -> torch.Tensor:
+    indices = torch.empty((num_sparse_dims, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[num_sparse_dims:]), requires_grad=False)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)
 
 
 class ReducedOptimizer:
@@ -157,15 +164,9 @@ class ReducedOptimizer:
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gradient as it travels; zeros, which become the parameter's gradient, if there is none in this step."""
-        is_sparse = self._kinds.get(parameter) == SPARSE
         if parameter.grad is None:
-            is_empty = is_sparse and not self.sparse_as_dense
-            parameter.grad = (
-                torch.sparse_coo_tensor(size=parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                if is_empty
-                else torch.zeros_like(parameter, requires_grad=False)
-            )
-            return parameter.grad
+            kind = self._kinds.get(parameter, UNKNOWN)
+            parameter.grad = _empty_sparse(parameter, kind - DENSE) if kind > DENSE else torch.zeros_like(parameter)
         if parameter.grad.is_sparse and self.sparse_as_dense:
             return parameter.grad.to_dense()
         return parameter.grad
@@ -205,8 +206,8 @@ class ReducedOptimizer:
         return wait
 
     def _receive(self, parameter: torch.Tensor, reduced: torch.Tensor) -> None:
-        if parameter.grad.is_sparse or (self.sparse_as_dense and self._kinds.get(parameter) == SPARSE):
-            parameter.grad = reduced.to_sparse(1)
+        if parameter.grad.is_sparse:
+            parameter.grad = reduced.to_sparse(parameter.grad.sparse_dim())
         elif parameter.grad is not reduced:
             parameter.grad.copy_(reduced)
 
@@ -226,8 +227,8 @@ class ReducedOptimizer:
         """Submits what the hooks have not, zeros for gradients that this step has not computed. Returns the units with
         sparse gradients, which are none of its."""
         for parameter, kind in self._kinds.items():
-            if kind == SPARSE and parameter.grad is None:
-                parameter.grad = self._gradient(parameter)
+            if kind > DENSE and parameter.grad is None:
+                self._gradient(parameter)
         self._native.submit_missing()
         parameters = list(self._unit_of)
         left = [self._unit_of[parameters[i]] for i in self._native.missing()]
@@ -271,7 +272,7 @@ class ReducedOptimizer:
         Once after each init; in a model with sparse gradients, until every parameter has had a gradient somewhere."""
         found = world()
         known = self._kinds.values()
-        if self._kinds_agreed_in is found and (SPARSE not in known or UNKNOWN not in known):
+        if self._kinds_agreed_in is found and (max(known) <= DENSE or UNKNOWN not in known):
             return
         kinds = [self._kind_of(each) for each in self._unit_of]
         name = f"optimizer.kinds.{self._units[0].name}"
@@ -285,7 +286,7 @@ class ReducedOptimizer:
         known = self._kinds.get(parameter, UNKNOWN)
         if known != UNKNOWN or parameter.grad is None:
             return known
-        return SPARSE if parameter.grad.is_sparse else DENSE
+        return DENSE + parameter.grad.sparse_dim() if parameter.grad.is_sparse else DENSE
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import fusedcomm.horovod.handles as handles
 import fusedcomm.horovod.launch as launch
 import fusedcomm.horovod.timeline as timeline
 from fusedcomm.horovod.control import connect
+from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.launch import Launch, set_launch
 from fusedcomm.horovod.process_sets import forget_sets, make_first_sets, parse_sets
 from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
@@ -61,6 +62,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
         new = _connect(found, settings, asked_for)
         try:
             make_first_sets(new, sets)
+            # A rank that goes on may end the job while others are still connecting.
+            _wait_for_all(new)
         except BaseException:
             new.coordinator.shutdown()
             raise
@@ -69,6 +72,12 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
             atexit.register(shutdown)
             _is_shut_down_at_exit = True
     _start_timeline(new)
+
+
+def _wait_for_all(new: World) -> None:
+    result = new.coordinator.wait(new.coordinator.submit(kind="barrier", name="init", inputs=[], outputs=[]))
+    if result.error:
+        raise HorovodInternalError(result.error)
 
 
 def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) -> World:

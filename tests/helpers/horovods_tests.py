@@ -44,6 +44,29 @@ CANNOT = {
 """What a test says when it skips itself, and why that is right here."""
 
 
+CANNOT_ON_3 = {
+    f"torch.test_horovod_{name}": "wants three times an fp16 number exactly in fp16, which has no bits for it"
+    for name in ("allreduce_prescale", "reducescatter_prescale", "grouped_reducescatter_prescale")
+}
+"""Tests that fail on 3 ranks whatever the implementation, and why."""
+
+
+CANNOT_ON = {
+    **{(name, 3): why for name, why in CANNOT_ON_3.items()},
+    ("torch.test_horovod_join_allreduce", 1): "wants the rank that joins last to be another than rank 0, the only one",
+}
+BY_CHANCE = {
+    "torch.test_global_barrier_op": "rank 0 sleeps for 5 s, and the others must not begin to wait a moment later",
+    "torch.test_process_set_barrier_op": "as test_global_barrier_op",
+    **{
+        f"torch.test_horovod_{kind}_async_fused": "one of 15 operations must not be done when it is polled at once"
+        for kind in ("allreduce", "allgather", "reducescatter")
+    },
+}
+"""Tests that may fail on a good implementation, and what it takes. They get NUM_TRIES."""
+NUM_TRIES = 5
+
+
 def folder() -> Path | None:
     """The checkout with Horovod's tests; None if there is none."""
     for place in (os.environ.get(VARIABLE), cache_folder()):
@@ -120,7 +143,7 @@ def _case(key: str, name: str) -> unittest.TestCase:
 
 @contextlib.contextmanager
 def _without_new_optimizers() -> Iterator[None]:
-    """Some tests make every optimizer of torch with vectors as parameters. Muon, which is newer, takes matrices only."""
+    """Some tests make every optimizer of torch with vectors as parameters. Muon is newer and takes matrices only."""
     import torch
 
     muon = getattr(torch.optim, "Muon", None)

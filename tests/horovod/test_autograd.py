@@ -25,12 +25,17 @@ def check_allreduce(rank, size):
         for dtype in DTYPES:
             own, grad = values(rank, (3, 2), dtype), values(rank, (3, 2), dtype, salt=4)
             total = all_values(size, (3, 2), dtype, salt=4).sum(0)
-            (got,) = derivative(lambda x: (hvd.allreduce(x, op=hvd.Sum), grad), own)
+            (got,) = derivative(lambda x, grad=grad: (hvd.allreduce(x, op=hvd.Sum), grad), own)
             assert torch.equal(got, total.to(dtype))
-            (got,) = derivative(lambda x: (hvd.allreduce(x, op=hvd.Average), grad), values(rank, (3, 2), dtype))
+            (got,) = derivative(
+                lambda x, grad=grad: (hvd.allreduce(x, op=hvd.Average), grad), values(rank, (3, 2), dtype)
+            )
             torch.testing.assert_close(got, (total.double() / size).to(dtype))
             (got,) = derivative(
-                lambda x: (hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=2.0), grad),
+                lambda x, grad=grad: (
+                    hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=2.0),
+                    grad,
+                ),
                 values(rank, (3, 2), dtype),
             )
             assert torch.equal(got, 4 * total.to(dtype))

@@ -1,0 +1,71 @@
+"""After install(), a script that imports horovod.torch gets ours. Nothing is put there before."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+import fusedcomm.horovod as ours
+assert not any(name.startswith("horovod") for name in sys.modules)
+ours.install()
+ours.install()
+import horovod
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import allreduce_async_, synchronize, Average, HorovodInternalError, is_homogeneous
+from horovod.torch.compression import Compression
+from horovod.torch.functions import broadcast_object
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.elastic import run
+from horovod.common.exceptions import HorovodInternalError as Error, HostsUpdatedInterrupt
+from horovod.common.util import env, split_list, extension_available, gloo_built, mpi_built
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.runner.util.threads import in_thread
+import horovod.common.util as util
+assert hvd is ours and horovod.torch is ours and Error is HorovodInternalError and horovod.common.util is util
+assert hvd.install.__name__ == "install"
+assert split_list([1, 2, 3, 4, 5], 2) == [[1, 2, 3], [4, 5]]
+assert extension_available("torch") and not extension_available("tensorflow")
+assert gloo_built() and not mpi_built()
+with env(SOME_VARIABLE="x"):
+    import os
+    assert os.environ["SOME_VARIABLE"] == "x"
+assert "SOME_VARIABLE" not in os.environ
+done = []
+in_thread(done.append, (1,)).join()
+in_thread(lambda: 1 / 0, silent=True).join()
+assert done == [1]
+hvd.init()
+assert is_homogeneous() and hvd.elastic is not None
+print("good")
+"""
+
+THERE_ALREADY = """
+import sys, types
+sys.modules["horovod"] = types.ModuleType("horovod")
+import fusedcomm.horovod as hvd
+try:
+    hvd.install()
+except RuntimeError as error:
+    assert "import horovod" in str(error)
+    print("good")
+"""
+
+
+def check(script: str) -> None:
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.stdout == "good\n", run.stderr
+
+
+def test_a_script_of_horovods_finds_ours_where_it_looks():
+    check(SCRIPT)
+
+
+def test_horovod_itself_is_not_replaced():
+    check(THERE_ALREADY)
+
+
+def test_every_name_of_horovods_is_there():
+    import fusedcomm.horovod as hvd
+
+    assert all(hasattr(hvd, name) for name in hvd.__all__)
+    assert sorted(hvd.__all__) == hvd.__all__
