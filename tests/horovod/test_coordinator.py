@@ -1,6 +1,8 @@
 """The coordinator: submissions in any order, plans, deviations, errors, the end."""
 
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -304,6 +306,23 @@ def _shutdown(rank, size):
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_ranks_shutdown_ends_all(ranks, size):
     ranks.run(_shutdown, world_size=size)
+
+
+def _lost(rank, size):
+    with star(rank, size) as c:
+        for _ in range(10):
+            assert c.wait(_sum(c, "x", torch.ones(1000))).error == ""
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        errors = [c.wait(_sum(c, "x", torch.ones(1000))).error]
+        with pytest.raises(RuntimeError, match="rank 1 ended its connection"):
+            _sum(c, "x", torch.ones(1))
+        return errors
+
+
+def test_a_rank_that_dies_is_named(ranks):
+    for kind, value in ranks.outcomes(_lost, world_size=3, lost=1):
+        assert kind == "lost" or (kind == "value" and "rank 1 ended its connection" in value[0]), value
 
 
 def test_one_process_needs_no_connection():

@@ -9,6 +9,8 @@ namespace {
 
 // A caller issues smaller buckets by itself; larger ones take longer to pack than to hand to the thread.
 constexpr int64_t kSmallNbytes = 256 << 10;
+// How long a collective that has failed waits for rank 0's word about who is lost.
+constexpr std::chrono::seconds kExplanation{3};
 
 int64_t nbytes_of(const IssuedBucket& bucket) {
   int64_t nbytes = 0;
@@ -295,6 +297,10 @@ bool Coordinator::waits_and_is_void(const std::shared_ptr<RankPlan>& plan, int64
 
 void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, Write write) {
   std::unique_lock<std::mutex> lock(mutex_);
+  // A backend says that a connection has ended, but not whose. The coordinator's own thread is the one that will know.
+  if (error && std::this_thread::get_id() != thread_.get_id()) {
+    changed_.wait_for(lock, kExplanation, [this] { return !failure_.empty(); });
+  }
   if (!error && bucket.plan) {
     if (bucket.plan->is_stopped() && !bucket.plan->is_decided() && failure_.empty()) {
       held_back_.push_back({bucket, std::move(write)});
@@ -312,6 +318,7 @@ void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, Wr
     text = "fusedcomm: " + bucket.requests.front()->key + " failed on rank " + std::to_string(options_.rank) + ": " +
            text_of(std::current_exception());
     lock.lock();
+    if (!failure_.empty()) text = failure_ + " (" + text + ")";
     // The other ranks wait for this one.
     outbox_.push_back(text_message(MessageType::kLeaving, text));
     links_.wake();
