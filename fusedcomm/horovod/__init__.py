@@ -6,7 +6,7 @@
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-The names are those of `horovod.torch`; docs/horovod.md says what differs.
+The names are those of `horovod.torch`, with what it does wrong done right.
 """
 
 import fusedcomm.horovod.elastic as elastic

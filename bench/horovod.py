@@ -1,0 +1,128 @@
+"""What do Horovod's calls cost on fusedcomm's engine, beside torch.distributed, DDP and fusedcomm's own hook?
+
+    python bench/horovod.py
+    python bench/horovod.py --hosts 2 --link 100mbit 1gbit --parts steps --params 3e6 --size 1
+
+Real ranks over gloo: processes of this machine, or with --hosts hosts of bench/hosts.py, which needs root. In each part
+all ways take turns, in another order in each round; results are checked before anything is timed; the time of a turn is
+the slowest rank's. Parts:
+
+    latency  a small all-reduce, the same name again and again, beside dist.all_reduce of as many bytes; and 300 tensors
+             of mixed sizes, submitted at once, beside 300 calls of dist.all_reduce
+    idle     how often threads that hvd.init() has started wake up, in a second without work. The coordinator's thread
+             stands apart from gloo's, which wake up with every process group, DDP's too
+    steps    training steps: DistributedOptimizer without compression, with bf16 and int8, beside DDP and beside
+             fusedcomm.attach(ddp, wire="bf16" or "int8"). Every way has its own gradients and buckets; weights are shared
+
+"samples/s" has the mean over steps ± 1.96 standard deviations, as Horovod's synthetic benchmarks print it. "x hook" is
+the speed relative to fusedcomm's hook with the same wire.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import hosts
+from lib.common import Report, Row, print_table, run_command, with_ratios
+from lib.models import MODELS
+from lib.namespaces import CONGESTION, NetworkError, problem
+
+PARTS = ("latency", "idle", "steps")
+DIST, DDP, HOOK = "dist.all_reduce", "ddp", "fusedcomm hook"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (all)")
+    parser.add_argument("--hosts", type=int, default=0, help="hosts to make, which needs root; 0: loopback (0)")
+    parser.add_argument("--ranks-per-host", type=int, help="ranks on each host (1; with --hosts 0: 2)")
+    parser.add_argument("--link", nargs="+", help="speed of a host's link, each way (1gbit)")
+    parser.add_argument("--subnet", help="a private subnet for the hosts that this machine does not use")
+    parser.add_argument("--congestion", help=f"TCP's congestion control: cubic, reno, bbr ({CONGESTION})")
+    parser.add_argument("--model", choices=MODELS, default="transformer", help="(transformer)")
+    parser.add_argument("--params", type=float, default=3e6, help="elements of the model (3e6)")
+    parser.add_argument("--size", type=int, default=16, help="sequence length, or side of an image (16)")
+    parser.add_argument("--batch", type=int, default=8, help="samples of each rank (8)")
+    parser.add_argument("--optimizer", choices=("sgd", "momentum", "adamw"), default="sgd", help="the fused one (sgd)")
+    parser.add_argument("--rounds", type=int, default=10, help="(10)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps in each turn (4)")
+    parser.add_argument("--calls", type=int, default=50, help="timed calls of a small all-reduce in each turn (50)")
+    parser.add_argument("--idle-s", type=float, default=3.0, help="seconds without work (3)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds until stuck ranks end themselves (300)")
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--json", metavar="PATH", help="write rows there as soon as they are measured")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps, arguments.calls, arguments.idle_s = 2, 2, 10, 1.0
+    hosts.complete(parser, arguments, link=["1gbit"], congestion=CONGESTION, subnet=None)
+    for name in ("params", "size", "batch", "rounds", "steps", "calls", "idle_s", "timeout"):
+        if getattr(arguments, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be more than 0")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace, link: str, report: Report) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        worker = [str(Path(__file__).with_name("_horovod_rank.py")), str(results), json.dumps(vars(arguments))]
+        status = hosts.run_ranks(arguments, worker, link, arguments.subnet, arguments.congestion)
+        found = json.loads(results.read_text()) if results.exists() else {"rows": []}
+    if status:
+        at = f" in {found['at']}" if "at" in found else ""
+        report.missing(link, "the rest", f"the ranks ended with exit status {status}{at}")
+    if "idle" in found:
+        report.extra["idle"] = found["idle"]
+    report.add(with_hook_ratios(with_ratios([Row(**row) for row in found["rows"]], [DIST, DDP])))
+
+
+def with_hook_ratios(rows: list[Row]) -> list[Row]:
+    """The rows with the speed of DistributedOptimizer relative to the hook with the same wire, as the ratio "hook"."""
+    medians = {(row.case, row.impl): row.median_s for row in rows}
+    for row in rows:
+        hook_s = medians.get((row.case, row.impl.replace("hvd", HOOK)))
+        if row.impl.startswith("hvd ") and hook_s is not None:
+            row.ratios["hook"] = hook_s / row.median_s
+    return rows
+
+
+def print_more(report: Report) -> None:
+    """Prints what the common table does not have."""
+    for row in report.rows:
+        if "samples_s" in row.figures:
+            figures = row.figures
+            print(
+                f"{row.case} {row.impl}: {figures['samples_s']:.1f} ± {figures['samples_s_spread']:.1f} samples/s a "
+                f"rank, synchronization alone {figures.get('sync_s', 0) * 1e3:.1f} ms, "
+                f"{figures.get('wire_nbytes', 0) / 1e6:.2f} MB sent"
+            )
+    if "idle" in report.extra:
+        idle = report.extra["idle"]
+        print(
+            f"idle: hvd's coordinator wakes up {idle['coordinator_wakeups_s']:.1f} times a second; {idle['num_others']} "
+            f"threads of gloo in its process groups {idle['other_wakeups_s']:.1f} times each"
+        )
+
+
+def main() -> None:
+    arguments = parse()
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
+    report = Report(arguments.json, settings=settings)
+    report.env.update(threads=1, ranks=max(arguments.hosts, 1) * arguments.ranks_per_host, hosts=arguments.hosts)
+    reason = problem() if arguments.hosts else None
+    if reason:
+        raise SystemExit(f"horovod.py: {reason}; --hosts 0 measures over loopback, as any user")
+    try:
+        for link in arguments.link if arguments.hosts else ["loopback"]:
+            measure(arguments, link, report)
+    except NetworkError as error:
+        raise SystemExit(f"horovod.py: {error}") from None
+    print_table(report.rows)
+    print_more(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    run_command(main)
