@@ -1,7 +1,8 @@
 """Where a process learns its rank, the number of ranks, and the store over which they meet.
 
-The first of these that applies: what :func:`set_launch` has given (elastic training), torch.distributed if the script
-has initialised it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this one process.
+The first of these that applies: what :func:`set_launch` has given, the store of `fusedcomm run --elastic`,
+torch.distributed if the script has initialised it, HOROVOD_* variables, torchrun's variables. Otherwise the job is this
+one process.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+import fusedcomm.horovod.rendezvous as rendezvous
 from fusedcomm.horovod.environment import Settings
 
 SET_BY = "FUSEDCOMM_HOROVOD_SET_BY"
@@ -46,6 +48,8 @@ def find(settings: Settings) -> Launch:
     timeout = datetime.timedelta(seconds=settings.timeout_s)
     if _given is not None:
         return _given()
+    if rendezvous.is_elastic():
+        return Launch(*rendezvous.meet(), timeout)
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
         _, store = c10d._world.pg_map[group]

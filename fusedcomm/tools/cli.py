@@ -15,6 +15,7 @@ from fusedcomm.tools.demo import MAX_RANKS
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.plan import command as plan_command
 from fusedcomm.tools.probe import command as probe_command
+from fusedcomm.tools.run import add_to as add_run_to
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C: 128 + SIGINT, as shells count."""
@@ -67,6 +68,7 @@ def _parser() -> Parser:
     _add_timeline_to(commands)
     plan_command.add_to(commands)
     probe_command.add_to(commands)
+    add_run_to(commands)
     return parser
 
 

@@ -1,0 +1,81 @@
+"""What TorchState does with each kind of value: models, optimizers and samplers know how to be saved and synced."""
+
+import copy
+from typing import Any
+
+import torch
+
+from fusedcomm.horovod.elastic.sampler import ElasticSampler
+from fusedcomm.horovod.objects import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+
+class StateHandler:
+    """Saves, restores and syncs one value. `saved`: the copy of its state that restore() goes back to. `root_rank`: the
+    rank whose value sync() gives to all."""
+
+    root_rank = 0
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.saved: Any = None
+        self.save()
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # Some load_state_dict() keep what they are given.
+        self.value.load_state_dict(copy.deepcopy(self.saved))
+
+    def sync(self) -> None:
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """The ranks have changed."""
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+
+class ModelStateHandler(StateHandler):
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=self.root_rank)
+        self.save()
+
+
+class OptimizerStateHandler(StateHandler):
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=self.root_rank)
+        self.save()
+
+
+class SamplerStateHandler(StateHandler):
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), self.root_rank, name="elastic.sampler"))
+        self.save()
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+_registry: list[tuple[type, type]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type]]:
+    """Pairs of a type of values and the class of their handlers; the first that fits is taken."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type]]) -> None:
+    global _registry
+    _registry = registry
+
+
+def handler_of(value: Any) -> StateHandler | None:
+    """A handler that holds the value; None if the registry has none for its type."""
+    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)

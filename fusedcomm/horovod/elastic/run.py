@@ -1,0 +1,66 @@
+"""Runs a training function again and again, each time with the ranks that there are, until it returns."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+import fusedcomm.horovod.elastic.files as files
+import fusedcomm.horovod.rendezvous as rendezvous
+import fusedcomm.horovod.state as state_of_job
+import fusedcomm.horovod.world as worlds
+from fusedcomm.horovod.elastic.state import State
+from fusedcomm.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from fusedcomm.log import LOGGER
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a training function whose first argument is a State:
+
+    1. The state of the rank that has committed most is given to all ranks.
+    2. The function is called.
+    3. If it raises HorovodInternalError, a rank was lost: the committed state is restored from memory. If it raises
+       HostsUpdatedInterrupt, the state stays as it is.
+    4. The ranks meet again, as many as there are, and state.on_reset() is called. Then from 1.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        state.read_file()
+        skip_sync, is_reset = False, False
+        while True:
+            try:
+                if is_reset:
+                    _meet_again(state)
+                if not skip_sync:
+                    state.sync()
+                result = func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                LOGGER.warning("fusedcomm.horovod: %s. Going on from the last commit", str(error).rstrip("."))
+                rendezvous.failed()
+                state_of_job.shutdown()
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                state_of_job.shutdown()
+                skip_sync = interrupt.skip_sync
+            else:
+                files.remove()
+                return result
+            is_reset = True
+
+    return wrapper
+
+
+def _meet_again(state: State) -> None:
+    """Raises HorovodInternalError if another rank of an elastic job was lost meanwhile; what hvd.init() raises if the
+    job is not elastic, so that its launcher restarts it."""
+    try:
+        state_of_job.init()
+    except (TimeoutError, dist.DistError, OSError, RuntimeError) as error:
+        if not rendezvous.is_elastic():
+            raise
+        raise HorovodInternalError(f"cannot meet the other ranks: {error}") from error
+    assert worlds.world_if_any() is not None
+    state.on_reset()
