@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 
-DEFAULT_FUSION_NBYTES = 128 << 20
+DEFAULT_FUSION_NBYTES = 25 << 20
 DEFAULT_PLAN_AFTER = 3
 
 

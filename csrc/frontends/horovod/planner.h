@@ -11,6 +11,8 @@
 
 namespace fusedcomm::horovod {
 
+inline constexpr int64_t kFirstBucketNbytes = 1 << 20;
+
 // A cycle is what is executed until a name comes again. After enough cycles of the same names there is a plan.
 class Planner {
  public:
@@ -63,15 +65,17 @@ class Planner {
 template <typename NbytesOf, typename Fuse>
 std::vector<std::vector<Id>> Planner::buckets(const NbytesOf& nbytes_of, const Fuse& fuse) const {
   std::vector<std::vector<Id>> buckets;
-  int64_t nbytes = 0;
+  int64_t nbytes = 0, most = nbytes_;
   for (const Id id : circle_) {
     const int64_t more = nbytes_of(id);
     // What belongs to the next cycle is submitted only when this one has ended.
     const bool begins = buckets.empty() || id == first_of_cycle_ || begins_.count(id) != 0 ||
-                        always_begins_.count(id) != 0 || nbytes + more > nbytes_ || !fuse(buckets.back().front(), id);
+                        always_begins_.count(id) != 0 || nbytes + more > most || !fuse(buckets.back().front(), id);
     if (begins) {
       buckets.emplace_back();
       nbytes = 0;
+      // A cycle begins with a small bucket, as in DDP, so that the network has work early.
+      most = id == first_of_cycle_ ? std::min(nbytes_, kFirstBucketNbytes) : nbytes_;
     }
     buckets.back().push_back(id);
     nbytes += more;
