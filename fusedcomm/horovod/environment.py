@@ -22,7 +22,9 @@ class Variable:
     is_used: bool = True
 
 
-_PLACE = "the process's place in the job; without them torchrun's variables say it. hvd.init() sets them where they lack"
+_PLACE = (
+    "the process's place in the job; without them torchrun's variables say it. hvd.init() sets them where they lack"
+)
 
 VARIABLES = [
     Variable("HOROVOD_FUSION_THRESHOLD", str(DEFAULT_FUSION_NBYTES), "most bytes of a fused bucket; 0: no fusion"),

@@ -55,8 +55,9 @@ def meet() -> tuple[int, int, dist.Store]:
                 return members.index(worker), len(members), dist.PrefixStore(f"generation/{number}", store)
         time.sleep(POLL_S)
     raise TimeoutError(
-        f"fusedcomm.horovod: worker {worker} has waited {timeout_s:.0f} s for a new generation after {_must_exceed}; the "
-        f"newest is {latest(store)} with workers {members_of(store, latest(store))}. HOROVOD_ELASTIC_TIMEOUT sets the time"
+        f"fusedcomm.horovod: worker {worker} has waited {timeout_s:.0f} s for a generation after {_must_exceed}; the "
+        f"newest is {latest(store)}, of the workers {members_of(store, latest(store))}. Check that enough workers run; "
+        "HOROVOD_ELASTIC_TIMEOUT sets the time"
     )
 
 
@@ -104,7 +105,9 @@ def _open() -> dist.Store:
         host = environment.text("HOROVOD_GLOO_RENDEZVOUS_ADDR")
         port = environment.text("HOROVOD_GLOO_RENDEZVOUS_PORT")
         if not host or not port:
-            raise ValueError(f"{WORKER} is set but not where the launcher is: start the job with fusedcomm run --elastic")
+            raise ValueError(
+                f"{WORKER} is set but not where the launcher is: start the job with fusedcomm run --elastic"
+            )
         timeout = datetime.timedelta(seconds=environment.seconds("HOROVOD_ELASTIC_TIMEOUT"))
         _store = dist.PrefixStore(PREFIX, dist.TCPStore(host, int(port), None, False, timeout))
     return _store

@@ -1,10 +1,13 @@
 """The timeline: what the coordinator of rank 0 did for each named tensor, in Chrome's format, for ui.perfetto.dev.
 
 Each tensor has a process of its own, named `allreduce.<name>`, with the spans NEGOTIATE_ALLREDUCE, until the ranks
-agreed, and ALLREDUCE, until its result was there. The file is written when the timeline or the job ends.
+agreed, and ALLREDUCE, until its result was there. The file grows while the job runs, and is complete JSON when the
+timeline or the job ends.
 """
 
+import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,10 @@ Event = tuple[str, str, int, int]
 
 CYCLES = "cycles"
 
-_path: Path | None = None
-_coordinator: Any = None
+DRAIN_S = 0.02
+"""How often events go into the file, in seconds. Only while there is a timeline."""
+
+_writer: "Writer | None" = None
 
 
 def start_timeline(file_path: str | os.PathLike, mark_cycles: bool = False) -> None:
@@ -45,35 +50,52 @@ def stop_timeline() -> None:
 
 
 def start(world: World, file_path: str | os.PathLike, mark_cycles: bool) -> None:
-    global _path, _coordinator
-    path = Path(file_path)
-    path.write_text("[]\n")  # a file that cannot be written is an error now, not at the end of the job
-    world.coordinator.start_events(mark_cycles)
-    _path, _coordinator = path, world.coordinator
+    global _writer
+    _writer = Writer(Path(file_path), world.coordinator, mark_cycles)
 
 
 def stop() -> None:
-    global _path, _coordinator
-    if _path is None:
-        return
-    path, coordinator = _path, _coordinator
-    _path = _coordinator = None
-    write(path, coordinator.take_events())
+    global _writer
+    if _writer is not None:
+        ended, _writer = _writer, None
+        ended.end()
 
 
-def write(path: Path, events: Sequence[Event]) -> None:
-    import json
+class Writer:
+    """Moves a coordinator's events into a file, on a thread of its own. Raises OSError if the file cannot be opened."""
 
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    # One event to a line, for grep.
-    lines = ",\n".join(json.dumps(event) for event in chrome_events(events))
-    unfinished.write_text(f"[\n{lines}\n]\n")
-    unfinished.replace(path)
+    def __init__(self, path: Path, coordinator: Any, mark_cycles: bool) -> None:
+        self._file = path.open("w")
+        self._coordinator = coordinator
+        self._processes: dict[str, int] = {}
+        self._separator = "[\n"
+        self._is_ended = threading.Event()
+        coordinator.start_events(mark_cycles)
+        self._thread = threading.Thread(target=self._run, name="fusedcomm timeline", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_ended.wait(DRAIN_S):
+            self._drain()
+
+    def _drain(self) -> None:
+        # One event to a line, for grep.
+        for event in chrome_events(self._coordinator.take_events(), self._processes):
+            self._file.write(self._separator + json.dumps(event))
+            self._separator = ",\n"
+        self._file.flush()
+
+    def end(self) -> None:
+        self._is_ended.set()
+        self._thread.join()
+        self._drain()
+        self._file.write("\n]\n" if self._processes else "[]\n")
+        self._file.close()
 
 
-def chrome_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Chrome's events: a process for each name, one for the cycles' marks, and a span for each phase."""
-    processes: dict[str, int] = {}
+def chrome_events(events: Sequence[Event], processes: dict[str, int]) -> list[dict[str, Any]]:
+    """Chrome's events: a process for each name, one for the cycles' marks, and a span for each phase. `processes`: the
+    numbers given so far, to which new names are added."""
     found: list[dict[str, Any]] = []
     for name, phase, begin_us, end_us in events:
         name = name or CYCLES

@@ -14,10 +14,14 @@ class TorchState(ObjectState):
     """TorchState(model, optimizer, sampler=sampler, epoch=0): each is an attribute. An attribute that has a handler is
     saved when it is set."""
 
+    _handlers: dict[str, StateHandler]
+
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        kwargs.update({name: value for name, value in (("model", model), ("optimizer", optimizer)) if value is not None})
+        kwargs.update(
+            {name: value for name, value in (("model", model), ("optimizer", optimizer)) if value is not None}
+        )
         handlers: dict[str, StateHandler] = {}
         for name, value in kwargs.items():
             if (handler := handler_of(value)) is not None:

@@ -78,4 +78,5 @@ train(state)
 if hvd.rank() == 0:
     result = {name: getattr(state, name) for name in ("seen", "losses", "sizes", "num_steps")}
     weights = model.weight.detach().flatten().tolist()
-    (folder / "result.json").write_text(json.dumps({**result, "size": hvd.size(), "weights": weights}))
+    about = {"size": hvd.size(), "weights": weights, "num_samples": NUM_SAMPLES, "num_epochs": NUM_EPOCHS}
+    (folder / "result.json").write_text(json.dumps({**result, **about}))

@@ -1,0 +1,86 @@
+"""Workers are killed and added while they train: training goes on, and every sample of an epoch counts once."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from patience import HANG_S
+
+import fusedcomm
+
+ROOT = Path(fusedcomm.__file__).absolute().parents[1]
+SCRIPT = str(Path(__file__).with_name("training.py"))
+LAUNCHERS = ("HOROVOD_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "FUSEDCOMM_HOROVOD")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts a command with nothing of another launcher around it, and returns what it printed."""
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def start(*command: str, status: int = 0, **variables: str) -> str:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=4 * HANG_S)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return start
+
+
+def launched(num_ranks: int, *options: str) -> list[str]:
+    return ["-m", "fusedcomm", "run", "-np", str(num_ranks), "--elastic", *options, sys.executable, SCRIPT]
+
+
+def check(folder: Path) -> dict:
+    """What the training has written. Every sample was seen once in each epoch, and the weights were learnt."""
+    result = json.loads((folder / "result.json").read_text())
+    seen = Counter(map(tuple, result["seen"]))
+    epochs, indices = range(result["num_epochs"]), range(result["num_samples"])
+    assert seen == {(epoch, index): 1 for epoch in epochs for index in indices}
+    losses = result["losses"]
+    assert len(losses) == result["num_steps"]
+    assert max(losses[-3:]) < 0.1 * losses[0]
+    return result
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_two_of_three_go_on_when_one_is_killed_in_mid_epoch(start, tmp_path, lost):
+    said = start(*launched(3), str(tmp_path), str(lost), "4")
+    result = check(tmp_path)
+    assert result["sizes"][:4] == [3] * 4
+    assert set(result["sizes"][4:]) == {2}
+    # The loss continues: the first step with two is no worse than the untrained model by far.
+    assert result["losses"][4] < result["losses"][0]
+    assert f"worker {lost} on localhost was ended by SIGKILL" in said
+    assert "rank 0 of 2 at step 4" in said
+
+
+def test_a_worker_that_is_started_again_joins_the_others(start, tmp_path):
+    said = start(*launched(3, "--max-restarts", "1"), str(tmp_path), "1", "2", "3")
+    result = check(tmp_path)
+    assert result["size"] == 3 and result["sizes"][-1] == 3
+    assert "rank 2 of 3 at step" in said
+
+
+def test_a_job_ends_when_fewer_than_min_np_are_left(start, tmp_path):
+    said = start(*launched(2, "--min-np", "2"), str(tmp_path), "1", "2", status=137)
+    assert "1 workers are left, fewer than 2" in said
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_workers_that_torchrun_restarts_go_on_from_the_file(start, tmp_path):
+    folder = tmp_path / "states"
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
+    said = start(*torchrun, SCRIPT, str(tmp_path), "1", "5", FUSEDCOMM_HOROVOD_STATE=str(folder))
+    check(tmp_path)
+    assert "rank 0 of 2 at step 5" in said and "rank 1 of 2 at step 5" in said
+    assert list(folder.iterdir()) == []  # the next job begins anew

@@ -1,0 +1,181 @@
+"""Samplers share out each epoch exactly, and states keep what was committed."""
+
+import itertools
+import types
+
+import pytest
+import torch
+from jobs import job
+
+import fusedcomm.horovod as hvd
+import fusedcomm.horovod.world as worlds
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Makes this process appear as a rank of a job."""
+
+    def set_place(rank: int, size: int) -> None:
+        monkeypatch.setattr(worlds, "_world", types.SimpleNamespace(rank=rank, size=size))
+
+    return set_place
+
+
+def indices_of_all(as_rank, size, processed, numel, pad, shuffle=True):
+    found = []
+    for rank in range(size):
+        as_rank(rank, size)
+        sampler = hvd.elastic.ElasticSampler(range(numel), shuffle=shuffle, seed=3, pad=pad)
+        sampler.load_state_dict({"epoch": 2, "processed_num": processed})
+        found.append(list(sampler))
+        assert len(found[-1]) == len(sampler)
+    return found
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 24, 25])
+def test_a_change_of_ranks_neither_repeats_nor_loses_a_sample(as_rank, numel):
+    for first, second, num_batches in itertools.product((1, 2, 3, 4), (1, 2, 3, 5), (0, 1, 2)):
+        batch = 2
+        before = indices_of_all(as_rank, first, 0, numel, pad=False)
+        done = [index for each in before for index in each[: num_batches * batch]]
+        processed = min(num_batches * batch * first, numel)
+        after = [index for each in indices_of_all(as_rank, second, processed, numel, pad=False) for index in each]
+        assert sorted(done + after) == list(range(numel))
+
+
+def test_padding_gives_every_rank_as_many_and_repeats_as_few_as_possible(as_rank):
+    for numel, size in itertools.product((1, 2, 7, 10, 12), (1, 2, 3, 5)):
+        shares = indices_of_all(as_rank, size, 0, numel, pad=True)
+        assert {len(each) for each in shares} == {-(-numel // size)}
+        assert set(itertools.chain(*shares)) == set(range(numel))
+
+
+def test_epochs_have_different_orders_and_every_rank_the_same_one(as_rank):
+    as_rank(0, 1)
+    sampler = hvd.elastic.ElasticSampler(range(50), seed=7)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] != orders[1] != orders[2]
+    other = hvd.elastic.ElasticSampler(range(50), seed=7)
+    other.set_epoch(2)
+    assert list(other) == orders[2]
+
+
+def test_without_shuffling_the_order_is_the_datasets(as_rank):
+    assert indices_of_all(as_rank, 2, 3, 8, pad=False, shuffle=False) == [[3, 5, 7], [4, 6]]
+
+
+def check_object_state(rank, size):
+    with job():
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=rank, names=["a"])
+        state.names.append("not committed")
+        state.restore()
+        assert (state.epoch, state.names) == (rank, ["a"])
+        state.sync()
+        assert state.epoch == 0
+        if rank == size - 1:  # it has done more than the others: all go on from there
+            state.epoch = 7
+            state.commit()
+        state.sync()
+        assert state.epoch == 7
+        return "ended"
+
+
+def test_states_are_those_of_the_rank_that_has_committed_most(ranks):
+    assert ranks.run(check_object_state, world_size=3) == ["ended"] * 3
+
+
+def check_torch_state(rank, size):
+    with job():
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5 + rank)
+        sampler = hvd.elastic.ElasticSampler(range(40))
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=rank)
+        state.sync()
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        synced = model.weight.detach().clone()
+        assert len({tuple(each) for each in hvd.allgather_object(synced.flatten().tolist())}) == 1
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        sampler.record_batch(0, 3)
+        assert not torch.equal(model.weight, synced)
+        state.restore()
+        assert torch.equal(model.weight, synced) and sampler.processed_num == 0
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        sampler.record_batch(0, 3)
+        state.commit()
+        committed = model.weight.detach().clone()
+        optimizer.step()
+        state.restore()
+        assert torch.equal(model.weight, committed) and sampler.processed_num == 3 * size
+        other = torch.nn.Linear(2, 2)
+        state.model = other  # is saved
+        kept = other.weight.detach().clone()
+        with torch.no_grad():
+            other.weight.zero_()
+        state.restore()
+        assert torch.equal(other.weight, kept)
+        return "ended"
+
+
+def test_models_optimizers_and_samplers_are_saved_restored_and_synced(ranks):
+    assert ranks.run(check_torch_state, world_size=2) == ["ended"] * 2
+
+
+class Counter:
+    def __init__(self, number):
+        self.number = number
+
+
+class CounterHandler(hvd.elastic.StateHandler):
+    def save(self):
+        self.saved = self.value.number
+
+    def restore(self):
+        self.value.number = self.saved
+
+    def sync(self):
+        self.value.number = hvd.broadcast_object(self.value.number, self.root_rank)
+        self.save()
+
+
+def check_registry(rank, size):
+    before = hvd.elastic.get_handler_registry()
+    hvd.elastic.set_handler_registry([(Counter, CounterHandler), *before])
+    try:
+        with job():
+            state = hvd.elastic.TorchState(counter=Counter(rank + 5))
+            state.sync()
+            state.counter.number += 1
+            state.restore()
+            return state.counter.number
+    finally:
+        hvd.elastic.set_handler_registry(before)
+
+
+def test_a_handler_of_the_users_own_is_used(ranks):
+    assert ranks.run(check_registry, world_size=2) == [5, 5]
+
+
+def check_interrupt(rank, size):
+    with job(HOROVOD_ELASTIC="1"):
+        called = []
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0)
+        state.register_reset_callbacks([lambda: called.append("reset")])
+        state.check_host_updates()
+        if rank == 0:
+            state.on_hosts_updated(5, 1)
+        try:
+            state.commit()
+        except hvd.HostsUpdatedInterrupt as interrupt:
+            state.on_reset()
+            state.check_host_updates()
+            return interrupt.skip_sync, called
+
+
+def test_all_ranks_are_interrupted_together(ranks):
+    assert ranks.run(check_interrupt, world_size=2) == [(True, ["reset"])] * 2

@@ -1,0 +1,83 @@
+"""Each variable has its effect; impossible values are errors that name the variable; ignored ones are said."""
+
+import json
+
+import pytest
+import torch
+from jobs import job
+
+import fusedcomm.horovod as hvd
+from fusedcomm.horovod import environment
+
+
+def test_defaults_are_horovods():
+    found = environment.settings()
+    assert (found.fusion_nbytes, found.stall_warning_s, found.stall_shutdown_s) == (128 << 20, 60, 0)
+    assert found.timeout_s == 30 and not found.autotune and not found.dynamic_process_sets
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "64M", "whole number"),
+        ("HOROVOD_FUSION_THRESHOLD", "-1", "whole number"),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "soon", "seconds"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "nan", "seconds"),
+        ("HOROVOD_AUTOTUNE", "perhaps", "1 or 0"),
+    ],
+)
+def test_impossible_values_are_errors_that_name_the_variable(monkeypatch, name, value, hint):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}='{value}' is not possible: use .*{hint}"):
+        environment.settings()
+
+
+def test_a_disabled_stall_check_neither_warns_nor_ends_the_job(monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "5")
+    found = environment.settings()
+    assert (found.stall_warning_s, found.stall_shutdown_s) == (0, 0)
+
+
+def test_variables_without_effect_are_said_if_they_are_set():
+    said = environment.without_effect({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CACHE_CAPACITY": "1024", "PATH": "x"})
+    assert said.startswith("HOROVOD_CYCLE_TIME=5 has no effect: ") and "CACHE" not in said
+    assert environment.without_effect({}) == ""
+
+
+def write_timeline(rank, size, path):
+    with job(HOROVOD_TIMELINE=path, HOROVOD_TIMELINE_MARK_CYCLES="1"):
+        for _ in range(3):
+            hvd.allreduce(torch.ones(3), name="gradient")
+    return "ended"
+
+
+def test_rank_0_writes_a_timeline_with_names_phases_and_cycles(ranks, tmp_path):
+    path = tmp_path / "timeline.json"
+    ranks.run(write_timeline, str(path), world_size=2)
+    events = json.loads(path.read_text())
+    names = {event["args"]["name"]: event["pid"] for event in events if event["ph"] == "M"}
+    of_gradient = [each for each in events if each["pid"] == names["allreduce.gradient"] and each["ph"] == "X"]
+    assert [event["name"] for event in of_gradient] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 3
+    assert all(event["dur"] >= 0 for event in of_gradient)
+    assert "CYCLE_START" in {event["name"] for event in events}
+
+
+def write_part_of_it(rank, size, path):
+    with job(HOROVOD_TIMELINE="DYNAMIC"):
+        hvd.allreduce(torch.ones(3), name="before")
+        hvd.start_timeline(path)
+        hvd.allreduce(torch.ones(3), name="within")
+        hvd.stop_timeline()
+        hvd.allreduce(torch.ones(3), name="after")
+    with job():
+        with pytest.raises(ValueError, match="HOROVOD_TIMELINE=DYNAMIC"):
+            hvd.start_timeline(path)
+    return "ended"
+
+
+def test_a_timeline_begins_and_ends_where_the_script_says(ranks, tmp_path):
+    path = tmp_path / "timeline.json"
+    ranks.run(write_part_of_it, str(path), world_size=2)
+    names = {event["args"]["name"] for event in json.loads(path.read_text()) if event["ph"] == "M"}
+    assert "allreduce.within" in names and not names & {"allreduce.before", "allreduce.after"}
