@@ -111,8 +111,9 @@ FuturePtr Synchroniser::run(const Bucket& bucket) try {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto record = record_of(bucket, bucket.is_void ? &spent : nullptr);
   if (!is_alone) check_order(bucket, *record);
-  const int64_t pass = num_passes_, step = count(bucket);
-  const size_t num_buckets = num_buckets_;
+  const int64_t pass = num_passes_;
+  const size_t num_buckets = num_buckets_;  // in the pass before
+  const int64_t step = count(bucket);
   lock.unlock();
   PassEpilogue::Task epilogue;
   if (!is_alone) epilogue = epilogue_.begin_bucket(index, bucket.is_last, bucket.parameters);

@@ -31,7 +31,7 @@ class CpuPath:
         self._threads = config.choose_codec_threads(local.codec_threads, world_size)
 
     def connect(
-        self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
+        self, process_group: groups.Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
         """The engine's device and transport. A collective call, which also times the link."""
         channels = groups.make_channels(process_group, device, store)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from fusedcomm import config, env, log
 from fusedcomm.devices import compile_once, compilers
 from fusedcomm.native import _C
+from fusedcomm.ranks import groups
 
 if TYPE_CHECKING:
     from fusedcomm.kernels.variants import Compiled
@@ -45,7 +46,7 @@ class CudaPath:
         self,
         cfg: config.Config,
         local: config.LocalOptions,
-        process_group: dist.ProcessGroup,
+        process_group: groups.Group,
         device: torch.device,
         grad_dtypes: list[torch.dtype],
         announce: bool,
@@ -87,7 +88,7 @@ class CudaPath:
         self.codec = f"{self._device.isa} on {sm_limit} of {num_sms} multiprocessors{last}, workspaces in {where}"
 
     def connect(
-        self, process_group: dist.ProcessGroup, device: torch.device, store: dist.Store
+        self, process_group: groups.Group, device: torch.device, store: dist.Store
     ) -> tuple["_C.Device", "_C.C10dTransport"]:
         return self._device, _C.StreamTransport(self._backend, device)
 

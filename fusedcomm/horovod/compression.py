@@ -1,12 +1,23 @@
-"""How tensors travel: as they are, or converted to a smaller dtype."""
+"""How tensors travel: as they are, in one of fusedcomm's wires, or as a compressor of the user's converts them.
+
+A compressor with a `wire` leaves the tensor as it is: the engine encodes it while it is summed, adds in fp32, and keeps
+an error for the next sum if the configuration says so. It works on the CPU, for sums and averages. Everything else
+travels as compress() returns it.
+"""
 
 from typing import Any
 
 import torch
 
+from fusedcomm.config import Config
+from fusedcomm.horovod.wire_texts import text_of
+
 
 class Compressor:
     """Converts a tensor before it travels, and back. Subclass it for a conversion of your own."""
+
+    wire = ""
+    """The wire in which the engine sums; see wire_texts.py. Empty: none."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -28,16 +39,75 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class FP16Compressor(Compressor):
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
+class _Cast(Compressor):
+    """Called directly, it converts floating-point tensors to `dtype`."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         return tensor.to(ctx)
 
 
+class BF16Compressor(_Cast):
+    wire, dtype = "bf16", torch.bfloat16
+
+
+class FP16Compressor(_Cast):
+    wire, dtype = "fp16", torch.float16
+
+
+class Int8Compressor(NoneCompressor):
+    wire = "int8"
+
+
+class FP8Compressor(NoneCompressor):
+    wire = "fp8"
+
+
+class Int4Compressor(NoneCompressor):
+    wire = "int4"
+
+
 class Compression:
+    """What `compression=` takes. In "int8", "fp8" and "int4" tensors with at most one dimension are sent exactly."""
+
     none = NoneCompressor
+    bf16 = BF16Compressor
     fp16 = FP16Compressor
+    int8 = Int8Compressor
+    fp8 = FP8Compressor
+    int4 = Int4Compressor
+
+    @staticmethod
+    def of(config: Config) -> Compressor:
+        """A compressor with every option of fusedcomm: other wires for some parameters, by the names of their
+        operations, error feedback, stochastic rounding.
+
+        Raises:
+            ValueError: `config` is no :class:`fusedcomm.Config`, or has checks.
+        """
+        compressor = NoneCompressor()
+        compressor.wire = text_of(config)
+        return compressor
+
+
+def wire_of(compression: Any, tensor: torch.Tensor) -> str:
+    """The wire in which the engine sums `tensor`; see wire_texts.py. Empty: it travels as compress() returns it.
+
+    Raises:
+        ValueError: `compression` needs the engine, which does not take this tensor to other ranks.
+    """
+    wire = getattr(compression, "wire", "")
+    if not isinstance(wire, str) or not wire or tensor.device.type == "cpu":
+        return wire if isinstance(wire, str) else ""
+    if isinstance(compression, type) and issubclass(compression, _Cast):
+        return ""
+    raise ValueError(
+        f"compression with wire={wire!r} is for tensors on cpu, and this one is on {tensor.device}: use "
+        "Compression.bf16, or fusedcomm.GradReducer, which has every wire on cuda"
+    )

@@ -12,6 +12,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.native import _C
 from fusedcomm.ranks.hosts import Hosts
+from fusedcomm.ranks.own_group import OwnGroup
+
+Group = dist.ProcessGroup | OwnGroup
 
 # Threads of one channel's gloo context: as many of its all-reduces run at once. One all-reduce of 8 to 32 MiB uses half
 # of a link; four chunks under way fill it.
@@ -52,7 +55,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """The backend over which fusedcomm moves gradients on each type of device."""
 
 
-def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+def check_backend(process_group: Group, device: torch.device) -> None:
     """Raises RuntimeError if fusedcomm cannot move gradients on this device over the group's backend."""
     wanted = _BACKENDS.get(device.type)
     if wanted is None:
@@ -60,8 +63,11 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
             f"fusedcomm: the gradients are on {device}; fusedcomm moves them on {' and '.join(_BACKENDS)} only. Leave "
             "DDP's default all-reduce on other devices."
         )
-    name = dist.get_backend_config(process_group)
-    backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
+    if isinstance(process_group, OwnGroup):
+        name = backend = process_group.backend_name(device)
+    else:
+        name = dist.get_backend_config(process_group)
+        backend = c10d.BackendConfig(dist.Backend(name)).get_device_backend_map().get(device.type)
     if backend != wanted:
         raise RuntimeError(
             f"fusedcomm: the process group's backend for {device.type} tensors is {backend!r} (of {name!r}); fusedcomm "
@@ -70,13 +76,20 @@ def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> Non
         )
 
 
-def private_store(process_group: dist.ProcessGroup) -> dist.Store:
+def private_store(process_group: Group) -> dist.Store:
     """The group's store under a prefix for this attachment. Every rank must attach in the same order."""
-    _, store = c10d._world.pg_map[process_group]
-    ours = dist.PrefixStore(f"fusedcomm/{process_group.group_name}", store)
+    name = "" if isinstance(process_group, OwnGroup) else process_group.group_name
+    ours = dist.PrefixStore(f"fusedcomm/{name}", _store_of(process_group))
     # Counted in the store, not in this process: a new group begins at 1, also after another of its name was destroyed.
     count = ours.add(f"attachments/{process_group.rank()}", 1)
     return dist.PrefixStore(str(count), ours)
+
+
+def _store_of(process_group: Group) -> dist.Store:
+    if isinstance(process_group, OwnGroup):
+        return process_group.store
+    _, store = c10d._world.pg_map[process_group]
+    return store
 
 
 def own_client(store: dist.Store) -> dist.Store:
@@ -86,9 +99,9 @@ def own_client(store: dist.Store) -> dist.Store:
     return store
 
 
-def describe_store(process_group: dist.ProcessGroup) -> str:
+def describe_store(process_group: Group) -> str:
     """Says what the group's store is and which process hosts it, if known: the end of "It is …". Never empty."""
-    _, store = c10d._world.pg_map[process_group]
+    store = _store_of(process_group)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.FileStore):
@@ -101,13 +114,15 @@ def describe_store(process_group: dist.ProcessGroup) -> str:
     return where + "hosted by rank 0 of the job, unless the script has made it elsewhere"
 
 
-def describe_process(process_group: dist.ProcessGroup) -> str:
+def describe_process(process_group: Group) -> str:
     """Names this rank's process and host, for people. Never empty."""
+    if isinstance(process_group, OwnGroup):
+        return process_group.describe_process()
     text = f"process {os.getpid()} on {socket.gethostname()}"
     return text if process_group.rank() == dist.get_rank() else f"{text}, rank {dist.get_rank()} of the job"
 
 
-def gloo_backend(process_group: dist.ProcessGroup) -> dist.Backend | None:
+def gloo_backend(process_group: Group) -> dist.Backend | None:
     """The group's backend for CPU tensors if that is gloo, else None."""
     with contextlib.suppress(RuntimeError):  # it has no backend for CPU tensors
         backend = process_group._get_backend(torch.device("cpu"))
@@ -115,12 +130,14 @@ def gloo_backend(process_group: dist.ProcessGroup) -> dist.Backend | None:
     return None
 
 
-def group_timeout(process_group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+def group_timeout(process_group: Group, device: torch.device) -> datetime.timedelta:
     """The timeout of the group's backend for `device`. Raises RuntimeError if it has none."""
+    if isinstance(process_group, OwnGroup):
+        return process_group.timeout
     return process_group._get_backend(device).options._timeout
 
 
-def make_channels(process_group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Channels:
+def make_channels(process_group: Group, device: torch.device, store: dist.Store) -> Channels:
     """Connects the ranks of `process_group` over two new gloo backends, with the group's timeout. A collective call."""
     timeout = group_timeout(process_group, device)
     rank, world_size = process_group.rank(), process_group.size()
@@ -128,9 +145,7 @@ def make_channels(process_group: dist.ProcessGroup, device: torch.device, store:
     return Channels(scatter, gather)
 
 
-def make_host_channels(
-    process_group: dist.ProcessGroup, device: torch.device, store: dist.Store, hosts: Hosts
-) -> HostChannels:
+def make_host_channels(process_group: Group, device: torch.device, store: dist.Store, hosts: Hosts) -> HostChannels:
     """Connects this rank with the ranks of its host, and with one rank on each other host. A collective call.
 
     On cuda both collectives of a level share a communicator, because they are enqueued on one stream. The communicators

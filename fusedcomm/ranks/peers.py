@@ -33,7 +33,7 @@ _GRACE_S = 1.0
 _ANSWER_S = 2.0
 """Seconds that the store has to say what ranks were doing, because it may never answer."""
 
-_connections: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections]" = weakref.WeakKeyDictionary()
+_connections: "weakref.WeakKeyDictionary[groups.Group, _Connections]" = weakref.WeakKeyDictionary()
 
 
 class PeerLostError(RuntimeError):
@@ -50,7 +50,7 @@ class Peers:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, store: dist.Store, timeout: datetime.timedelta, stall_after_s: float
+        self, process_group: groups.Group, store: dist.Store, timeout: datetime.timedelta, stall_after_s: float
     ) -> None:
         self.rank, self.world_size, self.timeout = process_group.rank(), process_group.size(), timeout
         self.stall_after_s = stall_after_s
@@ -257,7 +257,7 @@ class _Connections:
             return dict(self._lost)
 
 
-def _connections_of(process_group: dist.ProcessGroup) -> _Connections:
+def _connections_of(process_group: groups.Group) -> _Connections:
     connections = _connections.get(process_group)
     if connections is None:
         backend = groups.gloo_backend(process_group) if process_group.size() > 1 else None

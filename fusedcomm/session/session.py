@@ -36,7 +36,8 @@ class Session:
     """A running engine on one process group.
 
     Args:
-        process_group: the group that DDP uses; every rank of it makes a Session at the same time.
+        process_group: the group that DDP uses, or one of fusedcomm's own; every rank of it makes a Session at the same
+            time.
         parameters: the module's parameters: first those that require gradients, then those that may have required them
             when DDP was made. None: not known; parameters are then named by their shapes as they appear in buckets.
         device: where the gradients are.
@@ -57,7 +58,7 @@ class Session:
     def __init__(
         self,
         cfg: Config,
-        process_group: dist.ProcessGroup,
+        process_group: groups.Group,
         parameters: list[NamedParameter] | None,
         local: LocalOptions,
         device: torch.device,

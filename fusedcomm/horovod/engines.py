@@ -1,0 +1,62 @@
+"""The engines that sum in a wire: one for each process set and wire, opened when the first operation needs it."""
+
+import datetime
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.config import LocalOptions
+from fusedcomm.horovod.wire_texts import config_of
+from fusedcomm.native import _C
+from fusedcomm.ranks.own_group import OwnGroup
+from fusedcomm.session.session import Session
+
+if TYPE_CHECKING:
+    from fusedcomm.horovod.state import World
+
+_NO_TIMEOUT = datetime.timedelta(days=365)
+"""A slow rank is no error: the coordinator reports stalls, and notices lost ranks."""
+
+_open: "list[tuple[World, Session]]" = []
+
+
+def open_engine(world: "World", set_id: int, wire: str) -> "_C.Synchroniser":
+    """Opens the engine of a process set for a wire. Every member of the set calls it, in the same order.
+
+    Raises RuntimeError, with the same text on every member, if one of them cannot open it.
+    """
+    ranks = list(world.sets[set_id].ranks)
+    backend = world.backends.get(set_id)
+    group = OwnGroup(
+        dist.PrefixStore(f"engines/{set_id}", world.store),
+        ranks.index(world.rank),
+        len(ranks),
+        _NO_TIMEOUT,
+        {} if backend is None else {"cpu": backend},
+        world.rank,
+    )
+    session = open_session(group, wire)
+    _open.append((world, session))
+    return session.hook
+
+
+def open_session(group: OwnGroup, wire: str) -> Session:
+    """As :func:`open_engine`, for any group. `wire`: see wire_texts.py."""
+    config = config_of(wire)
+    # The coordinator looks for stalls, and knows the names of operations.
+    session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
+    if config.name_patterns:
+        session.hook.choose_wires(
+            lambda name, num_dims: config.wire_number(name, torch.empty([0] * num_dims))  # reads only the dimensions
+        )
+    return session
+
+
+def close_engines(world: "World", reason: str) -> None:
+    """Ends the engines that `world` has opened; sums under way fail with `reason`. Idempotent."""
+    global _open
+    closing = [session for owner, session in _open if owner is world]
+    _open = [(owner, session) for owner, session in _open if owner is not world]
+    for session in closing:
+        session.stop(reason)

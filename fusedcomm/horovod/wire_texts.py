@@ -1,0 +1,46 @@
+"""How a wire, or a whole configuration, is named in a request: every rank can read it, also one that has not made the
+request itself."""
+
+import dataclasses
+import json
+
+from fusedcomm.config import WIRES, Blocks, Checks, Chunks, Config, Feedback, Rounding, TwoLevels, check
+
+_GROUPS = {"blocks": Blocks, "rounding": Rounding, "feedback": Feedback, "chunks": Chunks}
+
+
+def text_of(config: Config) -> str:
+    """The name of the wire, if nothing else differs from the defaults; else JSON.
+
+    Raises:
+        ValueError: `config` is no Config, or has checks, which need backward passes.
+    """
+    check.kind("config", config, Config)
+    if config.checks != Checks():
+        raise ValueError(
+            f"checks={config.checks!r} is not possible here: operations come one by one, and belong to no backward "
+            "pass whose errors could be checked. Leave checks out, or use fusedcomm.GradReducer"
+        )
+    defaults = dataclasses.asdict(Config(config.wire))
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
+    # The order of patterns matters: the first that matches counts.
+    return json.dumps({"wire": config.wire, **fields}) if fields else config.wire
+
+
+def config_of(text: str) -> Config:
+    """The configuration that :func:`text_of` has named, without measurements. Raises ValueError for another text."""
+    if text in WIRES:
+        fields = {"wire": text}
+    else:
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{text!r} names no wire: use one of {', '.join(map(repr, WIRES))}")
+    for name, group in _GROUPS.items():
+        if fields.get(name) is not None:
+            fields[name] = group(**fields[name])
+    if isinstance(fields.get("hosts"), dict):
+        fields["hosts"] = TwoLevels(**fields["hosts"])
+    return Config(**fields, checks=Checks(measure_every=0))
