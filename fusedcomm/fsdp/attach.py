@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import torch.distributed as dist
 from torch import nn
 
 from fusedcomm import env, log
@@ -10,6 +11,7 @@ from fusedcomm.config import AUTO, Config, LocalOptions, Wire, given, local_opti
 from fusedcomm.fsdp.comm import FusedReduceScatter
 from fusedcomm.fsdp.handle import FsdpHandle
 from fusedcomm.fsdp.modules import sharded_modules
+from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.session.session import Session
 
 
@@ -38,13 +40,9 @@ def attach_fsdp(
             "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
             "first, then attach"
         )
-    groups = {id(each.process_group): each.process_group for each in sharded}
-    if len(groups) > 1:
-        raise ValueError(
-            f"fusedcomm: the modules of this model are sharded over {len(groups)} different meshes: call attach on the "
-            "modules of each mesh by themselves"
-        )
-    (group,) = groups.values()
+    group, replicas = _only("sharded", [each.process_group for each in sharded]), _only(
+        "replicated", [each.replicas for each in sharded]
+    )
     named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
     problem = None
     try:
@@ -52,25 +50,36 @@ def attach_fsdp(
     except ValueError as error:  # perhaps on this rank alone: the session tells the others
         problem = error
     # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
-    session = Session(
-        dataclasses.replace(chosen, sum="two-shot", hosts=None),
-        group,
-        None,
-        local,
-        sharded[0].device,
-        announce=not quiet,
-        also_agree={"fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters]},
-        problem=problem,
-    )
+    also_agree = {"fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters]}
+    options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
+    device, session, sums = sharded[0].device, None, None
+    if group is not None and group.size() > 1:
+        rows = dataclasses.replace(chosen, sum="two-shot", hosts=None)
+        session = Session(rows, group, None, local, device, **options)
+    if replicas is not None and replicas.size() > 1:
+        wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
+        sums = ReplicaSums(Session(chosen, replicas, None, local, device, **options), wires)
+    if session is None and sums is None:
+        raise ValueError("fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out")
     comms = [
         # The backward pass ends with the first module, as a rule the model itself.
-        FusedReduceScatter(session, each, index, index == 0, chosen.wire_number)
+        FusedReduceScatter(session, sums, each, index, index == 0, chosen.wire_number)
         for index, each in enumerate(sharded)
     ]
-    handle = FsdpHandle(model, session, comms)
-    if session.rank == 0:
+    handle = FsdpHandle(model, chosen, session, sums, comms)
+    if dist.get_rank() == 0:
         log.report(handle.plan, quiet)
     return handle
+
+
+def _only(how: str, groups: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
+    """The modules' one process group. Raises ValueError if they have several."""
+    if len({id(group) for group in groups}) > 1:
+        raise ValueError(
+            f"fusedcomm: the modules of this model are {how} over different meshes: call attach on the modules of each "
+            "mesh by themselves"
+        )
+    return groups[0]
 
 
 def _refuse_searches(config: object, wire: object) -> None:

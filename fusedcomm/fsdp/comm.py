@@ -8,8 +8,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from fusedcomm.fsdp.modules import Sharded
+from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
+
+CARRIED = (torch.float32, torch.bfloat16, torch.float16)
+"""What the wires carry."""
 
 WireOf = Callable[[str, torch.Tensor], int]
 
@@ -36,9 +40,21 @@ class Pending:
 class FusedReduceScatter:
     """torch's interface of a custom reduce-scatter: see torch.distributed.fsdp's ReduceScatter."""
 
-    def __init__(self, session: Session, sharded: Sharded, index: int, is_last: bool, wire_of: WireOf) -> None:
+    """session: of the ranks over which gradients are sharded; None if there is one. replicas: None if no all-reduce
+    follows."""
+
+    def __init__(
+        self,
+        session: Session | None,
+        replicas: ReplicaSums | None,
+        sharded: Sharded,
+        index: int,
+        is_last: bool,
+        wire_of: WireOf,
+    ) -> None:
         self.sharded = sharded
         self._session, self._index, self._is_last = session, index, is_last
+        self._replicas = replicas
         self._wire_of = wire_of
         # By the names of the trained parameters: freezing one changes the rows.
         self._natives: dict[tuple[str, ...], _C.ReduceScatter] = {}
@@ -51,10 +67,11 @@ class FusedReduceScatter:
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for an input or output, with zeros behind it that fill up the input's last blocks."""
         numel = torch.Size(size).numel()
-        padding = self.native().padding_numel
+        padding = 0 if self._session is None else self.native().padding_numel
         memory = torch.empty(numel + padding, dtype=dtype, device=device)
         memory[numel:].zero_()
-        return memory[:numel].view(size)
+        memory = memory[:numel].view(size)
+        return memory if self._replicas is None else reduced(memory, self._all_reduce)
 
     def __call__(
         self,
@@ -64,10 +81,11 @@ class FusedReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
+        output_tensor, input_tensor = plain(output_tensor), plain(input_tensor)
         native = self.native()
         is_known = input_tensor.numel() == native.row_numel * self._session.world_size
-        if not is_known or not input_tensor.dtype.is_floating_point or input_tensor.dtype == torch.float64:
-            self._say_exact(input_tensor, native)
+        if not is_known or input_tensor.dtype not in CARRIED:
+            self._say_exact(input_tensor.dtype)
             self._pending.finish()
             return DefaultReduceScatter()(
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
@@ -80,6 +98,14 @@ class FusedReduceScatter:
             self._pending.add(future)
         return None
 
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
+        row = [(each.name, each.row_numel) for each in self.sharded.parameters if each.is_trained]
+        if tensor.numel() != sum(numel for _, numel in row) or tensor.dtype not in CARRIED:
+            self._say_exact(tensor.dtype)
+            dist.all_reduce(tensor, op=op, group=self.sharded.replicas)
+            return
+        self._replicas.all_reduce(tensor, row, factor_of(op, self._replicas.session.world_size))
+
     def native(self) -> "_C.ReduceScatter":
         """The reduce-scatter of the parameters that are trained now."""
         trained = [each for each in self.sharded.parameters if each.is_trained]
@@ -91,18 +117,18 @@ class FusedReduceScatter:
             )
         return self._natives[key]
 
-    def _say_exact(self, input_tensor: torch.Tensor, native: "_C.ReduceScatter") -> None:
+    def _say_exact(self, dtype: torch.dtype) -> None:
         if self._has_warned:
             return
         self._has_warned = True
         why = (
-            f"its gradients are {input_tensor.dtype}, which no wire carries"
-            if input_tensor.numel() == native.row_numel * self._session.world_size
+            f"its gradients are {dtype}, which no wire carries"
+            if dtype not in CARRIED
             else "a backward pass left out some of its parameters. model.set_reduce_scatter_unused_params(True) sends "
             "zeros for them instead"
         )
         warnings.warn(
-            f"fusedcomm: the reduce-scatter of {self.sharded.name or 'the model'} is torch's own in some steps, exact: "
+            f"fusedcomm: the gradients of {self.sharded.name or 'the model'} are reduced by torch itself in some steps: "
             + why,
             stacklevel=2,
         )

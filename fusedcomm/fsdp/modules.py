@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,16 +22,19 @@ class Sharded:
     module: FSDPModule
     name: str
     group: Any
+    parameters: tuple["ShardedParameter", ...]
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks over which gradients are reduce-scattered."""
-        return self.group._reduce_scatter_process_group
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which gradients are reduce-scattered; None with replicate(), which does not shard."""
+        is_sharded = isinstance(self.group.mesh_info, FSDPMeshInfo)
+        return self.group._reduce_scatter_process_group if is_sharded else None
 
     @property
-    def parameters(self) -> list["ShardedParameter"]:
-        prefix = f"{self.name}." if self.name else ""
-        return [ShardedParameter(prefix, each) for each in self.group.fsdp_params]
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks with the same shards, over which gradients are all-reduced; None if each shard is on one rank."""
+        is_replicated = isinstance(self.group.mesh_info, DDPMeshInfo)
+        return self.group._all_reduce_process_group if is_replicated else None
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +63,7 @@ class Sharded:
     @property
     def reduces_further(self) -> bool:
         """Whether an all-reduce follows: HSDP, and replicate()."""
-        return self.group._is_hsdp
+        return isinstance(self.group.mesh_info, DDPMeshInfo)
 
     def restore(self) -> None:
         self.module.set_custom_reduce_scatter(DefaultReduceScatter())
@@ -67,12 +71,10 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParameter:
-    prefix: str
-    native: Any
+    """`name`: in the model; of a tied parameter, the first."""
 
-    @property
-    def name(self) -> str:
-        return self.native._param_fqn or self.prefix
+    name: str
+    native: Any
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -96,6 +98,9 @@ def sharded_modules(model: nn.Module) -> list[Sharded]:
         ValueError: a module has parameter groups on several meshes, or its reduce-scatter has been replaced already.
     """
     found = []
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -109,7 +114,8 @@ def sharded_modules(model: nn.Module) -> list[Sharded]:
                 "allows no other reduce-scatter there: call fully_shard on the submodules of each mesh by themselves"
             )
         for group in groups:
-            sharded = Sharded(module, name, group)
+            parameters = tuple(ShardedParameter(names[id(each.sharded_param)], each) for each in group.fsdp_params)
+            sharded = Sharded(module, name, group, parameters)
             if sharded.has_own_comm:
                 raise ValueError(
                     f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
