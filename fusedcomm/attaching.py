@@ -59,10 +59,17 @@ def attach(
             or backend, or the ranks do not agree (the same text on every rank).
     """
     model = unwrapped(model)
-    if not isinstance(model, DistributedDataParallel) and _has_fsdp(model):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has modules of it only if it has been imported
+    is_module = isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel)
+    if fsdp is not None and is_module and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         from fusedcomm.fsdp.attach import attach_fsdp  # imports FSDP2, which takes a while
 
         return attach_fsdp(model, config, wire=wire, local=local, quiet=quiet)
+    if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
+        raise TypeError(
+            "fusedcomm.attach takes FSDP2, and this is FullyShardedDataParallel, which is FSDP1: use "
+            "torch.distributed.fsdp.fully_shard(model) in its place"
+        )
     return attach_ddp(model, config, wire=wire, local=local, quiet=quiet)
 
 
@@ -78,12 +85,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
         else:
             return model
 
-
-def _has_fsdp(model: object) -> bool:
-    # A model has modules of FSDP2 only if that has been imported.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (
-        fsdp is not None
-        and isinstance(model, nn.Module)
-        and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
-    )
