@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import horovods_tests
 import pytest
 import torch
 from budget import Budget
@@ -32,11 +33,18 @@ def pytest_addoption(parser):
     group.addoption("--rest", action="store_true", help="run only the cases that need --all")
     group.addoption("--every-kernel", action="store_true", help="check the constants of every kernel (half an hour)")
     group.addoption("--executed-minutes", type=float, metavar="M", help="see tests/helpers/budget.py")
+    group.addoption("--horovods-tests", metavar="FOLDER", help="checkout of Horovod, to run its own tests against ours")
+    group.addoption("--fetch-horovods-tests", action="store_true", help="download Horovod's own tests to run them")
     group.addoption("--oldest-triton", metavar="FOLDER", help="folder with the oldest supported Triton")
 
 
 def pytest_configure(config):
     config.pluginmanager.register(Budget())
+    # Tests are collected, and ranks started, by what these say.
+    if config.getoption("--horovods-tests"):
+        os.environ[horovods_tests.VARIABLE] = os.path.abspath(config.getoption("--horovods-tests"))
+    if config.getoption("--fetch-horovods-tests") and horovods_tests.folder() is None:
+        horovods_tests.fetch()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m have made their selection

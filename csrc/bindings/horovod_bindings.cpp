@@ -10,6 +10,7 @@
 
 #include "bindings/bindings.h"
 #include "frontends/horovod/coordinator.h"
+#include "frontends/horovod/current.h"
 
 namespace fusedcomm {
 namespace {
@@ -19,14 +20,16 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using horovod::Coordinator;
 
 // The end joins threads, which may be waiting for the GIL.
-struct EndWithoutGil {
-  void operator()(Coordinator* coordinator) const {
-    const py::gil_scoped_release no_gil;
+void end_without_gil(Coordinator* coordinator) {
+  if (!PyGILState_Check()) {
     delete coordinator;
+    return;
   }
-};
+  const py::gil_scoped_release no_gil;
+  delete coordinator;
+}
 
-std::unique_ptr<Coordinator, EndWithoutGil> make_coordinator(
+std::shared_ptr<Coordinator> make_coordinator(
     int rank, int size, std::vector<int> sockets, int64_t fusion_nbytes, int64_t plan_after, double stall_warning_s,
     double stall_shutdown_s, Coordinator::Say say,
     std::function<std::shared_ptr<Synchroniser>(int, std::string)> open_engine, bool autotune,
@@ -37,15 +40,15 @@ std::unique_ptr<Coordinator, EndWithoutGil> make_coordinator(
   options.sockets = std::move(sockets);
   options.negotiator = {fusion_nbytes, plan_after, stall_warning_s, stall_shutdown_s, {}};
   options.negotiator.tuning = {autotune, autotune_warmup_samples, autotune_steps_per_sample, std::move(autotune_log)};
-  return std::unique_ptr<Coordinator, EndWithoutGil>(
-      new Coordinator(options, std::move(say), [open = std::move(open_engine)](int set, const std::string& wire) {
-        return std::make_shared<horovod::FusedSum>(open(set, wire));
-      }));
+  auto open_wire = [open = std::move(open_engine)](int set, const std::string& wire) {
+    return std::make_shared<horovod::FusedSum>(open(set, wire));
+  };
+  return {new Coordinator(options, std::move(say), std::move(open_wire)), end_without_gil};
 }
 
 int submit(Coordinator& coordinator, const std::string& kind, std::string name, std::vector<at::Tensor> inputs,
            std::vector<at::Tensor> outputs, int op, double prescale, double postscale, int root,
-           std::vector<int64_t> splits, int set, std::string wire) {
+           std::vector<int64_t> splits, int set, std::string wire, std::vector<std::string> tensor_names) {
   const py::gil_scoped_release no_gil;
   auto request = std::make_shared<horovod::Request>();
   horovod::Signature& as = request->signature;
@@ -57,11 +60,8 @@ int submit(Coordinator& coordinator, const std::string& kind, std::string name, 
   as.root = root;
   as.wire = std::move(wire);
   as.splits = std::move(splits);
-  for (const at::Tensor& input : inputs) {
-    as.tensors.push_back({static_cast<int8_t>(input.scalar_type()), input.sizes().vec()});
-    as.dtype_names.emplace_back(c10::toString(input.scalar_type()));
-  }
-  if (!inputs.empty()) as.device = c10::DeviceTypeName(inputs.front().device().type(), true);
+  as.tensor_names = std::move(tensor_names);
+  horovod::describe(inputs, &as);
   request->inputs = std::move(inputs);
   request->outputs = std::move(outputs);
   request->set = set;
@@ -87,7 +87,8 @@ void bind_collective_results(py::module_& m) {
 
 void bind_horovod(pybind11::module_& m) {
   bind_collective_results(m);
-  py::class_<Coordinator, std::unique_ptr<Coordinator, EndWithoutGil>>(m, "Coordinator")
+  m.def("make_current", &horovod::make_current, py::arg("coordinator").none(true), NoGil());
+  py::class_<Coordinator, std::shared_ptr<Coordinator>>(m, "Coordinator")
       .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
            py::arg("fusion_nbytes"), py::arg("plan_after"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"),
            py::arg("say"), py::arg("open_engine"), py::arg("autotune") = false,
@@ -97,7 +98,8 @@ void bind_horovod(pybind11::module_& m) {
       .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
       .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),
            py::arg("op") = 1, py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
-           py::arg("splits") = std::vector<int64_t>(), py::arg("set_id") = 0, py::arg("wire") = "")
+           py::arg("splits") = std::vector<int64_t>(), py::arg("set_id") = 0, py::arg("wire") = "",
+           py::arg("tensor_names") = std::vector<std::string>())
       .def("poll", &Coordinator::poll, py::arg("handle"), NoGil())
       .def("wait", &Coordinator::wait, py::arg("handle"), NoGil())
       .def("shutdown", &Coordinator::shutdown, NoGil())

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "frontends/horovod/current.h"
 #include "frontends/horovod/fused_sum.h"
 #include "frontends/horovod/gradient_submitter.h"
 
@@ -46,7 +47,7 @@ void bind_submitter(py::module_& m) {
       .def_readonly("set_id", &Submission::set)
       .def_readonly("wire", &Submission::wire);
 
-  // parameters: (tensor, name). units: (indices of parameters, whether they are a group).
+  // submit: None: to the coordinator that make_current() was called with. parameters: (tensor, name). units: (indices of parameters, whether they are a group).
   py::class_<GradientSubmitter, std::shared_ptr<GradientSubmitter>>(m, "GradientSubmitter")
       .def(py::init([](const std::vector<std::tuple<at::Tensor, std::string>>& parameters,
                        const std::vector<std::tuple<std::vector<size_t>, bool>>& units, int op, double prescale,
@@ -56,13 +57,14 @@ void bind_submitter(py::module_& m) {
              for (const auto& [tensor, name] : parameters) table.push_back({tensor, name});
              std::vector<GradientSubmitter::Unit> list;
              for (const auto& [indices, is_group] : units) list.push_back({indices, is_group});
+             if (!submit) submit = horovod::submit_to_current;
              return GradientSubmitter::make(std::move(table), std::move(list),
                                             {op, prescale, postscale, set_id, std::move(wire), passes},
                                             std::move(submit));
            }),
            py::kw_only(), py::arg("parameters"), py::arg("units"), py::arg("op") = 0, py::arg("prescale") = 1.0,
            py::arg("postscale") = 1.0, py::arg("set_id") = 0, py::arg("wire") = "", py::arg("passes") = 1,
-           py::arg("submit"))
+           py::arg("submit") = py::none())
       .def("outstanding", &GradientSubmitter::outstanding, NoGil())
       .def("missing", &GradientSubmitter::missing, NoGil())
       .def("submit_missing", &GradientSubmitter::submit_missing, NoGil())

@@ -130,7 +130,8 @@ def own_addresses() -> list[str]:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outside:
             outside.connect(("192.0.2.1", 9))  # sends nothing: only asks for the route
             found.append(outside.getsockname()[0])
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+    # A host's name often stands for loopback.
+    return list(dict.fromkeys([*(each for each in found if not each.startswith("127.")), "127.0.0.1"]))
 
 
 def _interface_address(name: str) -> str | None:

@@ -13,7 +13,7 @@ from fusedcomm.ranks.own_group import OwnGroup
 from fusedcomm.session.session import Session
 
 if TYPE_CHECKING:
-    from fusedcomm.horovod.state import World
+    from fusedcomm.horovod.world import World
 
 _NO_TIMEOUT = datetime.timedelta(days=365)
 """A slow rank is no error: the coordinator reports stalls, and notices lost ranks."""

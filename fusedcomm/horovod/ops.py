@@ -10,18 +10,12 @@ import torch
 
 from fusedcomm.horovod import async_ops, autograd
 from fusedcomm.horovod.checks import Average, parse_op
-from fusedcomm.horovod.compression import Compression
+from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.world import world
 
 Tensors = Sequence[torch.Tensor]
-
-
-def wire_of(compression: Any) -> str:
-    """The wire on which the coordinator moves tensors of this compression; empty if compress() converts them here."""
-    wire = getattr(compression, "wire", "")
-    return wire if isinstance(wire, str) else ""
 
 
 def _is_differentiated(*tensors: torch.Tensor) -> bool:
@@ -41,7 +35,7 @@ def allreduce(
     """Reduces tensors of one shape and dtype over the ranks into a new tensor."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
-    if wire := wire_of(compression):
+    if wire := wire_of(compression, tensor):
         return _allreduce(tensor, name, {**how, "wire": wire})
     compressed, context = compression.compress(tensor)
     return compression.decompress(_allreduce(compressed, name, how), context)
@@ -80,7 +74,7 @@ def grouped_allreduce(
     """Reduces several tensors as one operation into new tensors."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
-    if wire := wire_of(compression):
+    if tensors and (wire := wire_of(compression, tensors[0])):
         return _grouped_allreduce(tensors, name, {**how, "wire": wire})
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _grouped_allreduce([compressed for compressed, _ in pairs], name, how)

@@ -12,12 +12,14 @@ import torch
 from fusedcomm.horovod import async_ops
 from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY
 from fusedcomm.horovod.checks import Average, Max
+from fusedcomm.horovod.compression import Compression, wire_of
+from fusedcomm.horovod.errors import HorovodInternalError
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.objects import broadcast_object
-from fusedcomm.horovod.ops import wire_of
 from fusedcomm.horovod.process_sets import ProcessSet
 from fusedcomm.horovod.sparse import sparse_allreduce_async
 from fusedcomm.horovod.world import World, world
+from fusedcomm.native import _C
 
 UNKNOWN, DENSE, SPARSE = range(3)
 SECOND_SYNCHRONIZE = (
@@ -72,8 +74,30 @@ class ReducedOptimizer:
         self._kinds_agreed_in: World | None = None
         if process_set.included():
             self._make_units(groups)
-        self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._unit_of]
+        self._native: _C.GradientSubmitter | None = None
+        self._hooks: list[Any] = []
+        if self._unit_of and not self._is_alone() and (compression is Compression.none or self._wire()):
+            self._native = self._native_hooks()
+        else:
+            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._unit_of]
         self.set_backward_passes_per_step(backward_passes_per_step)
+
+    def _wire(self) -> str:
+        """The wire in which all gradients are summed; empty: none."""
+        return wire_of(self._compression, next(iter(self._unit_of)))
+
+    def _native_hooks(self) -> "_C.GradientSubmitter":
+        """Hooks that submit dense gradients without the GIL. A compressor written in Python needs others."""
+        index_of = {each: i for i, each in enumerate(self._unit_of)}
+        return _C.GradientSubmitter(
+            parameters=[(each, self._parameter_names[each]) for each in self._unit_of],
+            units=[([index_of[each] for each in unit.parameters], unit.is_group) for unit in self._units],
+            op=self.op,
+            prescale=self._how.get("prescale_factor", 1.0),
+            postscale=self._how.get("postscale_factor", 1.0),
+            set_id=self.process_set.process_set_id,
+            wire=self._wire(),
+        )
 
     def _make_units(self, groups: int | list[list[torch.Tensor]] | None) -> None:
         updated = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
@@ -103,6 +127,8 @@ class ReducedOptimizer:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         self.backward_passes_per_step = passes
+        if self._native is not None:
+            self._native.set_passes(passes)
         self._passes_left = dict.fromkeys(self._unit_of, passes)
 
     def _is_alone(self) -> bool:
@@ -159,7 +185,7 @@ class ReducedOptimizer:
 
     def _submit_dense(self, unit: Unit, gradients: list[torch.Tensor]) -> Callable[[], None]:
         how = dict(self._how)
-        if wire := wire_of(self._compression):
+        if wire := wire_of(self._compression, gradients[0]):
             how["wire"] = wire
             sent = [(gradient.contiguous(), None) for gradient in gradients]
         else:
@@ -190,15 +216,27 @@ class ReducedOptimizer:
         if not self._unit_of or self._is_alone():
             return
         self._agree_on_kinds()
-        for unit in self._units:
+        missing = self._units if self._native is None else self._left_by_native()
+        for unit in missing:
             if unit.wait is None:
                 self._submit(unit)
         self._finish()
 
+    def _left_by_native(self) -> list[Unit]:
+        """Submits what the hooks have not, zeros for gradients that this step has not computed. Returns the units with
+        sparse gradients, which are none of its."""
+        for parameter, kind in self._kinds.items():
+            if kind == SPARSE and parameter.grad is None:
+                parameter.grad = self._gradient(parameter)
+        self._native.submit_missing()
+        parameters = list(self._unit_of)
+        left = [self._unit_of[parameters[i]] for i in self._native.missing()]
+        return list(dict.fromkeys(left))
+
     @torch.no_grad()
     def _finish(self) -> None:
         """Waits for what was submitted and makes the next step ready, also after an error. Raises the first error."""
-        failure = None
+        failure = self._finish_native()
         for unit in self._submitted:
             try:
                 unit.wait()
@@ -208,7 +246,21 @@ class ReducedOptimizer:
         if failure is not None:
             raise failure
 
+    def _finish_native(self) -> Exception | None:
+        """Waits for what the hooks have submitted. Returns the first error."""
+        if self._native is None:
+            return None
+        coordinator, error = world().coordinator, ""
+        for handle, _ in self._native.take_handles():
+            error = error or (coordinator.failure if handle < 0 else coordinator.wait(handle).error)
+        if error:
+            return HorovodInternalError(error)
+        self._native.write_back()
+        return None
+
     def _forget(self) -> None:
+        if self._native is not None:
+            self._native.reset()
         for unit in self._units:
             unit.num_ready, unit.wait = 0, None
         self._submitted.clear()
@@ -271,7 +323,7 @@ class ReducedOptimizer:
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._submitted:
+        if self._submitted or (self._native is not None and self._native.outstanding()):
             raise AssertionError(ZERO_GRAD_TOO_EARLY)
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from fusedcomm.horovod import environment, handles, launch, timeline
 from fusedcomm.horovod.control import connect
 from fusedcomm.horovod.launch import Launch, set_launch
 from fusedcomm.horovod.process_sets import forget_sets, make_first_sets, parse_sets
-from fusedcomm.horovod.world import World, set_world, world, world_if_any
+from fusedcomm.horovod.world import Ended, World, set_world, world, world_if_any
 from fusedcomm.log import LOGGER
 from fusedcomm.native import _C
 
@@ -87,10 +88,13 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         asked_for=asked_for,
     )
 
+    # The coordinator must not keep alive what keeps it alive: its sockets are closed when it is freed.
+    itself = weakref.ref(new)
+
     def open_engine(set_id: int, wire: str) -> Any:
         from fusedcomm.horovod import engines
 
-        return engines.open_engine(new, set_id, wire)
+        return engines.open_engine(itself(), set_id, wire)
 
     new.coordinator = _C.Coordinator(
         rank=found.rank,
@@ -145,7 +149,13 @@ def shutdown() -> None:
         if old is None:
             return
         timeline.stop()
+        from fusedcomm.horovod import engines
+
+        if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
+            engines.close_engines(old, old.coordinator.failure)
         old.coordinator.shutdown()
+        engines.close_engines(old, "hvd.shutdown() was called")
+        old.coordinator = Ended(old.coordinator.failure)
         forget_sets(old)
         set_world(None)
     handles.forget_all()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fusedcomm.horovod.environment import Settings
 from fusedcomm.horovod.errors import NOT_INITIALISED
+from fusedcomm.native import _C
 
 
 @dataclasses.dataclass
@@ -32,6 +33,19 @@ class World:
     num_sets_made: int = 1
 
 
+class Ended:
+    """Stands in a coordinator's place after shutdown(), for handles that have not been synchronised."""
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure or "fusedcomm.horovod was shut down"
+
+    def poll(self, handle: int) -> bool:
+        return True
+
+    def wait(self, handle: int) -> Any:
+        raise RuntimeError(self.failure)
+
+
 _world: World | None = None
 
 
@@ -49,3 +63,4 @@ def world_if_any() -> World | None:
 def set_world(new: World | None) -> None:
     global _world
     _world = new
+    _C.make_current(None if new is None else new.coordinator)

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from fusedcomm.horovod.engines import open_session
 from fusedcomm.native import _C
+from fusedcomm.ranks.own_group import OwnGroup
 
 
 def _sockets(store: dist.Store, rank: int, size: int) -> list[int]:
@@ -38,11 +40,30 @@ def _backend(store: dist.Store, name: str, rank: int, size: int) -> dist.Backend
 
 @contextlib.contextmanager
 def star(
-    rank: int, size: int, plan_after: int = 3, said: list | None = None, tuning: dict | None = None, **options: float
+    rank: int,
+    size: int,
+    plan_after: int = 3,
+    said: list | None = None,
+    tuning: dict | None = None,
+    engines_by_wire: dict | None = None,
+    **options: float,
 ) -> Iterator:
-    """A coordinator with set 0 over all ranks of the default group, and set 1 over the ranks but the last."""
+    """A coordinator with set 0 over all ranks of the default group, and set 1 over the ranks but the last.
+
+    engines_by_wire: receives the synchronisers of set 0, by wire.
+    """
     _, store = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
     store = dist.PrefixStore("star", store)
+
+    def open_engine(set_id: int, wire: str) -> "_C.Synchroniser":
+        group = OwnGroup(dist.PrefixStore(f"engines/{set_id}", store), rank, size, datetime.timedelta(seconds=60))
+        session = open_session(group, wire)
+        sessions.append(session)
+        if engines_by_wire is not None:
+            engines_by_wire[wire] = session.hook
+        return session.hook
+
+    sessions = []
     coordinator = _C.Coordinator(
         rank=rank,
         size=size,
@@ -52,7 +73,7 @@ def star(
         stall_warning_s=options.get("stall_warning_s", 60.0),
         stall_shutdown_s=options.get("stall_shutdown_s", 0.0),
         say=(said if said is not None else []).append,
-        open_engine=lambda set_id, wire: None,
+        open_engine=open_engine,
         **(tuning or {}),
     )
     coordinator.add_set(0, list(range(size)), _backend(store, "all", rank, size))

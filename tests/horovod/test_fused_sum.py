@@ -182,6 +182,28 @@ def test_a_void_sum_between_others_voids_only_itself(ranks):
             assert torch.equal(seen, fusedcomm.simulate([normal(rank, step, SHAPE) for rank in range(2)], config))
 
 
+def begun_before_a_void_has_ended(rank, world_size, config):
+    """A sum of a name whose sum before is void, which is only known after both have been begun."""
+    sums, known = Sums(config), threading.Event()
+    results = [sums.run({"x": normal(rank, 0, SHAPE)})["x"]]
+    void = sums.start({"x": normal(rank, 1, SHAPE)}, is_void=lambda: known.wait(HANG_S))
+    threading.Timer(0.2, known.set).start()  # the time decides nothing: it lets the next sum come first
+    results.append(sums.run({"x": normal(rank, 1, SHAPE)})["x"])
+    void()
+    return results
+
+
+def test_a_sum_that_is_begun_before_a_void_one_of_its_name_has_ended_is_right(ranks):
+    config = Config("int4", feedback=Feedback())
+    residuals = fusedcomm.Residuals(config.feedback.format)
+    outcome = ranks.run(begun_before_a_void_has_ended, config, world_size=2)
+    for step in range(2):
+        gradients = [normal(rank, step, SHAPE) for rank in range(2)]
+        expected = fusedcomm.simulate(gradients, config, step=step, residuals=residuals)
+        for on_rank in outcome:
+            assert torch.equal(on_rank[step], expected)
+
+
 # ---- error feedback in changing company
 
 COMPANIES = [

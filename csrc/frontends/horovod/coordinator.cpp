@@ -213,7 +213,7 @@ void Coordinator::run() {
         timeout_ms, [this](int peer, const std::string& message) { handle_message(peer, message); },
         [this](int peer) { on_lost(peer); });
   }
-  options_.rank == 0 ? links_.close_after_peers(kClosingMs) : links_.flush(kClosingMs);
+  options_.rank == 0 ? links_.close_after_peers(kClosingMs) : links_.hang_up(kClosingMs);
 }
 
 int Coordinator::wait_ms() const {

@@ -3,13 +3,16 @@
 
 #include <ATen/ATen.h>
 
+#include <condition_variable>
 #include <cstddef>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -26,8 +29,9 @@ class FusedSum {
 
   explicit FusedSum(std::shared_ptr<Synchroniser> synchroniser) : synchroniser_(std::move(synchroniser)) {}
 
-  // Replaces the tensors by their mean over the ranks × factor, and returns at once. Every rank must make the same
-  // calls in the same order, with the same names, shapes, dtypes and factors; a name must not be under way already.
+  // Replaces the tensors by their mean over the ranks × factor. Every rank must make the same calls in the same order,
+  // with the same names, shapes, dtypes and factors. Returns at once; with error feedback, when no earlier call has one
+  // of the names any longer: a sum that is void may end here after the other ranks have begun the next one.
   //
   // names: of the tensors, without the kind of their operation, because the patterns of Config.wires are matched with
   //   them.
@@ -48,12 +52,25 @@ class FusedSum {
  private:
   using Names = std::unordered_map<std::string, at::Tensor>;
 
+  void begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void, Done done);
   // A tensor without memory that stands for the parameter of this name.
   const at::Tensor& parameter(const std::string& name, const at::Tensor& like);
   // The index of the record of these parameters, which stays the same while they come together.
   size_t index_of(const std::vector<at::Tensor>& parameters, double factor);
 
+  // The names of sums that have not ended, if these change residuals.
+  struct UnderWay {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::unordered_set<std::string> names;
+
+    // Waits until none of them is under way, and adds them.
+    void begin(const std::vector<std::string>& begun);
+    void end(const std::vector<std::string>& ended);
+  };
+
   const std::shared_ptr<Synchroniser> synchroniser_;
+  const std::shared_ptr<UnderWay> under_way_ = std::make_shared<UnderWay>();  // sums may end after this object
   // Parameters by name. Names that have not come for long are dropped, because some callers make new ones for ever:
   // when `recent_` is full, it becomes `older_`.
   Names recent_, older_;

@@ -264,8 +264,7 @@ void Coordinator::issue_in_wire(const std::shared_ptr<IssuedBucket>& bucket, Pla
   for (const RequestPtr& request : bucket->requests) {
     for (size_t i = 0; i < request->inputs.size(); ++i) {
       if (request->inputs[i].numel() == 0) continue;
-      const bool is_one = request->inputs.size() == 1;
-      names.push_back(is_one ? request->signature.name : request->signature.name + "." + std::to_string(i));
+      names.push_back(request->signature.tensor_name(i));
       tensors.push_back(request->outputs[i]);
       if (!request->inputs[i].is_alias_of(request->outputs[i])) request->outputs[i].copy_(request->inputs[i]);
     }

@@ -99,10 +99,14 @@ void Links::flush(int timeout_ms) {
   }
 }
 
-void Links::close_after_peers(int timeout_ms) {
+void Links::hang_up(int timeout_ms) {
   flush(timeout_ms);
+  for (const Link& link : links_) ::shutdown(link.socket, SHUT_WR);
+}
+
+void Links::close_after_peers(int timeout_ms) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
-  for (Link& link : links_) ::shutdown(link.socket, SHUT_WR);
+  hang_up(timeout_ms);
   while (true) {
     std::vector<pollfd> fds;
     for (Link& link : links_) {

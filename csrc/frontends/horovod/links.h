@@ -28,7 +28,9 @@ class Links {
   void send(int peer, const std::string& message);
   // Sends what is queued, for at most `timeout_ms`.
   void flush(int timeout_ms);
-  // Sends nothing more, and waits until every peer has closed its end, for at most `timeout_ms`. Otherwise the end of a
+  // Sends what is queued, for at most `timeout_ms`, and nothing more.
+  void hang_up(int timeout_ms);
+  // Hangs up, and waits until every peer has closed its end, for at most `timeout_ms`. Otherwise the end of a
   // connection with unread messages would take from the peer what it has not read yet.
   void close_after_peers(int timeout_ms);
   int64_t num_messages() const { return num_messages_; }

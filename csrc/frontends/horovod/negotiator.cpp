@@ -205,7 +205,9 @@ void Negotiator::emit(int number, Set& set) {
     execute.responses.push_back(std::move(response));
   }
   send_to_all(set, execute.message());
-  if (cycle_has_ended) try_plan(number, set, set.planner->executed());
+  if (!cycle_has_ended || !set.planner->has_plan()) return;
+  set.planner->begin_circle();
+  publish_plan(number, set);
 }
 
 Response Negotiator::response_of(Set& set, const std::string& key, Pending& pending) {
@@ -232,11 +234,10 @@ Response Negotiator::response_of(Set& set, const std::string& key, Pending& pend
   return response;
 }
 
-void Negotiator::try_plan(int number, Set& set, const std::set<Id>& done) {
+void Negotiator::publish_plan(int number, Set& set) {
   if (std::find(joined_.begin(), joined_.end(), true) != joined_.end()) return;
-  auto buckets = set.planner->buckets(done, [this](Id id) { return nbytes_of(signatures_[id]); },
+  auto buckets = set.planner->buckets([this](Id id) { return nbytes_of(signatures_[id]); },
                                       [this](Id a, Id b) { return signatures_[a].fuses_with(signatures_[b]); });
-  if (buckets.empty()) return;
   set.has_plan = true;
   set.stopped.clear();
   set.pending.clear();
@@ -292,11 +293,8 @@ void Negotiator::on_stopped(int rank, const Stopped& stopped) {
   set->has_plan = set->is_stopping = false;
   send_to_all(*set, Resume{stopped.set, ++set->epoch, least, most}.message());
   if (!std::exchange(set->is_tuned, false)) return;
-  std::set<Id> done;
-  for (size_t i = 0; i < static_cast<size_t>(least) % set->plan.size(); ++i) {
-    done.insert(set->plan[i].begin(), set->plan[i].end());
-  }
-  try_plan(stopped.set, *set, done);
+  set->planner->turn_circle(set->plan[static_cast<size_t>(least) % set->plan.size()].front());
+  publish_plan(stopped.set, *set);
 }
 
 void Negotiator::end(const std::string& why) {

@@ -93,8 +93,8 @@ class Negotiator {
   void look_at_all(Set& set);
   void emit(int number, Set& set);
   Response response_of(Set& set, const std::string& key, Pending& pending);
-  // Publishes a plan if there is one. done: see Planner::buckets().
-  void try_plan(int number, Set& set, const std::set<Id>& done);
+  // Publishes the planner's plan, unless ranks have joined.
+  void publish_plan(int number, Set& set);
   void stop_plan(int number, Set& set);
   void send_to_all(const Set& set, const std::string& message) const;
   std::string missing_text(const Set& set, const Pending& pending) const;

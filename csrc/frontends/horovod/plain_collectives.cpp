@@ -39,11 +39,13 @@ c10d::ReduceOp reduce_op(Op op) {
   }
 }
 
-// Integers are multiplied in fp64 and truncated.
+// Integers are multiplied in fp64 and truncated, 16-bit floats in fp32: mul_(double) would round the factor to 16 bits.
 void multiply(const at::Tensor& tensor, double factor) {
   if (factor == 1) return;
   if (at::isIntegralType(tensor.scalar_type(), true)) {
     tensor.copy_(tensor.to(at::kDouble).mul_(factor).trunc_());
+  } else if (at::isReducedFloatingType(tensor.scalar_type())) {
+    tensor.copy_(tensor.to(at::kFloat).mul_(factor));
   } else {
     tensor.mul_(factor);
   }
@@ -58,7 +60,8 @@ void finish_scale(const at::Tensor& tensor, const Signature& as, int64_t size) {
   tensor.div_(static_cast<double>(size));
 }
 
-at::Tensor flat(const at::Tensor& tensor) { return tensor.view({-1}); }
+// `tensor` is contiguous. A dimension of size 1 may have any stride, which view() would keep.
+at::Tensor flat(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.numel() == 0 ? at::empty({0}, tensor.options().dtype(at::kByte)) : flat(tensor).view(at::kByte);
 }

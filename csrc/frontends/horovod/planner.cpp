@@ -4,6 +4,11 @@
 #include <limits>
 
 namespace fusedcomm::horovod {
+namespace {
+
+constexpr int64_t kMaxDoublings = 6;
+
+}  // namespace
 
 bool Planner::note_ready(Id id, bool after_wait) {
   bool has_ended = false;
@@ -24,10 +29,21 @@ void Planner::note_done(const std::vector<Id>& ids) {
   }
 }
 
-std::set<Id> Planner::executed() const {
-  std::set<Id> ids;
-  for (const Item& item : items_) ids.insert(item.id);
-  return ids;
+bool Planner::has_plan() const {
+  // A plan that ranks had to leave is tried again later and later.
+  const int64_t needed = cycles_ << std::min<int64_t>(num_deviations_, kMaxDoublings);
+  return cycles_ != 0 && num_equal_ >= needed && !order_.empty();
+}
+
+void Planner::begin_circle() {
+  circle_ = order_;
+  const auto done = std::stable_partition(circle_.begin(), circle_.end(),
+                                          [this](Id id) { return index_of_.count(id) == 0; });
+  first_of_cycle_ = done == circle_.end() ? circle_.front() : *done;
+}
+
+void Planner::turn_circle(Id first) {
+  std::rotate(circle_.begin(), std::find(circle_.begin(), circle_.end(), first), circle_.end());
 }
 
 void Planner::note_other() {

@@ -27,12 +27,15 @@ class Planner {
   // Notes that a rank could not follow the plan; `missing`: of a bucket, what it submits only when others are done.
   void note_deviation(const std::vector<Id>& missing);
   void set_nbytes(int64_t nbytes) { nbytes_ = nbytes; }
-  // What of the cycle under way has been executed.
-  std::set<Id> executed() const;
-  // The plan; empty if there is none. done: what of the cycle under way needs not be sent again; the plan begins with
-  // the others. nbytes_of and fuse describe signatures.
+  // Whether enough cycles were equal.
+  bool has_plan() const;
+  // A plan runs through the names in a circle. It begins with those that the cycle under way has not executed yet.
+  void begin_circle();
+  // Or, for a plan that replaces another, with `first`.
+  void turn_circle(Id first);
+  // The circle, cut into buckets. nbytes_of and fuse describe signatures.
   template <typename NbytesOf, typename Fuse>
-  std::vector<std::vector<Id>> buckets(const std::set<Id>& done, const NbytesOf& nbytes_of, const Fuse& fuse) const;
+  std::vector<std::vector<Id>> buckets(const NbytesOf& nbytes_of, const Fuse& fuse) const;
 
  private:
   struct Item {
@@ -51,25 +54,21 @@ class Planner {
   std::set<Id> names_;              // of the cycle before
   std::set<Id> begins_;             // names that began a bucket in one of the equal cycles
   std::set<Id> always_begins_;      // learned from deviations
+  std::vector<Id> circle_;
+  Id first_of_cycle_ = kNoId;       // where the circle passes from one cycle to the next
   int64_t num_equal_ = 0;           // equal cycles in a row
   int64_t num_deviations_ = 0;
 };
 
 template <typename NbytesOf, typename Fuse>
-std::vector<std::vector<Id>> Planner::buckets(const std::set<Id>& done, const NbytesOf& nbytes_of,
-                                              const Fuse& fuse) const {
-  // A plan that ranks had to leave is tried again later and later.
-  const int64_t needed = cycles_ << (num_deviations_ < 6 ? num_deviations_ : 6);
-  if (cycles_ == 0 || num_equal_ < needed || order_.empty()) return {};
-  std::vector<Id> order = order_;
-  std::stable_partition(order.begin(), order.end(), [&](Id id) { return done.count(id) == 0; });
+std::vector<std::vector<Id>> Planner::buckets(const NbytesOf& nbytes_of, const Fuse& fuse) const {
   std::vector<std::vector<Id>> buckets;
   int64_t nbytes = 0;
-  for (const Id id : order) {
+  for (const Id id : circle_) {
     const int64_t more = nbytes_of(id);
-    const bool begins = buckets.empty() || begins_.count(id) != 0 || always_begins_.count(id) != 0 ||
-                        nbytes + more > nbytes_ || !fuse(buckets.back().front(), id) ||
-                        done.count(id) != done.count(buckets.back().front());
+    // What belongs to the next cycle is submitted only when this one has ended.
+    const bool begins = buckets.empty() || id == first_of_cycle_ || begins_.count(id) != 0 ||
+                        always_begins_.count(id) != 0 || nbytes + more > nbytes_ || !fuse(buckets.back().front(), id);
     if (begins) {
       buckets.emplace_back();
       nbytes = 0;

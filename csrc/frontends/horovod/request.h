@@ -35,6 +35,15 @@ struct Request {
   Result result;
 };
 
+// Notes the tensors' dtypes, shapes and device in a signature.
+inline void describe(const std::vector<at::Tensor>& tensors, Signature* as) {
+  for (const at::Tensor& tensor : tensors) {
+    as->tensors.push_back({static_cast<int8_t>(tensor.scalar_type()), tensor.sizes().vec()});
+    as->dtype_names.emplace_back(c10::toString(tensor.scalar_type()));
+  }
+  if (!tensors.empty()) as->device = c10::DeviceTypeName(tensors.front().device().type(), true);
+}
+
 using RequestPtr = std::shared_ptr<Request>;
 
 class RankPlan;

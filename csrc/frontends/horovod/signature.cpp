@@ -55,6 +55,11 @@ int64_t TensorMeta::numel() const {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
+std::string Signature::tensor_name(size_t i) const {
+  if (!tensor_names.empty()) return tensor_names.at(i);
+  return tensors.size() == 1 ? name : name + "." + std::to_string(i);
+}
+
 int64_t Signature::numel() const {
   int64_t sum = 0;
   for (const TensorMeta& tensor : tensors) sum += tensor.numel();
@@ -77,7 +82,7 @@ bool Signature::fuses_with(const Signature& other) const {
 bool Signature::operator==(const Signature& other) const {
   return kind == other.kind && name == other.name && op == other.op && prescale == other.prescale &&
          postscale == other.postscale && root == other.root && wire == other.wire && device == other.device &&
-         tensors == other.tensors && splits == other.splits;
+         tensors == other.tensors && splits == other.splits && tensor_names == other.tensor_names;
 }
 
 void Signature::write(Writer& out) const {
@@ -96,6 +101,8 @@ void Signature::write(Writer& out) const {
     out.text(i < dtype_names.size() ? dtype_names[i] : "");
   }
   out.numbers(splits);
+  out.number<uint32_t>(static_cast<uint32_t>(tensor_names.size()));
+  for (const std::string& each : tensor_names) out.text(each);
 }
 
 Signature Signature::read(Reader& in) {
@@ -115,6 +122,8 @@ Signature Signature::read(Reader& in) {
     of.dtype_names.push_back(in.text());
   }
   of.splits = in.numbers<int64_t>();
+  of.tensor_names.resize(in.number<uint32_t>());
+  for (std::string& each : of.tensor_names) each = in.text();
   return of;
 }
 
@@ -130,6 +139,11 @@ std::string mismatch(const Signature& a, int rank_a, const Signature& b, int ran
   if (a.wire != b.wire) {
     const auto text = [](const std::string& wire) { return wire.empty() ? std::string("none") : wire; };
     return differ("compression", text(a.wire), text(b.wire));
+  }
+  if (a.tensor_names != b.tensor_names && a.tensor_names.size() == b.tensor_names.size()) {
+    size_t i = 0;
+    while (a.tensor_names[i] == b.tensor_names[i]) ++i;
+    return differ("name of a tensor", a.tensor_names[i], b.tensor_names[i]);
   }
   if (a.device != b.device) return differ("device", a.device, b.device);
   for (size_t i = 0; i < a.tensors.size(); ++i) {

@@ -37,7 +37,10 @@ struct Signature {
   std::vector<TensorMeta> tensors;
   std::vector<std::string> dtype_names;  // of the tensors, for people; not compared
   std::vector<int64_t> splits;  // alltoall: rows to each rank of the set
+  // What the wires of a configuration know the tensors by; empty: by `name`, and its number in a group.
+  std::vector<std::string> tensor_names;
 
+  std::string tensor_name(size_t i) const;
   std::string key() const { return std::string(kind_name(kind)) + "." + name; }
   int64_t numel() const;
   // Whether a plan may hold it.

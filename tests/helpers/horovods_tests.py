@@ -1,0 +1,179 @@
+"""Horovod's own tests, run as they are against fusedcomm.horovod.install().
+
+They are not part of this repository. FUSEDCOMM_HOROVODS_TESTS, or pytest --horovods-tests, names a checkout of Horovod;
+pytest --fetch-horovods-tests downloads what is needed, once, into the cache folder.
+"""
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+import traceback
+import types
+import unittest
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+VARIABLE = "FUSEDCOMM_HOROVODS_TESTS"
+COMMIT = "2626dc87a3a8eb8fb7d2216198ce45bce0f9e65a"
+URL = f"https://raw.githubusercontent.com/horovod/horovod/{COMMIT}/"
+FILES = {
+    "torch": "test/parallel/test_torch.py",
+    "adasum": "test/parallel/test_adasum_pytorch.py",
+    "timeline": "test/parallel/test_timeline.py",
+    "common": "test/parallel/test_common.py",
+    "elastic": "test/single/test_torch_elastic.py",
+}
+UTILS = "test/utils/common.py"
+
+CANNOT = {
+    "No GPUs available": "needs a CUDA GPU for each rank",
+    "Not enough GPUs available": "needs two CUDA GPUs for each rank",
+    "No GPU available": "needs a CUDA GPU",
+    "Adasum requires MPI": "asks for MPI, although it would not use it here",
+    "Only one worker available": "needs several ranks; it runs with 2, 3 and 4",
+    "This test does not apply if there is only one worker.": "needs several ranks; it runs with 2, 3 and 4",
+    "MPI not enabled": "asks for MPI, although it would not use it here",
+    "Number of ranks is 1. Skipping test.": "needs several ranks; it runs with 2, 3 and 4",
+    "https://github.com/horovod/horovod/issues/2496": "Horovod always skips it (test_timeline_api)",
+    "": "Horovod always skips it (test_broadcast_state_gpu)",
+}
+"""What a test says when it skips itself, and why that is right here."""
+
+
+def folder() -> Path | None:
+    """The checkout with Horovod's tests; None if there is none."""
+    for place in (os.environ.get(VARIABLE), cache_folder()):
+        if place and all((Path(place) / file).exists() for file in [*FILES.values(), UTILS]):
+            return Path(place)
+    return None
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "fusedcomm" / f"horovod-{COMMIT[:12]}"
+
+
+def fetch() -> None:
+    """Downloads the tests into the cache folder. Raises OSError if there is no way to the network."""
+    for file in [*FILES.values(), UTILS]:
+        target = cache_folder() / file
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with urllib.request.urlopen(URL + file, timeout=30) as answer:
+                text = answer.read()
+            # A file that is there is whole.
+            part = target.with_suffix(f".{os.getpid()}")
+            part.write_bytes(text)
+            part.replace(target)
+
+
+@functools.cache
+def names() -> list[str]:
+    """Each test as "file.test", with a key of FILES for the file. Empty if there are none."""
+    root = folder()
+    if root is None:
+        return []
+    found = []
+    for key, file in FILES.items():
+        for node in ast.parse((root / file).read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+                found += [f"{key}.{name}" for name in methods if name.startswith("test_")]
+    return found
+
+
+@functools.cache
+def _module(key: str) -> types.ModuleType:
+    root = folder()
+    assert root is not None
+    # Packages that the tests use little of; a machine need not have them.
+    with contextlib.suppress(ImportError):
+        import mock  # noqa: F401
+    sys.modules.setdefault("mock", unittest.mock)
+    try:
+        import cloudpickle  # noqa: F401
+    except ImportError:
+        import pickle
+
+        sys.modules["cloudpickle"] = pickle
+    import fusedcomm.horovod as hvd
+
+    hvd.install()
+    path = str(root / FILES[key])
+    spec = importlib.util.spec_from_file_location(f"horovods_{key}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _case(key: str, name: str) -> unittest.TestCase:
+    for value in vars(_module(key)).values():
+        if isinstance(value, type) and issubclass(value, unittest.TestCase) and hasattr(value, name):
+            return value(name)
+    raise LookupError(f"{FILES[key]} has no {name}")
+
+
+@contextlib.contextmanager
+def _without_new_optimizers() -> Iterator[None]:
+    """Some tests make every optimizer of torch with vectors as parameters. Muon, which is newer, takes matrices only."""
+    import torch
+
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        yield
+        return
+    before, muon.__module__ = muon.__module__, "newer"
+    try:
+        yield
+    finally:
+        muon.__module__ = before
+
+
+def run(rank: int, world_size: int, full_name: str) -> str:
+    """Runs one test on this rank. Returns "passed", or "skipped: " and the reason. Raises what the test raises."""
+    key, _, name = full_name.partition(".")
+    case = _case(key, name)
+    before = dict(os.environ)
+    # Horovod's launcher sets the first two, and some tests read them before they call init(). test_torch.py sets the
+    # others when it is imported.
+    os.environ.update(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(world_size), FUSEDCOMM_HOROVOD_SET_BY="the test")
+    os.environ.update(HOROVOD_TIMELINE="DYNAMIC", HOROVOD_DYNAMIC_PROCESS_SETS="1")
+    try:
+        return _outcome(case, name)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _outcome(case: unittest.TestCase, name: str) -> str:
+    import fusedcomm.horovod as hvd
+
+    for mark in getattr(getattr(case, name), "pytestmark", []):
+        if mark.name == "skip":
+            return f"skipped: {mark.kwargs.get('reason', '')}"
+    result = unittest.TestResult()
+    try:
+        with _without_new_optimizers():
+            case.run(result)
+    finally:
+        if hvd.is_initialized():  # files other than test_torch.py leave it so
+            hvd.shutdown()
+    for _, text in [*result.errors, *result.failures]:
+        raise AssertionError(text)
+    return f"skipped: {result.skipped[0][1]}" if result.skipped else "passed"
+
+
+def main(rank: int, world_size: int, wanted: list[str]) -> dict[str, str]:
+    """Runs several tests and returns each one's outcome: for a look at all of them at once."""
+    outcomes = {}
+    for name in wanted:
+        try:
+            outcomes[name] = run(rank, world_size, name)
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    return outcomes

@@ -1,0 +1,103 @@
+"""The star of sockets connects the ranks, and nobody else."""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import struct
+import threading
+
+import pytest
+import torch.distributed as dist
+from jobs import raised
+
+from fusedcomm.horovod import control
+
+SOON = datetime.timedelta(seconds=60)
+
+
+def connect_all(size: int, before_join=lambda store: None) -> list[control.Star]:
+    """The stars of `size` ranks, each in a thread of this process."""
+    store = dist.HashStore()
+    stars: list = [None] * size
+
+    def run(rank: int) -> None:
+        if rank == 1:
+            before_join(store)
+        stars[rank] = control.connect(store, rank, size, SOON, {"number": rank * rank})
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return stars
+
+
+def close(stars: list[control.Star]) -> None:
+    for star in stars:
+        for descriptor in star.sockets:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_rank_is_connected_with_rank_0_and_knows_about_all(size):
+    stars = connect_all(size)
+    assert [len(star.sockets) for star in stars] == [size - 1] + [1] * (size - 1)
+    for star in stars:
+        assert star.about == [{"number": rank * rank} for rank in range(size)]
+    for rank in range(1, size):
+        os.write(stars[rank].sockets[0], bytes([rank]))
+        assert os.read(stars[0].sockets[rank - 1], 1) == bytes([rank])
+    close(stars)
+
+
+def test_a_stranger_is_turned_away():
+    def strange(store: dist.Store) -> None:
+        store.wait([control.ADDRESSES_KEY], SOON)
+        published = json.loads(store.get(control.ADDRESSES_KEY))
+        for hello in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"",
+            _message({"token": "guessed", "rank": 1, "about": {}}),
+            _message({"token": published["token"], "rank": 9, "about": {}}),
+            _message({"token": published["token"]}),
+            _message([1, 2]),
+        ):
+            with socket.create_connection(tuple(published["addresses"][-1]), timeout=30) as stranger:
+                stranger.sendall(hello)
+                stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):  # it was closed before all was read
+                    assert stranger.recv(1) == b""
+
+    stars = connect_all(3, strange)
+    assert [star.about[2] for star in stars] == [{"number": 4}] * 3
+    close(stars)
+
+
+def _message(content) -> bytes:
+    data = json.dumps(content).encode()
+    return struct.pack("!I", len(data)) + data
+
+
+def test_missing_ranks_are_named_when_the_time_is_up():
+    kind, said = raised(control.connect, dist.HashStore(), 0, 3, datetime.timedelta(seconds=0.2), {})
+    assert kind == "TimeoutError" and "[1, 2]" in said and "hvd.init()" in said
+
+
+def test_an_address_that_cannot_be_reached_is_named_when_the_time_is_up():
+    store = dist.HashStore()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    store.set(control.ADDRESSES_KEY, json.dumps({"token": "x", "addresses": [["127.0.0.1", port]]}))
+    kind, said = raised(control.connect, store, 1, 2, datetime.timedelta(seconds=0.3), {})
+    assert kind == "TimeoutError" and f"127.0.0.1:{port}" in said and "GLOO_SOCKET_IFNAME" in said
+
+
+def test_the_addresses_of_a_named_interface_come_first(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert control.own_addresses() == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    assert control.own_addresses()[-1] == "127.0.0.1"

@@ -1,0 +1,22 @@
+"""Horovod's own tests pass over ours. See tests/helpers/horovods_tests.py for where they come from."""
+
+import horovods_tests
+import pytest
+
+NONE_THERE = (
+    f"Horovod's tests are not here: set {horovods_tests.VARIABLE} or --horovods-tests to a checkout of Horovod, or pass "
+    "--fetch-horovods-tests"
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("world_size", [2, 1, 3, 4])
+@pytest.mark.parametrize("name", horovods_tests.names() or [""])
+def test_horovods_own_test_passes(ranks, name, world_size):
+    if not name:
+        pytest.skip(NONE_THERE)
+    outcomes = set(ranks.run(horovods_tests.run, name, world_size=world_size))
+    skipped = {outcome.removeprefix("skipped: ") for outcome in outcomes if outcome != "passed"}
+    assert skipped <= set(horovods_tests.CANNOT), f"no known reason to skip: {skipped - set(horovods_tests.CANNOT)}"
+    if skipped:
+        pytest.skip("; ".join(f"{text}: {horovods_tests.CANNOT[text]}" for text in sorted(skipped)))

@@ -1,0 +1,141 @@
+"""Objects, parameters and optimizer states are the root's on every rank."""
+
+import copy
+
+import pytest
+import torch
+from jobs import job, values
+
+import fusedcomm.horovod as hvd
+
+OPTIMIZERS = {
+    "SGD": lambda p, rank: torch.optim.SGD(p, lr=0.1 * (rank + 1)),
+    "momentum": lambda p, rank: torch.optim.SGD(p, lr=0.1 * (rank + 1), momentum=0.5 + 0.1 * rank, nesterov=rank == 0),
+    "Adam": lambda p, rank: torch.optim.Adam(p, lr=0.01 * (rank + 1), betas=(0.9 - 0.1 * rank, 0.99)),
+    "AdamW": lambda p, rank: torch.optim.AdamW(p, lr=0.01 * (rank + 1), amsgrad=True),
+    "RMSprop": lambda p, rank: torch.optim.RMSprop(p, lr=0.01 * (rank + 1), centered=True),
+    "Adagrad": lambda p, rank: torch.optim.Adagrad(p, lr=0.01 * (rank + 1)),
+}
+
+
+def check_objects(rank, size):
+    with job():
+        for root in range(size):
+            mine = {"rank": rank, "list": [1, "two", None], "tensor": values(rank, (3,))}
+            got = hvd.broadcast_object(mine if rank == root else None, root, name="object")
+            assert got["rank"] == root and got["list"] == [1, "two", None]
+            assert torch.equal(got["tensor"], values(root, (3,)))
+        # The types differ between the ranks, and so do the sizes.
+        mine = [rank, "text" * 1000 * rank, {"a": rank}][rank % 3]
+        assert hvd.allgather_object(mine) == [
+            [other, "text" * 1000 * other, {"a": other}][other % 3] for other in range(size)
+        ]
+        assert hvd.broadcast_object(b"" if rank == 0 else "x", 0) == b""
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_objects_of_any_type_are_broadcast_and_gathered(ranks, size):
+    ranks.run(check_objects, world_size=size)
+
+
+def model_of(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model.register_buffer("mask", torch.tensor([rank == 0, True]))
+    return model
+
+
+def check_parameters(rank, size):
+    with job():
+        wanted = model_of(1).state_dict()
+        for given in (
+            lambda model: model.state_dict(),
+            lambda model: list(model.named_parameters()),
+            lambda model: list(model.parameters()),
+        ):
+            model = model_of(rank)
+            hvd.broadcast_parameters(given(model), root_rank=1)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, wanted[name])
+        model = model_of(rank)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        strided = values(rank, (3, 4)).t()
+        hvd.broadcast_parameters({"strided": strided}, root_rank=0)
+        assert torch.equal(strided, values(0, (3, 4)).t())
+        hvd.broadcast_parameters({}, root_rank=0)
+
+
+def test_parameters_and_buffers_are_broadcast(ranks):
+    ranks.run(check_parameters, world_size=3)
+
+
+def trained(name: str, rank: int, steps: int):
+    model = model_of(rank)
+    optimizer = OPTIMIZERS[name](model.parameters(), rank)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(values(rank, (6, 3), salt=step)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def check_states(rank, size, name, is_wrapped):
+    with job():
+        expected = trained(name, 0, steps=3)[1].state_dict()
+        # Rank 0 has trained, rank 1 less, rank 2 has no state yet.
+        model, optimizer = trained(name, rank, steps=3 - rank if rank < 2 else 0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if is_wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        got = optimizer.state_dict()
+        for group in got["param_groups"]:
+            group.pop("initial_lr")  # of the scheduler
+        assert same(got["state"], expected["state"])
+        assert same(got["param_groups"], expected["param_groups"])
+        assert scheduler.optimizer.param_groups is optimizer.param_groups, "the scheduler must go on to apply"
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_state_and_options_are_broadcast(ranks, name, is_wrapped):
+    ranks.run(check_states, name, is_wrapped, world_size=3)
+
+
+def check_lbfgs(rank, size):
+    with job():
+        optimizer = torch.optim.LBFGS(model_of(rank).parameters())
+        try:
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        except ValueError as error:
+            assert "LBFGS" in str(error)
+            return
+        raise AssertionError
+
+
+def test_the_state_of_lbfgs_cannot_be_broadcast(ranks):
+    ranks.run(check_lbfgs, world_size=1)
+
+
+def check_unchanged(rank, size):
+    with job():
+        model = model_of(0)
+        before = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.5)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_broadcast_of_an_empty_state_does_not_change_the_parameters(ranks):
+    ranks.run(check_unchanged, world_size=2)
