@@ -31,7 +31,7 @@ def attach(
             a DistributedDataParallel module, with its parameters on cpu over a gloo group, or on one cuda device over
             an NCCL group;
             a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu over
-            a gloo group: every such module's reduce-scatter, and the all-reduce of replicas, see docs/fsdp.md;
+            a gloo group: every such module's reduce-scatter, and the all-reduce of replicas;
             what ``torch.compile`` or Lightning Fabric has made of one of these.
         config: how gradients are sent: a :class:`fusedcomm.Config`, or, for DDP, a :class:`fusedcomm.Auto`, which
             searches for the fastest way in the first steps. None: ``Config()``.

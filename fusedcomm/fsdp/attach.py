@@ -40,6 +40,11 @@ def attach_fsdp(
             "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
             "first, then attach"
         )
+    device = sharded[0].device
+    if device.type != "cpu":
+        raise RuntimeError(
+            f"fusedcomm: this model is on {device}, and FSDP2 is supported on cpu only: leave attach() out, or use DDP"
+        )
     group, replicas = _only("sharded", [each.process_group for each in sharded]), _only(
         "replicated", [each.replicas for each in sharded]
     )
@@ -52,7 +57,7 @@ def attach_fsdp(
     # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
     also_agree = {"fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters]}
     options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
-    device, session, sums = sharded[0].device, None, None
+    session, sums = None, None
     if group is not None and group.size() > 1:
         rows = dataclasses.replace(chosen, sum="two-shot", hosts=None)
         session = Session(rows, group, None, local, device, **options)
