@@ -9,7 +9,7 @@
 The names are those of `horovod.torch`; docs/horovod.md says what differs.
 """
 
-from fusedcomm.horovod import elastic
+import fusedcomm.horovod.elastic as elastic
 from fusedcomm.horovod.async_ops import (
     allgather_async,
     allreduce_async,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod import async_ops
+import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, member_of, root_in_set

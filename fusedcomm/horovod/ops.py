@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod import async_ops, autograd
+import fusedcomm.horovod.async_ops as async_ops
+import fusedcomm.horovod.autograd as autograd
 from fusedcomm.horovod.checks import Average, parse_op
 from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusedcomm.horovod import async_ops
+import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.checks import Average, Sum
 from fusedcomm.horovod.handles import next_name, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of

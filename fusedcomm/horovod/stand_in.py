@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import fusedcomm.horovod as ours
+ours = importlib.import_module("fusedcomm.horovod")  # which imports this module when install() is called
 
 # Modules of Horovod's, and the module of ours that is put in the place of each.
 _SAME = {
@@ -61,7 +61,7 @@ def _module(name: str, contents: dict[str, Any]) -> types.ModuleType:
 
 
 def _mpi_ops() -> dict[str, Any]:
-    from fusedcomm.horovod import state
+    import fusedcomm.horovod.state as state
 
     names = [name for name in ours.__all__ if name not in ("elastic", "install")]
     return {"is_homogeneous": state.is_homogeneous, **{name: getattr(ours, name) for name in names}}

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm.horovod import environment, handles, launch, timeline
+import fusedcomm.horovod.environment as environment
+import fusedcomm.horovod.handles as handles
+import fusedcomm.horovod.launch as launch
+import fusedcomm.horovod.timeline as timeline
 from fusedcomm.horovod.control import connect
 from fusedcomm.horovod.launch import Launch, set_launch
 from fusedcomm.horovod.process_sets import forget_sets, make_first_sets, parse_sets
@@ -92,7 +95,7 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
     itself = weakref.ref(new)
 
     def open_engine(set_id: int, wire: str) -> Any:
-        from fusedcomm.horovod import engines
+        import fusedcomm.horovod.engines as engines
 
         return engines.open_engine(itself(), set_id, wire)
 
@@ -149,7 +152,7 @@ def shutdown() -> None:
         if old is None:
             return
         timeline.stop()
-        from fusedcomm.horovod import engines
+        import fusedcomm.horovod.engines as engines
 
         if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
             engines.close_engines(old, old.coordinator.failure)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fusedcomm.horovod import async_ops
+import fusedcomm.horovod.async_ops as async_ops
 from fusedcomm.horovod.checks import Sum
 from fusedcomm.horovod.handles import synchronize
 from fusedcomm.horovod.world import world
