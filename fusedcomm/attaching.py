@@ -1,7 +1,7 @@
 """``fusedcomm.attach``: takes any model whose gradients are reduced across ranks, and finds its front end."""
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +13,28 @@ from fusedcomm.ddp.handle import Handle
 
 if TYPE_CHECKING:
     from fusedcomm.fsdp.handle import FsdpHandle
+
+
+@overload
+def attach(
+    model: DistributedDataParallel,
+    config: Config | Auto | None = None,
+    *,
+    wire: Wire | Search | Off | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+) -> Handle: ...
+
+
+@overload
+def attach(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    wire: Wire | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+) -> "Handle | FsdpHandle": ...
 
 
 @explains_moved("attach")
