@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fusedcomm.version import __version__
 
 if TYPE_CHECKING:
+    from fusedcomm.attaching import attach
     from fusedcomm.autotune.auto import Auto
     from fusedcomm.autotune.search import Tuning
     from fusedcomm.config import (
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         TwoLevels,
         Wire,
     )
-    from fusedcomm.ddp.attach import attach
     from fusedcomm.ddp.comm_state import CommState, comm_hook
     from fusedcomm.ddp.handle import Handle
     from fusedcomm.reducer.data_parallel import DataParallel
@@ -68,7 +68,7 @@ __all__ = [
 
 # The submodule that defines each public name.
 _HOME = {
-    "attach": "ddp.attach",
+    "attach": "attaching",
     "Handle": "ddp.handle",
     "GradReducer": "reducer.reducer",
     "GradScaler": "session.grad_scaler",

@@ -21,6 +21,8 @@ FUSEDCOMM = (
     "tools",
     "horovod",
     "__init__",
+    "attaching",
+    "fsdp",
     "ddp",
     "reducer",
     "autotune",

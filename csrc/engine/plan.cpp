@@ -166,6 +166,23 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
   return plan;
 }
 
+BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,
+                               const std::vector<int64_t>& lossy_numels, double factor) {
+  BucketPlan plan;
+  const std::vector<WireFormat> streams = streams_of(config, lossy_numels, &plan.wires);
+  plan.sum = Sum::kOneShot;  // as there, each rank's codec adds what all encoders have made
+  RowLayouts rows = row_layouts(streams, world_size, exact_numel, config.max_chunk_nbytes);
+  plan.layouts = std::move(rows.own);
+  plan.packed_rows = std::move(rows.packed);
+  const double predivide = config.predivide != 0 ? config.predivide : 1;
+  plan.pack_scale = static_cast<float>(1 / predivide);
+  plan.unpack_scale = static_cast<float>(predivide * factor);
+  std::vector<Step> steps = steps_of_reduce_scatter(world_size, world_size * plan.chunk_nbytes());
+  plan.workspace = workspace_of(steps);
+  plan.steps = std::make_shared<const std::vector<Step>>(std::move(steps));
+  return plan;
+}
+
 int64_t workspace_nbytes(const WireConfig& config, int world_size) {
   // A layout's part may be rounded up by one grain. Its exact elements and its three sections are each rounded up to 16
   // bytes.

@@ -26,6 +26,8 @@ struct BucketPlan {
   // Two-shot on two levels: the layouts of the messages within a host, which pack writes and the local reduce reads.
   // Else empty.
   std::vector<BucketLayout> host_layouts;
+  // Reduce-scatter: the layouts of the messages that pack writes; see RowLayouts. Else empty.
+  std::vector<BucketLayout> packed_rows;
   // The steps of each chunk. Null if the bucket is not planned.
   std::shared_ptr<const std::vector<Step>> steps;
   Workspace workspace;     // the buffers that the steps need
@@ -47,7 +49,10 @@ struct BucketPlan {
   // Whether the sums are encoded again.
   bool encodes_sums() const { return adder_of(sum) == Adder::kOwner; }
   // The layouts of the messages that pack writes.
-  const std::vector<BucketLayout>& packed_layouts() const { return on_two_levels() ? host_layouts : layouts; }
+  const std::vector<BucketLayout>& packed_layouts() const {
+    if (!packed_rows.empty()) return packed_rows;
+    return on_two_levels() ? host_layouts : layouts;
+  }
   // Elements of the exact stream, which the first layout has.
   int64_t exact_numel() const { return layouts.empty() ? 0 : layouts.front().exact_numel; }
 };
@@ -69,6 +74,12 @@ inline constexpr int64_t kSmallBucketNbytes = 16 << 10;
 BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype, int64_t exact_numel,
                        const std::vector<int64_t>& lossy_numels, bool in_one_run = true,
                        std::optional<double> factor = std::nullopt);
+
+// Plans a reduce-scatter of rows, one for each rank, of exact_numel elements in the exact stream and lossy_numels[k] in
+// wire number k. Rank r gets the sum of the ranks' rows r × factor, added in fp32 in the order of ranks. Error feedback
+// and sums on two levels do not apply.
+BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,
+                               const std::vector<int64_t>& lossy_numels, double factor);
 
 // An upper bound of chunk_nbytes() and host_chunk_nbytes() for any bucket. The module's parameters give no tighter
 // bound, because some may have been frozen, tied or ignored since.

@@ -219,6 +219,30 @@ inline std::vector<BucketLayout> host_layouts(const std::vector<BucketLayout>& l
   return of_host;
 }
 
+// A reduce-scatter. Its bucket has a row for each rank, and every row has the same elements. Part r of chunk c has a
+// segment of row r: pack's stream is, for each chunk, the segments of all rows, one after another, each filled up with
+// zeros. Rank r receives the segments of its row, and unpacks them with `own`, where they are the whole stream.
+struct RowLayouts {
+  std::vector<BucketLayout> packed;  // one for each stream; numels include the zeros
+  std::vector<BucketLayout> own;
+};
+
+// `streams` and exact_numel: of one row. Throws as bucket_layouts does.
+inline RowLayouts row_layouts(const std::vector<WireFormat>& streams, int64_t num_rows, int64_t exact_numel,
+                              int64_t max_chunk_nbytes) {
+  // The parts of a message to one rank, which has at most its share of the bytes of a chunk.
+  RowLayouts layouts;
+  layouts.own = bucket_layouts(streams, 1, exact_numel, std::max<int64_t>(1, max_chunk_nbytes / num_rows));
+  for (const BucketLayout& own : layouts.own) {
+    BucketLayout packed = own;
+    packed.num_parts = num_rows;
+    packed.lossy_numel = own.num_chunks * num_rows * own.part.lossy_numel;
+    packed.exact_numel = own.num_chunks * num_rows * own.part.exact_numel;
+    layouts.packed.push_back(packed);
+  }
+  return layouts;
+}
+
 // ---- residuals: the rounding errors so far, see fusedcomm/reference
 
 enum class ResidualFormat : uint8_t { kFp32, kBf16 };

@@ -1,0 +1,109 @@
+"""``fusedcomm.attach``: takes any model whose gradients are reduced across ranks, and finds its front end."""
+
+import sys
+from typing import TYPE_CHECKING, overload
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.config import Config, LocalOptions, Off, Search, Wire, explains_moved
+from fusedcomm.ddp.attach import attach as attach_ddp
+from fusedcomm.ddp.handle import Handle
+
+if TYPE_CHECKING:
+    from fusedcomm.fsdp.handle import FsdpHandle
+
+
+@overload
+def attach(
+    model: DistributedDataParallel,
+    config: Config | Auto | None = None,
+    *,
+    wire: Wire | Search | Off | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+) -> Handle: ...
+
+
+@overload
+def attach(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    wire: Wire | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+) -> "Handle | FsdpHandle": ...
+
+
+@explains_moved("attach")
+def attach(
+    model: nn.Module,
+    config: Config | Auto | None = None,
+    *,
+    wire: Wire | Search | Off | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+) -> "Handle | FsdpHandle":
+    """Sends a model's gradients in a wire. Call it on every rank, before or between steps.
+
+    Args:
+        model: one of
+            a DistributedDataParallel module, with its parameters on cpu over a gloo group, or on one cuda device over
+            an NCCL group;
+            a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu over
+            a gloo group: every such module's reduce-scatter, and the all-reduce of replicas;
+            what ``torch.compile`` or Lightning Fabric has made of one of these.
+        config: how gradients are sent: a :class:`fusedcomm.Config`, or, for DDP, a :class:`fusedcomm.Auto`, which
+            searches for the fastest way in the first steps. None: ``Config()``.
+        wire: short for ``Config(wire)``. For DDP also "auto", short for ``Auto()``, which chooses DDP's own all-reduce,
+            "fp32" or "bf16" (``Auto(("fp32", "bf16", "int8"))`` may also choose int8), or "off": DDP stays as it comes,
+            without a hook, and the handle says so; for comparisons, where only this word changes.
+        local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank. They have no effect on
+            DDP's own all-reduce.
+        quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
+            printed if that has no handler (fusedcomm/log.py).
+
+    Returns:
+        A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()`` and ``detach()``; for DDP also with
+        ``tuning()``, ``state_dict()``, ``load_state_dict()``, ``grad_norm()`` and ``clip_grad_norm_()``.
+
+    On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
+    a CUDA graph: the hook raises RuntimeError under capture.
+
+    DDP's mean is over all ranks of its group: a hook cannot see ``Join(divide_by_initial_world_size=False)``.
+
+    Raises:
+        TypeError: `model` is none of these, or a keyword belongs to fusedcomm 0.1; names its new place.
+        ValueError: an argument is out of range, or two cannot be combined.
+        RuntimeError: the module has a hook or an option that cannot be combined, fusedcomm has no path for the device
+            or backend, or the ranks do not agree (the same text on every rank).
+    """
+    model = unwrapped(model)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model has modules of it only if it has been imported
+    is_module = isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel)
+    if fsdp is not None and is_module and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+        from fusedcomm.fsdp.attach import attach_fsdp  # imports FSDP2, which takes a while
+
+        return attach_fsdp(model, config, wire=wire, local=local, quiet=quiet)
+    if fsdp is not None and isinstance(model, fsdp.FullyShardedDataParallel):
+        raise TypeError(
+            "fusedcomm.attach takes FSDP2, and this is FullyShardedDataParallel, which is FSDP1: use "
+            "torch.distributed.fsdp.fully_shard(model) in its place"
+        )
+    return attach_ddp(model, config, wire=wire, local=local, quiet=quiet)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What torch.compile or Lightning Fabric has wrapped; else `model`."""
+    while True:
+        # Named by their classes, because importing these would take seconds or may not be possible.
+        kind = type(model).__name__
+        if kind == "OptimizedModule" and hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif kind == "_FabricModule" and hasattr(model, "_forward_module"):
+            model = model._forward_module
+        else:
+            return model
+

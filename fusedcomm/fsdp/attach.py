@@ -1,0 +1,111 @@
+"""Attaches fusedcomm to a model of FSDP2."""
+
+import dataclasses
+
+import torch.distributed as dist
+from torch import nn
+
+from fusedcomm import env, log
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.config import AUTO, Config, LocalOptions, Wire, given, local_options
+from fusedcomm.fsdp.comm import FusedReduceScatter
+from fusedcomm.fsdp.handle import FsdpHandle
+from fusedcomm.fsdp.modules import sharded_modules
+from fusedcomm.fsdp.replicas import ReplicaSums
+from fusedcomm.session.session import Session
+
+
+def attach_fsdp(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    wire: Wire | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+) -> FsdpHandle:
+    """Replaces the reduce-scatter of every FSDPModule in `model`. See :func:`fusedcomm.attach`.
+
+    Raises:
+        TypeError: nothing in the model was given to fully_shard.
+        ValueError: an option that only DDP has, or a module whose reduce-scatter cannot be replaced.
+        RuntimeError: the ranks do not agree (the same text on every rank).
+    """
+    _refuse_searches(config, wire)
+    chosen = given(config, wire)
+    refuse_options(chosen)
+    local, quiet = local_options(local), quiet or env.quiet()
+    sharded = sharded_modules(model)
+    if not sharded:
+        raise TypeError(
+            "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
+            "first, then attach"
+        )
+    device = sharded[0].device
+    if device.type != "cpu":
+        raise RuntimeError(
+            f"fusedcomm: this model is on {device}, and FSDP2 is supported on cpu only: leave attach() out, or use DDP"
+        )
+    group, replicas = _only("sharded", [each.process_group for each in sharded]), _only(
+        "replicated", [each.replicas for each in sharded]
+    )
+    named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
+    problem = None
+    try:
+        chosen.check_patterns(named)
+    except ValueError as error:  # perhaps on this rank alone: the session tells the others
+        problem = error
+    # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
+    also_agree = {"fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters]}
+    options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
+    session, sums = None, None
+    if group is not None and group.size() > 1:
+        rows = dataclasses.replace(chosen, sum="two-shot", hosts=None)
+        session = Session(rows, group, None, local, device, **options)
+    if replicas is not None and replicas.size() > 1:
+        wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
+        sums = ReplicaSums(Session(chosen, replicas, None, local, device, **options), wires)
+    if session is None and sums is None:
+        raise ValueError("fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out")
+    comms = [
+        # The backward pass ends with the first module, as a rule the model itself.
+        FusedReduceScatter(session, sums, each, index, index == 0, chosen.wire_number)
+        for index, each in enumerate(sharded)
+    ]
+    handle = FsdpHandle(model, chosen, session, sums, comms)
+    if dist.get_rank() == 0:
+        log.report(handle.plan, quiet)
+    return handle
+
+
+def _only(how: str, groups: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
+    """The modules' one process group. Raises ValueError if they have several."""
+    if len({id(group) for group in groups}) > 1:
+        raise ValueError(
+            f"fusedcomm: the modules of this model are {how} over different meshes: call attach on the modules of each "
+            "mesh by themselves"
+        )
+    return groups[0]
+
+
+def _refuse_searches(config: object, wire: object) -> None:
+    if isinstance(config, Auto) or wire == AUTO:
+        raise ValueError(
+            "fusedcomm: FSDP2's reduce-scatters have one wire from the start: name it, for example wire='bf16'"
+        )
+    if wire == "off":
+        raise ValueError("fusedcomm: with FSDP2 leave attach() out instead of wire='off'")
+
+
+def refuse_options(config: Config) -> None:
+    """Raises ValueError for an option that has no effect on a reduce-scatter."""
+    default = Config(config.wire)
+    refused = {
+        "sum": "every rank adds what is for it",
+        "feedback": "a rank would keep residuals of all gradients, 4 bytes an element, which FSDP2 avoids",
+        "checks": "errors are measured for DDP and the reducer only",
+    }
+    for name, why in refused.items():
+        if getattr(config, name) != getattr(default, name):
+            raise ValueError(f"fusedcomm: {name}={getattr(config, name)!r} is not possible with FSDP2: {why}")
+    if config.hosts not in ("auto", None):
+        raise ValueError("fusedcomm: hosts= is not possible with FSDP2: a reduce-scatter has one level")

@@ -1,0 +1,144 @@
+"""The handle of an attachment to an FSDP2 model."""
+
+import contextlib
+import dataclasses
+import os
+
+from torch import nn
+
+from fusedcomm.config import Config
+from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
+from fusedcomm.fsdp.replicas import ReplicaSums
+from fusedcomm.native import _C
+from fusedcomm.session.session import Session
+from fusedcomm.session.stats import NonFinite, Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRow:
+    """The gradients of one module. `numel`: of all ranks' slices, padding included. `sent_nbytes`: that a rank sends
+    in the reduce-scatter of one step; `fp32_nbytes`: with torch's own in fp32. Both are 0 without a reduce-scatter."""
+
+    module: str
+    num_parameters: int
+    numel: int
+    wires: tuple[str, ...]
+    sent_nbytes: int
+    fp32_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpPlan:
+    """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter;
+    `num_replicas`: ranks of the all-reduce that follows; 1 for neither."""
+
+    wire: str
+    num_shards: int
+    num_replicas: int
+    codec: str
+    scratch_nbytes: int
+    rows: tuple[ModuleRow, ...]
+
+    def __str__(self) -> str:
+        sums = []
+        if self.num_shards > 1:
+            sums.append(f"reduce-scatters over {self.num_shards} ranks")
+        if self.num_replicas > 1:
+            sums.append(f"all-reduces over {self.num_replicas} replicas")
+        lines = [
+            f"fusedcomm: FSDP2 in wire {self.wire}: {' and '.join(sums)}, codec {self.codec}, buffers "
+            f"{self.scratch_nbytes / 2**20:.1f} MiB"
+        ]
+        sent, exact = sum(row.sent_nbytes for row in self.rows), sum(row.fp32_nbytes for row in self.rows)
+        if exact:
+            lines.append(
+                f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
+            )
+        for row in self.rows:
+            lines.append(
+                f"  {row.module or '(model)'}: {row.num_parameters} parameters, {row.numel:,} elements, "
+                f"{'+'.join(row.wires)}"
+            )
+        return "\n".join(lines)
+
+
+class FsdpHandle:
+    """One attachment of fusedcomm to an FSDP2 model; made by :func:`fusedcomm.attach`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        session: Session | None,
+        replicas: ReplicaSums | None,
+        comms: list[FusedReduceScatter],
+    ) -> None:
+        self._model, self._config, self._session, self._replicas = model, config, session, replicas
+        self._comms = comms
+        self._attached = True
+        pending = Pending()
+        for comm in comms:
+            comm.use(pending)
+            comm.sharded.module.set_custom_reduce_scatter(comm)
+
+    @property
+    def _sessions(self) -> list[Session]:
+        all_reduce = None if self._replicas is None else self._replicas.session
+        return [each for each in (self._session, all_reduce) if each is not None]
+
+    def plan(self) -> FsdpPlan:
+        """How each module's gradients are sent; printable."""
+        num_shards = 1 if self._session is None else self._session.world_size
+        return FsdpPlan(
+            wire=self._config.wire,
+            num_shards=num_shards,
+            num_replicas=1 if self._replicas is None else self._replicas.session.world_size,
+            codec=self._sessions[0].codec,
+            scratch_nbytes=sum(session.hook.scratch_nbytes for session in self._sessions),
+            rows=tuple(self._row(comm, num_shards) for comm in self._comms),
+        )
+
+    def _row(self, comm: FusedReduceScatter, num_shards: int) -> ModuleRow:
+        trained = [p for p in comm.sharded.parameters if p.is_trained]
+        numbers = [self._config.wire_number(p.name, p.tensor) for p in trained]
+        wires = ["fp32" if number == _C.EXACT_WIRE else self._config.numbered_wires[number] for number in numbers]
+        numel = sum(p.row_numel for p in trained)
+        return ModuleRow(
+            module=comm.sharded.name,
+            num_parameters=len(trained),
+            numel=numel * num_shards,
+            wires=tuple(dict.fromkeys(wires)),
+            sent_nbytes=0 if self._session is None else comm.native().sent_nbytes,
+            fp32_nbytes=4 * numel * (num_shards - 1),
+        )
+
+    def stats(self) -> Stats:
+        """Counts and times of this rank since attach. A bucket is the reduce-scatter of one module; with replicate(),
+        which has none, its all-reduce."""
+        return self._sessions[0].stats()
+
+    def nonfinite_report(self) -> list[NonFinite]:
+        """Every rank's NaN and Inf counts; see :meth:`fusedcomm.Handle.nonfinite_report`. A collective call."""
+        return self._sessions[0].nonfinite_report()
+
+    def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Records when each stage ran, of what :meth:`stats` counts. See :meth:`fusedcomm.Handle.trace`."""
+        if not self._attached:
+            raise RuntimeError("fusedcomm: this handle is detached, so there is nothing to trace: attach again")
+        return self._sessions[0].recorder.record(path, all_ranks, self._model)
+
+    def detach(self) -> None:
+        """Stops the engines and restores torch's own collectives. Call it on every rank between steps. Idempotent."""
+        if not self._attached:
+            return
+        self._attached = False
+        for comm in self._comms:
+            comm.sharded.restore()
+        for session in self._sessions:
+            session.stop("fusedcomm was detached")
+
+    def __enter__(self) -> "FsdpHandle":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()

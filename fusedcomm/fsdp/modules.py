@@ -1,0 +1,126 @@
+"""What FSDP2 knows of a model: its modules with a parameter group, their parameters and process groups.
+
+torch keeps this in private attributes, which have been the same since torch 2.11 but for one: a module has a list of
+groups from 2.12 on. This file alone reads them.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A module with parameters that FSDP2 shards. `name`: in the model; empty for the model itself."""
+
+    module: FSDPModule
+    name: str
+    group: Any
+    parameters: tuple["ShardedParameter", ...]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which gradients are reduce-scattered; None with replicate(), which does not shard."""
+        is_sharded = isinstance(self.group.mesh_info, FSDPMeshInfo)
+        return self.group._reduce_scatter_process_group if is_sharded else None
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks with the same shards, over which gradients are all-reduced; None if each shard is on one rank."""
+        is_replicated = isinstance(self.group.mesh_info, DDPMeshInfo)
+        return self.group._all_reduce_process_group if is_replicated else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.group.device
+
+    @property
+    def has_own_comm(self) -> bool:
+        """Whether something else has replaced its reduce-scatter."""
+        return type(self.group._reduce_scatter_comm) is not DefaultReduceScatter
+
+    def is_read_at_once(self, output: torch.Tensor) -> bool:
+        """Whether torch reads the output of a reduce-scatter before the backward pass ends: to add it to a gradient, to
+        change its dtype or factor, to reduce it further, to copy it, or to give it to a hook."""
+        group = self.group
+        if getattr(group, "_all_reduce_hook", None) is not None or self.reduces_further:
+            return True
+        if output.dtype not in (torch.float32, torch.bfloat16) or group.force_sum_reduction_for_comms:
+            return True
+        for each in group.fsdp_params:
+            parameter = each.sharded_param
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if output.dtype != each.orig_dtype or each.offload_to_cpu or hooks or parameter.grad is not None:
+                return True
+        return False
+
+    @property
+    def reduces_further(self) -> bool:
+        """Whether an all-reduce follows: HSDP, and replicate()."""
+        return isinstance(self.group.mesh_info, DDPMeshInfo)
+
+    def restore(self) -> None:
+        self.module.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedParameter:
+    """`name`: in the model; of a tied parameter, the first."""
+
+    name: str
+    native: Any
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The parameter: a DTensor of the whole parameter's shape."""
+        return self.native.sharded_param
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one rank's slice, padding included."""
+        return self.native.padded_sharded_param_size.numel()
+
+    @property
+    def is_trained(self) -> bool:
+        return self.native.sharded_param.requires_grad
+
+
+def sharded_modules(model: nn.Module) -> list[Sharded]:
+    """The model's modules with a parameter group, in the order of model.modules().
+
+    Raises:
+        ValueError: a module has parameter groups on several meshes, or its reduce-scatter has been replaced already.
+    """
+    found = []
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        if len(groups) > 1:
+            raise ValueError(
+                f"fusedcomm: {name or 'the model'} has {len(groups)} parameter groups, on meshes of their own, and torch "
+                "allows no other reduce-scatter there: call fully_shard on the submodules of each mesh by themselves"
+            )
+        for group in groups:
+            parameters = tuple(ShardedParameter(names[id(each.sharded_param)], each) for each in group.fsdp_params)
+            sharded = Sharded(module, name, group, parameters)
+            if sharded.has_own_comm:
+                raise ValueError(
+                    f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
+                    f"{type(group._reduce_scatter_comm).__name__} already: call detach() on the handle that attached it, "
+                    "or attach before set_custom_reduce_scatter()"
+                )
+            found.append(sharded)
+    return found

@@ -1,0 +1,77 @@
+"""The all-reduce that follows in HSDP, and that is all of replicate(): over the ranks that have the same shards.
+
+torch calls dist.all_reduce itself. It looks at the tensor's type first, so a subclass can take the call over.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.native import _C
+from fusedcomm.session.session import Session
+
+
+class Reduced(torch.Tensor):
+    """Memory for gradients whose all-reduce goes to `taker`. Every other operation sees a plain tensor."""
+
+    taker: Callable[[torch.Tensor, Any], None] | None
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args else kwargs.get("tensor")
+        if func is dist.all_reduce and isinstance(tensor, Reduced) and tensor.taker is not None:
+            op = kwargs.get("op", args[1] if len(args) > 1 else dist.ReduceOp.SUM)
+            tensor.taker(plain(tensor), op)
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as torch.Tensor, in the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def reduced(memory: torch.Tensor, taker: Callable[[torch.Tensor, Any], None]) -> Reduced:
+    tensor = memory.as_subclass(Reduced)
+    tensor.taker = taker
+    return tensor
+
+
+class ReplicaSums:
+    """Sums gradients over the ranks with the same shards, in the wires of their parameters."""
+
+    def __init__(self, session: Session, wires: dict[str, int]) -> None:
+        self.session = session
+        session.hook.choose_wires(lambda name, num_dims: wires[name])
+        self._sum = _C.FusedSum(session.hook)
+
+    def all_reduce(self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float) -> None:
+        """Replaces `tensor`, which has the gradients of `row`, one after another, by the sum × factor. Waits.
+
+        row: names and numels.
+        """
+        names, parts, begin = [], [], 0
+        for name, numel in row:
+            if numel:
+                names.append(name)
+                parts.append(tensor.narrow(0, begin, numel))
+            begin += numel
+        if not names:
+            return
+        errors: list[str] = []
+        has_ended = threading.Event()
+
+        def done(error: str) -> None:
+            errors.append(error)
+            has_ended.set()
+
+        self._sum.run(names=names, tensors=parts, factor=factor * self.session.world_size, done=done)
+        has_ended.wait()
+        if errors[0]:
+            raise RuntimeError(errors[0])
