@@ -33,6 +33,7 @@ NUM_TENSORS = 300
 TENSOR_NUMELS = [round(10 ** (1 + 3 * (index % 10) / 9)) for index in range(NUM_TENSORS)]
 """10 to 10,000 elements."""
 WARM_CALLS = 10
+WARM_CYCLES = 4
 WARM_STEPS = 6
 """Untimed steps of each turn. A script has one optimizer, whose cycles are planned after its first steps; here another
 optimizer's cycles come between two turns."""
@@ -151,7 +152,7 @@ class Bench:
         for index in range(self.arguments.rounds):
             first = index % len(names)
             for name in names[first:] + names[:first]:
-                for _ in range(warm):
+                for _ in range(1 if name == DIST else warm):
                     functions[name]()
                 dist.barrier()
                 begin = time.perf_counter()
@@ -167,16 +168,13 @@ class Bench:
             case = f"{self.link}/all-reduce of {4 * numel} bytes"
             self.begin(case)
             theirs, ours, out = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
-            name, coordinator = f"x{numel}", world().coordinator
-
-            def bare(name: str = name, ours: Tensor = ours, out: Tensor = out) -> None:
-                coordinator.wait(coordinator.submit(kind="allreduce", name=name, inputs=[ours], outputs=[out]))
+            name = f"x{numel}"
 
             functions = {
                 DIST: lambda theirs=theirs: dist.all_reduce(theirs),
                 "hvd.allreduce_": lambda ours=ours, name=name: hvd.allreduce_(ours, op=hvd.Sum, name=name),
                 "hvd.allreduce": lambda ours=ours, name=name: hvd.allreduce(ours, op=hvd.Sum, name=name),
-                "its coordinator alone": bare,
+                "its coordinator alone": bare_sum(name, ours, out),
             }
             exact = torch.full((numel,), self.rank - 1.5)
             total = torch.full((numel,), float(sum(range(dist.get_world_size()))) - 1.5 * dist.get_world_size())
@@ -208,7 +206,7 @@ class Bench:
         submit(checked)
         right = all(torch.all(each == size * i - 7 * sum(range(size))) for i, each in enumerate(checked))
         functions = {DIST: single, "hvd.allreduce_async_": lambda: submit(ours), "hvd.grouped_allreduce_": grouped}
-        self.add(case, sum(TENSOR_NUMELS), self.turns(functions, 6, 1), bool(right))
+        self.add(case, sum(TENSOR_NUMELS), self.turns(functions, WARM_CYCLES, 1), bool(right))
 
     def add(self, case: str, numel: int, seconds: dict[str, list[float]], right: bool) -> None:
         self.report.rows += [make_row(case, name, numel, 8 * numel, each, right) for name, each in seconds.items()]
@@ -304,6 +302,12 @@ class Bench:
         values: list = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
+
+
+def bare_sum(name: str, given: Tensor, out: Tensor) -> Callable[[], None]:
+    """hvd.allreduce() without its Python."""
+    coordinator = world().coordinator
+    return lambda: coordinator.wait(coordinator.submit(kind="allreduce", name=name, inputs=[given], outputs=[out]))
 
 
 def wakeups() -> dict[str, int]:

@@ -12,7 +12,7 @@ the slowest rank's. Parts:
     idle     how often threads that hvd.init() has started wake up, in a second without work. The coordinator's thread
              stands apart from gloo's, which wake up with every process group, DDP's too
     steps    training steps: DistributedOptimizer without compression, with bf16 and int8, beside DDP and beside
-             fusedcomm.attach(ddp, wire="bf16" or "int8"). Every way has its own gradients and buckets; weights are shared
+             fusedcomm.attach(ddp, wire="bf16" or "int8"). Every way has its own gradients and buckets
 
 "samples/s" has the mean over steps ± 1.96 standard deviations, as Horovod's synthetic benchmarks print it. "x hook" is
 the speed relative to fusedcomm's hook with the same wire.
@@ -101,8 +101,8 @@ def print_more(report: Report) -> None:
     if "idle" in report.extra:
         idle = report.extra["idle"]
         print(
-            f"idle: hvd's coordinator wakes up {idle['coordinator_wakeups_s']:.1f} times a second; {idle['num_others']} "
-            f"threads of gloo in its process groups {idle['other_wakeups_s']:.1f} times each"
+            f"idle: hvd's coordinator wakes up {idle['coordinator_wakeups_s']:.1f} times a second; "
+            f"{idle['num_others']} threads of gloo in its process groups {idle['other_wakeups_s']:.1f} times each"
         )
 
 

@@ -61,6 +61,9 @@ def find(settings: Settings) -> Launch:
         if size == 1:
             return Launch(rank, 1, dist.HashStore(), timeout)
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # Workers that torchrun has restarted find the store of those before. (Agents of several hosts count apart.)
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            store = dist.PrefixStore("attempt " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         return Launch(rank, size, store, timeout)
     return Launch(0, 1, dist.HashStore(), timeout)
 

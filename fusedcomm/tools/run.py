@@ -51,6 +51,12 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--max-restarts", type=whole(0), metavar="N", default=0, help="lost ranks of an elastic job to start again (0)"
     )
+    parser.add_argument(
+        "--reset-limit",
+        type=whole(0),
+        metavar="N",
+        help="times that ranks may meet again before the job ends (no limit)",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="what each rank runs")
     parser.set_defaults(run=run, parser=parser)
 
@@ -59,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or that of the first rank that failed for good. Raises UsageError."""
     if not args.program:
         raise UsageError("no command: fusedcomm run -np 4 python train.py")
-    if not args.elastic and (args.min_np or args.max_restarts):
-        raise UsageError("--min-np and --max-restarts need --elastic")
+    if not args.elastic and (args.min_np or args.max_restarts or args.reset_limit is not None):
+        raise UsageError("--min-np, --max-restarts and --reset-limit need --elastic")
     if args.min_np and args.min_np > args.num_proc:
         raise UsageError(f"--min-np {args.min_np} is more than -np {args.num_proc}")
     slots = places(args.hosts, args.num_proc)
@@ -203,6 +209,9 @@ class Job:
             if (is_lost or ready or is_due) and len(members) + len(ready) >= min_np and members + ready:
                 waiting = [each for each in waiting if each not in ready]
                 members = members + ready
+                if self.args.reset_limit is not None and number > self.args.reset_limit:
+                    self.say(f"ranks are to meet again after --reset-limit {self.args.reset_limit} times: the job ends")
+                    return _status(lost[0]) if lost else 1
                 number, reported = self.publish(members, is_lost and not ready), None
             elif is_lost:
                 reported = time.monotonic()  # tried again until there are enough

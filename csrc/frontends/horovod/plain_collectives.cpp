@@ -184,7 +184,17 @@ void PlainCollectives::reduce_run(const Signature& as, const std::vector<at::Ten
   const at::ScalarType dtype = sum_dtype(front.scalar_type());
   int64_t numel = 0;
   for (const at::Tensor& input : inputs) numel += input.numel();
-  if (numel == 0) return;
+  if (numel == 0) {
+    // A planned bucket is valid once its collective ends, because every rank has issued it then: there has to be one.
+    if (size() == 1) return;
+    at::Tensor nothing = at::zeros({1}, front.options().dtype(at::kFloat));
+    works.add([&] {
+      std::vector<at::Tensor> tensors = {nothing};
+      return backend_->allreduce(tensors, c10d::AllreduceOptions());
+    });
+    works.then([nothing]() -> std::vector<at::Tensor> { return {}; });
+    return;
+  }
   const bool is_in_place = inputs.size() == 1 && dtype == front.scalar_type() &&
                            !(keeps_inputs && front.is_alias_of(outputs.front()));
   at::Tensor buffer;

@@ -1,6 +1,7 @@
 """Runs a training function again and again, each time with the ranks that there are, until it returns."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     3. If it raises HorovodInternalError, a rank was lost: the committed state is restored from memory. If it raises
        HostsUpdatedInterrupt, the state stays as it is.
     4. The ranks meet again, as many as there are, and state.on_reset() is called. Then from 1.
+
+    Under torchrun a lost rank's error is raised: torchrun restarts every rank, and they go on from the commit's file if
+    FUSEDCOMM_HOROVOD_STATE names a folder.
     """
 
     @functools.wraps(func)
@@ -37,6 +41,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                     state.sync()
                 result = func(state, *args, **kwargs)
             except HorovodInternalError as error:
+                if is_restarted_as_a_whole():
+                    raise
                 LOGGER.warning("fusedcomm.horovod: %s. Going on from the last commit", str(error).rstrip("."))
                 rendezvous.failed()
                 state_of_job.shutdown()
@@ -51,6 +57,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             is_reset = True
 
     return wrapper
+
+
+def is_restarted_as_a_whole() -> bool:
+    """Whether torchrun has started this process: it ends all processes when one is lost, and starts them again, so
+    there is nobody to meet."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not rendezvous.is_elastic()
 
 
 def _meet_again(state: State) -> None:

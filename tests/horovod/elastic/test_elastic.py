@@ -14,6 +14,15 @@ import fusedcomm
 
 ROOT = Path(fusedcomm.__file__).absolute().parents[1]
 SCRIPT = str(Path(__file__).with_name("training.py"))
+DISAGREES = """
+import torch
+import fusedcomm.horovod as hvd
+
+hvd.init()
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+train = hvd.elastic.run(lambda state: hvd.allreduce(torch.ones(hvd.rank() + 1), name="gradient"))
+train(state)
+"""
 LAUNCHERS = ("HOROVOD_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "FUSEDCOMM_HOROVOD")
 
 
@@ -75,6 +84,13 @@ def test_a_job_ends_when_fewer_than_min_np_are_left(start, tmp_path):
     said = start(*launched(2, "--min-np", "2"), str(tmp_path), "1", "2", status=137)
     assert "1 workers are left, fewer than 2" in said
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_script_that_fails_each_time_ends_at_the_reset_limit(start):
+    run = ["-m", "fusedcomm", "run", "-np", "2", "--elastic", "--reset-limit", "1"]
+    said = start(*run, sys.executable, "-c", DISAGREES, status=1)
+    assert "ranks are to meet again after --reset-limit 1 times: the job ends" in said
+    assert said.count("Going on from the last commit") == 4  # two ranks, twice
 
 
 def test_workers_that_torchrun_restarts_go_on_from_the_file(start, tmp_path):
