@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+import fusedcomm
 from fusedcomm.integrations.lightning import FusedCommCallback
 
 warnings.simplefilter("ignore")
@@ -36,17 +37,22 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.model.parameters(), lr=training.LEARNING_RATE, momentum=0.9)
 
 
-def fit(callback=None, module=None, resumed=False, num_steps=training.NUM_STEPS) -> dict:
+def fit(callback=None, module=None, resumed=None, **of_strategy) -> dict:
+    """Two epochs of half the data: within an epoch Lightning does not find the batch where it stopped.
+
+    Args:
+        resumed: False: saves after each epoch. True: goes on with the second epoch. None: neither.
+        of_strategy: further arguments of DDPStrategy.
+    """
     module = module or Classifier()
     callbacks = [] if callback is None else [callback]
     if resumed is not None:
-        callbacks.append(ModelCheckpoint(FOLDER, "{step}", every_n_train_steps=training.RESUMED_AT, save_top_k=-1))
+        callbacks.append(ModelCheckpoint(FOLDER, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(find_unused_parameters=True),
-        max_steps=num_steps,
-        max_epochs=1,
+        strategy=DDPStrategy(find_unused_parameters=True, **of_strategy),
+        max_epochs=2,
         accumulate_grad_batches=training.ACCUMULATED,
         gradient_clip_val=training.CLIPPED_TO,
         callbacks=callbacks,
@@ -54,36 +60,39 @@ def fit(callback=None, module=None, resumed=False, num_steps=training.NUM_STEPS)
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = torch.utils.data.DataLoader(training.dataset(), training.BATCH, shuffle=False)
-    path = FOLDER / f"step={training.RESUMED_AT}.ckpt"
-    trainer.fit(module, loader, ckpt_path=path if resumed else None)
+    dataset = training.dataset()
+    half = torch.utils.data.Subset(dataset, range(len(dataset) // 2))
+    loader = torch.utils.data.DataLoader(half, training.BATCH, shuffle=False)
+    trainer.fit(module, loader, ckpt_path=FOLDER / "epoch=0.ckpt" if resumed else None)
     return {"losses": module.losses, "digest": training.digest(module.model), "steps": trainer.global_step}
 
 
 class Seen(FusedCommCallback):
-    """Counts the steps of the handle, and of what it is detached from."""
+    """Keeps the handle's number of steps."""
 
     def on_train_end(self, trainer, pl_module):
         self.steps = self.handle.stats().steps
 
 
 def main() -> None:
-    results = {"plain": fit(resumed=None)}
+    results = {"plain": fit()}
     for wire in ("fp32", "int8"):
         callback = Seen(wire=wire)
-        results[wire] = fit(callback, resumed=None)
+        results[wire] = fit(callback)
         results[wire] |= {"synchronized": callback.steps, "detached": callback.handle is None}
     for every_rank in (True, False):
         for name in FOLDER.glob("*.ckpt"):
-            name.unlink(missing_ok=True)
+            name.unlink(missing_ok=True)  # else Lightning saves under another name
         suffix = "every rank" if every_rank else "mean"
-        results[f"feedback, {suffix}"] = fit(FusedCommCallback(training.FEEDBACK, every_rank=every_rank))
+        results[f"feedback, {suffix}"] = fit(FusedCommCallback(training.FEEDBACK, every_rank=every_rank), resumed=False)
         results[f"resumed, {suffix}"] = fit(FusedCommCallback(training.FEEDBACK, every_rank=every_rank), resumed=True)
     callback = FusedCommCallback(wire="bf16")
     try:
-        fit(callback, Classifier(failing_at=3), resumed=None)
+        fit(callback, Classifier(failing_at=3))
     except ArithmeticError:
         results["after an error"] = {"detached": callback.handle is None}
+    warnings.simplefilter("default")
+    fit(ddp_comm_state=fusedcomm.CommState(wire="int8"), ddp_comm_hook=fusedcomm.comm_hook)
     training.write(FOLDER, results)
 
 
