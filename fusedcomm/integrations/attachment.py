@@ -150,7 +150,8 @@ def need(owner: object, names: Iterable[str], trainer: str, tested: str) -> None
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         kind = owner if isinstance(owner, type) else type(owner)
+        looked_for = ", ".join(f"{kind.__name__}.{name}" for name in missing)
         raise RuntimeError(
-            f"fusedcomm: this {trainer} has no {', '.join(f'{kind.__name__}.{name}' for name in missing)}, which fusedcomm "
-            f"uses. It is tested with {tested}: use that, or call fusedcomm.attach(ddp) in your own code"
+            f"fusedcomm: this {trainer} has no {looked_for}, which fusedcomm uses. Tested with {tested}: use that, "
+            "or call fusedcomm.attach(ddp) in your own code"
         )

@@ -53,8 +53,8 @@ class FusedCommCallback(transformers.TrainerCallback):
         need(trainer, ("model_wrapped", "train"), _NAME, _TESTED)
         if "resume_from_checkpoint" not in inspect.signature(trainer.train).parameters:
             raise RuntimeError(
-                f"fusedcomm: the train() of this {_NAME} has no argument resume_from_checkpoint, from which fusedcomm's "
-                f"state is loaded. It is tested with {_TESTED}"
+                f"fusedcomm: the train() of this {_NAME} has no argument resume_from_checkpoint, which says where "
+                f"fusedcomm's state is loaded from. It is tested with {_TESTED}"
             )
         self._trainer = weakref.ref(trainer)
         self._attachment = Attachment(config, wire=wire, local=local, quiet=quiet)

@@ -21,10 +21,10 @@ FEEDBACK = Config("int8", sum="one-shot", feedback=Feedback())
 def test_importing_the_package_imports_no_trainer():
     script = (
         "import sys, fusedcomm.integrations, fusedcomm.integrations.accelerate\n"
-        "print([name for name in ('lightning', 'pytorch_lightning', 'accelerate', 'transformers') if name in sys.modules])"
+        "print({'lightning', 'pytorch_lightning', 'accelerate', 'transformers'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    assert run.stdout == "set()\n"
 
 
 def test_a_name_that_moved_is_named():
@@ -36,6 +36,27 @@ def test_a_name_that_moved_is_named():
         need(Trainer(), ("new", "old", "newer"), "Trainers 9", "Trainers 8")
     with pytest.raises(RuntimeError, match=r"Accelerate has no SimpleNamespace.register_for_checkpointing"):
         attach(types.SimpleNamespace(num_processes=2), nn.Linear(2, 2))
+
+
+def test_a_hook_of_lightning_that_moved_is_named(monkeypatch):
+    pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+    from fusedcomm.integrations.lightning import FusedCommCallback
+
+    monkeypatch.delattr(pl.Callback, "on_exception")
+    with pytest.raises(RuntimeError, match=r"this Lightning [\d.]+ has no Callback.on_exception.*Tested with Lightning 2.6"):
+        FusedCommCallback(wire="bf16")
+
+
+def test_what_moved_in_transformers_is_named():
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    from fusedcomm.integrations.transformers import FusedCommCallback
+
+    trainer = types.SimpleNamespace(train=lambda: None)
+    with pytest.raises(RuntimeError, match="has no SimpleNamespace.model_wrapped.*Tested with Transformers 5.24"):
+        FusedCommCallback(trainer)
+    trainer.model_wrapped = None
+    with pytest.raises(RuntimeError, match="has no argument resume_from_checkpoint"):
+        FusedCommCallback(trainer)
 
 
 def test_a_model_that_the_trainer_has_not_wrapped_is_refused_with_how():

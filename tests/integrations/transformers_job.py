@@ -15,6 +15,7 @@ from fusedcomm.integrations.transformers import FusedCommCallback
 warnings.simplefilter("ignore")
 transformers.logging.set_verbosity_error()
 FOLDER = Path(sys.argv[1])
+SAVED = FOLDER / "run" / f"checkpoint-{training.RESUMED_AT}"
 
 
 class Classifier(nn.Module):
@@ -77,7 +78,7 @@ def train(options=None, resumed=False, saved=False, failing=False, kind=Seen) ->
         trainer.add_callback(callback)
     model.failing = failing
     try:
-        trainer.train(resume_from_checkpoint=str(FOLDER / "run" / f"checkpoint-{training.RESUMED_AT}") if resumed else None)
+        trainer.train(resume_from_checkpoint=str(SAVED) if resumed else None)
     except ArithmeticError:
         return {"detached": callback.handle is None}
     if callback is not None:
@@ -91,7 +92,7 @@ def main() -> None:
     for wire in ("fp32", "int8"):
         results[wire] = train({"wire": wire})
     results["feedback, every rank"] = train({"config": training.FEEDBACK}, saved=True)
-    results["files"] = sorted(name.name for name in (FOLDER / "run" / f"checkpoint-{training.RESUMED_AT}").glob("fused*"))
+    results["files"] = sorted(path.name for path in SAVED.glob("fusedcomm*"))
     results["resumed, every rank"] = train({"config": training.FEEDBACK}, resumed=True)
     results["after an error"] = train({"wire": "bf16"}, failing=True)
     training.write(FOLDER, results)
