@@ -152,6 +152,6 @@ def need(owner: object, names: Iterable[str], trainer: str, tested: str) -> None
         kind = owner if isinstance(owner, type) else type(owner)
         looked_for = ", ".join(f"{kind.__name__}.{name}" for name in missing)
         raise RuntimeError(
-            f"fusedcomm: this {trainer} has no {looked_for}, which fusedcomm uses. Tested with {tested}: use that, "
-            "or call fusedcomm.attach(ddp) in your own code"
+            f"fusedcomm: this {trainer} has no {looked_for}, which fusedcomm uses. Tested with {tested}: use "
+            "that, or call fusedcomm.attach(ddp) in your own code"
         )

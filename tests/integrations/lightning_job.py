@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import training
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -74,6 +75,31 @@ class Seen(FusedCommCallback):
         self.steps = self.handle.stats().steps
 
 
+def with_fabric(wire: str | None) -> dict:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model = training.model()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=training.LEARNING_RATE))
+    comm = None if wire is None else fusedcomm.attach(model, wire=wire)
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(training.dataset(), training.BATCH))
+    losses = []
+    for index, (inputs, labels) in enumerate(loader, 1):
+        is_last = index % training.ACCUMULATED == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            losses.append(loss.item())
+            fabric.backward(loss)
+        if is_last:
+            fabric.clip_gradients(model, optimizer, max_norm=training.CLIPPED_TO)
+            optimizer.step()
+            optimizer.zero_grad()
+    result = {"losses": losses, "digest": training.digest(model), "steps": index // training.ACCUMULATED}
+    if comm is not None:
+        result["synchronized"] = comm.stats().steps
+        comm.detach()
+    return result
+
+
 def main() -> None:
     results = {"plain": fit()}
     for wire in ("fp32", "int8"):
@@ -86,6 +112,8 @@ def main() -> None:
         suffix = "every rank" if every_rank else "mean"
         results[f"feedback, {suffix}"] = fit(FusedCommCallback(training.FEEDBACK, every_rank=every_rank), resumed=False)
         results[f"resumed, {suffix}"] = fit(FusedCommCallback(training.FEEDBACK, every_rank=every_rank), resumed=True)
+    for wire in (None, "fp32", "int8"):
+        results[f"Fabric, {wire or 'plain'}"] = with_fabric(wire)
     callback = FusedCommCallback(wire="bf16")
     try:
         fit(callback, Classifier(failing_at=3))

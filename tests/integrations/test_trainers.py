@@ -70,23 +70,25 @@ def test_all_ranks_have_the_same_bits(results):
         assert ours[name]["losses"] != theirs[name]["losses"]  # the ranks have different data
 
 
-def test_fp32_trains_as_without_fusedcomm(results):
-    for plain, attached in zip(runs(results, "plain"), runs(results, "fp32"), strict=True):
+@pytest.mark.parametrize("prefix", ["", "Fabric, "], ids=["trainer", "Fabric"])
+def test_fp32_trains_as_without_fusedcomm(results, prefix):
+    for plain, attached in zip(runs(results, prefix + "plain"), runs(results, prefix + "fp32"), strict=True):
         assert len(plain["losses"]) == training.NUM_STEPS * training.ACCUMULATED
         assert attached["losses"] == plain["losses"]
         assert attached["digest"] == plain["digest"]
 
 
-def test_int8_trains_within_its_noise(results):
-    for plain, attached in zip(runs(results, "plain"), runs(results, "int8"), strict=True):
+@pytest.mark.parametrize("prefix", ["", "Fabric, "], ids=["trainer", "Fabric"])
+def test_int8_trains_within_its_noise(results, prefix):
+    for plain, attached in zip(runs(results, prefix + "plain"), runs(results, prefix + "int8"), strict=True):
         assert attached["digest"] != plain["digest"]
         differences = [abs(a - b) for a, b in zip(plain["losses"], attached["losses"], strict=True)]
         assert max(differences) < 0.01
 
 
 def test_a_step_is_synchronized_once_however_much_is_accumulated(results):
-    for wire in ("fp32", "int8"):
-        assert [run["synchronized"] for run in runs(results, wire)] == [training.NUM_STEPS] * 2
+    for name in ("fp32", "int8", "Fabric, fp32", "Fabric, int8"):
+        assert all(run["synchronized"] == training.NUM_STEPS for run in runs(results, name)), name
 
 
 def test_it_detaches_at_the_end_and_after_an_error(results):
