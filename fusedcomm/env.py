@@ -78,6 +78,12 @@ def local_world_size() -> int | None:
     return int(text) if text and text.isdigit() else None
 
 
+def rank() -> int:
+    """The rank that a launcher has given this process; 0 without one."""
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def launched_world_size() -> int | None:
     """Ranks that torchrun, or another launcher that sets its variables, has started; None if this process is none of
     them."""

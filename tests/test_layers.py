@@ -21,6 +21,7 @@ FUSEDCOMM = (
     "tools",
     "horovod",
     "__init__",
+    "integrations",
     "attaching",
     "fsdp",
     "ddp",

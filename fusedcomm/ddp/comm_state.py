@@ -4,11 +4,17 @@ Use it with trainers that register hooks themselves (Lightning, Accelerate). The
 bucket costs one call from the reducer into Python.
 """
 
+import atexit
 import copy
+import itertools
+import sys
+import warnings
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fusedcomm import env
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.config import AUTO, OFF, Config, LocalOptions, Wire, explains_moved, given, local_options
 from fusedcomm.ddp.module import named_tensors, refuse_delayed
@@ -17,6 +23,11 @@ from fusedcomm.session.parameters import NamedParameter, named_parameters
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict, take_over
 from fusedcomm.session.stats import Stats
+
+# CommStates that no hook has been called with, by number: their wires.
+_never_called: dict[int, str] = {}
+_numbers = itertools.count()
+_has_stepped = False  # whether an optimizer has stepped since the first CommState
 
 
 class CommState:
@@ -66,6 +77,10 @@ class CommState:
         self._has_seen_a_pass = False  # if so, every parameter has been in a bucket
         self._loaded: dict | None = None  # state to load once there is a session
         self._lost: list[str] = []  # if this is a copy: arguments that could not be copied
+        self._number = next(_numbers)
+        if self._number == 0:
+            _watch_first_step()
+        _never_called[self._number] = self.config.wire
 
     def session(self, device: torch.device) -> Session:
         """Returns the running session. The first call, and the first after the group has changed, starts it.
@@ -102,6 +117,7 @@ class CommState:
 
     def look_at(self, bucket: dist.GradBucket) -> None:
         """Raises RuntimeError in the first pass for DDP options that a hook without the DDP module cannot support."""
+        _never_called.pop(self._number, None)
         if not self._has_seen_a_pass:
             refuse_delayed(bucket.parameters())
             self._has_seen_a_pass = bucket.is_last()
@@ -131,6 +147,7 @@ class CommState:
 
     def __getstate__(self) -> dict:
         # A copy has only the configuration. The engine, the group and the model stay with the original.
+        _never_called.pop(self._number, None)  # the copy may be called, perhaps in another process
         state = copy.copy(self.__dict__)
         held = {"process_group": self.process_group, "module": self._module}
         lost = [name for name, value in held.items() if value is not None]
@@ -163,3 +180,40 @@ def comm_hook(state: CommState, bucket: dist.GradBucket) -> torch.futures.Future
 
 def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
     return future.value()
+
+
+def _watch_first_step() -> None:
+    def after_step(*_: object) -> None:
+        global _has_stepped
+        _has_stepped = True
+        registered.remove()
+
+    registered = register_optimizer_step_post_hook(after_step)
+
+
+@atexit.register
+def _report_never_called() -> None:
+    """Warns once, on rank 0, of CommStates that no hook was called with. It says nothing without an optimizer step, or
+    after an error."""
+    has_failed = getattr(sys, "last_value", None) is not None
+    if not (_never_called and _has_stepped) or has_failed or env.rank() != 0:
+        return
+    wires = ", ".join(f"CommState(wire={wire!r})" for wire in _never_called.values())
+    reasons = []
+    if any(name in sys.modules for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")):
+        reasons.append(
+            "Lightning registers ddp_comm_hook= on CUDA only: use fusedcomm.integrations.lightning.FusedCommCallback"
+        )
+    if "accelerate" in sys.modules:
+        reasons.append(
+            "Accelerate's comm_hook= takes only its own hooks: use fusedcomm.integrations.accelerate.attach, or "
+            "fusedcomm.integrations.transformers.FusedCommCallback"
+        )
+    reasons = reasons or [
+        "call ddp.register_comm_hook(state, fusedcomm.comm_hook) on the module that trains, or fusedcomm.attach(ddp)"
+    ]
+    warnings.warn(
+        f"fusedcomm: {wires} was made and never called, so these gradients went through DDP's own all-reduce. "
+        f"{'. '.join(reasons)}",
+        stacklevel=1,
+    )

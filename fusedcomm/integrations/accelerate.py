@@ -1,0 +1,65 @@
+"""Accelerate: ``comm = attach(accelerator, model, wire="bf16")`` after ``model = accelerator.prepare(model)``.
+
+Importing this module imports no Accelerate: it uses the Accelerator that it is given.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
+from fusedcomm.ddp.handle import Handle
+from fusedcomm.integrations.attachment import Attachment, need
+
+if TYPE_CHECKING:
+    import accelerate
+
+    from fusedcomm.fsdp.handle import FsdpHandle
+
+
+class CheckpointedState:
+    """What Accelerate saves in ``save_state`` and loads in ``load_state``."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+
+    def state_dict(self) -> dict:
+        return self._attachment.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self._attachment.load_state_dict(state)
+
+
+def attach(
+    accelerator: "accelerate.Accelerator",
+    model: nn.Module,
+    config: Config | Auto | None = None,
+    *,
+    wire: Wire | Search | Off | None = None,
+    local: LocalOptions | None = None,
+    quiet: bool = False,
+    every_rank: bool = False,
+) -> "Handle | FsdpHandle | None":
+    """Attaches fusedcomm to a model that ``accelerator.prepare`` has returned, and registers its state.
+
+    Call it on every rank, before ``accelerator.load_state``. ``accelerator.save_state`` then saves the state: call it
+    on every rank, as Accelerate asks for.
+
+    Args:
+        config, wire, local, quiet: as for :func:`fusedcomm.attach`.
+        every_rank: whether checkpoints hold every rank's residuals instead of their mean. See :class:`Attachment`.
+
+    Returns:
+        The handle; None on one rank, where there is nothing to send.
+
+    Raises:
+        TypeError: ``prepare`` has not wrapped the model.
+        RuntimeError: this version of Accelerate has no ``register_for_checkpointing``. Also as
+            :func:`fusedcomm.attach`.
+    """
+    need(accelerator, ("num_processes", "register_for_checkpointing"), "Accelerate", "Accelerate 1.15")
+    attachment = Attachment(config, wire=wire, local=local, quiet=quiet, every_rank=every_rank)
+    attachment.attach(model, accelerator.num_processes, "Accelerate does with model = accelerator.prepare(model)")
+    accelerator.register_for_checkpointing(CheckpointedState(attachment))
+    return attachment.handle

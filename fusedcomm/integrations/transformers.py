@@ -1,0 +1,111 @@
+"""Hugging Face Transformers: ``trainer.add_callback(FusedCommCallback(trainer, wire="bf16"))``."""
+
+import functools
+import inspect
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from fusedcomm.autotune.auto import Auto
+from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
+from fusedcomm.ddp.handle import Handle
+from fusedcomm.integrations.attachment import RANKS, Attachment, need
+
+if TYPE_CHECKING:
+    from fusedcomm.fsdp.handle import FsdpHandle
+
+_TESTED = "Transformers 5.24"
+_NAME = f"Transformers {transformers.__version__}"
+_FILE = "fusedcomm_{rank}.pt"
+_HOW = "Transformers wraps it when the script runs under torchrun"
+
+
+class FusedCommCallback(transformers.TrainerCallback):
+    """Attaches fusedcomm when training begins, and detaches when it ends.
+
+    Args:
+        trainer: the Trainer that the callback is for. A callback sees neither the DDP module nor the folder that
+            training resumes from, so ``trainer.train`` is wrapped to see the latter.
+        config, wire, local, quiet: as for :func:`fusedcomm.attach`.
+
+    The attribute `handle` is what :func:`fusedcomm.attach` has returned; None outside training. A checkpoint's folder
+    has one file for each rank, ``fusedcomm_0.pt`` and so on.
+
+    Raises:
+        RuntimeError: this version of Transformers lacks something that is needed.
+    """
+
+    def __init__(
+        self,
+        trainer: "transformers.Trainer",
+        config: Config | Auto | None = None,
+        *,
+        wire: Wire | Search | Off | None = None,
+        local: LocalOptions | None = None,
+        quiet: bool = False,
+    ) -> None:
+        need(transformers.TrainerCallback, ("on_train_begin", "on_save", "on_train_end"), _NAME, _TESTED)
+        need(trainer, ("model_wrapped", "train"), _NAME, _TESTED)
+        if "resume_from_checkpoint" not in inspect.signature(trainer.train).parameters:
+            raise RuntimeError(
+                f"fusedcomm: the train() of this {_NAME} has no argument resume_from_checkpoint, which says where "
+                f"fusedcomm's state is loaded from. It is tested with {_TESTED}"
+            )
+        self._trainer = weakref.ref(trainer)
+        self._attachment = Attachment(config, wire=wire, local=local, quiet=quiet)
+        self._resumed_from: str | None = None
+        _see_training(trainer, self)
+
+    @property
+    def handle(self) -> "Handle | FsdpHandle | None":
+        return self._attachment.handle
+
+    def on_train_begin(self, args, state, control, **_) -> None:
+        trainer = self._trainer()
+        if self._resumed_from is not None:
+            self._attachment.load_state_dict(_saved_in(Path(self._resumed_from), args))
+        self._attachment.attach(trainer.model_wrapped, args.world_size, _HOW)
+
+    def on_save(self, args, state, control, **_) -> None:
+        own = self._attachment.own_state()
+        if own:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)  # on a host without rank 0, and without a shared file system
+            torch.save(own, folder / _FILE.format(rank=args.process_index))
+
+    def on_train_end(self, args, state, control, **_) -> None:
+        self._attachment.detach()
+
+
+def _see_training(trainer: "transformers.Trainer", callback: FusedCommCallback) -> None:
+    """Wraps ``trainer.train``: the callback sees the folder that training resumes from, and detaches after errors."""
+    original, output_dir = trainer.train, trainer.args.output_dir
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train(*args, **kwargs):
+        folder = signature.bind(*args, **kwargs).arguments.get("resume_from_checkpoint")
+        if folder is True:
+            folder = get_last_checkpoint(output_dir)
+        callback._resumed_from = None if not folder else os.fspath(folder)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            callback._attachment.detach()
+
+    trainer.train = train
+
+
+def _saved_in(folder: Path, args: "transformers.TrainingArguments") -> dict:
+    """This rank's state in a checkpoint's folder; after a change of the number of ranks every rank's; else empty."""
+    own = folder / _FILE.format(rank=args.process_index)
+    states = [torch.load(own, map_location="cpu", weights_only=True)] if own.exists() else []
+    if not states or states[0]["world_size"] != args.world_size:
+        paths = sorted(folder.glob(_FILE.format(rank="*")))
+        states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+    return {RANKS: states} if states else {}

@@ -1,0 +1,64 @@
+"""A CommState that was made and never called is reported once, when the process exits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+MADE = """
+import sys, types, torch, fusedcomm
+state = fusedcomm.CommState(wire="int8")
+"""
+STEP = """
+weight = torch.ones(2, requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight], lr=0.1).step()
+"""
+DDP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+ddp.register_comm_hook(state, fusedcomm.comm_hook)
+ddp(torch.ones(1, 2)).sum().backward()
+torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+"""
+LIGHTNING = 'sys.modules["lightning.pytorch"] = types.ModuleType("lightning.pytorch")\n'
+ACCELERATE = 'sys.modules["accelerate"] = types.ModuleType("accelerate")\n'
+
+
+def printed_at_exit(script: str, rank: str = "0", returncode: int = 0) -> str:
+    environment = {**os.environ, "RANK": rank, "FUSEDCOMM_QUIET": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == returncode, run.stderr
+    return run.stderr
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reason"),
+    [
+        ("", "call ddp.register_comm_hook(state, fusedcomm.comm_hook) on the module that trains"),
+        (LIGHTNING, "Lightning registers ddp_comm_hook= on CUDA only: use fusedcomm.integrations.lightning.FusedComm"),
+        (ACCELERATE, "Accelerate's comm_hook= takes only its own hooks: use fusedcomm.integrations.accelerate.attach"),
+    ],
+    ids=["no trainer", "Lightning", "Accelerate"],
+)
+def test_it_is_said_once_with_the_likely_reason(trainer, reason):
+    printed = printed_at_exit(MADE + trainer + STEP)
+    assert printed.count("CommState(wire='int8') was made and never called") == 1
+    assert printed.count(reason) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "rank", "returncode"),
+    [
+        (MADE + DDP, "0", 0),
+        (MADE, "0", 0),
+        (MADE + STEP, "1", 0),
+        (MADE + STEP + "raise ValueError('on purpose')", "0", 1),
+        (MADE + "import copy; copy.deepcopy(state)" + STEP, "0", 0),
+    ],
+    ids=["it was called", "nothing was trained", "another rank", "after an error", "its copy may have been called"],
+)
+def test_else_nothing_is_said(script, rank, returncode):
+    assert "never called" not in printed_at_exit(script, rank, returncode)

@@ -1,0 +1,158 @@
+"""What the trainers' modules share, without a trainer."""
+
+import logging
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm import Config, Feedback
+from fusedcomm.integrations.accelerate import attach
+from fusedcomm.integrations.attachment import Attachment, mean_of, need
+
+FEEDBACK = Config("int8", sum="one-shot", feedback=Feedback())
+
+
+def test_importing_the_package_imports_no_trainer():
+    script = (
+        "import sys, fusedcomm.integrations, fusedcomm.integrations.accelerate\n"
+        "print({'lightning', 'pytorch_lightning', 'accelerate', 'transformers'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
+def test_a_name_that_moved_is_named():
+    class Trainer:
+        old = 1
+
+    need(Trainer, ("old",), "Trainers 9", "Trainers 8")
+    with pytest.raises(RuntimeError, match=r"this Trainers 9 has no Trainer.new, Trainer.newer, which fusedcomm uses"):
+        need(Trainer(), ("new", "old", "newer"), "Trainers 9", "Trainers 8")
+    with pytest.raises(RuntimeError, match=r"Accelerate has no SimpleNamespace.register_for_checkpointing"):
+        attach(types.SimpleNamespace(num_processes=2), nn.Linear(2, 2))
+
+
+def test_a_hook_of_lightning_that_moved_is_named(monkeypatch):
+    pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+    from fusedcomm.integrations.lightning import FusedCommCallback
+
+    monkeypatch.delattr(pl.Callback, "on_exception")
+    with pytest.raises(RuntimeError, match=r"Lightning [\d.]+ has no Callback.on_exception.*Tested with Lightning 2.6"):
+        FusedCommCallback(wire="bf16")
+
+
+def test_what_moved_in_transformers_is_named():
+    pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    from fusedcomm.integrations.transformers import FusedCommCallback
+
+    trainer = types.SimpleNamespace(train=lambda: None)
+    with pytest.raises(RuntimeError, match="has no SimpleNamespace.model_wrapped.*Tested with Transformers 5.24"):
+        FusedCommCallback(trainer)
+    trainer.model_wrapped = None
+    with pytest.raises(RuntimeError, match="has no argument resume_from_checkpoint"):
+        FusedCommCallback(trainer)
+
+
+def test_a_model_that_the_trainer_has_not_wrapped_is_refused_with_how():
+    with pytest.raises(TypeError, match="not Linear: wrap the model first.*Accelerate does with model = accel"):
+        registered = types.SimpleNamespace(num_processes=2, register_for_checkpointing=None)
+        attach(registered, nn.Linear(2, 2), wire="bf16")
+
+
+def test_one_rank_has_nothing_to_attach_and_says_so(caplog):
+    attachment = Attachment(wire="int8")
+    with caplog.at_level(logging.INFO, logger="fusedcomm"):
+        attachment.attach(nn.Linear(2, 2), world_size=1, how="")
+    assert attachment.handle is None
+    assert attachment.state_dict() == {}
+    assert "one rank sends no gradients" in caplog.text
+    attachment.detach()
+
+
+def step(ddp: nn.Module, seed: int) -> None:
+    ddp.zero_grad()
+    ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
+def states(rank, world_size, every_rank):
+    """An attachment's own state and what rank 0 saves; then what it has of that after loading it again, and what a new
+    attachment has that loads it before it attaches."""
+    ddp = DistributedDataParallel(nn.Linear(64, 64), find_unused_parameters=True)
+    attachment = Attachment(FEEDBACK, every_rank=every_rank)
+    attachment.attach(ddp, world_size, "")
+    step(ddp, rank)
+    if rank == 1:  # a NaN that rank 1 alone has counted
+        ddp.zero_grad()
+        (ddp(torch.randn(4, 64)).square().mean() * float("nan")).backward()
+    else:
+        step(ddp, 5)
+    own, saved = attachment.own_state(), attachment.state_dict()
+    box = [saved]
+    torch.distributed.broadcast_object_list(box, src=0)
+    attachment.load_state_dict(box[0])  # as a trainer does that loads after its setup
+    after = attachment.own_state()
+    attachment.detach()
+    before = Attachment(FEEDBACK, every_rank=every_rank)
+    before.load_state_dict(box[0])  # as a trainer does that loads before
+    before.attach(ddp, world_size, "")
+    again = before.own_state()
+    before.detach()
+    return own, box[0], after, again
+
+
+def same_residuals(one: dict, other: dict) -> bool:
+    return one["residuals"].keys() == other["residuals"].keys() and all(
+        torch.equal(one["residuals"][name], other["residuals"][name]) for name in one["residuals"]
+    )
+
+
+def test_every_rank_gets_its_own_state_back(ranks):
+    for own, saved, after, again in ranks.run(states, True, world_size=2):
+        assert len(saved["ranks"]) == 2
+        for loaded in (after, again):
+            assert same_residuals(own, loaded)
+            assert loaded["step"] == 2
+            assert loaded["nonfinite"] == own["nonfinite"]
+
+
+def test_the_mean_is_loaded_on_every_rank_and_counts_stay_with_rank_0(ranks):
+    results = ranks.run(states, False, world_size=2)
+    mean = mean_of([own for own, *_ in results])
+    for rank, (own, saved, after, again) in enumerate(results):
+        assert saved["rank"] is None
+        for loaded in (after, again):
+            assert same_residuals(mean, loaded)
+        assert again["nonfinite"] == (own["nonfinite"] if rank == 0 else {})
+
+
+def loaded_alone(rank, world_size, saved):
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    attachment = Attachment(FEEDBACK)
+    attachment.load_state_dict(saved)
+    attachment.attach(ddp, world_size, "")
+    return attachment.own_state()
+
+
+def test_states_of_every_rank_are_loaded_as_their_mean_on_another_number(ranks):
+    saved = ranks.run(states, True, world_size=2)[0][1]
+    (state,) = ranks.run(loaded_alone, saved, world_size=1)
+    assert same_residuals(state, mean_of(saved["ranks"]))
+    with pytest.raises(AssertionError, match="has the state of 1 of 2 ranks, and not that of rank 0 of 1"):
+        ranks.run(loaded_alone, {"ranks": saved["ranks"][1:]}, world_size=1)
+
+
+def test_the_handle_is_the_one_of_attach(ranks):
+    assert ranks.run(kind_of_handle, world_size=2) == [True, True]
+
+
+def kind_of_handle(rank, world_size):
+    registered = []
+    accelerator = types.SimpleNamespace(num_processes=2, register_for_checkpointing=registered.append)
+    handle = attach(accelerator, DistributedDataParallel(nn.Linear(2, 2)), wire="bf16")
+    return isinstance(handle, fusedcomm.Handle) and len(registered) == 1

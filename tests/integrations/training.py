@@ -1,0 +1,46 @@
+"""What the jobs of the trainers' tests train: a small classifier, equal data in every run, different on each rank."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fusedcomm import Config, Feedback
+
+NUM_STEPS = 20
+RESUMED_AT = 10
+ACCUMULATED = 2
+BATCH = 8
+CLIPPED_TO = 0.5
+LEARNING_RATE = 0.2
+
+# With error feedback, training that goes on from a checkpoint has the bits of training that did not stop if the ranks
+# sum in one shot, so that a rank's residuals are its own, and DDP's buckets do not change after the first pass.
+FEEDBACK = Config("int8", sum="one-shot", feedback=Feedback())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+
+def dataset() -> torch.utils.data.TensorDataset:
+    """Enough for two ranks in one epoch."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2 * NUM_STEPS * ACCUMULATED * BATCH, 32, generator=generator)
+    teacher = torch.randn(32, 8, generator=generator)
+    return torch.utils.data.TensorDataset(inputs, (inputs @ teacher).argmax(dim=1))
+
+
+def digest(trained: nn.Module) -> str:
+    """A hash of all parameters."""
+    values = torch.cat([parameter.detach().flatten() for parameter in trained.parameters()])
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+def write(folder: Path, results: dict) -> None:
+    """Writes what this rank has found for the test to read."""
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))
