@@ -177,7 +177,8 @@ class Job:
             num_started += 1
             return self.start(host, self.elastic_variables(host, num_started - 1), str(num_started - 1))
 
-        members = [start(host) for host in self.slots]
+        members = published = [start(host) for host in self.slots]
+        have_met = {each.name for each in members}
         number, has_finished = self.publish(members, False), False
         reported: float | None = None
         while self.workers:
@@ -187,9 +188,18 @@ class Job:
                     has_finished = True
                     # It has finished: others do not wait for it.
                     members = [each for each in members if each is not worker]
+                    if not self.has_met(number, published):  # it never will
+                        reported = time.monotonic()
                     continue
                 lost.append(worker)
                 self.say(f"worker {worker.name} on {worker.host} {_end(worker)}")
+            if self.has_met(number, published):
+                have_met.update(each.name for each in published)
+            if has_finished:
+                # A worker that comes too late would train anew, alone.
+                waiting, members = [], [each for each in members if each.name in have_met]
+                if not members:
+                    return 0
             waiting = [each for each in waiting if each not in lost]
             left = [each for each in members if each not in lost]
             for worker in lost:
@@ -197,26 +207,32 @@ class Job:
                     restarts_left -= 1
                     waiting.append(start(worker.host))
             ready = [each for each in waiting if self.store.check([f"waiting/{each.name}"])]
-            if lost and len(left) + len(waiting) < min_np and not has_finished:
-                self.say(f"{len(left)} workers are left, fewer than {min_np}: the job ends")
-                return _status(lost[0])
+            least = 1 if has_finished else min_np
+            if lost and len(left) + len(waiting) < least:
+                self.say(f"{len(left)} workers are left, fewer than {least}: the job ends")
+                return 0 if has_finished else _status(lost[0])
             if self.store.check([f"failed/{number}"]):
                 reported = reported or time.monotonic()
             is_due = reported is not None and time.monotonic() - reported > GRACE_S
             is_lost = len(left) < len(members)
             members = left
             # Losses make a generation at once, unless too few are left: then with those that are being started.
-            if (is_lost or ready or is_due) and len(members) + len(ready) >= min_np and members + ready:
+            if (is_lost or ready or is_due) and len(members) + len(ready) >= least:
                 waiting = [each for each in waiting if each not in ready]
-                members = members + ready
-                if self.args.reset_limit is not None and number > self.args.reset_limit:
-                    self.say(f"ranks are to meet again after --reset-limit {self.args.reset_limit} times: the job ends")
+                members = published = members + ready
+                limit = self.args.reset_limit
+                if limit is not None and number > limit and not has_finished:
+                    self.say(f"ranks are to meet again after --reset-limit {limit} times: the job ends")
                     return _status(lost[0]) if lost else 1
                 number, reported = self.publish(members, is_lost and not ready), None
             elif is_lost:
                 reported = time.monotonic()  # tried again until there are enough
             time.sleep(POLL_S)
         return 0 if has_finished else 1
+
+    def has_met(self, number: int, members: list[Worker]) -> bool:
+        """Whether every member of a generation was ready to connect."""
+        return self.store.check([f"ready/{number}/{each.name}" for each in members])
 
     def elastic_variables(self, host: str, index: int) -> dict[str, str]:
         return {"HOROVOD_ELASTIC": "1", "FUSEDCOMM_HOROVOD_WORKER": str(index), "HOROVOD_HOSTNAME": host}

@@ -43,7 +43,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
             except HorovodInternalError as error:
                 if is_restarted_as_a_whole():
                     raise
-                LOGGER.warning("fusedcomm.horovod: %s. Going on from the last commit", str(error).rstrip("."))
+                seen = str(error).removeprefix("fusedcomm: ").rstrip(".")
+                LOGGER.warning("fusedcomm.horovod: %s. Going on from the last commit", seen)
                 rendezvous.failed()
                 state_of_job.shutdown()
                 state.restore()

@@ -23,6 +23,32 @@ state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
 train = hvd.elastic.run(lambda state: hvd.allreduce(torch.ones(hvd.rank() + 1), name="gradient"))
 train(state)
 """
+LATE = """
+import os, sys, time
+from pathlib import Path
+import torch
+import fusedcomm.horovod as hvd
+
+folder, worker = Path(sys.argv[1]), os.environ["FUSEDCOMM_HOROVOD_WORKER"]
+if worker == "2":  # is started for worker 1, and comes when worker 0 has trained
+    (folder / "started").touch()
+    while not (folder / "trained").exists():
+        time.sleep(0.02)
+hvd.init()
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+
+@hvd.elastic.run
+def train(state):
+    if worker == "1":
+        os._exit(3)
+    hvd.allreduce(torch.ones(1), name="gradient")
+    print(f"worker {worker} trains in {hvd.size()}", flush=True)
+
+train(state)
+while not (folder / "started").exists():
+    time.sleep(0.02)
+(folder / "trained").touch()
+"""
 LAUNCHERS = ("HOROVOD_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC", "FUSEDCOMM_HOROVOD")
 
 
@@ -84,6 +110,12 @@ def test_a_job_ends_when_fewer_than_min_np_are_left(start, tmp_path):
     said = start(*launched(2, "--min-np", "2"), str(tmp_path), "1", "2", status=137)
     assert "1 workers are left, fewer than 2" in said
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_worker_that_comes_too_late_does_not_train_anew(start, tmp_path):
+    run = ["-m", "fusedcomm", "run", "-np", "2", "--elastic", "--max-restarts", "1"]
+    said = start(*run, sys.executable, "-c", LATE, str(tmp_path))
+    assert said.count("trains in") == 1 and "worker 0 trains in 1" in said
 
 
 def test_a_script_that_fails_each_time_ends_at_the_reset_limit(start):
