@@ -52,8 +52,8 @@ def attach(
         model: one of
             a DistributedDataParallel module, with its parameters on cpu over a gloo group, or on one cuda device over
             an NCCL group;
-            a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu over
-            a gloo group: every such module's reduce-scatter, and the all-reduce of replicas;
+            a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu
+            over a gloo group: every such module's reduce-scatter, and the all-reduce of replicas;
             what ``torch.compile`` or Lightning Fabric has made of one of these.
         config: how gradients are sent: a :class:`fusedcomm.Config`, or, for DDP, a :class:`fusedcomm.Auto`, which
             searches for the fastest way in the first steps. None: ``Config()``.
@@ -106,4 +106,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model._forward_module
         else:
             return model
-

@@ -91,9 +91,8 @@ void bind_horovod(pybind11::module_& m) {
   py::class_<Coordinator, std::shared_ptr<Coordinator>>(m, "Coordinator")
       .def(py::init(&make_coordinator), py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("sockets"),
            py::arg("fusion_nbytes"), py::arg("plan_after"), py::arg("stall_warning_s"), py::arg("stall_shutdown_s"),
-           py::arg("say"), py::arg("open_engine"), py::arg("autotune") = false,
-           py::arg("autotune_warmup_samples") = 3, py::arg("autotune_steps_per_sample") = 10,
-           py::arg("autotune_log") = "")
+           py::arg("say"), py::arg("open_engine"), py::arg("autotune") = false, py::arg("autotune_warmup_samples") = 3,
+           py::arg("autotune_steps_per_sample") = 10, py::arg("autotune_log") = "")
       .def("add_set", &Coordinator::add_set, py::arg("set_id"), py::arg("ranks"), py::arg("backend"), NoGil())
       .def("remove_set", &Coordinator::remove_set, py::arg("set_id"), NoGil())
       .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),
@@ -104,16 +103,15 @@ void bind_horovod(pybind11::module_& m) {
       .def("wait", &Coordinator::wait, py::arg("handle"), NoGil())
       .def("shutdown", &Coordinator::shutdown, NoGil())
       .def("start_events", &Coordinator::start_events, py::arg("mark_cycles"), NoGil())
-      .def(
-          "take_events",
-          [](Coordinator& coordinator) {
-            std::vector<std::tuple<std::string, std::string, int64_t, int64_t>> events;
-            const py::gil_scoped_release no_gil;
-            for (horovod::Event& event : coordinator.take_events()) {
-              events.emplace_back(std::move(event.name), std::move(event.phase), event.begin_us, event.end_us);
-            }
-            return events;
-          })
+      .def("take_events",
+           [](Coordinator& coordinator) {
+             std::vector<std::tuple<std::string, std::string, int64_t, int64_t>> events;
+             const py::gil_scoped_release no_gil;
+             for (horovod::Event& event : coordinator.take_events()) {
+               events.emplace_back(std::move(event.name), std::move(event.phase), event.begin_us, event.end_us);
+             }
+             return events;
+           })
       .def("stats", &Coordinator::stats, NoGil())
       .def_property_readonly("failure", py::cpp_function(&Coordinator::failure, NoGil()))
       .def_property_readonly("num_pending", py::cpp_function(&Coordinator::num_pending, NoGil()));

@@ -47,7 +47,8 @@ void bind_submitter(py::module_& m) {
       .def_readonly("set_id", &Submission::set)
       .def_readonly("wire", &Submission::wire);
 
-  // submit: None: to the coordinator that make_current() was called with. parameters: (tensor, name). units: (indices of parameters, whether they are a group).
+  // submit: None: to the coordinator that make_current() was called with. parameters: (tensor, name). units: (indices
+  // of parameters, whether they are a group).
   py::class_<GradientSubmitter, std::shared_ptr<GradientSubmitter>>(m, "GradientSubmitter")
       .def(py::init([](const std::vector<std::tuple<at::Tensor, std::string>>& parameters,
                        const std::vector<std::tuple<std::vector<size_t>, bool>>& units, int op, double prescale,

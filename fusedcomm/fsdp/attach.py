@@ -45,8 +45,9 @@ def attach_fsdp(
         raise RuntimeError(
             f"fusedcomm: this model is on {device}, and FSDP2 is supported on cpu only: leave attach() out, or use DDP"
         )
-    group, replicas = _only("sharded", [each.process_group for each in sharded]), _only(
-        "replicated", [each.replicas for each in sharded]
+    group, replicas = (
+        _only("sharded", [each.process_group for each in sharded]),
+        _only("replicated", [each.replicas for each in sharded]),
     )
     named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
     problem = None
@@ -65,7 +66,9 @@ def attach_fsdp(
         wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
         sums = ReplicaSums(Session(chosen, replicas, None, local, device, **options), wires)
     if session is None and sums is None:
-        raise ValueError("fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out")
+        raise ValueError(
+            "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
+        )
     comms = [
         # The backward pass ends with the first module, as a rule the model itself.
         FusedReduceScatter(session, sums, each, index, index == 0, chosen.wire_number)

@@ -128,8 +128,8 @@ class FusedReduceScatter:
             "zeros for them instead"
         )
         warnings.warn(
-            f"fusedcomm: the gradients of {self.sharded.name or 'the model'} are reduced by torch itself in some steps: "
-            + why,
+            f"fusedcomm: the gradients of {self.sharded.name or 'the model'} are reduced by torch itself in some "
+            "steps: " + why,
             stacklevel=2,
         )
 

@@ -110,8 +110,8 @@ def sharded_modules(model: nn.Module) -> list[Sharded]:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
         if len(groups) > 1:
             raise ValueError(
-                f"fusedcomm: {name or 'the model'} has {len(groups)} parameter groups, on meshes of their own, and torch "
-                "allows no other reduce-scatter there: call fully_shard on the submodules of each mesh by themselves"
+                f"fusedcomm: {name or 'the model'} has {len(groups)} parameter groups, on meshes of their own, and "
+                "torch allows no other reduce-scatter there: call fully_shard on the submodules of each mesh by themselves"
             )
         for group in groups:
             parameters = tuple(ShardedParameter(names[id(each.sharded_param)], each) for each in group.fsdp_params)
@@ -119,8 +119,8 @@ def sharded_modules(model: nn.Module) -> list[Sharded]:
             if sharded.has_own_comm:
                 raise ValueError(
                     f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
-                    f"{type(group._reduce_scatter_comm).__name__} already: call detach() on the handle that attached it, "
-                    "or attach before set_custom_reduce_scatter()"
+                    f"{type(group._reduce_scatter_comm).__name__} already: call detach() on the handle that attached "
+                    "it, or attach before set_custom_reduce_scatter()"
                 )
             found.append(sharded)
     return found

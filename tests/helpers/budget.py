@@ -1,8 +1,8 @@
 """Limits the time that a process spends on tests of compiled code, which `make test-all` has hours of.
 
 `pytest --executed-minutes M` skips the rest of the tests marked ``executed`` when this process has spent M minutes on
-them. Such tests execute compiled kernels, or compile edited sources to see whether the edit is found. The report ends
-with the number of those that ran and of those that were left.
+them. Such tests execute compiled kernels, compile edited sources to see whether the edit is found, or go on with random
+input for long. The report ends with the number of those that ran and of those that were left.
 """
 
 import time

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from star import star
 
 from fusedcomm.native import _C
-from star import star
 
 
 def _sum(coordinator, name, value, **options):

@@ -88,7 +88,13 @@ def check_round(rank, number, results, groups, joiner) -> None:
 
 @pytest.mark.parametrize(
     "rounds",
-    [range(30), *(pytest.param(range(first, first + 100), marks=pytest.mark.full) for first in range(0, 1000, 100))],
+    [
+        range(30),
+        *(
+            pytest.param(range(first, first + 100), marks=[pytest.mark.full, pytest.mark.executed])
+            for first in range(0, 1000, 100)
+        ),
+    ],
     ids=str,
 )
 def test_any_order_gives_the_bits_of_an_all_reduce(ranks, rounds):

@@ -33,8 +33,8 @@ std::shared_ptr<const BucketPlan> ReduceScatter::plan_of(double factor) {
   }
   const int world_size = synchroniser_->engine().world_size();
   factor_ = factor;
-  plan_ = std::make_shared<const BucketPlan>(
-      plan_reduce_scatter(config, world_size, exact_numel, lossy_numels, factor));
+  plan_ =
+      std::make_shared<const BucketPlan>(plan_reduce_scatter(config, world_size, exact_numel, lossy_numels, factor));
   return plan_;
 }
 
@@ -80,20 +80,20 @@ SliceList ReduceScatter::unpacked(size_t payload, bool exact, const at::Tensor& 
   const GradDtype dtype = grad_dtype_of(output.scalar_type());
   auto* const data = static_cast<std::byte*>(output.data_ptr());
   SliceList slices;
-  for_pieces(payload, exact, plan, [&](int64_t offset, int64_t numel) {
-    slices.append(data + offset * grad_nbytes(dtype), numel, dtype);
-  });
+  for_pieces(payload, exact, plan,
+             [&](int64_t offset, int64_t numel) { slices.append(data + offset * grad_nbytes(dtype), numel, dtype); });
   return slices;
 }
 
 FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, double factor) {
   Engine& engine = synchroniser_->engine();
   const int64_t numel = engine.world_size() * row_numel_;
-  TORCH_CHECK_VALUE(input.is_cpu() && output.is_cpu(), "fusedcomm: a reduce-scatter of FSDP2 in a wire is for CPU tensors");
-  TORCH_CHECK_VALUE(input.numel() == numel && output.numel() == row_numel_ && input.is_contiguous() &&
-                        output.is_contiguous(),
-                    "fusedcomm: ", label_->text, ": the reduce-scatter has ", input.numel(), " elements for ",
-                    output.numel(), ", and its parameters have ", numel, " for ", row_numel_);
+  TORCH_CHECK_VALUE(input.is_cpu() && output.is_cpu(),
+                    "fusedcomm: a reduce-scatter of FSDP2 in a wire is for CPU tensors");
+  TORCH_CHECK_VALUE(
+      input.numel() == numel && output.numel() == row_numel_ && input.is_contiguous() && output.is_contiguous(),
+      "fusedcomm: ", label_->text, ": the reduce-scatter has ", input.numel(), " elements for ", output.numel(),
+      ", and its parameters have ", numel, " for ", row_numel_);
   const int64_t room = static_cast<int64_t>(input.storage().nbytes() / input.element_size()) - input.storage_offset();
   TORCH_CHECK_VALUE(room >= numel + padding_numel_, "fusedcomm: ", label_->text, ": its input has no room for padding");
   auto future = make_future(output.device());

@@ -35,8 +35,8 @@ Coordinator::Coordinator(const Options& options, Say say, OpenWire open_wire)
       links_(options.sockets, options.size == 1 ? std::vector<int>() : peers_of(options.rank, options.size)) {
   if (options_.rank == 0) {
     negotiator_ = std::make_unique<Negotiator>(
-        options_.size, options_.negotiator, [this](int rank, const std::string& message) { send(rank, message); },
-        say_, [this](int set) {
+        options_.size, options_.negotiator, [this](int rank, const std::string& message) { send(rank, message); }, say_,
+        [this](int set) {
           std::lock_guard<std::mutex> lock(mutex_);
           const auto found = sets_.find(set);
           return found != sets_.end() && found->second.num_under_way > 0;

@@ -1,14 +1,14 @@
-// Issues a process's collectives in the order that rank 0 decides (negotiator.h), whatever order its callers submit them
-// in. One object for each process.
+// Issues a process's collectives in the order that rank 0 decides (negotiator.h), whatever order its callers submit
+// them in. One object for each process.
 //
 //   submit() ──► Ready ──► rank 0 ──► Execute ──► every member issues the bucket       (a thread of this object)
 //   submit() completes a bucket of the plan ──► issued at once, without a message      (the steady state)
 //
 // A rank that cannot follow the plan asks rank 0 to stop it: its caller waits for something in a later bucket, or has
-// submitted what the plan does not hold. Then every rank says how many buckets it has issued, and writes no result until
-// rank 0 has told the least and the most of these numbers. Buckets that not every rank has issued are void: the ranks that
-// had not issued them send zeros, nobody writes the results, and the requests are negotiated again. A result is never
-// written before it is known to be valid, because a bucket cannot end before all ranks have entered it.
+// submitted what the plan does not hold. Then every rank says how many buckets it has issued, and writes no result
+// until rank 0 has told the least and the most of these numbers. Buckets that not every rank has issued are void: the
+// ranks that had not issued them send zeros, nobody writes the results, and the requests are negotiated again. A result
+// is never written before it is known to be valid, because a bucket cannot end before all ranks have entered it.
 //
 // Without requests under way the thread sleeps. With some, it wakes when a message comes, or when a stall is due.
 #pragma once
@@ -153,7 +153,7 @@ class Coordinator {
   std::deque<IssuedBucket> queue_;
   bool is_issuing_ = false;
   std::vector<Ended> held_back_;
-  std::vector<std::pair<int, std::vector<Id>>> done_;   // for the negotiator
+  std::vector<std::pair<int, std::vector<Id>>> done_;      // for the negotiator
   std::vector<std::pair<int, Clock::time_point>> cycles_;  // sets whose plan has ended once more, and when
   CoordinatorStats stats_;
   bool keeps_events_ = false, marks_cycles_ = false;

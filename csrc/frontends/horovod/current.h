@@ -11,8 +11,8 @@ namespace fusedcomm::horovod {
 
 // Null: none.
 void make_current(const std::shared_ptr<Coordinator>& coordinator);
-// Submits to it and returns the handle; -1 if it has failed, which its caller learns from Coordinator::failure(). Throws
-// std::runtime_error if there is none.
+// Submits to it and returns the handle; -1 if it has failed, which its caller learns from Coordinator::failure().
+// Throws std::runtime_error if there is none.
 int submit_to_current(Submission submission);
 
 // The request of a submission.

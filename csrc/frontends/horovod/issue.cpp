@@ -240,7 +240,8 @@ void Coordinator::issue_plain(const std::shared_ptr<IssuedBucket>& bucket, Plain
     ended(*bucket, std::move(error), std::move(write));
   };
   const Signature& as = bucket->requests.front()->signature;
-  const auto& of_members = bucket->entries.empty() ? std::vector<std::vector<int64_t>>() : bucket->entries.front().of_members;
+  const auto& of_members =
+      bucket->entries.empty() ? std::vector<std::vector<int64_t>>() : bucket->entries.front().of_members;
   switch (as.kind) {
     case Kind::kAllgather:
       return plain.allgather(inputs, of_members, std::move(finish));

@@ -1,5 +1,5 @@
-// The ranks' connections for messages about what to do next: rank 0 has one to every other rank, these have one to rank 0.
-// Uses no torch.
+// The ranks' connections for messages about what to do next: rank 0 has one to every other rank, these have one to rank
+// 0. Uses no torch.
 #pragma once
 
 #include <atomic>

@@ -70,8 +70,8 @@ struct Response {
     // By member: allgather: rows of each tensor; alltoall: rows to each member. Else empty.
     std::vector<std::vector<int64_t>> of_members;
   };
-  std::string error;  // empty: the collective takes place. Else there is one entry
-  int32_t number = 0; // join: the rank that joined last
+  std::string error;   // empty: the collective takes place. Else there is one entry
+  int32_t number = 0;  // join: the rank that joined last
   std::vector<Entry> entries;
 };
 
@@ -100,8 +100,8 @@ struct Stop {
   static Stop read(Reader& in);
 };
 
-// Buckets of the plan are counted from its begin. Those before `num_valid` have every rank's values. Of those from there
-// to `num_entered` some ranks have sent zeros, so they are void.
+// Buckets of the plan are counted from its begin. Those before `num_valid` have every rank's values. Of those from
+// there to `num_entered` some ranks have sent zeros, so they are void.
 struct Resume {
   int32_t set = 0;
   uint32_t epoch = 0;

@@ -27,8 +27,7 @@ std::vector<int64_t> rows_of(const Signature& signature) {
 
 }  // namespace
 
-Negotiator::Negotiator(int size, const NegotiatorOptions& options, Send send, Say say,
-                       std::function<bool(int)> is_busy)
+Negotiator::Negotiator(int size, const NegotiatorOptions& options, Send send, Say say, std::function<bool(int)> is_busy)
     : size_(size),
       options_(options),
       send_(std::move(send)),

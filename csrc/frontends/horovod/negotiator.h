@@ -1,9 +1,10 @@
-// Rank 0's part: counts which ranks have submitted what, and tells all ranks what to issue, in one order for all. Uses no
-// torch; the coordinator's thread alone calls it.
+// Rank 0's part: counts which ranks have submitted what, and tells all ranks what to issue, in one order for all. Uses
+// no torch; the coordinator's thread alone calls it.
 //
 //   cold    a rank sends a request's signature. When every member has, they are compared, and the collective begins
 //   warm    the signature has a number by then, and a rank sends that
-//   steady  the same names have come in the last cycles: rank 0 publishes a plan, and ranks send nothing until one of them
+//   steady  the same names have come in the last cycles: rank 0 publishes a plan, and ranks send nothing until one of
+//   them
 //           cannot follow it
 #pragma once
 
@@ -77,11 +78,11 @@ class Negotiator {
     std::unique_ptr<Planner> planner;  // null if this rank is no member, because it would not see collectives end
     std::map<std::string, Id> ids;     // by key
     bool has_plan = false, is_stopping = false;
-    bool is_tuned = false;               // whether it stops for another size of buckets alone
+    bool is_tuned = false;  // whether it stops for another size of buckets alone
     std::vector<std::vector<Id>> plan;
     std::unique_ptr<BucketTuner> tuner;  // with the planner
     double cycle_began_s = -1;           // negative: not known
-    std::map<int, int64_t> stopped;  // by rank: buckets issued
+    std::map<int, int64_t> stopped;      // by rank: buckets issued
     double stopping_since_s = 0;
     bool was_reported = false;
   };

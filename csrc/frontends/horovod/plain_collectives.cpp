@@ -195,8 +195,8 @@ void PlainCollectives::reduce_run(const Signature& as, const std::vector<at::Ten
     works.then([nothing]() -> std::vector<at::Tensor> { return {}; });
     return;
   }
-  const bool is_in_place = inputs.size() == 1 && dtype == front.scalar_type() &&
-                           !(keeps_inputs && front.is_alias_of(outputs.front()));
+  const bool is_in_place =
+      inputs.size() == 1 && dtype == front.scalar_type() && !(keeps_inputs && front.is_alias_of(outputs.front()));
   at::Tensor buffer;
   if (is_in_place) {
     if (!front.is_alias_of(outputs.front())) outputs.front().copy_(front);
@@ -317,8 +317,7 @@ void PlainCollectives::broadcast(int root, const std::vector<at::Tensor>& inputs
   }
 }
 
-void PlainCollectives::alltoall(const at::Tensor& input, const std::vector<std::vector<int64_t>>& rows,
-                                Finish finish) {
+void PlainCollectives::alltoall(const at::Tensor& input, const std::vector<std::vector<int64_t>>& rows, Finish finish) {
   const at::NoGradGuard no_grad;
   Works works(std::move(finish));
   const auto own = static_cast<size_t>(rank());

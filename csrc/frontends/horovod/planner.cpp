@@ -37,8 +37,8 @@ bool Planner::has_plan() const {
 
 void Planner::begin_circle() {
   circle_ = order_;
-  const auto done = std::stable_partition(circle_.begin(), circle_.end(),
-                                          [this](Id id) { return index_of_.count(id) == 0; });
+  const auto done =
+      std::stable_partition(circle_.begin(), circle_.end(), [this](Id id) { return index_of_.count(id) == 0; });
   first_of_cycle_ = done == circle_.end() ? circle_.front() : *done;
 }
 

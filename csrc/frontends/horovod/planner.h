@@ -1,4 +1,5 @@
-// Learns from the collectives of a process set whether they repeat, and in which buckets they can be sent. Uses no torch.
+// Learns from the collectives of a process set whether they repeat, and in which buckets they can be sent. Uses no
+// torch.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +20,8 @@ class Planner {
   // cycles: that must be equal before there is a plan; 0: there never is. nbytes: of a bucket.
   Planner(int64_t cycles, int64_t nbytes) : cycles_(cycles), nbytes_(nbytes) {}
 
-  // Notes that every member has submitted `id`; after_wait: one of them after it had waited for a result. Returns whether
-  // a cycle has ended before it, and with it buckets() may have changed.
+  // Notes that every member has submitted `id`; after_wait: one of them after it had waited for a result. Returns
+  // whether a cycle has ended before it, and with it buckets() may have changed.
   bool note_ready(Id id, bool after_wait);
   // Notes that the collective of `ids` has ended.
   void note_done(const std::vector<Id>& ids);
@@ -50,15 +51,15 @@ class Planner {
   const int64_t cycles_;
   int64_t nbytes_;
   int64_t num_events_ = 0;
-  std::vector<Item> items_;         // of the cycle, in the order in which they were ready
-  std::map<Id, size_t> index_of_;   // into items_
-  std::vector<Id> order_;           // of the cycle before
-  std::set<Id> names_;              // of the cycle before
-  std::set<Id> begins_;             // names that began a bucket in one of the equal cycles
-  std::set<Id> always_begins_;      // learned from deviations
+  std::vector<Item> items_;        // of the cycle, in the order in which they were ready
+  std::map<Id, size_t> index_of_;  // into items_
+  std::vector<Id> order_;          // of the cycle before
+  std::set<Id> names_;             // of the cycle before
+  std::set<Id> begins_;            // names that began a bucket in one of the equal cycles
+  std::set<Id> always_begins_;     // learned from deviations
   std::vector<Id> circle_;
-  Id first_of_cycle_ = kNoId;       // where the circle passes from one cycle to the next
-  int64_t num_equal_ = 0;           // equal cycles in a row
+  Id first_of_cycle_ = kNoId;  // where the circle passes from one cycle to the next
+  int64_t num_equal_ = 0;      // equal cycles in a row
   int64_t num_deviations_ = 0;
 };
 

@@ -23,7 +23,9 @@ class RankPlan {
   // Members of the next bucket that have not been submitted here.
   std::vector<Id> missing() const;
   // The names of bucket `number`, counted from the plan's begin.
-  const std::vector<Id>& bucket(int64_t number) const { return buckets_[static_cast<size_t>(number) % buckets_.size()]; }
+  const std::vector<Id>& bucket(int64_t number) const {
+    return buckets_[static_cast<size_t>(number) % buckets_.size()];
+  }
   int64_t num_issued() const { return num_issued_; }
   bool is_last_of_cycle(int64_t number) const { return (static_cast<size_t>(number) + 1) % buckets_.size() == 0; }
   // Takes back what waits for its bucket.

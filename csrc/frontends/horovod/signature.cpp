@@ -26,8 +26,8 @@ bool rows_may_differ(Kind kind) { return kind == Kind::kAllgather || kind == Kin
 
 bool same_shape(const Signature& a, const std::vector<int64_t>& x, const std::vector<int64_t>& y) {
   if (!rows_may_differ(a.kind)) return x == y;
-  return x.size() == y.size() && std::vector<int64_t>(x.begin() + !x.empty(), x.end()) ==
-                                     std::vector<int64_t>(y.begin() + !y.empty(), y.end());
+  return x.size() == y.size() &&
+         std::vector<int64_t>(x.begin() + !x.empty(), x.end()) == std::vector<int64_t>(y.begin() + !y.empty(), y.end());
 }
 
 template <typename T>

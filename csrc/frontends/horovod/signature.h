@@ -31,12 +31,12 @@ struct Signature {
   std::string name;
   Op op = Op::kSum;
   double prescale = 1, postscale = 1;
-  int32_t root = 0;             // in the process set
-  std::string wire;             // empty: the tensors' own dtype
-  std::string device = "cpu";   // type of the tensors' device
+  int32_t root = 0;            // in the process set
+  std::string wire;            // empty: the tensors' own dtype
+  std::string device = "cpu";  // type of the tensors' device
   std::vector<TensorMeta> tensors;
   std::vector<std::string> dtype_names;  // of the tensors, for people; not compared
-  std::vector<int64_t> splits;  // alltoall: rows to each rank of the set
+  std::vector<int64_t> splits;           // alltoall: rows to each rank of the set
   // What the wires of a configuration know the tensors by; empty: by `name`, and its number in a group.
   std::vector<std::string> tensor_names;
 
