@@ -111,7 +111,7 @@ def sharded_modules(model: nn.Module) -> list[Sharded]:
         if len(groups) > 1:
             raise ValueError(
                 f"fusedcomm: {name or 'the model'} has {len(groups)} parameter groups, on meshes of their own, and "
-                "torch allows no other reduce-scatter there: call fully_shard on the submodules of each mesh by themselves"
+                "torch allows no other reduce-scatter there: call fully_shard on the modules of each mesh alone"
             )
         for group in groups:
             parameters = tuple(ShardedParameter(names[id(each.sharded_param)], each) for each in group.fsdp_params)
