@@ -58,6 +58,7 @@ def fit(callback=None, module=None, resumed=None, **of_strategy) -> dict:
         gradient_clip_val=training.CLIPPED_TO,
         callbacks=callbacks,
         logger=False,
+        enable_checkpointing=resumed is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
