@@ -232,9 +232,13 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
+OPTIONS = [code for page in ("arguments", "low-bit", "integrations") for code in blocks(DOCS / f"{page}.md", "python")]
+# Whole scripts, which tests/integrations runs on two ranks.
+TRAINERS = ("lightning", "accelerate", "transformers")
+
+
 @pytest.mark.parametrize(
-    "code",
-    [code for page in ("arguments", "low-bit", "integrations") for code in blocks(DOCS / f"{page}.md", "python")],
+    "code", [code for code in OPTIONS if not any(f"import {t}" in code or f"{t} import" in code for t in TRAINERS)]
 )
 def test_examples_of_options_run(alone, code):
     layers = {"embed": torch.nn.Embedding(8, 64), "mlp": torch.nn.Linear(64, 64), "lm_head": torch.nn.Linear(64, 8)}

@@ -10,9 +10,9 @@ import fusedcomm.horovod as hvd
 from fusedcomm.horovod import environment
 
 
-def test_defaults_are_horovods():
+def test_defaults_are_horovods_but_for_smaller_buckets():
     found = environment.settings()
-    assert (found.fusion_nbytes, found.stall_warning_s, found.stall_shutdown_s) == (128 << 20, 60, 0)
+    assert (found.fusion_nbytes, found.stall_warning_s, found.stall_shutdown_s) == (25 << 20, 60, 0)
     assert found.timeout_s == 30 and not found.autotune and not found.dynamic_process_sets
 
 
