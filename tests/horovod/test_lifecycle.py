@@ -20,7 +20,8 @@ import fusedcomm
 import fusedcomm.horovod as hvd
 hvd.init()
 total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
-print(f"rank {hvd.rank()} of {hvd.size()}, local {hvd.local_rank()} of {hvd.local_size()}, sum {total:.0f}\\n", end="")  # one write, because ranks share the pipe
+text = f"rank {hvd.rank()} of {hvd.size()}, local {hvd.local_rank()} of {hvd.local_size()}, sum {total:.0f}"
+print(text + "\\n", end="")  # one write, because ranks share the pipe
 hvd.shutdown()
 hvd.init()
 hvd.barrier()
