@@ -144,7 +144,9 @@ WRONG: dict[str, dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]]] 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     (action,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(action.choices)
+    found = dict(action.choices)
+    # Its options end where another program's begin: tests/tools/test_run.py.
+    return {name: parser for name, parser in found.items() if name != "run"}
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
