@@ -45,7 +45,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         "fusedcomm run -np 3 --elastic --min-np 2 --max-restarts 1 python train.py",
     )
     parser.add_argument("-np", "--num-proc", type=whole(1), metavar="N", required=True, help="ranks to start")
-    parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="where to start them; other hosts need ssh (this machine)")
+    parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="where; other hosts need ssh (this machine)")
     parser.add_argument("--elastic", action="store_true", help="when a rank is lost, the others go on")
     parser.add_argument("--min-np", type=whole(1), metavar="M", help="with fewer ranks an elastic job ends (1)")
     parser.add_argument(
