@@ -14,24 +14,13 @@
 #include "frontends/horovod/current.h"
 #include "frontends/horovod/fused_sum.h"
 #include "frontends/horovod/gradient_submitter.h"
+#include "transport/error_text.h"
 
 namespace fusedcomm {
 namespace {
 
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
-
-// The text of an error; empty for null.
-std::string error_text(const std::exception_ptr& error) {
-  if (!error) return "";
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& other) {
-    return other.what();
-  }
-}
 
 void bind_submitter(py::module_& m) {
   using horovod::GradientSubmitter;
@@ -97,7 +86,9 @@ void bind_horovod_engine(py::module_& m) {
           [](FusedSum& sum, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
              double factor, FusedSum::IsVoid is_void, std::function<void(std::string)> done) {
             sum.run(names, tensors, factor, std::move(is_void),
-                    [done = std::move(done)](const std::exception_ptr& error) { done(error_text(error)); });
+                    [done = std::move(done)](const std::exception_ptr& error) {
+                      done(error ? error_text(error) : std::string());
+                    });
           },
           py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("is_void") = nullptr,
           py::arg("done"), NoGil());

@@ -8,6 +8,7 @@
 
 #include "bindings/bindings.h"
 #include "transport/c10d_transport.h"
+#include "transport/error_text.h"
 #include "transport/peer_sentinels.h"
 
 namespace fusedcomm {
@@ -15,17 +16,6 @@ namespace {
 
 namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
-
-// Returns the error's text without a backtrace.
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& other) {
-    return other.what();
-  }
-}
 
 // The end of a backend joins its threads, which may be waiting for the GIL.
 struct DeleteWithoutGil {
@@ -56,7 +46,7 @@ void bind_transport(pybind11::module_& m) {
           "look",
           [](PeerSentinels& sentinels) {
             std::map<int, std::string> lost;
-            for (const auto& [peer, error] : sentinels.look()) lost[peer] = text_of(error);
+            for (const auto& [peer, error] : sentinels.look()) lost[peer] = error_text(error);
             return lost;
           },
           NoGil());

@@ -144,16 +144,6 @@ Steps two_shot(const ChunkShape& of) {
   };
 }
 
-// As the first half of a two-shot, but the owner of a part writes the sum into gradients.
-Steps reduce_scatter(int64_t world_size, int64_t nbytes) {
-  return {
-      pack(Buffer::kOutgoing, nbytes),
-      all_to_all(Channel::kScatter, nbytes, world_size),
-      next_leg(make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kSum, Buffer::kIncoming, Buffer::kGradients,
-                         nbytes / world_size, world_size)),
-  };
-}
-
 constexpr struct {
   Sum sum;
   const char* name;
@@ -226,8 +216,14 @@ int64_t Step::sent_between_hosts_nbytes(int64_t num_chunks, int64_t ranks_on_hos
 
 std::vector<Step> steps_of(Sum sum, const ChunkShape& shape) { return row_of(sum).steps(shape); }
 
+// As the first half of a two-shot, but the owner of a part writes the sum into gradients.
 std::vector<Step> steps_of_reduce_scatter(int64_t world_size, int64_t nbytes) {
-  return reduce_scatter(world_size, nbytes);
+  return {
+      pack(Buffer::kOutgoing, nbytes),
+      all_to_all(Channel::kScatter, nbytes, world_size),
+      next_leg(make_step(Stage::kUnpack, LaneRole::kUnpack, Operation::kSum, Buffer::kIncoming, Buffer::kGradients,
+                         nbytes / world_size, world_size)),
+  };
 }
 
 Workspace workspace_of(const std::vector<Step>& steps) {

@@ -13,6 +13,7 @@
 #include "gradients/grad_dtype.h"
 #include "gradients/passthrough.h"
 #include "gradients/profiled_bucket.h"
+#include "transport/error_text.h"
 #include "wire/names.h"
 
 namespace fusedcomm {
@@ -87,8 +88,7 @@ void Synchroniser::leave(const std::string& reason) {
 void Synchroniser::rethrow_named(const Bucket& bucket, const std::exception& error) {
   // Callers may catch errors on a CPU, and out-of-memory errors, by their type: rethrow these unchanged.
   if (device_.is_cpu() || dynamic_cast<const c10::OutOfMemoryError*>(&error)) throw;
-  const auto* known = dynamic_cast<const c10::Error*>(&error);
-  const std::string cause = known ? known->what_without_backtrace() : error.what();
+  const std::string cause = error_text(error);
   if (cause.rfind("fusedcomm: ", 0) == 0) throw;
   TORCH_CHECK(false, "fusedcomm: rank ", engine_->rank(), " of ", engine_->world_size(), ": the hand-over of ",
               text_of(bucket), " in step ", step(), " failed: ", cause);

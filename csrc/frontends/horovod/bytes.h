@@ -26,7 +26,6 @@ class Writer {
     number<uint32_t>(static_cast<uint32_t>(list.size()));
     bytes_.append(reinterpret_cast<const char*>(list.data()), list.size() * sizeof(T));
   }
-  const std::string& bytes() const { return bytes_; }
   std::string take() { return std::move(bytes_); }
 
  private:
@@ -55,7 +54,6 @@ class Reader {
     if (size != 0) std::memcpy(list.data(), from, size_t{size} * sizeof(T));
     return list;
   }
-  bool is_at_end() const { return at_ == bytes_.size(); }
 
  private:
   const char* take(size_t nbytes) {

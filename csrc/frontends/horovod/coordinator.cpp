@@ -50,7 +50,6 @@ Coordinator::~Coordinator() { shutdown(); }
 void Coordinator::add_set(int number, std::vector<int> ranks, BackendPtr backend) {
   std::lock_guard<std::mutex> lock(mutex_);
   Set& set = sets_[number];
-  set.ranks = ranks;
   if (backend) set.plain = std::make_shared<PlainCollectives>(std::move(backend));
   changes_.push_back({number, std::move(ranks)});
   links_.wake();

@@ -76,7 +76,6 @@ class Coordinator {
 
  private:
   struct Set {
-    std::vector<int> ranks;
     std::shared_ptr<PlainCollectives> plain;  // null: no member
     uint32_t epoch = 0;
     std::map<std::string, RequestPtr> requests;  // by key, until they are done

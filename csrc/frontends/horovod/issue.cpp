@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "frontends/horovod/coordinator.h"
+#include "transport/error_text.h"
 
 namespace fusedcomm::horovod {
 namespace {
@@ -18,16 +19,6 @@ int64_t nbytes_of(const IssuedBucket& bucket) {
     for (const at::Tensor& tensor : request->inputs) nbytes += static_cast<int64_t>(tensor.nbytes());
   }
   return nbytes;
-}
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& known) {
-    return known.what_without_backtrace();
-  } catch (const std::exception& other) {
-    return other.what();
-  }
 }
 
 // Whether the engine carries it.
@@ -317,7 +308,7 @@ void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, Wr
     if (write) made = write();
   } catch (...) {
     text = "fusedcomm: " + bucket.requests.front()->key + " failed on rank " + std::to_string(options_.rank) + ": " +
-           text_of(std::current_exception());
+           error_text(std::current_exception());
     lock.lock();
     if (!failure_.empty()) text = failure_ + " (" + text + ")";
     // The other ranks wait for this one.

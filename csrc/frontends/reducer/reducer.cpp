@@ -10,6 +10,8 @@
 #include <numeric>
 #include <utility>
 
+#include "transport/error_text.h"
+
 namespace fusedcomm {
 namespace {
 
@@ -302,9 +304,7 @@ void GradReducer::hand_over(size_t bucket, const at::Tensor& added) {
     const bool is_last = bucket + 1 == buckets_.size();
     under_way.future = synchroniser_->run(Bucket(bucket, is_last, std::move(parameters), std::move(gradients)));
   } catch (const std::exception& error) {
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
-    fail(c10::str(rank_text(), "the hand-over of bucket ", bucket,
-                  " failed: ", known ? known->what_without_backtrace() : error.what()));
+    fail(c10::str(rank_text(), "the hand-over of bucket ", bucket, " failed: ", error_text(error)));
   }
   under_way_.push_back(std::move(under_way));
 }
