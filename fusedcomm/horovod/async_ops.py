@@ -23,6 +23,7 @@ from fusedcomm.horovod.checks import (
 )
 from fusedcomm.horovod.handles import next_name, submit
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of, root_in_set
+from fusedcomm.horovod.world import World
 
 Tensors = Sequence[torch.Tensor]
 
@@ -36,27 +37,29 @@ def _many(result: Any) -> list[torch.Tensor]:
 
 
 def _reduce(
-    tensors: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    written: list[torch.Tensor],
-    finish: Callable[[Any], Any],
+    found: World,
+    inputs: list[torch.Tensor],
     name: str,
     op: int,
     prescale_factor: float,
     postscale_factor: float,
     process_set: ProcessSet,
     wire: str,
+    *,
+    in_place: bool,
+    is_group: bool = False,
 ) -> int:
-    found, _ = member_of(process_set)
     check_adasum(op, process_set, found.size)
+    outputs = inputs if in_place else [_empty_like(tensor) for tensor in inputs]
+    result = outputs if is_group else outputs[0]
     return submit(
         found,
         kind="allreduce",
         name=name,
-        inputs=tensors,
+        inputs=inputs,
         outputs=outputs,
-        finish=finish,
-        written=written,
+        finish=lambda _: result,
+        written=inputs if in_place else [],
         op=op,
         prescale=prescale_factor,
         postscale=postscale_factor,
@@ -90,11 +93,10 @@ def allreduce_async(
     wire: str = "",
 ) -> int:
     """Reduces tensors of one shape and dtype over the ranks. The result is a new tensor. `wire`: see compression.py."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     check_tensor("allreduce", tensor, REDUCED)
-    output = _empty_like(tensor)
-    return _reduce([tensor], [output], [], lambda _: output, _name(name, "allreduce", process_set),
-                   parse_op(op, average), prescale_factor, postscale_factor, process_set, wire)  # fmt: skip
+    return _reduce(found, [tensor], _name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
+                   postscale_factor, process_set, wire, in_place=False)  # fmt: skip
 
 
 def allreduce_async_(
@@ -109,10 +111,10 @@ def allreduce_async_(
     wire: str = "",
 ) -> int:
     """Like allreduce_async(), in place: `tensor` must not be used until the handle is synchronised."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     check_tensor("allreduce", tensor, REDUCED)
-    return _reduce([tensor], [tensor], [tensor], lambda _: tensor, _name(name, "allreduce", process_set),
-                   parse_op(op, average), prescale_factor, postscale_factor, process_set, wire)  # fmt: skip
+    return _reduce(found, [tensor], _name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
+                   postscale_factor, process_set, wire, in_place=True)  # fmt: skip
 
 
 def grouped_allreduce_async(
@@ -127,11 +129,10 @@ def grouped_allreduce_async(
     wire: str = "",
 ) -> int:
     """Reduces several tensors as one operation, with one handle and a list as its result."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     inputs = check_group("allreduce", tensors, REDUCED)
-    outputs = [_empty_like(tensor) for tensor in inputs]
-    return _reduce(inputs, outputs, [], lambda _: outputs, _group_name(name, "allreduce", process_set),
-                   parse_op(op, average), prescale_factor, postscale_factor, process_set, wire)  # fmt: skip
+    return _reduce(found, inputs, _group_name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
+                   postscale_factor, process_set, wire, in_place=False, is_group=True)  # fmt: skip
 
 
 def grouped_allreduce_async_(
@@ -146,10 +147,10 @@ def grouped_allreduce_async_(
     wire: str = "",
 ) -> int:
     """Like grouped_allreduce_async(), in place."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     inputs = check_group("allreduce", tensors, REDUCED)
-    return _reduce(inputs, inputs, inputs, lambda _: inputs, _group_name(name, "allreduce", process_set),
-                   parse_op(op, average), prescale_factor, postscale_factor, process_set, wire)  # fmt: skip
+    return _reduce(found, inputs, _group_name(name, "allreduce", process_set), parse_op(op, average), prescale_factor,
+                   postscale_factor, process_set, wire, in_place=True, is_group=True)  # fmt: skip
 
 
 def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,9 +159,12 @@ def _as_moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(
-    tensors: list[torch.Tensor], name: str, finish: Callable[[list[torch.Tensor]], Any], process_set: ProcessSet
+    found: World,
+    tensors: list[torch.Tensor],
+    name: str,
+    finish: Callable[[list[torch.Tensor]], Any],
+    process_set: ProcessSet,
 ) -> int:
-    found, _ = member_of(process_set)
     for tensor in tensors:
         check_has_rows("allgather", tensor)
     dtypes = [tensor.dtype for tensor in tensors]
@@ -176,25 +180,26 @@ def _gather(
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Concatenates the ranks' tensors along the first dimension, in which they may differ, in rank order."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     check_tensor("allgather", tensor, MOVED)
-    return _gather([tensor], _name(name, "allgather", process_set), lambda outputs: outputs[0], process_set)
+    return _gather(found, [tensor], _name(name, "allgather", process_set), lambda outputs: outputs[0], process_set)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Gathers several tensors as one operation, with one handle and a list as its result."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     inputs = check_group("allgather", tensors, MOVED)
-    return _gather(inputs, _group_name(name, "allgather", process_set), list, process_set)
+    return _gather(found, inputs, _group_name(name, "allgather", process_set), list, process_set)
 
 
 def _broadcast(
-    tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool
 ) -> int:
     found, _ = member_of(process_set)
     check_tensor("broadcast", tensor, MOVED)
+    output = tensor if in_place else _empty_like(tensor)
     return submit(
         found,
         kind="broadcast",
@@ -202,7 +207,7 @@ def _broadcast(
         inputs=[_as_moved(tensor)],
         outputs=[_as_moved(output)],
         finish=lambda _: output,
-        written=[output] if output is tensor else [],
+        written=[output] if in_place else [],
         root=root_in_set(process_set, root_rank),
         set_id=process_set.process_set_id,
     )
@@ -212,16 +217,14 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Copies the root's tensor into a new one on every rank. `root_rank`: a rank of the job, also in a process set."""
-    member_of(process_set)
-    check_tensor("broadcast", tensor, MOVED)
-    return _broadcast(tensor, _empty_like(tensor), root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Like broadcast_async(), in place."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 def alltoall_async(
@@ -249,6 +252,7 @@ def alltoall_async(
 
 
 def _scatter(
+    found: World,
     tensors: list[torch.Tensor],
     name: str,
     finish: Callable[[Any], Any],
@@ -257,7 +261,6 @@ def _scatter(
     prescale_factor: float,
     postscale_factor: float,
 ) -> int:
-    found, _ = member_of(process_set)
     check_scattered_op(op)
     for tensor in tensors:
         check_has_rows("reducescatter", tensor)
@@ -274,10 +277,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Sums tensors of one shape; each rank keeps its share of the rows. The first `rows % ranks` ranks get one more."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     check_tensor("reducescatter", tensor, REDUCED)
-    return _scatter([tensor], _name(name, "reducescatter", process_set), _one, op, process_set, prescale_factor,
-                    postscale_factor)  # fmt: skip
+    return _scatter(found, [tensor], _name(name, "reducescatter", process_set), _one, op, process_set,
+                    prescale_factor, postscale_factor)  # fmt: skip
 
 
 def grouped_reducescatter_async(
@@ -289,7 +292,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Scatters several sums as one operation, with one handle and a list as its result."""
-    member_of(process_set)
+    found, _ = member_of(process_set)
     inputs = check_group("reducescatter", tensors, REDUCED)
-    return _scatter(inputs, _group_name(name, "reducescatter", process_set), _many, op, process_set, prescale_factor,
-                    postscale_factor)  # fmt: skip
+    return _scatter(found, inputs, _group_name(name, "reducescatter", process_set), _many, op, process_set,
+                    prescale_factor, postscale_factor)  # fmt: skip
