@@ -46,7 +46,7 @@ import hosts
 import torch.distributed as dist
 from lib.common import Report, Row, print_table, run_command, with_ratios
 from lib.models import MODELS
-from lib.namespaces import CONGESTION, NetworkError, line_s, problem
+from lib.namespaces import CONGESTION, line_s
 from lib.ways import COMPUTE, DEFAULT, TUNED, ways_by_name
 
 THIS_BENCH = "this torch has it, but this benchmark only uses gloo"
@@ -191,21 +191,11 @@ def _cell(value: float | None, form: str, factor: float = 1) -> str:
 
 def main() -> None:
     arguments = parse()
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
-    report = Report(arguments.json, settings=settings)
-    ranks = max(arguments.hosts, 1) * arguments.ranks_per_host
-    report.env.update(threads=1, ranks=ranks, ranks_per_host=arguments.ranks_per_host, hosts=arguments.hosts)
-    reason = problem() if arguments.hosts else None
-    if reason:
-        raise SystemExit(f"ddp_step.py: {reason}; --hosts 0 measures over loopback, as any user")
-    for impl, reason in NOT_MEASURED.items():
-        report.missing("any", impl, reason, failed=False)
-    links = arguments.link if arguments.hosts else ["loopback"]
-    try:
+    with hosts.measuring("ddp_step.py", arguments) as (report, links):
+        for impl, reason in NOT_MEASURED.items():
+            report.missing("any", impl, reason, failed=False)
         for model, link in [(model, link) for model in arguments.model for link in links]:
             measure(arguments, link, model, report)
-    except NetworkError as error:
-        raise SystemExit(f"ddp_step.py: {error}") from None
     print_table(report.rows)
     print_steps(report.rows)
     report.finish()

@@ -26,7 +26,7 @@ from pathlib import Path
 import hosts
 from lib.common import Report, Row, print_table, run_command, with_ratios
 from lib.models import MODELS
-from lib.namespaces import CONGESTION, NetworkError, problem
+from lib.namespaces import CONGESTION
 
 PARTS = ("latency", "idle", "steps")
 DIST, DDP, HOOK = "dist.all_reduce", "ddp", "fusedcomm hook"
@@ -108,17 +108,9 @@ def print_more(report: Report) -> None:
 
 def main() -> None:
     arguments = parse()
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
-    report = Report(arguments.json, settings=settings)
-    report.env.update(threads=1, ranks=max(arguments.hosts, 1) * arguments.ranks_per_host, hosts=arguments.hosts)
-    reason = problem() if arguments.hosts else None
-    if reason:
-        raise SystemExit(f"horovod.py: {reason}; --hosts 0 measures over loopback, as any user")
-    try:
-        for link in arguments.link if arguments.hosts else ["loopback"]:
+    with hosts.measuring("horovod.py", arguments) as (report, links):
+        for link in links:
             measure(arguments, link, report)
-    except NetworkError as error:
-        raise SystemExit(f"horovod.py: {error}") from None
     print_table(report.rows)
     print_more(report)
     report.finish()

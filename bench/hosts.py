@@ -30,8 +30,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lib.namespaces import CONGESTION, INTERFACE, Network, NetworkError, make_network, problem
+
+if TYPE_CHECKING:
+    from lib.common import Report
 
 UNLIMITED = "unlimited"
 MIN_BITS_S, MAX_BITS_S = 10**6, 10**11
@@ -240,6 +244,25 @@ def complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **o
         arguments.ranks_per_host = 1 if arguments.hosts else 2
     if arguments.hosts < 0 or arguments.hosts == 1 or max(arguments.hosts, 1) * arguments.ranks_per_host < 2:
         parser.error("use --hosts 0 with at least two --ranks-per-host, or at least two hosts")
+
+
+@contextlib.contextmanager
+def measuring(script: str, arguments: argparse.Namespace) -> Iterator[tuple["Report", list[str]]]:
+    """Context of a benchmark's measurements: gives it an empty report, and the links to measure, "loopback" without
+    hosts. Ends the process, with the reason, if hosts cannot be made or their network fails."""
+    from lib.common import Report  # loads torch, which the command below does without
+
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
+    report = Report(arguments.json, settings=settings)
+    ranks = max(arguments.hosts, 1) * arguments.ranks_per_host
+    report.env.update(threads=1, ranks=ranks, ranks_per_host=arguments.ranks_per_host, hosts=arguments.hosts)
+    reason = problem() if arguments.hosts else None
+    if reason:
+        raise SystemExit(f"{script}: {reason}; --hosts 0 measures over loopback, as any user")
+    try:
+        yield report, arguments.link if arguments.hosts else ["loopback"]
+    except NetworkError as error:
+        raise SystemExit(f"{script}: {error}") from None
 
 
 def run_ranks(arguments: argparse.Namespace, worker: Sequence[str], link: str, *of_hosts: str | None) -> int:

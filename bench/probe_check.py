@@ -29,7 +29,6 @@ from pathlib import Path
 import hosts
 from lib.common import Report, Row, print_table, run_command, with_ratios
 from lib.models import MODELS
-from lib.namespaces import NetworkError, problem
 
 WIRES = ("bf16", "int8", "fp8", "int4")
 OFF = "off"
@@ -161,19 +160,9 @@ def print_verdicts(report: Report) -> None:
 
 def main() -> None:
     arguments = parse()
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("json", "link")}
-    report = Report(arguments.json, settings=settings)
-    ranks = max(arguments.hosts, 1) * arguments.ranks_per_host
-    report.env.update(threads=1, ranks=ranks, ranks_per_host=arguments.ranks_per_host, hosts=arguments.hosts)
-    reason = problem() if arguments.hosts else None
-    if reason:
-        raise SystemExit(f"probe_check.py: {reason}; --hosts 0 measures over loopback, as any user")
-    links = arguments.link if arguments.hosts else ["loopback"]
-    try:
+    with hosts.measuring("probe_check.py", arguments) as (report, links):
         for link, mix in [(link, mix) for link in links for mix in arguments.mix]:
             measure(arguments, link, mix, report)
-    except NetworkError as error:
-        raise SystemExit(f"probe_check.py: {error}") from None
     print_table(report.rows)
     print_verdicts(report)
     report.finish()

@@ -314,7 +314,7 @@ def test_says_what_it_needs(monkeypatch):
     assert namespaces.problem() == needs_root
     with pytest.raises(NetworkError, match=needs_root), hosts.make(2, "1gbit"):
         pass
-    monkeypatch.setattr(ddp_step, "problem", lambda: needs_root)
+    monkeypatch.setattr(hosts, "problem", lambda: needs_root)
     monkeypatch.setattr(sys, "argv", ["ddp_step.py", "--hosts", "2"])
     with pytest.raises(SystemExit, match=f"{needs_root}; --hosts 0 measures over loopback, as any user"):
         ddp_step.main()
