@@ -46,7 +46,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     )
     parser.add_argument("-np", "--num-proc", type=whole(1), metavar="N", required=True, help="ranks to start")
     parser.add_argument("-H", "--hosts", metavar="HOST:SLOTS,…", help="where; other hosts need ssh (this machine)")
-    parser.add_argument("--elastic", action="store_true", help="when a rank is lost, the others go on")
+    parser.add_argument("--elastic", action="store_true", help="when a rank is lost, the others go on (all end)")
     parser.add_argument("--min-np", type=whole(1), metavar="M", help="with fewer ranks an elastic job ends (1)")
     parser.add_argument(
         "--max-restarts", type=whole(0), metavar="N", default=0, help="lost ranks of an elastic job to start again (0)"
@@ -63,13 +63,13 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or that of the first rank that failed for good. Raises UsageError."""
+    slots = places(args.hosts, args.num_proc)
     if not args.program:
         raise UsageError("no command: fusedcomm run -np 4 python train.py")
     if not args.elastic and (args.min_np or args.max_restarts or args.reset_limit is not None):
         raise UsageError("--min-np, --max-restarts and --reset-limit need --elastic")
     if args.min_np and args.min_np > args.num_proc:
         raise UsageError(f"--min-np {args.min_np} is more than -np {args.num_proc}")
-    slots = places(args.hosts, args.num_proc)
     job = Job(args, slots)
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -92,10 +92,10 @@ def places(hosts: str | None, num_ranks: int) -> list[str]:
     for text in hosts.split(","):
         host, _, number = text.partition(":")
         if not host or host.startswith("-") or not (number or "1").isdecimal():
-            raise UsageError(f"-H {hosts}: {text!r} is not possible: use host:slots, such as one:2,two:2")
+            raise UsageError(f"--hosts {hosts}: {text!r} is not possible: use host:slots, such as one:2,two:2")
         slots += [host] * int(number or 1)
     if len(slots) < num_ranks:
-        raise UsageError(f"-H {hosts} has {len(slots)} slots, too few for -np {num_ranks}")
+        raise UsageError(f"--hosts {hosts} has {len(slots)} slots, too few for -np {num_ranks}")
     return slots[:num_ranks]
 
 

@@ -139,14 +139,22 @@ WRONG: dict[str, dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]]] 
         "--plot": [(("probe.txt",), (), "a picture's name ends in one of .png, .pdf, .svg; use another name")],
     },
     "doctor": {},
+    "run": {
+        "--num-proc": [((value,), (), "use a whole number of at least 1") for value in WHOLE],
+        "--hosts": [
+            (("one:none",), ("-np", "2"), "'one:none' is not possible: use host:slots"),
+            (("one:1",), ("-np", "2"), "has 1 slots, too few for -np 2"),
+        ],
+        "--min-np": [((value,), ("-np", "2"), "use a whole number of at least 1") for value in WHOLE],
+        "--max-restarts": [(("-1",), ("-np", "2"), "use a whole number of at least 0")],
+        "--reset-limit": [(("-1",), ("-np", "2"), "use a whole number of at least 0")],
+    },
 }
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     (action,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    found = dict(action.choices)
-    # Its options end where another program's begin: tests/tools/test_run.py.
-    return {name: parser for name, parser in found.items() if name != "run"}
+    return dict(action.choices)
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -154,6 +162,13 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
     actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     longs = ([name for name in action.option_strings if name.startswith("--")] for action in actions)
     return {names[0] if names else action.metavar for names, action in zip(longs, actions, strict=True)}
+
+
+def with_values(parser: argparse.ArgumentParser) -> set[str]:
+    """Those of options_of() that take a value that can be wrong: no flags, and not the words of another program."""
+    without = [action for action in parser._actions if action.nargs in (0, argparse.REMAINDER)]
+    names = {name for action in without for name in (*action.option_strings, action.metavar)}
+    return options_of(parser) - names
 
 
 def rows() -> list[tuple[str, str, tuple[str, ...], tuple[str, ...], str]]:
@@ -178,7 +193,7 @@ def refusal(capsys, *argv: str) -> str:
 
 
 def test_every_option_has_a_row():
-    assert {name: options_of(parser) for name, parser in commands().items()} == {
+    assert {name: with_values(parser) for name, parser in commands().items()} == {
         name: set(options) for name, options in WRONG.items()
     }
     assert all(of_option for options in WRONG.values() for of_option in options.values())
@@ -206,12 +221,12 @@ def test_a_wrong_value_is_named_with_the_reason_and_the_remedy(capsys, trace, co
 @pytest.mark.parametrize("command", commands())
 def test_an_unknown_option_and_a_stray_word_are_named(capsys, command):
     parser = commands()[command]
-    needed = ("trace.json", "-o", "merged.json") if command == "timeline" else ()
+    needed = {"timeline": ("trace.json", "-o", "merged.json"), "run": ("-np", "2")}.get(command, ())
     assert "--frobnicate is no option of fusedcomm" in refusal(capsys, command, *needed, "--frobnicate")
     for option in options_of(parser):
         if len(option) > 5 and option.startswith("--"):  # no abbreviations: they would change with the next option
             assert f"use {option}" in refusal(capsys, command, *needed, option[:-1])
-    if command != "timeline":
+    if command not in ("timeline", "run"):  # these take words
         assert "stray belongs to no option: leave it out" in refusal(capsys, command, "stray")
 
 
