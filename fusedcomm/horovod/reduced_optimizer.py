@@ -83,7 +83,9 @@ class ReducedOptimizer:
             self._make_units(groups)
         self._native: _C.GradientSubmitter | None = None
         self._hooks: list[Any] = []
-        if self._unit_of and not self._is_alone() and (compression is Compression.none or self._wire()):
+        # The debug mode looks at what the calls of handles.py submit.
+        is_native = not self._is_alone() and not world().settings.check
+        if self._unit_of and is_native and (compression is Compression.none or self._wire()):
             self._native = self._native_hooks()
         else:
             self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._unit_of]

@@ -204,6 +204,23 @@ def test_the_debug_mode_finds_a_tensor_that_was_changed_in_flight(ranks):
         assert kind == "RuntimeError" and "weights" in said and "changed in place" in said
 
 
+def gradient_changed_in_flight(rank, size):
+    with job(FUSEDCOMM_HOROVOD_CHECK="1"):
+        model = torch.nn.Linear(4, 2, bias=False)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        model(values(rank, (3, 4))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(values(rank, (3, 4))).sum().backward()
+        model.weight.grad.mul_(2)
+        return raised(optimizer.step)
+
+
+def test_the_debug_mode_finds_a_gradient_that_was_changed_in_flight(ranks):
+    for kind, said in ranks.run(gradient_changed_in_flight, world_size=2):
+        assert kind == "RuntimeError" and "weight" in said and "changed in place" in said
+
+
 def own_collectives_of_the_script(rank, size):
     import torch.distributed as dist
 
