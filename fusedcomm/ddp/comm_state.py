@@ -184,11 +184,11 @@ def _value(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
 
 def _watch_first_step() -> None:
     def after_step(*_: object) -> None:
+        # The hook stays: torch goes through its hooks here, and raises if one is removed meanwhile.
         global _has_stepped
         _has_stepped = True
-        registered.remove()
 
-    registered = register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 @atexit.register

@@ -88,12 +88,16 @@ class GradientNorms:
                 "error_if_nonfinite=False"
             )
         factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+        hand_over = None
         if optimizer is not None:
             _refuse_others(optimizer, measured.parameters)
+            if takes_grad_scale(optimizer):
+                hand_over = _HandOver.of(optimizer)
+                hand_over.forget()
         if norm.device.type == "cpu" and factor.item() == 1:
             return norm
-        if optimizer is not None and takes_grad_scale(optimizer):
-            _HandOver(optimizer, factor.float().reciprocal(), measured.hook)
+        if hand_over is not None:
+            hand_over.give(factor.float().reciprocal(), measured.hook)
         else:
             _scale([p.grad for p in measured.parameters if p.grad is not None], factor)
         return norm
@@ -228,27 +232,35 @@ def _refuse_others(optimizer: torch.optim.Optimizer, measured: list[torch.Tensor
 
 
 class _HandOver:
-    """Gives the optimizer a divisor of gradients for its next step."""
+    """Gives an optimizer a divisor of gradients for its next step. Each optimizer has at most one."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor, hook: "_C.Synchroniser | None") -> None:
-        previous = getattr(optimizer, "_fusedcomm_hand_over", None)
-        if previous is not None:
-            previous.remove()
-        optimizer._fusedcomm_hand_over = self
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._divisor: torch.Tensor | None = None
+        self._hook: _C.Synchroniser | None = None
+        self._step: int | None = None
+        # The hooks stay: torch goes through its hooks while they run, and raises if one is removed meanwhile.
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> "_HandOver":
+        if not hasattr(optimizer, "_fusedcomm_hand_over"):
+            optimizer._fusedcomm_hand_over = _HandOver(optimizer)
+        return optimizer._fusedcomm_hand_over
+
+    def forget(self) -> None:
+        self._divisor = self._hook = None
+
+    def give(self, divisor: torch.Tensor, hook: "_C.Synchroniser | None") -> None:
+        """`hook` tells if a backward pass comes before the step, which is an error."""
         self._divisor, self._hook = divisor, hook
         self._step = None if hook is None else hook.step
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._divisor is None:
+            return
         if self._hook is not None and self._hook.step != self._step:
-            self._done(optimizer)
+            self.forget()
             raise RuntimeError(
                 "fusedcomm: a backward pass came between clip_grad_norm_(optimizer=…) and optimizer.step(), so the "
                 "factor does not belong to these gradients: clip after the last backward pass of a step"
@@ -257,11 +269,9 @@ class _HandOver:
         optimizer.grad_scale = self._divisor if before is None else before * self._divisor
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._done(optimizer)
+        if self._divisor is None:
+            return
+        self.forget()
         # A GradScaler has set found_inf, and removes both itself.
         if not hasattr(optimizer, "found_inf"):
             del optimizer.grad_scale
-
-    def _done(self, optimizer: torch.optim.Optimizer) -> None:
-        self.remove()
-        optimizer._fusedcomm_hand_over = None

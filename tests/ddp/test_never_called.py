@@ -23,6 +23,14 @@ ddp.register_comm_hook(state, fusedcomm.comm_hook)
 ddp(torch.ones(1, 2)).sum().backward()
 torch.optim.SGD(ddp.parameters(), lr=0.1).step()
 """
+STEP_WITH_HOOKS_AFTER_OURS = (
+    """
+from torch.optim.optimizer import register_optimizer_step_post_hook
+for _ in range(2):
+    register_optimizer_step_post_hook(lambda *_: print("the user's hook", file=sys.stderr))
+"""
+    + STEP
+)
 LIGHTNING = 'sys.modules["lightning.pytorch"] = types.ModuleType("lightning.pytorch")\n'
 ACCELERATE = 'sys.modules["accelerate"] = types.ModuleType("accelerate")\n'
 
@@ -62,3 +70,9 @@ def test_it_is_said_once_with_the_likely_reason(trainer, reason):
 )
 def test_else_nothing_is_said(script, rank, returncode):
     assert "never called" not in printed_at_exit(script, rank, returncode)
+
+
+def test_other_hooks_of_optimizers_are_called():
+    printed = printed_at_exit(MADE + STEP_WITH_HOOKS_AFTER_OURS)
+    assert printed.count("the user's hook") == 2
+    assert printed.count("was made and never called") == 1

@@ -241,7 +241,15 @@ def handed_over(rank, world_size, make):
     other = copy.deepcopy(model)
     comm = reducer_of(model, "fp32")
     ours, theirs = make(model.parameters(), lr=0.1, fused=True), make(other.parameters(), lr=0.1, fused=True)
+    calls = []
     for step in range(4):
+        if step == 1:  # the user's hooks, after ours
+            ours.register_step_pre_hook(lambda *_: calls.append("before"))
+            ours.register_step_post_hook(lambda *_: calls.append("after"))
+        if step == 2:  # a norm whose step is left out
+            backward(model, rank, 7)
+            comm.clip_grad_norm_(1e-3, optimizer=ours)
+            model.zero_grad()
         backward(model, rank, step)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             q.grad = p.grad.clone()
@@ -257,4 +265,5 @@ def handed_over(rank, world_size, make):
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
         model.zero_grad()
+    assert calls == 3 * ["before", "after"]
     comm.detach()
