@@ -1,6 +1,8 @@
 // Binds the reduce-scatter of FSDP2.
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -26,6 +28,11 @@ void bind_fsdp(pybind11::module_& m) {
       .def_property_readonly("row_numel", &ReduceScatter::row_numel)
       .def_property_readonly("sent_nbytes", &ReduceScatter::sent_nbytes)
       .def_property_readonly("padding_numel", &ReduceScatter::padding_numel)
+      .def_property_readonly("residual_nbytes", &ReduceScatter::residual_nbytes)
+      .def_property("num_calls", &ReduceScatter::num_calls, &ReduceScatter::set_num_calls)
+      .def("residuals", &ReduceScatter::residuals, py::call_guard<py::gil_scoped_release>())
+      .def("restore_residuals", &ReduceScatter::restore_residuals, py::arg("residuals"),
+           py::call_guard<py::gil_scoped_release>())
       .def(
           "run",
           [](ReduceScatter& of, const at::Tensor& output, const at::Tensor& input, double factor) {

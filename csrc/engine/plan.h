@@ -76,8 +76,8 @@ BucketPlan plan_bucket(const WireConfig& config, int world_size, GradDtype dtype
                        std::optional<double> factor = std::nullopt);
 
 // Plans a reduce-scatter of rows, one for each rank, of exact_numel elements in the exact stream and lossy_numels[k] in
-// wire number k. Rank r gets the sum of the ranks' rows r × factor, added in fp32 in the order of ranks. Error feedback
-// and sums on two levels do not apply.
+// wire number k. Rank r gets the sum of the ranks' rows r × factor, added in fp32 in the order of ranks. Sums on two
+// levels do not apply.
 BucketPlan plan_reduce_scatter(const WireConfig& config, int world_size, int64_t exact_numel,
                                const std::vector<int64_t>& lossy_numels, double factor);
 

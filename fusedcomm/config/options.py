@@ -99,12 +99,16 @@ class Feedback(Options):
     Args:
         format: the dtype of residuals: "fp32" (4 bytes per element; with two-shot, 4 bytes divided by the world size in
             addition), or "bf16" (half of that).
+        unsharded: FSDP2 only: whether reduce-scatters have error feedback, too, for which each rank keeps residuals of
+            the whole model's size. If not, only the all-reduce of HSDP and replicate() has.
     """
 
     format: ResidualFormat = "fp32"
+    unsharded: bool = False
 
     def __post_init__(self) -> None:
         check.choice("Feedback(format)", self.format, RESIDUALS)
+        check.flag("Feedback(unsharded)", self.unsharded)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -7,11 +7,13 @@ from torch import nn
 
 from fusedcomm import env, log
 from fusedcomm.autotune.auto import Auto
-from fusedcomm.config import AUTO, Config, LocalOptions, Wire, given, local_options
+from fusedcomm.config import AUTO, Checks, Config, LocalOptions, Wire, given, local_options
 from fusedcomm.fsdp.comm import FusedReduceScatter
 from fusedcomm.fsdp.handle import FsdpHandle
+from fusedcomm.fsdp.levels import check_names, sums_of
 from fusedcomm.fsdp.modules import sharded_modules
 from fusedcomm.fsdp.replicas import ReplicaSums
+from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.session.session import Session
 
 
@@ -56,25 +58,34 @@ def attach_fsdp(
     except ValueError as error:  # perhaps on this rank alone: the session tells the others
         problem = error
     # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
-    also_agree = {"fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters]}
+    also_agree = {
+        "fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters],
+        "levels": repr(chosen),  # the two sums below have configurations of their own
+    }
     options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
-    session, sums = None, None
-    if group is not None and group.size() > 1:
-        rows = dataclasses.replace(chosen, sum="two-shot", hosts=None)
-        session = Session(rows, group, None, local, device, **options)
-    if replicas is not None and replicas.size() > 1:
+    sums = sums_of(chosen, group, replicas)
+    rows, between = None, None
+    if sums.rows is not None:
+        rows = Session(sums.rows, group, None, local, device, **options)
+    if sums.replicas is not None:
         wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
-        sums = ReplicaSums(Session(chosen, replicas, None, local, device, **options), wires)
-    if session is None and sums is None:
+        between = ReplicaSums(Session(sums.replicas, replicas, None, local, device, **options), wires)
+    if rows is None and between is None:
         raise ValueError(
             "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
         )
+    check_names(chosen, rows, None if between is None else between.session)
     comms = [
         # The backward pass ends with the first module, as a rule the model itself.
-        FusedReduceScatter(session, sums, each, index, index == 0, chosen.wire_number)
+        FusedReduceScatter(rows, between, each, index, index == 0, sums.wire_of)
         for index, each in enumerate(sharded)
     ]
-    handle = FsdpHandle(model, chosen, session, sums, comms)
+    verifier = Verifier(
+        chosen.checks.verify_every,
+        len(comms),
+        [each.process_group for each in (rows, between and between.session) if each is not None],
+    )
+    handle = FsdpHandle(model, chosen, sums, rows, between, comms, verifier)
     if dist.get_rank() == 0:
         log.report(handle.plan, quiet)
     return handle
@@ -104,11 +115,9 @@ def refuse_options(config: Config) -> None:
     default = Config(config.wire)
     refused = {
         "sum": "every rank adds what is for it",
-        "feedback": "a rank would keep residuals of all gradients, 4 bytes an element, which FSDP2 avoids",
-        "checks": "errors are measured for DDP and the reducer only",
+        "checks": "of these only Checks(verify_every) is for FSDP2",
     }
+    default = dataclasses.replace(default, checks=Checks(verify_every=config.checks.verify_every))
     for name, why in refused.items():
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"fusedcomm: {name}={getattr(config, name)!r} is not possible with FSDP2: {why}")
-    if config.hosts not in ("auto", None):
-        raise ValueError("fusedcomm: hosts= is not possible with FSDP2: a reduce-scatter has one level")

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from fusedcomm.fsdp.modules import Sharded
+from fusedcomm.fsdp.modules import Sharded, ShardedParameter
 from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
+from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 
@@ -38,10 +39,13 @@ class Pending:
 
 
 class FusedReduceScatter:
-    """torch's interface of a custom reduce-scatter: see torch.distributed.fsdp's ReduceScatter."""
+    """torch's interface of a custom reduce-scatter: see torch.distributed.fsdp's ReduceScatter.
 
-    """session: of the ranks over which gradients are sharded; None if there is one. replicas: None if no all-reduce
-    follows."""
+    Args:
+        session: of the ranks over which gradients are sharded; None if there is one.
+        replicas: None if no all-reduce follows.
+        wire_of: the number of a parameter's wire in the reduce-scatter.
+    """
 
     def __init__(
         self,
@@ -56,13 +60,18 @@ class FusedReduceScatter:
         self._session, self._index, self._is_last = session, index, is_last
         self._replicas = replicas
         self._wire_of = wire_of
-        # By the names of the trained parameters: freezing one changes the rows.
-        self._natives: dict[tuple[str, ...], _C.ReduceScatter] = {}
+        # Of the parameters with these names, which are trained now: freezing one changes the rows.
+        self._native: _C.ReduceScatter | None = None
+        self._native_names: tuple[str, ...] = ()
+        self._parked: dict[str, torch.Tensor] = {}  # residuals of parameters that are frozen now
+        self._factor = 1.0 if session is None else 1.0 / session.world_size  # of the latest reduce-scatter
+        self._num_calls = 0
         self._pending: Pending | None = None
+        self._verifier: Verifier | None = None
         self._has_warned = False
 
-    def use(self, pending: Pending) -> None:
-        self._pending = pending
+    def use(self, pending: Pending, verifier: Verifier) -> None:
+        self._pending, self._verifier = pending, verifier
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for an input or output, with zeros behind it that fill up the input's last blocks."""
@@ -91,8 +100,16 @@ class FusedReduceScatter:
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
             )
         is_read_at_once = self.sharded.is_read_at_once(output_tensor)
-        future = native.run(output_tensor, input_tensor, factor_of(op, self._session.world_size))
-        if is_read_at_once or async_op:
+        self._factor = factor_of(op, self._session.world_size)
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        future = native.run(output_tensor, input_tensor, self._factor)
+        if self._verifier.is_due(self._index, call):
+            self._pending.finish()
+            future.wait()
+            exact = torch.empty(output_tensor.numel())
+            dist.reduce_scatter_tensor(exact, input_tensor.float(), group=group)
+            self._verifier.add(call, self.sharded.name, output_tensor, exact * self._factor)
+        elif is_read_at_once or async_op:
             future.wait()
         else:
             self._pending.add(future)
@@ -104,18 +121,105 @@ class FusedReduceScatter:
             self._say_exact(tensor.dtype)
             dist.all_reduce(tensor, op=op, group=self.sharded.replicas)
             return
-        self._replicas.all_reduce(tensor, row, factor_of(op, self._replicas.session.world_size))
+        factor, exact = factor_of(op, self._replicas.session.world_size), None
+        if self._session is None:  # else the reduce-scatter is verified
+            call, self._num_calls = self._num_calls, self._num_calls + 1
+            exact = tensor.float().clone() if self._verifier.is_due(self._index, call) else None
+        self._replicas.all_reduce(tensor, row, factor)
+        if exact is not None:
+            dist.all_reduce(exact, group=self.sharded.replicas)
+            self._verifier.add(call, self.sharded.name, tensor, exact * factor)
 
     def native(self) -> "_C.ReduceScatter":
         """The reduce-scatter of the parameters that are trained now."""
         trained = [each for each in self.sharded.parameters if each.is_trained]
-        key = tuple(each.name for each in trained)
-        if key not in self._natives:
+        names = tuple(each.name for each in trained)
+        if self._native is None or names != self._native_names:
+            kept, num_calls = {}, 0
+            if self._native is not None:
+                self._pending.finish()
+                kept, num_calls = self._parked | self._native.residuals(), self._native.num_calls
             row = [(each.name, each.row_numel, self._wire_of(each.name, each.tensor)) for each in trained]
-            self._natives[key] = _C.ReduceScatter(
-                hook=self._session.hook, index=self._index, is_last=self._is_last, row=row
-            )
-        return self._natives[key]
+            self._native = _C.ReduceScatter(hook=self._session.hook, index=self._index, is_last=self._is_last, row=row)
+            self._native_names, self._native.num_calls = names, num_calls
+            self._restore_rows(kept)
+        return self._native
+
+    # ---- residuals of error feedback
+
+    @property
+    def num_calls(self) -> int:
+        """Reduce-scatters so far, or all-reduces where there are none."""
+        return self._num_calls
+
+    @num_calls.setter
+    def num_calls(self, value: int) -> None:
+        self._num_calls = value
+        if self._session is not None:
+            self.native().num_calls = value
+
+    @property
+    def keeps_row_residuals(self) -> bool:
+        """Whether this rank keeps residuals of the reduce-scatter, which are of all ranks' slices."""
+        return self._session is not None and self._session.keeps_residuals
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Of the reduce-scatter."""
+        return self.native().residual_nbytes if self.keeps_row_residuals else 0
+
+    def with_residuals(self) -> list[ShardedParameter]:
+        """The parameters, frozen ones included, whose residuals are kept."""
+        if self.keeps_row_residuals:
+            wire_of = self._wire_of
+        elif self._replicas is not None and self._replicas.session.keeps_residuals:
+            wire_of = self._replicas.wire_of
+        else:
+            return []
+        return [p for p in self.sharded.parameters if wire_of(p.name, p.tensor) != _C.EXACT_WIRE]
+
+    def row_residual(self, name: str) -> torch.Tensor | None:
+        """This rank's residual in the reduce-scatter, in the unit of gradients: fp32 [world_size, row_numel]. None if
+        it keeps none."""
+        if not self.keeps_row_residuals:
+            return None
+        found = self._row_residuals().get(name)
+        return torch.zeros(self._session.world_size, self._numel_of(name)) if found is None else found
+
+    def sum_residual(self, name: str) -> torch.Tensor | None:
+        """This rank's residual in the all-reduce, in the unit of gradients before the reduce-scatter: fp32 [row_numel].
+        None if it keeps none."""
+        if self._replicas is None or not self._replicas.session.keeps_residuals:
+            return None
+        found = self._replicas.session.hook.residuals().get(name)
+        return torch.zeros(self._numel_of(name)) if found is None else found / self._unit_of_sums
+
+    def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
+        """Replaces the residuals of this module: see row_residual() and sum_residual()."""
+        if self.keeps_row_residuals:
+            self._restore_rows(rows)
+        if self._replicas is not None and self._replicas.session.keeps_residuals:
+            own = {p.name for p in self.sharded.parameters}
+            hook = self._replicas.session.hook
+            others = {name: values for name, values in hook.residuals().items() if name not in own}
+            scaled = {name: row * self._unit_of_sums for name, row in sums.items()}
+            hook.restore_residuals(others | scaled)
+
+    @property
+    def _unit_of_sums(self) -> float:
+        """What the reduce-scatter has made of a gradient that is the same on every rank."""
+        return self._factor * (1 if self._session is None else self._session.world_size)
+
+    def _row_residuals(self) -> dict[str, torch.Tensor]:
+        return self._parked | self.native().residuals()
+
+    def _restore_rows(self, rows: dict[str, torch.Tensor]) -> None:
+        names = set(self._native_names)
+        self._parked = {name: values for name, values in rows.items() if name not in names}
+        self._native.restore_residuals({name: values for name, values in rows.items() if name in names})
+
+    def _numel_of(self, name: str) -> int:
+        return next(p.row_numel for p in self.sharded.parameters if p.name == name)
 
     def _say_exact(self, dtype: torch.dtype) -> None:
         if self._has_warned:

@@ -6,9 +6,12 @@ import os
 
 from torch import nn
 
+import fusedcomm.fsdp.state as state
 from fusedcomm.config import Config
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
+from fusedcomm.fsdp.levels import Sums
 from fusedcomm.fsdp.replicas import ReplicaSums
+from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import NonFinite, Stats
@@ -29,26 +32,33 @@ class ModuleRow:
 
 @dataclasses.dataclass(frozen=True)
 class FsdpPlan:
-    """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter;
-    `num_replicas`: ranks of the all-reduce that follows; 1 for neither."""
+    """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter, in `wire`;
+    `num_replicas`: ranks of the all-reduce that follows, in `wire_of_replicas`; 1 for neither. `residual_nbytes`: of
+    this rank's error feedback in reduce-scatters."""
 
     wire: str
+    wire_of_replicas: str
     num_shards: int
     num_replicas: int
     codec: str
     scratch_nbytes: int
+    residual_nbytes: int
     rows: tuple[ModuleRow, ...]
 
     def __str__(self) -> str:
         sums = []
         if self.num_shards > 1:
-            sums.append(f"reduce-scatters over {self.num_shards} ranks")
+            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
         if self.num_replicas > 1:
-            sums.append(f"all-reduces over {self.num_replicas} replicas")
+            sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
         lines = [
-            f"fusedcomm: FSDP2 in wire {self.wire}: {' and '.join(sums)}, codec {self.codec}, buffers "
-            f"{self.scratch_nbytes / 2**20:.1f} MiB"
+            f"fusedcomm: FSDP2: {' and '.join(sums)}, codec {self.codec}, buffers {self.scratch_nbytes / 2**20:.1f} MiB"
         ]
+        if self.residual_nbytes:
+            lines.append(
+                f"  error feedback: each rank keeps {self.residual_nbytes / 2**20:.2f} MiB of residuals of "
+                "reduce-scatters, as many elements as the unsharded parameters that are sent with errors"
+            )
         sent, exact = sum(row.sent_nbytes for row in self.rows), sum(row.fp32_nbytes for row in self.rows)
         if exact:
             lines.append(
@@ -69,16 +79,18 @@ class FsdpHandle:
         self,
         model: nn.Module,
         config: Config,
+        sums: Sums,
         session: Session | None,
         replicas: ReplicaSums | None,
         comms: list[FusedReduceScatter],
+        verifier: Verifier,
     ) -> None:
-        self._model, self._config, self._session, self._replicas = model, config, session, replicas
-        self._comms = comms
+        self._model, self._config, self._sums, self._session, self._replicas = model, config, sums, session, replicas
+        self._comms, self._verifier = comms, verifier
         self._attached = True
-        pending = Pending()
+        self._pending = Pending()
         for comm in comms:
-            comm.use(pending)
+            comm.use(self._pending, verifier)
             comm.sharded.module.set_custom_reduce_scatter(comm)
 
     @property
@@ -90,18 +102,22 @@ class FsdpHandle:
         """How each module's gradients are sent; printable."""
         num_shards = 1 if self._session is None else self._session.world_size
         return FsdpPlan(
-            wire=self._config.wire,
+            wire=self._config.wire if self._sums.rows is None else self._sums.rows.wire,
+            wire_of_replicas=self._config.wire,
             num_shards=num_shards,
             num_replicas=1 if self._replicas is None else self._replicas.session.world_size,
             codec=self._sessions[0].codec,
             scratch_nbytes=sum(session.hook.scratch_nbytes for session in self._sessions),
+            residual_nbytes=sum(comm.residual_nbytes for comm in self._comms),
             rows=tuple(self._row(comm, num_shards) for comm in self._comms),
         )
 
     def _row(self, comm: FusedReduceScatter, num_shards: int) -> ModuleRow:
         trained = [p for p in comm.sharded.parameters if p.is_trained]
-        numbers = [self._config.wire_number(p.name, p.tensor) for p in trained]
-        wires = ["fp32" if number == _C.EXACT_WIRE else self._config.numbered_wires[number] for number in numbers]
+        # With two sums, those of the reduce-scatter.
+        config, wire_of = self._sums.rows or self._config, self._sums.wire_of
+        numbers = [wire_of(p.name, p.tensor) for p in trained]
+        wires = ["fp32" if number == _C.EXACT_WIRE else config.numbered_wires[number] for number in numbers]
         numel = sum(p.row_numel for p in trained)
         return ModuleRow(
             module=comm.sharded.name,
@@ -115,7 +131,28 @@ class FsdpHandle:
     def stats(self) -> Stats:
         """Counts and times of this rank since attach. A bucket is the reduce-scatter of one module; with replicate(),
         which has none, its all-reduce."""
-        return self._sessions[0].stats()
+        return dataclasses.replace(self._sessions[0].stats(), verified=self._verifier.kept)
+
+    def state_dict(self) -> dict:
+        """What error feedback has left out so far, and what numbers random roundings. A collective call, between steps.
+
+        The residuals are DTensors with the placements of their parameters: the means over ranks. Save the state with
+        ``torch.distributed.checkpoint``, which also calls this and :meth:`load_state_dict` of a handle that it is
+        given, and load it on any number of ranks. Nothing that was left out is lost; the bits of the next steps differ
+        from an uninterrupted run's, because every rank then has the mean as its residual. Without error feedback
+        training goes on with the same bits.
+        """
+        self._pending.finish()
+        return state.state_dict(self._comms)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Replaces the state. A collective call, between steps.
+
+        Raises:
+            ValueError: `state_dict` is of another model, or of a configuration with other residuals.
+        """
+        self._pending.finish()
+        state.load_state_dict(self._comms, state_dict)
 
     def nonfinite_report(self) -> list[NonFinite]:
         """Every rank's NaN and Inf counts; see :meth:`fusedcomm.Handle.nonfinite_report`. A collective call."""

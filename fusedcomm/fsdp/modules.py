@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.tensor import DTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,21 @@ class ShardedParameter:
     @property
     def is_trained(self) -> bool:
         return self.native.sharded_param.requires_grad
+
+    def dtensor(self, row: torch.Tensor) -> DTensor:
+        """The whole of which `row` is this rank's slice, with padding: [row_numel]. A DTensor like the parameter."""
+        size, like = self.native.sharded_size, self.tensor
+        local = row[: size.numel()].view(size).contiguous()
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def row(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's slice, with zeros as padding: fp32 [row_numel]. whole: from dtensor(), perhaps loaded since."""
+        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        row = torch.zeros(self.row_numel)
+        row[: local.numel()] = local.detach().float().flatten()
+        return row
 
 
 def sharded_modules(model: nn.Module) -> list[Sharded]:

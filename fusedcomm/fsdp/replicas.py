@@ -47,9 +47,13 @@ class ReplicaSums:
     """Sums gradients over the ranks with the same shards, in the wires of their parameters."""
 
     def __init__(self, session: Session, wires: dict[str, int]) -> None:
-        self.session = session
+        self.session, self._wires = session, wires
         session.hook.choose_wires(lambda name, num_dims: wires[name])
         self._sum = _C.FusedSum(session.hook)
+
+    def wire_of(self, name: str, parameter: torch.Tensor) -> int:
+        """The number of a parameter's wire."""
+        return self._wires[name]
 
     def all_reduce(self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float) -> None:
         """Replaces `tensor`, which has the gradients of `row`, one after another, by the sum × factor. Waits.

@@ -143,6 +143,11 @@ class Session:
         try:
             if problem is not None:
                 raise problem
+            if self.config.feedback is not None and self.config.feedback.unsharded:
+                raise ValueError(
+                    "fusedcomm: Feedback(unsharded=True) is for FSDP2, whose residuals are as a rule those of a rank's "
+                    "shard: leave it out"
+                )
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)
@@ -221,6 +226,11 @@ class Session:
         if self._is_watched:
             self._is_watched = False
             self.hook.unwatch()
+
+    @property
+    def host_names(self) -> list[str]:
+        """Each rank's."""
+        return self._host_names
 
     @property
     def ranks_per_host(self) -> int:

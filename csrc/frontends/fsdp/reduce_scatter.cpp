@@ -1,6 +1,8 @@
 #include "frontends/fsdp/reduce_scatter.h"
 
 #include <algorithm>
+#include <optional>
+#include <tuple>
 #include <utility>
 
 #include "gradients/bucket_record.h"
@@ -18,8 +20,17 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t 
   }
   const auto nbytes = static_cast<double>(row_numel_) * 4 * synchroniser_->engine().world_size();
   label_ = make_label(index_, names, nbytes);
-  for (const BucketLayout& layout : plan_of(1)->layouts) {
+  const std::shared_ptr<const BucketPlan> plan = plan_of(1);
+  for (const BucketLayout& layout : plan->layouts) {
     padding_numel_ = std::max({padding_numel_, layout.part.lossy_numel, layout.part.exact_numel});
+  }
+  residuals_.resize(plan->layouts.size());
+  const std::optional<ResidualFormat> feedback = synchroniser_->engine().config().feedback;
+  for (size_t i = 0; feedback && i < residuals_.size(); ++i) {
+    const BucketLayout& layout = plan->packed_rows[i];
+    if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
+    residuals_[i] = std::make_shared<ResidualBuffer>(layout, *feedback, plan->pack_scale, plan->reduce_scale, Place{},
+                                                     at::kCPU, /*of_first_only=*/true);
   }
 }
 
@@ -47,6 +58,71 @@ void ReduceScatter::for_pieces(size_t payload, bool exact, const BucketPlan& pla
     const bool is_in = exact ? payload == 0 && piece.wire == kExactWire : piece.wire == plan.wires[payload];
     if (is_in) use(offset, piece.numel);
     offset += piece.numel;
+  }
+}
+
+template <typename Use>
+void ReduceScatter::for_residuals(const Use& use) const {
+  for (size_t payload = 0; payload < residuals_.size(); ++payload) {
+    if (!residuals_[payload]) continue;
+    int64_t at = 0;
+    for (const RowPiece& piece : row_) {
+      if (piece.wire != plan_->wires[payload]) continue;
+      use(piece, payload, at);
+      at += piece.numel;
+    }
+  }
+}
+
+int64_t ReduceScatter::residual_nbytes() const {
+  int64_t nbytes = 0;
+  for (const auto& residual : residuals_) {
+    for (const at::Tensor& storage : residual ? residual->storages() : std::vector<at::Tensor>{}) {
+      nbytes += static_cast<int64_t>(storage.nbytes());
+    }
+  }
+  return nbytes;
+}
+
+std::map<std::string, at::Tensor> ReduceScatter::residuals() const {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> rows(residuals_.size());
+  std::map<std::string, at::Tensor> found;
+  for_residuals([&](const RowPiece& piece, size_t payload, int64_t at) {
+    if (!rows[payload].defined()) {
+      const BucketLayout& layout = plan_->packed_rows[payload];
+      rows[payload] = residuals_[payload]
+                          ->values(0, layout.lossy_numel)
+                          .view({layout.num_chunks, layout.num_parts, layout.part.lossy_numel})
+                          .transpose(0, 1)
+                          .reshape({layout.num_parts, -1});
+    }
+    found[piece.name] = rows[payload].narrow(1, at, piece.numel).clone();
+  });
+  return found;
+}
+
+void ReduceScatter::restore_residuals(const std::map<std::string, at::Tensor>& residuals) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> rows(residuals_.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (!residuals_[i]) continue;
+    const BucketLayout& layout = plan_->packed_rows[i];
+    rows[i] = at::zeros({layout.num_parts, layout.num_chunks * layout.part.lossy_numel}, at::kFloat);
+  }
+  for_residuals([&](const RowPiece& piece, size_t payload, int64_t at) {
+    const auto found = residuals.find(piece.name);
+    if (found == residuals.end()) return;
+    at::Tensor place = rows[payload].narrow(1, at, piece.numel);
+    TORCH_CHECK_VALUE(found->second.sizes() == place.sizes(), "fusedcomm: the residual of '", piece.name, "' is ",
+                      found->second.sizes(), ", and this rank's slices of it are ", place.sizes());
+    place.copy_(found->second);
+  });
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (!residuals_[i]) continue;
+    const BucketLayout& layout = plan_->packed_rows[i];
+    residuals_[i]->set_values(
+        rows[i].view({layout.num_parts, layout.num_chunks, layout.part.lossy_numel}).transpose(0, 1).reshape({-1}));
   }
 }
 
@@ -104,7 +180,7 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
   job->is_last = is_last_;
   job->grad_nbytes = static_cast<int64_t>(input.nbytes());
   job->step = num_calls_;
-  job->owner = std::make_shared<std::pair<at::Tensor, at::Tensor>>(output, input);
+  job->owner = std::make_shared<std::tuple<at::Tensor, at::Tensor, decltype(residuals_)>>(output, input, residuals_);
   for (size_t i = 0; i < plan->layouts.size(); ++i) {
     Payload payload;
     payload.streams.origin = input.data_ptr();
@@ -114,6 +190,7 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
     payload.unpacked->origin = output.data_ptr();
     payload.unpacked->lossy = unpacked(i, false, output, *plan);
     payload.unpacked->exact = unpacked(i, true, output, *plan);
+    if (residuals_[i]) payload.pack.residual = residuals_[i]->of_first();
     if (engine.config().stochastic) {
       payload.pack.stochastic = true;
       payload.pack.noise = {engine.config().seed, static_cast<uint32_t>(index_), num_calls_,

@@ -3,12 +3,14 @@
 //   input [rank 0's row | rank 1's row | …] ──► pack, a part for each rank ──► all-to-all ──► decode and add in fp32
 //     ──► output, in its own dtype
 //
-// A row consists of a slice of each of the module's parameters.
+// A row consists of a slice of each of the module's parameters. With error feedback pack keeps a residual of all rows,
+// as large as the input.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,6 +37,18 @@ class ReduceScatter {
   int64_t sent_nbytes() { return fusedcomm::sent_nbytes(*plan_of(1)); }
   // Elements of zeros that must follow the input in its memory.
   int64_t padding_numel() const { return padding_numel_; }
+  // Of this rank's residuals; 0 without error feedback.
+  int64_t residual_nbytes() const;
+
+  // Error feedback: this rank's residuals by parameter name, fp32 [world_size, numel of its piece], in the unit of the
+  // input. Parameters that are sent exactly are missing. Call these two when no call is under way.
+  std::map<std::string, at::Tensor> residuals() const;
+  // Replaces all residuals; a parameter that is not named has none afterwards. Throws ValueError if a size differs.
+  void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
+
+  // Calls so far, which number the noise of stochastic rounding.
+  uint32_t num_calls() const { return num_calls_; }
+  void set_num_calls(uint32_t num_calls) { num_calls_ = num_calls; }
 
   // Writes the sum of the ranks' rows × factor to output, and returns at once. input: [world_size × row_numel()], with
   // zeros behind it, float32, bfloat16 or float16. output: [row_numel()], of any of these dtypes. Both are contiguous,
@@ -48,6 +62,9 @@ class ReduceScatter {
   SliceList unpacked(size_t payload, bool exact, const at::Tensor& output, const BucketPlan& plan) const;
   template <typename Use>
   void for_pieces(size_t payload, bool exact, const BucketPlan& plan, const Use& use) const;
+  // Calls use(piece, payload, offset in the payload's row) for the pieces that have a residual.
+  template <typename Use>
+  void for_residuals(const Use& use) const;
 
   const std::shared_ptr<Synchroniser> synchroniser_;
   const size_t index_;
@@ -57,7 +74,9 @@ class ReduceScatter {
   std::shared_ptr<const BucketLabel> label_;
   double factor_ = 1;                       // of plan_
   std::shared_ptr<const BucketPlan> plan_;  // of the last call
-  uint32_t num_calls_ = 0;                  // numbers the noise
+  // One for each payload of any plan_, whose layouts do not depend on the factor; null if none is kept.
+  std::vector<std::shared_ptr<ResidualBuffer>> residuals_;
+  uint32_t num_calls_ = 0;
 };
 
 }  // namespace fusedcomm

@@ -1,0 +1,99 @@
+"""The state of an attachment to an FSDP2 model: what error feedback has left out so far, as DTensors.
+
+A parameter's residual in the state is the mean over ranks of what they have left out, in the unit of their gradients.
+It is a DTensor with the parameter's mesh and placements, so torch's distributed checkpointing can save it, and load it
+on another number of ranks. Every rank then gets the whole mean as its residual, so the mean of the gradients contains
+what the residuals held before.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedcomm.fsdp.comm import FusedReduceScatter
+
+VERSION = 1
+
+
+def state_dict(comms: list[FusedReduceScatter]) -> dict[str, Any]:
+    """See :meth:`fusedcomm.fsdp.handle.FsdpHandle.state_dict`. A collective call."""
+    return {
+        "version": VERSION,
+        "calls": {comm.sharded.name or "(model)": comm.num_calls for comm in comms},
+        "residuals": {
+            parameter.name: parameter.dtensor(_mean(comm, parameter.name))
+            for comm in comms
+            for parameter in comm.with_residuals()
+        },
+    }
+
+
+def load_state_dict(comms: list[FusedReduceScatter], state: dict[str, Any]) -> None:
+    """See :meth:`fusedcomm.fsdp.handle.FsdpHandle.load_state_dict`. A collective call."""
+    _check(comms, state)
+    residuals = state["residuals"]
+    for comm in comms:
+        comm.num_calls = state["calls"][comm.sharded.name or "(model)"]
+        own = {p.name: p.row(residuals[p.name]) for p in comm.with_residuals()}
+        if not own:
+            continue
+        if comm.keeps_row_residuals:
+            group = comm.sharded.process_group
+            comm.restore({name: _rows(row, group) for name, row in own.items()}, {})
+        else:
+            comm.restore({}, own)
+
+
+def _mean(comm: FusedReduceScatter, name: str) -> torch.Tensor:
+    """This rank's slice of the mean over ranks of a parameter's residuals: fp32 [row_numel]."""
+    rows, sums = comm.row_residual(name), comm.sum_residual(name)
+    if rows is None:
+        mean = sums
+    else:
+        group = comm.sharded.process_group
+        mean = torch.empty(rows.shape[1])
+        dist.reduce_scatter_tensor(mean, rows.flatten(), group=group)
+        mean /= group.size()
+        if sums is not None:
+            mean += sums
+    replicas = comm.sharded.replicas
+    if replicas is not None and replicas.size() > 1:
+        dist.all_reduce(mean, group=replicas)
+        mean /= replicas.size()
+    return mean
+
+
+def _rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The slices of all ranks: fp32 [world_size, row_numel]."""
+    rows = torch.empty(group.size(), row.numel())
+    dist.all_gather_into_tensor(rows.flatten(), row, group=group)
+    return rows
+
+
+def _check(comms: list[FusedReduceScatter], state: dict[str, Any]) -> None:
+    """Raises ValueError if `state` is not of this model and configuration."""
+    missing = {"version", "calls", "residuals"} - state.keys()
+    if missing:
+        raise ValueError(f"fusedcomm: this state has no {sorted(missing)}: give what state_dict() has returned")
+    if state["version"] != VERSION:
+        raise ValueError(f"fusedcomm: this state has version {state['version']}, and this is for version {VERSION}")
+    names = {comm.sharded.name or "(model)" for comm in comms}
+    if names != state["calls"].keys():
+        different = sorted(names ^ state["calls"].keys())
+        raise ValueError(
+            f"fusedcomm: this state is of another model, or sharded differently: see module {different[0]}"
+        )
+    shapes = {p.name: p.tensor.shape for comm in comms for p in comm.with_residuals()}
+    if shapes.keys() != state["residuals"].keys():
+        different = sorted(shapes.keys() ^ state["residuals"].keys())
+        raise ValueError(
+            f"fusedcomm: the state has residuals of {len(state['residuals'])} parameters, and this attachment keeps "
+            f"{len(shapes)}, see {different[0]}: use the Config(feedback=…, wires=…) of the run that saved it"
+        )
+    for name, shape in shapes.items():
+        found = state["residuals"][name]
+        if not isinstance(found, torch.Tensor) or found.shape != shape:
+            raise ValueError(
+                f"fusedcomm: the state's residual of {name} is {getattr(found, 'shape', found)}, not {shape}"
+            )

@@ -1,0 +1,324 @@
+"""Error feedback of FSDP2's sums, its state through distributed checkpointing, verification, and wires by level."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import fusedcomm
+from fusedcomm.config import Checks, Chunks, Config, Feedback, Rounding, TwoLevels
+
+UNSHARDED = Feedback(unsharded=True)
+
+
+class Layers(nn.Module):
+    """Weights whose gradients are given, of sizes that no number of ranks divides. Each sum is large enough to have
+    codes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(37, 41)
+        self.second = nn.Linear(41, 257, bias=False)
+
+    def forward(self, gradients):
+        return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
+
+
+def mesh_of(shape):
+    names = ("replica", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def made(kind, world_size):
+    torch.manual_seed(0)
+    model = Layers()
+    if kind == "replicate":
+        replicate(model, mesh=mesh_of((world_size,)))
+    elif kind == "hsdp":
+        fully_shard(model, mesh=mesh_of((world_size // 2, 2)))
+    elif kind == "Shard(1)":
+        model.first, model.second = nn.Linear(32, 48, bias=False), nn.Linear(64, 40, bias=False)
+        fully_shard(model, shard_placement_fn=lambda parameter: Shard(1))
+    else:
+        fully_shard(model)
+    return model
+
+
+def gradients_of(model, rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+
+
+def reduced(model, gradients):
+    for p in model.parameters():
+        p.grad = None
+    model(gradients).backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone() for p in model.parameters()]
+
+
+def means_of(model, step, world_size):
+    of_ranks = [gradients_of(model, rank, step) for rank in range(world_size)]
+    return [torch.stack(each).double().mean(0) for each in zip(*of_ranks, strict=True)]
+
+
+def total(state):
+    return {name: values.full_tensor().double() for name, values in state["residuals"].items()}
+
+
+def run_of(model, rank, world_size, steps):
+    """The sums over steps of what was given and of what came back."""
+    given, got = None, None
+    for step in steps:
+        back = [each.double() for each in reduced(model, gradients_of(model, rank, step))]
+        mean = means_of(model, step, world_size)
+        given = mean if given is None else [a + b for a, b in zip(given, mean, strict=True)]
+        got = back if got is None else [a + b for a, b in zip(got, back, strict=True)]
+    return given, got
+
+
+def nothing_is_lost(rank, world_size, kind, config):
+    model = made(kind, world_size)
+    comm = fusedcomm.attach(model, config, quiet=True)
+    empty = total(comm.state_dict())
+    assert all((values == 0).all() for values in empty.values())
+    given, got = run_of(model, rank, world_size, range(6))
+    left = total(comm.state_dict())
+    assert left.keys() == empty.keys()
+    exact = 0
+    for (name, _), want, have in zip(model.named_parameters(), given, got, strict=True):
+        if name not in left:
+            exact += 1
+            torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+            continue
+        assert left[name].shape == want.shape and (left[name] != 0).any()
+        assert (have - want).norm() / want.norm() > 1e-4
+        torch.testing.assert_close(have + left[name], want, rtol=1e-5, atol=2e-5)
+    assert exact == sum(p.ndim < 2 for p in model.parameters())
+    comm.detach()
+    return len(left)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "world_size"),
+    [
+        ("sharded", Config("int8", feedback=UNSHARDED), 2),
+        ("sharded", Config("int4", feedback=UNSHARDED, chunks=Chunks(4096)), 4),
+        ("sharded", Config("int8", feedback=UNSHARDED, wires={"second.*": "bf16"}), 3),
+        ("Shard(1)", Config("int4", feedback=UNSHARDED), 2),
+        ("hsdp", Config("int8", feedback=Feedback()), 2),  # (1, 2)
+        ("hsdp", Config("int4", feedback=UNSHARDED), 4),
+        ("replicate", Config("int8", feedback=Feedback()), 2),
+        ("replicate", Config("int4", feedback=Feedback()), 4),
+    ],
+)
+def test_what_rounding_leaves_out_comes_later(ranks, kind, config, world_size):
+    if kind == "hsdp" and world_size == 2:
+        config = dataclasses.replace(config, feedback=UNSHARDED)  # one replica: no all-reduce
+    ranks.run(nothing_is_lost, kind, config, world_size=world_size)
+
+
+def sums_only(rank, world_size):
+    """HSDP without residuals of the unsharded size: only the all-reduce has feedback."""
+    model = made("hsdp", world_size)
+    comm = fusedcomm.attach(model, Config("int8", feedback=Feedback()), quiet=True)
+    assert comm.plan().residual_nbytes == 0 and "error feedback" not in str(comm.plan())
+    run_of(model, rank, world_size, range(3))
+    left = total(comm.state_dict())
+    assert left.keys() == {"first.weight", "second.weight"}
+    comm.detach()
+
+
+def test_hsdp_keeps_residuals_of_its_shard_alone(ranks):
+    ranks.run(sums_only, world_size=4)
+
+
+def saved(rank, world_size, kind, config, path):
+    model = made(kind, world_size)
+    comm = fusedcomm.attach(model, config, quiet=True)
+    run_of(model, rank, world_size, range(5))
+    dcp.save({"comm": comm}, checkpoint_id=path)
+    state = total(comm.state_dict())
+    comm.detach()
+    return state
+
+
+def loaded(rank, world_size, kind, config, path, expected):
+    model = made(kind, world_size)
+    comm = fusedcomm.attach(model, config, quiet=True)
+    dcp.load({"comm": comm}, checkpoint_id=path)
+    state = comm.state_dict()
+    assert set(state["calls"].values()) == {5}
+    found = total(state)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
+    # The next mean has it, but for what is left out now.
+    given, got = run_of(model, rank, world_size, [9])
+    left = total(comm.state_dict())
+    for (name, _), want, have in zip(model.named_parameters(), given, got, strict=True):
+        if name in left:
+            torch.testing.assert_close(have + left[name], want + expected[name], rtol=1e-4, atol=2e-5)
+    comm.detach()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("sharded", 2)), (("hsdp", 4), ("sharded", 2))],
+    ids=str,
+)
+def test_the_state_is_loaded_on_another_number_of_ranks(ranks, tmp_path, before, after):
+    config = Config("int8", feedback=UNSHARDED)
+    path = str(tmp_path / "checkpoint")
+    (expected, *others) = ranks.run(saved, before[0], config, path, world_size=before[1])
+    for other in others:
+        for name, values in other.items():
+            assert (values == expected[name]).all()
+    ranks.run(loaded, after[0], config, path, expected, world_size=after[1])
+
+
+def without_feedback(rank, world_size):
+    config = Config("int4", rounding=Rounding("stochastic", seed=3))
+    model = made("sharded", world_size)
+    comm = fusedcomm.attach(model, config, quiet=True)
+    run_of(model, rank, world_size, range(3))
+    state = comm.state_dict()
+    assert state["residuals"] == {}
+    want = reduced(model, gradients_of(model, rank, 3))
+    comm.detach()
+    other = made("sharded", world_size)
+    comm = fusedcomm.attach(other, config, quiet=True)
+    comm.load_state_dict(state)
+    got = reduced(other, gradients_of(other, rank, 3))
+    assert all((a == b).all() for a, b in zip(want, got, strict=True))
+    comm.detach()
+
+
+def test_random_roundings_go_on_where_they_were(ranks):
+    ranks.run(without_feedback, world_size=2)
+
+
+def frozen_and_thawed(rank, world_size):
+    model = made("sharded", world_size)
+    comm = fusedcomm.attach(model, Config("int8", feedback=UNSHARDED), quiet=True)
+    run_of(model, rank, world_size, range(2))
+    before = total(comm.state_dict())
+    model.second.weight.requires_grad_(False)
+    for p in model.parameters():
+        p.grad = None
+    gradients = gradients_of(model, rank, 2)
+    model(gradients).backward()
+    between = total(comm.state_dict())
+    assert (between["second.weight"] == before["second.weight"]).all()
+    assert (between["first.weight"] != before["first.weight"]).any()
+    model.second.weight.requires_grad_(True)
+    given, got = run_of(model, rank, world_size, [3])
+    left = total(comm.state_dict())
+    for (name, _), want, have in zip(model.named_parameters(), given, got, strict=True):
+        if name in left:
+            torch.testing.assert_close(have + left[name], want + between[name], rtol=1e-5, atol=2e-5)
+    comm.detach()
+
+
+def test_a_frozen_parameter_keeps_its_residual(ranks):
+    ranks.run(frozen_and_thawed, world_size=2)
+
+
+def refusals(rank, world_size):
+    model = made("sharded", world_size)
+    cases = [
+        (Config("int8", feedback=Feedback()), "Feedback(unsharded=True) if there is memory"),
+        (Config("int8", "two-shot", hosts=2), "A mesh of two dimensions"),
+    ]
+    for config, text in cases:
+        with pytest.raises(ValueError, match="fusedcomm: ") as error:
+            fusedcomm.attach(model, config, quiet=True)
+        assert text in str(error.value) or "sum=" in str(error.value)
+    whole = made("replicate", world_size)
+    with pytest.raises(ValueError, match="needs a reduce-scatter"):
+        fusedcomm.attach(whole, Config("int8", feedback=UNSHARDED), quiet=True)
+    comm = fusedcomm.attach(model, Config("int8", feedback=UNSHARDED), quiet=True)
+    nbytes = 4 * world_size * (-(-41 // world_size) * 37 + -(-257 // world_size) * 41)
+    assert nbytes <= comm.plan().residual_nbytes < 1.5 * nbytes
+    assert "each rank keeps" in str(comm.plan())
+    state = comm.state_dict()
+    comm.detach()
+    comm = fusedcomm.attach(model, wire="int8", quiet=True)
+    with pytest.raises(ValueError, match="use the Config"):
+        comm.load_state_dict(state)
+    with pytest.raises(ValueError, match="has no"):
+        comm.load_state_dict({})
+    comm.detach()
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="is for FSDP2"):
+        fusedcomm.attach(ddp, Config("int8", feedback=UNSHARDED), quiet=True)
+
+
+def test_refusals_of_feedback(ranks):
+    ranks.run(refusals, world_size=2)
+
+
+def verified(rank, world_size, kind, wire):
+    model = made(kind, world_size)
+    comm = fusedcomm.attach(model, Config(wire, checks=Checks(verify_every=2)), quiet=True)
+    run_of(model, rank, world_size, range(5))
+    found = comm.stats().verified
+    comm.detach()
+    return [(each.step, each.bucket, each.relative_error) for each in found]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "hsdp", "replicate"])
+def test_verified_results(ranks, kind):
+    first, *others = ranks.run(verified, kind, "int8", world_size=4)
+    assert [(step, module) for step, module, _ in first] == [(0, "(model)"), (2, "(model)"), (4, "(model)")]
+    assert all(1e-4 < error < 0.02 for _, _, error in first)
+    if kind != "hsdp":  # there each copy has its own
+        assert all(other == first for other in others)
+    exact, *_ = ranks.run(verified, kind, "fp32", world_size=4)
+    assert all(error < 1e-6 for *_, error in exact)
+
+
+def by_level(rank, world_size, hosts):
+    model = made("hsdp", world_size)
+    comm = fusedcomm.attach(model, Config("int4", hosts=hosts), quiet=True)
+    plan = comm.plan()
+    assert (plan.wire, plan.wire_of_replicas) == ("bf16", "int4")
+    assert "reduce-scatters in bf16 over 2 ranks and all-reduces in int4 over 2 replicas" in str(plan)
+    given, got = run_of(model, rank, world_size, [0])
+    comm.detach()
+    model = made("hsdp", world_size)
+    comm = fusedcomm.attach(model, Config("int4"), quiet=True)
+    assert comm.plan().wire == "int4"
+    _, in_int4 = run_of(model, rank, world_size, [0])
+    comm.detach()
+
+    def error(result):
+        return max(((have - want).norm() / want.norm()).item() for have, want in zip(result, given, strict=True))
+
+    # Two roundings to int4 instead of three.
+    assert 0.02 < error(got) < 0.95 * error(in_int4), (error(got), error(in_int4))
+
+
+@pytest.mark.parametrize("hosts", [2, TwoLevels([[0, 1], [2, 3]]), TwoLevels(2, local_wire="bf16")], ids=str)
+def test_hsdp_has_one_wire_within_hosts_and_another_between_them(ranks, hosts):
+    ranks.run(by_level, hosts, world_size=4)
+
+
+def misfits(rank, world_size):
+    model = made("hsdp", world_size)
+    for hosts, text in (
+        ([[0, 2], [1, 3]], "does not fit the mesh"),
+        (TwoLevels("auto"), "needs replicas on different hosts"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fusedcomm.attach(model, Config("int4", hosts=hosts), quiet=True)
+        dist.barrier()
+
+
+def test_hosts_that_are_not_the_meshs(ranks):
+    ranks.run(misfits, world_size=4)
