@@ -37,8 +37,14 @@ LOST = {
 }
 """Tests that pass with torch's own reduce-scatter and cannot pass with another, and why."""
 
+LOST_ON_4 = {
+    "test_compute_dtype": "adds in 16 bits to have the numbers to compare with, where fusedcomm adds in 32: of two "
+    "ranks that is the same, of four it is not",
+}
+"""The same, but only on four ranks."""
+
 _ON_CPU = [
-    (r"(?m)^ *@(skip_if_lt_x_gpu|requires_multicast_support)\b.*\n", ""),
+    (r"(?m)^ *@(skip_if_lt_x_gpu|requires_nccl_version|requires_multicast_support)\b.*\n", ""),
     (r"(?m)^ *@unittest\.skipIf\(not TEST_(CUDA|XPU)\b.*\n", ""),
     (r"\.cuda\(\)", ""),
     (r"torch\.cuda\.", "torch.cpu."),
@@ -161,7 +167,8 @@ def run(rank: int, world_size: int, full_name: str, is_attached: bool) -> tuple[
         cls = getattr(_module(stem), kind)
         case = type(kind, (cls,), {"world_size": property(lambda self: world_size)})(name)
         case.run(result)
-    for _, text in [*result.errors, *result.failures]:
+    # Failures first: where a part of a test fails on some ranks alone, others wait in vain and raise.
+    for _, text in [*result.failures, *result.errors]:
         return f"failed: {text}", said
     return (f"skipped: {result.skipped[0][1]}" if result.skipped else "passed"), said
 
