@@ -54,6 +54,8 @@ def attach(
             an NCCL group;
             a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu
             over a gloo group: every such module's reduce-scatter, and the all-reduce of replicas;
+            a module given to the older ``replicate`` of torch.distributed._composable, which makes a
+            DistributedDataParallel inside, if need be now: parameters are named by their numbers in it;
             what ``torch.compile`` or Lightning Fabric has made of one of these.
         config: how gradients are sent: a :class:`fusedcomm.Config`, or, for DDP, a :class:`fusedcomm.Auto`, which
             searches for the fastest way in the first steps. None: ``Config()``.
@@ -92,7 +94,29 @@ def attach(
             "fusedcomm.attach takes FSDP2, and this is FullyShardedDataParallel, which is FSDP1: use "
             "torch.distributed.fsdp.fully_shard(model) in its place"
         )
-    return attach_ddp(model, config, wire=wire, local=local, quiet=quiet)
+    return attach_ddp(_ddp_of(model), config, wire=wire, local=local, quiet=quiet)
+
+
+def _ddp_of(model: nn.Module) -> nn.Module:
+    """The DistributedDataParallel that the older ``replicate`` keeps beside `model`; `model` if there is none.
+
+    Raises TypeError if modules inside `model` were given to ``replicate``, and `model` was not.
+    """
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(model, nn.Module):
+        return model
+    if isinstance(model, composable.DDP):
+        state = composable.replicate.state(model)
+        if not state.has_initialized:
+            state.lazy_init()
+        return state._ddp
+    inside = [name for name, module in model.named_modules() if isinstance(module, composable.DDP)]
+    if inside:
+        raise TypeError(
+            f"fusedcomm: {', '.join(inside)} of this model {'was' if len(inside) == 1 else 'were'} given to "
+            "replicate() each by itself: call attach on each of these modules"
+        )
+    return model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

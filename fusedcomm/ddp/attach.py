@@ -161,7 +161,7 @@ def _check_module(ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
             f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
-            "ddp = DistributedDataParallel(model)"
+            "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
         )
     if ddp in handles:
         raise RuntimeError(

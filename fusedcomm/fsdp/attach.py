@@ -36,7 +36,7 @@ def attach_fsdp(
     chosen = given(config, wire)
     refuse_options(chosen)
     local, quiet = local_options(local), quiet or env.quiet()
-    sharded = sharded_modules(model)
+    sharded, problem = sharded_modules(model)
     if not sharded:
         raise TypeError(
             "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
@@ -48,20 +48,20 @@ def attach_fsdp(
             f"fusedcomm: this model is on {device}, and FSDP2 is supported on cpu only: leave attach() out, or use DDP"
         )
     group, replicas = (
-        _only("sharded", [each.process_group for each in sharded]),
-        _only("replicated", [each.replicas for each in sharded]),
+        _only("sharded", [each.process_group for each in sharded], problem),
+        _only("replicated", [each.replicas for each in sharded], problem),
     )
     named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
-    problem = None
     try:
         chosen.check_patterns(named)
-    except ValueError as error:  # perhaps on this rank alone: the session tells the others
-        problem = error
+    except ValueError as error:
+        problem = problem or error
     # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
     also_agree = {
         "fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters],
         "levels": repr(chosen),  # the two sums below have configurations of their own
     }
+    # Perhaps the problem is on this rank alone: the session tells the others.
     options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
     sums = sums_of(chosen, group, replicas)
     rows, between = None, None
@@ -71,7 +71,7 @@ def attach_fsdp(
         wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
         between = ReplicaSums(Session(sums.replicas, replicas, None, local, device, **options), wires)
     if rows is None and between is None:
-        raise ValueError(
+        raise problem or ValueError(
             "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
         )
     check_names(chosen, rows, None if between is None else between.session)
@@ -91,10 +91,10 @@ def attach_fsdp(
     return handle
 
 
-def _only(how: str, groups: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
-    """The modules' one process group. Raises ValueError if they have several."""
+def _only(how: str, groups: list[dist.ProcessGroup | None], problem: ValueError | None) -> dist.ProcessGroup | None:
+    """The modules' one process group. Raises `problem`, or else a ValueError, if they have several."""
     if len({id(group) for group in groups}) > 1:
-        raise ValueError(
+        raise problem or ValueError(
             f"fusedcomm: the modules of this model are {how} over different meshes: call attach on the modules of each "
             "mesh by themselves"
         )

@@ -20,16 +20,24 @@ WireOf = Callable[[str, torch.Tensor], int]
 
 
 class Pending:
-    """The reduce-scatters under way whose outputs nobody reads before the backward pass ends."""
+    """The reduce-scatters under way whose outputs nobody reads before the backward pass ends.
+
+    Each keeps its input, which is a module's whole gradient. There are at most MAX_UNDER_WAY, so that a slow network
+    does not fill the memory with gradients that FSDP2 would have freed. Two keep the network busy.
+    """
+
+    MAX_UNDER_WAY = 2
 
     def __init__(self) -> None:
         self._futures: list[torch.futures.Future] = []
 
     def add(self, future: torch.futures.Future) -> None:
         """Call it within a backward pass, which then returns when the future is done."""
-        if not self._futures:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        # Each time: of an earlier pass that failed, futures may be left, and its callback has not run.
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._futures.append(future)
+        while len(self._futures) > self.MAX_UNDER_WAY:
+            self._futures.pop(0).wait()
 
     def finish(self) -> None:
         """Waits. Raises the first error."""

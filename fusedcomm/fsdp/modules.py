@@ -107,16 +107,12 @@ class ShardedParameter:
         return row
 
 
-def sharded_modules(model: nn.Module) -> list[Sharded]:
-    """The model's modules with a parameter group, in the order of model.modules().
-
-    Raises:
-        ValueError: a module has parameter groups on several meshes, or its reduce-scatter has been replaced already.
-    """
-    found = []
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), name)
+def sharded_modules(model: nn.Module) -> tuple[list[Sharded], ValueError | None]:
+    """The model's modules with a parameter group, in the order of model.modules(), and why one's reduce-scatter cannot
+    be replaced: it has parameter groups on several meshes, or its reduce-scatter has been replaced already."""
+    found: list[Sharded] = []
+    problem = None
+    modules = {id(module): (index, name) for index, (name, module) in enumerate(model.named_modules())}
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -125,18 +121,31 @@ def sharded_modules(model: nn.Module) -> list[Sharded]:
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
         if len(groups) > 1:
-            raise ValueError(
+            problem = problem or ValueError(
                 f"fusedcomm: {name or 'the model'} has {len(groups)} parameter groups, on meshes of their own, and "
                 "torch allows no other reduce-scatter there: call fully_shard on the modules of each mesh alone"
             )
         for group in groups:
-            parameters = tuple(ShardedParameter(names[id(each.sharded_param)], each) for each in group.fsdp_params)
+            parameters = tuple(ShardedParameter(_name_of(each, modules), each) for each in group.fsdp_params)
             sharded = Sharded(module, name, group, parameters)
             if sharded.has_own_comm:
-                raise ValueError(
+                problem = problem or ValueError(
                     f"fusedcomm: the reduce-scatter of {name or 'the model'} is "
                     f"{type(group._reduce_scatter_comm).__name__} already: call detach() on the handle that attached "
                     "it, or attach before set_custom_reduce_scatter()"
                 )
             found.append(sharded)
-    return found
+    return found, problem
+
+
+def _name_of(native: Any, modules: dict[int, tuple[int, str]]) -> str:
+    """A parameter's name in the model, of a tied one the first. After a forward pass a module may still have the whole
+    parameters, so they are not looked for among the model's.
+
+    modules: number and name by id.
+    """
+    info = native._module_info
+    owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    known = [(*modules[id(module)], name) for module, name in owners if id(module) in modules]
+    _, owner, own = min(known, default=(0, "", info.param_name))
+    return f"{owner}.{own}" if owner else own

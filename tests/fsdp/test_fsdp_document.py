@@ -20,4 +20,6 @@ def test_the_documents_script_runs_on_two_ranks(tmp_path):
     environment = {**os.environ, "PYTHONPATH": python_path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("reduce-scatters over 2 ranks") == 3  # the report at attach, and the plan of each rank
+    assert (
+        run.stdout.count("reduce-scatters in int8 over 2 ranks") == 3
+    )  # the report at attach, and the plan of each rank

@@ -1,9 +1,17 @@
 """What attach() refuses to do with FSDP2, and what it says."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fusedcomm
 
@@ -20,8 +28,8 @@ def _options(rank, world_size):
         ({"config": fusedcomm.Auto()}, "one wire from the start"),
         ({"wire": "off"}, "leave attach"),
         ({"config": fusedcomm.Config("int8", sum="one-shot")}, "sum='one-shot' is not possible with FSDP2"),
-        ({"config": fusedcomm.Config("int8", feedback=fusedcomm.Feedback())}, "4 bytes an element"),
-        ({"config": fusedcomm.Config("int8", checks=fusedcomm.Checks(verify_every=2))}, "checks"),
+        ({"config": fusedcomm.Config("int8", feedback=fusedcomm.Feedback())}, r"Feedback\(unsharded=True\)"),
+        ({"config": fusedcomm.Config("int8", checks=fusedcomm.Checks(measure_every=2))}, "checks"),
         ({"config": fusedcomm.Config("int8", hosts=2)}, "one level"),
         ({"config": fusedcomm.Config("int8", wires={"no.such.*": "bf16"})}, "no.such"),
     ]:
@@ -73,3 +81,160 @@ def _float64(rank, world_size):
 
 def test_float64_is_left_to_torch_and_said_once(ranks):
     assert ranks.run(_float64, world_size=2) == [3.0, 3.0]
+
+
+def _raised(attach, *args, **options) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError, AssertionError)) as caught:
+        attach(*args, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def _meshes(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    apart = _plain()
+    fully_shard(apart[0], mesh=mesh["a"])
+    fully_shard(apart[1], mesh=mesh["b"])
+    biases = FSDPMeshInfo(mesh["b"], 0)
+    several = fully_shard(
+        _plain(),
+        mesh=mesh["a"],
+        shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), biases) if p.ndim == 1 else Shard(0),
+    )
+    return _raised(fusedcomm.attach, apart, wire="bf16"), _raised(fusedcomm.attach, several, wire="bf16")
+
+
+def test_parameters_on_several_meshes_are_refused(ranks):
+    for apart, several in ranks.run(_meshes, world_size=4):
+        assert apart.startswith("ValueError: fusedcomm: the modules of this model are sharded over different meshes")
+        assert several.startswith("ValueError: fusedcomm: the model has 2 parameter groups, on meshes of their own")
+
+
+def _own_comm(rank, world_size, rank_with):
+    model = _model()
+    if rank_with in (rank, "all"):
+        model.set_custom_reduce_scatter(ProcessGroupAllocReduceScatter(dist.group.WORLD))
+    return _raised(fusedcomm.attach, model, wire="bf16")
+
+
+@pytest.mark.parametrize("rank_with", ["all", 0, 1])
+def test_a_reduce_scatter_of_ones_own_is_refused_on_every_rank(ranks, rank_with):
+    for text in ranks.run(_own_comm, rank_with, world_size=2):
+        assert "the reduce-scatter of the model is ProcessGroupAllocReduceScatter already" in text
+
+
+def _before_fully_shard(rank, world_size):
+    return _raised(fusedcomm.attach, _plain(), wire="bf16")
+
+
+def test_attach_before_fully_shard_says_what_comes_first(ranks):
+    for text in ranks.run(_before_fully_shard, world_size=2):
+        assert text.startswith("TypeError") and text.endswith(
+            "or shard it with torch.distributed.fsdp.fully_shard(model)"
+        )
+
+
+def _backward(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(rank)
+    model(torch.randn(2, 8)).sum().backward()
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+def _late(rank, world_size, when):
+    model = _model()
+    want = _backward(model, rank)
+    model.zero_grad()
+    torch.manual_seed(rank)
+    x = torch.randn(2, 8)
+    if when == "after evaluation":
+        with torch.no_grad():
+            model(x)  # the model keeps the whole parameters
+    loss = model(x).sum() if when == "in mid-step" else None
+    with fusedcomm.attach(model, wire="fp32") as comm:
+        (loss if loss is not None else model(x).sum()).backward()
+        got = [parameter.grad.to_local() for parameter in model.parameters()]
+        return all(map(torch.equal, want, got)), comm.stats().buckets, comm.plan().rows[0].num_parameters
+
+
+@pytest.mark.parametrize("when", ["after a step", "after evaluation", "in mid-step"])
+def test_attach_after_forward_passes_works(ranks, when):
+    assert ranks.run(_late, when, world_size=2) == [(True, 1, 4)] * 2
+
+
+def _beside_tensor_parallel(rank, world_size):
+    mesh, gradients = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    for is_ours in (False, True):
+        model = parallelize_module(_plain(), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        comm = fusedcomm.attach(model, wire="fp32") if is_ours else None
+        gradients.append(_backward(model, mesh["dp"].get_local_rank()))
+    num_shards = comm.plan().num_shards
+    comm.detach()
+    return all(map(torch.equal, *gradients)), num_shards
+
+
+def test_only_the_data_parallel_dimension_is_reduced(ranks):
+    assert ranks.run(_beside_tensor_parallel, world_size=4) == [(True, 2)] * 4
+
+
+def _copied(rank, world_size):
+    model = _model()
+    with fusedcomm.attach(model, wire="fp32") as comm:
+        texts = [_raised(copy.deepcopy, model), _raised(copy.deepcopy, comm)]
+        _backward(model, rank)
+        return texts, comm.stats().buckets
+
+
+def test_a_copy_is_refused_by_torch_and_the_attachment_goes_on(ranks):
+    for texts, num_buckets in ranks.run(_copied, world_size=2):
+        assert num_buckets == 1
+        assert all(text.startswith("AssertionError: FSDP does not support deepcopy") for text in texts)
+
+
+def _too_large(rank, world_size, wire, is_half):
+    """Every rank's gradient of a bias is 60000, and their sum 120000, which fp16 does not hold."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16 if is_half else None)
+    model = fully_shard(nn.Linear(2, 2), mp_policy=policy)
+    model.set_gradient_divide_factor(1.0)
+    with fusedcomm.attach(model, wire=wire):
+        (model(torch.zeros(1, 2)) * 60000).sum().backward()
+    return model.bias.grad.to_local().item()
+
+
+@pytest.mark.parametrize(("wire", "is_half", "want"), [("fp16", False, 120000), ("bf16", True, torch.inf)])
+def test_sums_overflow_only_where_the_output_does(ranks, wire, is_half, want):
+    assert ranks.run(_too_large, wire, is_half, world_size=2) == [want] * 2
+
+
+def _beyond_the_wire(rank, world_size):
+    model = fully_shard(nn.Linear(2, 2))
+    with fusedcomm.attach(model, wire="fp16"):
+        (model(torch.zeros(1, 2)) * 1e5).sum().backward()
+    return model.bias.grad.to_local().item()
+
+
+def test_a_gradient_beyond_fp16_is_infinite_as_with_ddp(ranks):
+    assert ranks.run(_beyond_the_wire, world_size=2) == [torch.inf] * 2
+
+
+def _early_optimizer(rank, world_size):
+    model = _plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fully_shard(model)
+    with fusedcomm.attach(model, wire="fp32"):
+        gradients = _backward(model, rank)
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        optimizer.step()
+        after = [parameter.to_local() for parameter in model.parameters()]
+    is_blind = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+    return all(map(torch.equal, before, after)), is_blind, len(gradients)
+
+
+def test_an_optimizer_made_before_fully_shard_has_no_gradients(ranks):
+    """It has the parameters that fully_shard replaced, with fusedcomm as without: nothing hangs, nothing is stepped."""
+    assert ranks.run(_early_optimizer, world_size=2) == [(True, True, 4)] * 2

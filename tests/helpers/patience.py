@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from pathlib import Path
 
 HANG_S = 600
 """Seconds after which a wait counts as a hang. Only a failing test waits this long."""
@@ -34,3 +35,10 @@ def slowness() -> float:
 def patient(seconds: float) -> int:
     """For tests of time limits: `seconds` times slowness(), rounded up to whole seconds."""
     return math.ceil(seconds * slowness())
+
+
+def wait_for_words(words: str, log: Path) -> None:
+    """Waits until the file `log` contains `words`, for at most HANG_S."""
+    until = time.monotonic() + HANG_S
+    while not (log.exists() and words in log.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronise
 from on_hosts import needs_hosts, printed_by
-from patience import HANG_S, patient
+from patience import patient, wait_for_words
 from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,13 +73,6 @@ def late_for_the_end_of_a_trial(rank, world_size, folder):
             wait_for_words("rank 1", folder / "0.log")
         synchronise(ddp, gradients)
     return log.read_text()
-
-
-def wait_for_words(words, log):
-    """Waits until the file `log` contains `words`, for at most HANG_S."""
-    until = time.monotonic() + HANG_S
-    while not (log.exists() and words in log.read_text()) and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def test_a_rank_that_is_late_for_the_end_of_a_trial_is_named(ranks, tmp_path):

@@ -21,8 +21,14 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t 
   const auto nbytes = static_cast<double>(row_numel_) * 4 * synchroniser_->engine().world_size();
   label_ = make_label(index_, names, nbytes);
   const std::shared_ptr<const BucketPlan> plan = plan_of(1);
-  for (const BucketLayout& layout : plan->layouts) {
-    padding_numel_ = std::max({padding_numel_, layout.part.lossy_numel, layout.part.exact_numel});
+  for (size_t i = 0; i < plan->layouts.size(); ++i) {
+    const BucketLayout& layout = plan->layouts[i];
+    for (const bool exact : {false, true}) {
+      const int64_t segment = exact ? layout.part.exact_numel : layout.part.lossy_numel;
+      int64_t missing = segment * layout.num_chunks;
+      for_pieces(i, exact, *plan, [&](int64_t, int64_t numel) { missing -= numel; });
+      padding_numel_ = std::max(padding_numel_, std::min(segment, missing));
+    }
   }
   residuals_.resize(plan->layouts.size());
   const std::optional<ResidualFormat> feedback = synchroniser_->engine().config().feedback;
