@@ -51,10 +51,17 @@ __device__ __forceinline__ bool has_scales(int format) { return format >= int8; 
 // Whether the codes of two elements share a byte: the even one has the lower half.
 __device__ __forceinline__ bool in_pairs(int format) { return format == int4; }
 
+// Whether a scale may be negative.
+__device__ __forceinline__ bool signed_scales(int format) { return format == int4; }
+
 __device__ __forceinline__ int scale_format(int format) { return format == int4 ? bf16 : fp32; }
 
 __device__ __forceinline__ float greatest_value(int format) {
   return format == int8 ? 127.0f : format == fp8 ? 448.0f : 7.0f;
+}
+
+__device__ __forceinline__ float least_value(int format) {
+  return format == int8 ? -127.0f : format == fp8 ? -448.0f : -8.0f;
 }
 
 // The bits of element `index` of a section.
@@ -99,6 +106,14 @@ __device__ __forceinline__ u32 rounded(float y, int format) {
   return bits;
 }
 
+// The bf16 bits of the scale of an int4 block. `turned`: the bits of its element of greatest magnitude, turned left by
+// one; it gets the code -8. Rounded stochastically, codes stay within ±7 and the scale is rounded up.
+__device__ __forceinline__ u32 int4_scale(u32 turned) {
+  const u32 absmax = static_cast<u32>(lesser(turned >> 1, 0x7F7F0000));  // at most the greatest bf16 number
+  if (STOCHASTIC) return (__float_as_uint(__uint_as_float(absmax) / 7.0f) + 0xFFFFu) >> 16;
+  return rounded(__uint_as_float(absmax | (~turned & 1u) << 31) * 0.125f, bf16);
+}
+
 // The bits of y rounded stochastically in bf16 or fp16: adds `noise` (16 bits) below the kept bits, then truncates.
 __device__ __forceinline__ u32 stochastically_rounded(float y, u32 noise, int format) {
   const u32 bits = rounded(y, fp32);
@@ -122,14 +137,14 @@ __device__ __forceinline__ u32 fp8_code(float v, u32 noise) {
 }
 
 // The code of y in a wire with scales. `inverse` is the factor of its block: 0 in a block whose absmax is below 2^-100
-// or that holds an Inf or a NaN. In such a block an Inf becomes the greatest code and everything else 0.
+// or that holds an Inf or a NaN. In such a block Inf and -Inf become the greatest and the least code, all else 0.
 __device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int format) {
   const bool inf = magnitude_bits(y) == kInfBits;
   if (inverse == 0.0f && !inf) return 0;
-  const float greatest = greatest_value(format);
-  const float v = inf ? copysignf(greatest, y) : y * inverse;
+  const float least = least_value(format), greatest = greatest_value(format);
+  const float v = !inf ? y * inverse : y > 0.0f ? greatest : least;
   if (format == fp8) return fp8_code(v, noise);
-  const float whole = fminf(fmaxf(STOCHASTIC ? floor_of(v + noise * 0x1p-16f) : v, -greatest), greatest);
+  const float whole = fminf(fmaxf(STOCHASTIC ? floor_of(v + noise * 0x1p-16f) : v, least), greatest);
   return __float_as_uint(whole + 12582912.0f) & (in_pairs(format) ? 0xFu : 0xFFu);
 }
 

@@ -23,6 +23,8 @@ FP16_NAN_BITS = tl.constexpr(0x7E00)
 MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 # 2^-100 as fp32 bits. A block whose absmax is below it becomes zeros.
 LEAST_ABSMAX_BITS = tl.constexpr((127 - 100) << 23)
+# The greatest finite bf16 number as fp32 bits.
+BF16_GREATEST_BITS = tl.constexpr(0x7F7F0000)
 SIGN_BIT = tl.constexpr(-(2**31))
 # 1.5·2^23 has an ulp of one. Adding it rounds to a whole number, half to even, and leaves that in the lowest byte.
 ROUND_TO_INTEGER = tl.constexpr(12582912.0)
@@ -56,6 +58,11 @@ def per_code(wire):
 @triton.constexpr_function
 def greatest_value(wire):
     return {INT8.value: 127.0, FP8.value: 448.0, INT4.value: 7.0}[wire]
+
+
+@triton.constexpr_function
+def least_value(wire):
+    return {INT8.value: -127.0, FP8.value: -448.0, INT4.value: -8.0}[wire]
 
 
 # ---- bits

@@ -139,7 +139,7 @@ __device__ __forceinline__ void count(const Stream& stream, int low, int high, i
 
 // What the threads of a thread block share about a tile.
 struct Scratch {
-  u32 tops[kMaxTile / kRun];                                  // greatest magnitude of each run, as bits
+  u32 tops[kMaxTile / kRun];                                  // the greatest of each run's sort_bits
   float factors[kMaxTile / kRun], inverses[kMaxTile / kRun];  // each block's scale, and the factor of its elements
   u32 noise[kMaxTile / 2];                                    // 16 bits for each element
 };
@@ -176,7 +176,13 @@ __device__ __forceinline__ u32 warp_max(u32 value) {
   return value;
 }
 
-// Computes the blocks' scales from the runs' greatest magnitudes. Writes them to scratch and to the part, and zeroes
+// The bits of y's magnitude. With signed scales the bits of y, turned left by one.
+__device__ __forceinline__ u32 sort_bits(float y) {
+  const u32 bits = __float_as_uint(y);
+  return signed_scales(WIRE) ? bits << 1 | bits >> 31 : bits & 0x7FFFFFFFu;
+}
+
+// Computes the blocks' scales from the runs' tops. Writes them to scratch and to the part, and zeroes
 // the padding after the part's last scale.
 __device__ __forceinline__ void make_scales(const Sections& out, const Tile& tile, i64 part_numel, Scratch& scratch) {
   const int format = scale_format(WIRE);
@@ -186,10 +192,12 @@ __device__ __forceinline__ void make_scales(const Sections& out, const Tile& til
     for (int run = block * (BLOCK / kRun); run < (block + 1) * (BLOCK / kRun); ++run) {
       if (top < scratch.tops[run]) top = scratch.tops[run];
     }
-    const bool finite = top < kInfBits, normal = finite && top >= kLeastAbsmaxBits;
-    const float absmax = __uint_as_float(normal ? top : __float_as_uint(greatest));
-    const u32 bits =
-        normal ? rounded(absmax / greatest, format) : rounded(__uint_as_float(finite ? 0 : kInfBits), format);
+    const u32 magnitude = signed_scales(WIRE) ? top >> 1 : top;
+    const bool finite = magnitude < kInfBits, normal = finite && magnitude >= kLeastAbsmaxBits;
+    const float absmax = __uint_as_float(normal ? magnitude : __float_as_uint(greatest));
+    const u32 bits = !normal               ? rounded(__uint_as_float(finite ? 0 : kInfBits), format)
+                     : signed_scales(WIRE) ? int4_scale(top)
+                                           : rounded(absmax / greatest, format);
     const float factor = value_of(bits, format);
     scratch.factors[block] = factor;
     scratch.inverses[block] = !normal ? 0.0f : format == bf16 ? 1.0f / factor : greatest / absmax;
@@ -221,7 +229,7 @@ __device__ __forceinline__ void encode_tile(float (&y)[kPerThread], const Sectio
     if (feedback && i < tile.numel) y[k] += value_of(load_bits(encoder.residual, kept_at + i, FEEDBACK), FEEDBACK);
     turned[k] = rotated ? rotate(y[k]) : y[k];
     if (scaled) {
-      const u32 top = warp_max(magnitude_bits(turned[k]));
+      const u32 top = warp_max(sort_bits(turned[k]));
       if (lane() == 0) scratch.tops[i / kRun] = top;
     }
   }

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .elements import (
+    BF16_GREATEST_BITS,
     FP8,
     INF_BITS,
     LEAST_ABSMAX_BITS,
@@ -16,6 +17,7 @@ from .elements import (
     from_bf16_bits,
     greatest_value,
     has_bf16_scales,
+    least_value,
     magnitude_bits,
     per_code,
 )
@@ -93,18 +95,22 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     GREATEST: tl.constexpr = greatest_value(WIRE)
     PER_BLOCK: tl.constexpr = BLOCK // VEC
     rows = tl.reshape(y, (TILE // VEC, VEC))
-    greatest = tl.max(tl.reshape(tl.max(magnitude_bits(rows), axis=1), (TILE // BLOCK, PER_BLOCK)), axis=1)
+    if has_bf16_scales(WIRE):
+        tops = tl.max(tl.reshape(tl.max(turned_bits(rows), axis=1), (TILE // BLOCK, PER_BLOCK)), axis=1)
+        greatest = (tops >> 1).to(tl.int32)
+    else:
+        greatest = tl.max(tl.reshape(tl.max(magnitude_bits(rows), axis=1), (TILE // BLOCK, PER_BLOCK)), axis=1)
     finite = greatest < INF_BITS
     normal = finite & (greatest >= LEAST_ABSMAX_BITS)
     absmax = tl.where(normal, greatest.to(tl.float32, bitcast=True), GREATEST)
     of_greatest = tl.full(absmax.shape, GREATEST, tl.float32)
-    scales = tl.div_rn(absmax, of_greatest)
     if has_bf16_scales(WIRE):
-        bits = bf16_bits(scales)
+        bits = bf16_scale(tops, absmax, noise is not None)
         inverse = tl.div_rn(tl.full(absmax.shape, 1.0, tl.float32), from_bf16_bits(bits))
         scales = tl.where(normal, bits, tl.where(finite, 0, INF_BITS >> 16).to(tl.int16))
         factors = from_bf16_bits(scales)
     else:
+        scales = tl.div_rn(absmax, of_greatest)
         inverse = tl.div_rn(of_greatest, absmax)
         scales = tl.where(normal, scales, tl.where(finite, 0.0, float("inf")))
         factors = scales
@@ -122,7 +128,7 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
     else:
         if noise is not None:
             v = floor(v + fraction(tl.reshape(noise, (TILE // VEC, VEC))))
-        v = tl.minimum(tl.maximum(v, -GREATEST), GREATEST)
+        v = tl.minimum(tl.maximum(v, least_value(WIRE)), GREATEST)
         whole = v + ROUND_TO_INTEGER
         codes = whole.to(tl.int32, bitcast=True)
     # Tests the values, not magnitude_bits, which then need not stay in registers during the divisions.
@@ -141,6 +147,26 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
         return ((low & 0xF) | (high << 4)).to(tl.int8), scales, decoded
     else:
         return tl.reshape(codes.to(tl.int8), (TILE,)), scales, decoded
+
+
+@triton.jit
+def turned_bits(y):
+    """The bits of `y` (fp32) turned left by one, as uint32: they order by magnitude, then negative after positive."""
+    bits = y.to(tl.uint32, bitcast=True)
+    return (bits << 1) | (bits >> 31)
+
+
+@triton.jit
+def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr):
+    """bf16 as int16: the scales of int4 blocks with these greatest turned_bits. absmax: fp32, and 7 if not normal."""
+    bits = tl.minimum(absmax.to(tl.int32, bitcast=True), BF16_GREATEST_BITS)
+    absmax = bits.to(tl.float32, bitcast=True)
+    if STOCHASTIC:
+        scales = tl.div_rn(absmax, tl.full(absmax.shape, 7.0, tl.float32))
+        return ((scales.to(tl.int32, bitcast=True) + 0xFFFF) >> 16).to(tl.int16)
+    else:
+        # The element of greatest magnitude gets the code -8.
+        return bf16_bits(absmax * tl.where((tops & 1) == 1, 0.125, -0.125))
 
 
 @triton.jit

@@ -9,15 +9,20 @@ gradient, y the fp32 value that is encoded, and L the greatest code: 127 (int8),
     bf16     code = y rounded to nearest even         overflow becomes Inf
     fp16     code = y rounded to nearest even         overflow becomes Inf, subnormals are kept
     blocks   absmax = max |y| of a block
-               scale = absmax / L, inverse = L / absmax; int4: scale = absmax / 7 rounded to bf16, inverse = 1 / scale
+               scale = absmax / L, inverse = L / absmax
                code = y · inverse, to nearest even among whole numbers (int8, int4) or among the values of e4m3fn (fp8),
                which keep the sign of zero; magnitudes beyond L become L
                a block with absmax < 2^-100           scale = 0, code = 0
                a block with an Inf or a NaN           scale = Inf, code = ±L for ±Inf, 0 for all other elements
+    int4     codes are -8 … 7, so -Inf has the code -8
+               scale = absmax / 8 if the block has an element of -absmax, else -absmax / 8: one element of greatest
+               magnitude has the code -8, and one with the other sign 7; absmax counts as at most the greatest bf16
+               number; the scale is rounded to bf16; inverse = 1 / scale; codes beyond 7 become 7
+               rounded stochastically: scale = absmax / 7 rounded up to bf16, so that no code has to be cut off
     rotate   before a block is encoded, y of 32 consecutive elements ← H·(signs·y), unnormalized; H is the Hadamard
                matrix; after decoding, signs·(H·y)/32 undoes the rotation
     decode   the code as fp32; with blocks code · scale, so 0 · Inf is NaN in a block that had an Inf or a NaN
-               (L · scale may overflow to Inf where absmax is near the greatest float)
+               (in int8 and fp8 L · scale may overflow to Inf where absmax is near the greatest float)
     reduce   ((part 0 + part 1) + part 2) … in fp32, · scale, encoded again
     unpack   x = decoded · scale, rounded to the gradient's dtype
 
@@ -39,6 +44,7 @@ Every stored NaN is the canonical one: 0x7FC00000 in fp32, 0x7FC0 in bf16, 0x7E0
 
 from fusedcomm.reference.elements import (
     GREATEST_CODE,
+    LEAST_CODE,
     WIRE_DTYPES,
     canonical,
     decode,
@@ -55,6 +61,7 @@ from fusedcomm.reference.sums import all_reduce_mean
 
 __all__ = [
     "GREATEST_CODE",
+    "LEAST_CODE",
     "WIRE_DTYPES",
     "canonical",
     "decode",

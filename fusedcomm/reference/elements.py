@@ -14,8 +14,9 @@ WIRE_DTYPES = {
 }
 """Dtype of each wire's codes. int4 has two codes in a byte, the even element's in the low half."""
 
-# L, the greatest code, of each wire that has scales.
+# The greatest and the least code of each wire that has scales.
 GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": -8.0}
 
 # Wires that round to whole numbers.
 _INTEGERS = ("int8", "int4")
@@ -25,6 +26,9 @@ _NIBBLES = ("int4",)
 
 _LEAST_ABSMAX = 2.0**-100
 """Blocks with a smaller absmax become zeros, so that scale and inverse are never near overflow or denormal."""
+
+
+_BF16_GREATEST = 2.0**128 - 2.0**120
 
 
 def scale_dtype(wire: str) -> torch.dtype:
@@ -84,36 +88,52 @@ def encode(
     # L is a tensor because torch may divide by a Python number by multiplying by its reciprocal.
     greatest = torch.full_like(absmax, GREATEST_CODE[wire])
     absmax = torch.where(normal, absmax, greatest)
-    scales = absmax / greatest
-    inverse = greatest / absmax
     if wire in _NIBBLES:
-        scales = round_to(scales, torch.bfloat16).float()
+        is_negative = (blocks == -absmax[:, None]).any(dim=1)
+        scales = _nibble_scales(absmax, is_negative if u is None else None)
         inverse = torch.ones_like(scales) / scales
+    else:
+        scales = absmax / greatest
+        inverse = greatest / absmax
     v = blocks * inverse[:, None]
     if u is None:
         codes = _nearest_code(v, wire)
     else:
         codes = _stochastic_code(v, torch.nn.functional.pad(u, (0, -u.numel() % block)).view_as(v), wire)
     codes = torch.where(normal[:, None], codes, 0.0)
-    codes = torch.where(blocks.isinf(), greatest[:, None] * blocks.sign(), codes)
+    codes = torch.where(blocks == torch.inf, GREATEST_CODE[wire], codes)
+    codes = torch.where(blocks == -torch.inf, LEAST_CODE[wire], codes)
     scales = torch.where(normal, scales, 0.0)
     scales = torch.where(finite, scales, torch.inf).to(scale_dtype(wire))
     return _stored(codes.view(-1)[: y.numel()], wire), scales
 
 
+def _nibble_scales(absmax: torch.Tensor, is_negative: torch.Tensor | None) -> torch.Tensor:
+    """fp32 [num_blocks], each a bf16 number: the scales of blocks by their absmax (fp32 [num_blocks]).
+
+    With `is_negative` (bool [num_blocks]: whether an element is -absmax) the element of greatest magnitude gets the
+    code -8, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding, codes
+    stay within ±7 and scales are rounded up.
+    """
+    absmax = absmax.clamp(max=_BF16_GREATEST)
+    if is_negative is None:
+        bits = (absmax / torch.full_like(absmax, GREATEST_CODE["int4"])).view(torch.int32)
+        return (bits + 0xFFFF >> 16 << 16).view(torch.float32)
+    return round_to(torch.where(is_negative, absmax, -absmax) / 8, torch.bfloat16).float()
+
+
 def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
     """fp32: each element of `v` (fp32) rounded to a value that the wire has a code for."""
-    greatest = GREATEST_CODE[wire]
+    least, greatest = LEAST_CODE[wire], GREATEST_CODE[wire]
     if wire in _INTEGERS:
-        return v.round().clamp(-greatest, greatest)
-    return v.clamp(-greatest, greatest).to(WIRE_DTYPES[wire]).float()
+        return v.round().clamp(least, greatest)
+    return v.clamp(least, greatest).to(WIRE_DTYPES[wire]).float()
 
 
 def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
     """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
-    greatest = GREATEST_CODE[wire]
     rounded = (v + u).floor() if wire in _INTEGERS else _stochastic_float(v, u, WIRE_DTYPES[wire])
-    return rounded.clamp(-greatest, greatest)
+    return rounded.clamp(LEAST_CODE[wire], GREATEST_CODE[wire])
 
 
 def _stochastic_float(v: torch.Tensor, u: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

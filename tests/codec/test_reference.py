@@ -267,34 +267,73 @@ def test_fp8_ties_and_subnormals(x, expected):
 
 def test_int4_nibbles_by_hand():
     y = torch.zeros(32)
-    y[:8] = torch.tensor([7.0, -7.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.0])
+    y[:8] = torch.tensor([7.0, -8.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.0])
     codes, scales = reference.encode(y, "int4", 32)
     assert scales.dtype == torch.bfloat16
     assert scales.tolist() == [1.0]
-    # The codes are 7 -7 | 0 2 | 2 0 | -2 3. The first of each pair is in the low half of the byte.
-    assert codes.tolist() == [0x97, 0x20, 0x02, 0x3E] + [0] * 12
-    assert reference.decode(codes, scales, "int4", 32)[:8].tolist() == [7, -7, 0, 2, 2, 0, -2, 3]
+    # The codes are 7 -8 | 0 2 | 2 0 | -2 3. The first of each pair is in the low half of the byte.
+    assert codes.tolist() == [0x87, 0x20, 0x02, 0x3E] + [0] * 12
+    assert reference.decode(codes, scales, "int4", 32)[:8].tolist() == [7, -8, 0, 2, 2, 0, -2, 3]
+    # With the other signs all codes are the same, and the scale is negative. Zeros stay zeros.
+    negated, scales = reference.encode(-y, "int4", 32)
+    assert negated.tolist() == codes.tolist() and scales.tolist() == [-1.0]
+    assert reference.decode(negated, scales, "int4", 32)[:8].tolist() == [-7, 8, 0, -2, -2, 0, 2, -3]
+
+
+def test_of_two_greatest_int4_elements_the_negative_one_is_exact():
+    y = torch.zeros(2, 32)
+    y[0, [3, 9]] = torch.tensor([8.0, -8.0])
+    y[1, [3, 9]] = torch.tensor([-8.0, 8.0])
+    codes, scales = reference.encode(y.view(-1), "int4", 32)
+    decoded = reference.decode(codes, scales, "int4", 32).view(2, 32)
+    assert scales.tolist() == [1.0, 1.0]
+    assert decoded[:, [3, 9]].tolist() == [[7, -8], [-8, 7]]
 
 
 def test_int4_scales_are_rounded_to_bf16_and_codes_count_in_these():
-    absmax = signed(20_000, seed=6, spread=90).abs()
-    absmax = absmax[absmax >= 2.0**-100]
+    absmax = signed(20_000, seed=6, spread=90)
+    absmax = absmax[absmax.abs() >= 2.0**-100]
     y = torch.zeros(absmax.numel(), 32)
-    y[:, 0], y[:, 1], y[:, 2] = absmax, -absmax, absmax / 2
+    y[:, 0], y[:, 1], y[:, 2] = absmax, -absmax * 0.8, absmax / 2
     codes, scales = reference.encode(y.view(-1), "int4", 32)
-    assert same_bits(scales, (absmax / 7).to(torch.bfloat16))
+    assert same_bits(scales, (-absmax / 8).to(torch.bfloat16))
     decoded = reference.decode(codes, scales, "int4", 32).view(-1, 32)
     steps = scales.double()
-    assert torch.equal(decoded[:, 0].double(), 7 * steps)
-    assert torch.equal(decoded[:, 1].double(), -7 * steps)
-    # Half a step bounds the greatest value's error, too: rounding the scale moves seven steps by less than that.
-    assert torch.all((decoded.double() - y.double()).abs() <= 0.5 * (1 + 2**-20) * steps[:, None])
+    assert torch.equal(decoded[:, 0].double(), -8 * steps)
+    assert torch.equal(decoded[:, 1].double(), 6 * steps)
+    # Half a step bounds the greatest value's error, too: rounding the scale moves eight steps by less than that.
+    assert torch.all((decoded.double() - y.double()).abs() <= 0.5 * (1 + 2**-20) * steps.abs()[:, None])
+
+
+def test_the_greatest_int4_values_do_not_overflow():
+    greatest = torch.finfo(torch.float32).max
+    y = torch.zeros(2, 32)
+    y[:, 0], y[:, 1] = torch.tensor([greatest, -greatest]), torch.tensor([-greatest, 2.0**126])
+    for u in (None, torch.full((64,), 0.999)):
+        codes, scales = reference.encode(y.view(-1), "int4", 32, u)
+        decoded = reference.decode(codes, scales, "int4", 32).view(2, 32)
+        assert decoded.isfinite().all() and (decoded[:, :1] / y[:, :1] - 1).abs().max() < 1 / 7
+    codes, scales = reference.encode(y[1], "int4", 32)
+    assert reference.decode(codes, scales, "int4", 32)[0] == -torch.finfo(torch.bfloat16).max
+
+
+def test_no_stochastic_int4_code_is_cut_off():
+    """Or the mean would be wrong. So the scale leaves room for every element and is rounded up."""
+    y = signed(32 * 20_000, seed=8, spread=60).view(-1, 32)
+    y = y[y.abs().amax(dim=1) >= 2.0**-100]
+    u = torch.rand(y.numel(), generator=torch.Generator().manual_seed(9)) * (1 - 2.0**-16)
+    codes, scales = reference.encode(y.view(-1), "int4", 32, u)
+    steps = scales.double()[:, None]
+    exact = y.double() / steps
+    values = reference.values_of_codes(codes, "int4").view(-1, 32).double()
+    assert (values - exact).abs().max() < 1 + 2**-20
+    assert exact.abs().max() <= 7 and exact.abs().amax(dim=1).min() > 7 / (1 + 2**-7)
 
 
 def test_an_odd_number_of_int4_codes():
-    codes, scales = reference.encode(torch.tensor([7.0, 1.0, -7.0]), "int4", 32)
-    assert codes.tolist() == [0x17, 0x09]
-    assert reference.decode(codes, scales, "int4", 32).tolist() == [7, 1, -7, 0]
+    codes, scales = reference.encode(torch.tensor([7.0, 1.0, -8.0]), "int4", 32)
+    assert codes.tolist() == [0x17, 0x08]
+    assert reference.decode(codes, scales, "int4", 32).tolist() == [7, 1, -8, 0]
 
 
 # ---- blocks of every kind
@@ -302,7 +341,8 @@ def test_an_odd_number_of_int4_codes():
 
 @pytest.mark.parametrize("wire", BLOCK_WIRES)
 def test_special_blocks(wire):
-    greatest = reference.GREATEST_CODE[wire]
+    least, greatest = reference.LEAST_CODE[wire], reference.GREATEST_CODE[wire]
+    extreme = -8 if wire == "int4" else greatest  # the code of the greatest element, whose sign is then the scale's
     y = torch.zeros(9, 32)
     y[1] = -3.0  # all equal
     y[2, 5], y[2, 6] = 1e30, 1e20  # an outlier
@@ -317,12 +357,12 @@ def test_special_blocks(wire):
     stored = codes.view(torch.uint8).view(9, -1)
     assert scales[[0, 3, 5]].tolist() == [0, 0, 0]
     assert not stored[[0, 3, 5, 7]].any()  # not even a sign of zero
-    assert values[1].unique().tolist() == [-greatest]
+    assert values[1].unique().tolist() == [least]
     assert values[2].nonzero().tolist() == [[5]]
-    assert values[4].unique().tolist() == [greatest]
-    assert values[8].unique().tolist() == [greatest]
+    assert values[4].unique().tolist() == [extreme]
+    assert values[8].unique().tolist() == [extreme]
     assert scales[6:8].tolist() == [math.inf, math.inf]
-    assert values[6].tolist() == [greatest, -greatest, *[0] * 30]
+    assert values[6].tolist() == [greatest, least, *[0] * 30]
     decoded = reference.decode(codes, scales, wire, 32).view(9, 32)
     assert decoded[6, :2].tolist() == [math.inf, -math.inf]
     assert bits(decoded[6, 2:]).unique().tolist() == [0x7FC00000]

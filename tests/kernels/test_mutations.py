@@ -103,6 +103,13 @@ FAULTS = [
         "(high & 0xF) | (low << 4)",
         "int4",
     ),
+    (
+        "a positive greatest element gets the greatest code",
+        "quantise.py",
+        "tl.where((tops & 1) == 1, 0.125, -0.125)",
+        "0.125",
+        "int4",
+    ),
     ("padding after the scales is not zeroed", "encode.py", "mask=pad < end", "mask=pad < num_scales", "int8"),
     ("the rotation has other signs", "rotation.py", "SIGNS << (RUN_MASK - place)", "SIGNS << place", "int8 rotated"),
     ("the rotation is not scaled back", "rotation.py", "butterfly(y) * INVERSE", "butterfly(y)", "int8 rotated"),

@@ -16,7 +16,7 @@ struct Four {
     float lanes[4];
   };
   using N = uint32_t;
-  using M = int32_t;
+  using M = uint32_t;
   using Codes = CodeList<>;
   static constexpr int kLanes = 4;
   static constexpr int kStreamNbytes = 0;
@@ -48,6 +48,9 @@ struct Four {
   static int64_t total(N n) { return n; }
   static void track(M& m, F a) {
     for (float lane : a.lanes) Scalar::track(m, lane);
+  }
+  static void track_signed(M& m, F a) {
+    for (float lane : a.lanes) Scalar::track_signed(m, lane);
   }
   static void greatest(const M* m, uint32_t* bits) { Scalar::greatest(m, bits); }
   template <class T>

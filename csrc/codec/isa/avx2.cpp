@@ -56,14 +56,18 @@ struct Avx2 {
     for (uint32_t lane : lanes) sum += lane;
     return sum;
   }
-  static void track(M& m, F value) { m = _mm256_max_epi32(m, magnitude(value)); }
+  static void track(M& m, F value) { m = _mm256_max_epu32(m, magnitude(value)); }
+  static void track_signed(M& m, F value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    m = _mm256_max_epu32(m, _mm256_or_si256(_mm256_add_epi32(bits, bits), _mm256_srli_epi32(bits, 31)));
+  }
   static constexpr int kMaxima = 4;
   static void greatest(const M* m, uint32_t* bits) {
-    const M ab = _mm256_max_epi32(_mm256_unpacklo_epi32(m[0], m[1]), _mm256_unpackhi_epi32(m[0], m[1]));
-    const M cd = _mm256_max_epi32(_mm256_unpacklo_epi32(m[2], m[3]), _mm256_unpackhi_epi32(m[2], m[3]));
+    const M ab = _mm256_max_epu32(_mm256_unpacklo_epi32(m[0], m[1]), _mm256_unpackhi_epi32(m[0], m[1]));
+    const M cd = _mm256_max_epu32(_mm256_unpacklo_epi32(m[2], m[3]), _mm256_unpackhi_epi32(m[2], m[3]));
     // Each half has one maximum of each of the four M.
-    const M abcd = _mm256_max_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-    const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
+    const M abcd = _mm256_max_epu32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    const __m128i all = _mm_max_epu32(_mm256_castsi256_si128(abcd), _mm256_extracti128_si256(abcd, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), all);
   }
 
@@ -130,7 +134,7 @@ struct Avx2 {
   template <class Code>
   static __m256i floor_code(F value) {
     const __m256i greatest = _mm256_set1_epi32(static_cast<int>(Code::kGreatest));
-    const __m256i least = _mm256_set1_epi32(-static_cast<int>(Code::kGreatest));
+    const __m256i least = _mm256_set1_epi32(static_cast<int>(Code::kLeast));
     return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
   }
   static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
@@ -165,7 +169,8 @@ struct Avx2 {
   }
   // The result is in the low 8 bytes.
   static __m128i pack_codes(Int4, __m256i first, __m256i second) {
-    const __m256i even_cut = _mm256_and_si256(words(first, second), _mm256_set1_epi32(static_cast<int>(0xFFFF000F)));
+    const __m256i clamped = _mm256_min_epi16(words(first, second), _mm256_set1_epi16(7));
+    const __m256i even_cut = _mm256_and_si256(clamped, _mm256_set1_epi32(static_cast<int>(0xFFFF000F)));
     const __m256i pairs = _mm256_madd_epi16(even_cut, _mm256_set1_epi32(0x00100001));  // even + 16·odd
     const __m256i fours = _mm256_shuffle_epi8(pairs, _mm256_set1_epi32(0x0C080400));
     return _mm_unpacklo_epi16(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));

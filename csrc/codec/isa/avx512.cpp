@@ -62,16 +62,17 @@ struct Avx512 {
     return sum;
   }
   static void track(M& m, F value) {
-    m = _mm512_max_epi32(m, _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(kMagnitudeMask)));
+    m = _mm512_max_epu32(m, _mm512_and_si512(_mm512_castps_si512(value), _mm512_set1_epi32(kMagnitudeMask)));
   }
+  static void track_signed(M& m, F value) { m = _mm512_max_epu32(m, _mm512_rol_epi32(_mm512_castps_si512(value), 1)); }
   static constexpr int kMaxima = 4;
   static void greatest(const M* m, uint32_t* bits) {
-    const M ab = _mm512_max_epi32(_mm512_unpacklo_epi32(m[0], m[1]), _mm512_unpackhi_epi32(m[0], m[1]));
-    const M cd = _mm512_max_epi32(_mm512_unpacklo_epi32(m[2], m[3]), _mm512_unpackhi_epi32(m[2], m[3]));
+    const M ab = _mm512_max_epu32(_mm512_unpacklo_epi32(m[0], m[1]), _mm512_unpackhi_epi32(m[0], m[1]));
+    const M cd = _mm512_max_epu32(_mm512_unpacklo_epi32(m[2], m[3]), _mm512_unpackhi_epi32(m[2], m[3]));
     // Each quarter has one maximum of each of the four M.
-    const M abcd = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
-    const __m128i all = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const M abcd = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i half = _mm256_max_epu32(_mm512_castsi512_si256(abcd), _mm512_extracti64x4_epi64(abcd, 1));
+    const __m128i all = _mm_max_epu32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(bits), all);
   }
 
@@ -158,7 +159,7 @@ struct Avx512 {
   template <class Code>
   static __m512i floor_code(F value) {
     const __m512i greatest = _mm512_set1_epi32(static_cast<int>(Code::kGreatest));
-    const __m512i least = _mm512_set1_epi32(-static_cast<int>(Code::kGreatest));
+    const __m512i least = _mm512_set1_epi32(static_cast<int>(Code::kLeast));
     const __m512i floor = _mm512_cvt_roundps_epi32(value, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     return _mm512_max_epi32(_mm512_min_epi32(floor, greatest), least);
   }
@@ -189,7 +190,7 @@ struct Avx512 {
     return _mm512_cvtepi16_epi8(words(first, second));
   }
   static __m128i pack_codes(Int4, __m512i first, __m512i second) {
-    const __m512i pairs = words(first, second);
+    const __m512i pairs = _mm512_min_epi16(words(first, second), _mm512_set1_epi16(7));
     constexpr int kAChoosesBOrC = 0xCA;
     return _mm512_cvtepi32_epi8(
         _mm512_ternarylogic_epi32(_mm512_set1_epi32(0xF), pairs, _mm512_srli_epi32(pairs, 12), kAChoosesBOrC));

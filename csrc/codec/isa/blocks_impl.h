@@ -2,6 +2,7 @@
 #pragma once
 
 #include "codec/isa/noise_impl.h"
+#include "codec/isa/scales_impl.h"
 
 namespace fusedcomm {
 namespace {
@@ -70,18 +71,6 @@ template <class V>
 
 // ---- quantize
 
-template <class Code>
-inline void set_scale(float absmax, float* scale, float* inverse) {
-  *scale = absmax / Code::kGreatest;
-  *inverse = Code::kGreatest / absmax;
-}
-
-template <class Code>
-inline void set_scale(float absmax, Bf16* scale, float* inverse) {
-  Scalar::store(scale, absmax / Code::kGreatest);
-  *inverse = 1.0f / Scalar::load(scale);
-}
-
 // Not inlined: the case is rare and should not enlarge the loops.
 template <class Src>
 __attribute__((noinline)) int64_t count_nonfinite(const Src* src, int64_t numel, float scale) {
@@ -90,8 +79,8 @@ __attribute__((noinline)) int64_t count_nonfinite(const Src* src, int64_t numel,
   return nonfinite;
 }
 
-// Encodes a block that has an Inf or a NaN. The scale is Inf, the codes are ±kGreatest for ±Inf and 0 for all other
-// elements, which decode to 0·Inf = NaN.
+// Encodes a block that has an Inf or a NaN. The scale is Inf, the codes are the greatest and the least for ±Inf and 0
+// for all other elements, which decode to 0·Inf = NaN.
 template <class Code, class Src>
 __attribute__((noinline)) void quantize_nonfinite_block(const Src* src, typename Code::Scale* block_scale,
                                                         uint8_t* codes, int64_t block_numel, float scale) {
@@ -116,20 +105,19 @@ inline typename V::F load_scaled(const Src* src, typename V::F factor) {
   return kScaled ? V::mul(V::load(src), factor) : V::load(src);
 }
 
-// The greatest |src·factor|.
-template <class V, bool kScaled, class Src>
-inline typename V::M block_magnitude(const Src* __restrict src, int64_t numel, typename V::F factor) {
-  typename V::M magnitude{};
-  for (int64_t i = 0; i < numel; i += V::kLanes) V::track(magnitude, load_scaled<V, kScaled>(src + i, factor));
-  return magnitude;
+// The top of src·factor.
+template <class V, class Code, bool kScaled, class Src>
+inline typename V::M block_top(const Src* __restrict src, int64_t numel, typename V::F factor) {
+  typename V::M top{};
+  for (int64_t i = 0; i < numel; i += V::kLanes) track<V, Code>(top, load_scaled<V, kScaled>(src + i, factor));
+  return top;
 }
 
-// Writes the rotated block to `rotated` and returns its greatest magnitude. `factors` are the signs of a run times the
-// scale.
-template <class V, class Src>
+// Writes the rotated block to `rotated` and returns its top. `factors` are the signs of a run times the scale.
+template <class V, class Code, class Src>
 inline typename V::M rotate_block(const Src* __restrict src, float* __restrict rotated, int64_t numel,
                                   const float* factors) {
-  typename V::M magnitude{};
+  typename V::M top{};
   for (int64_t i = 0; i < numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
     for (int k = 0; k < kRun / V::kLanes; ++k) {
@@ -137,16 +125,16 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
     }
     butterfly<V>(run);
     for (int k = 0; k < kRun / V::kLanes; ++k) {
-      V::track(magnitude, run[k]);
+      track<V, Code>(top, run[k]);
       V::store(rotated + i + k * V::kLanes, run[k]);
     }
   }
-  return magnitude;
+  return top;
 }
 
 // No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
-// L(1 + 2^-24)². For int4, rounding to bf16 may have lowered the scale by 2^-9 of it, so |y·inverse| < 7.03. Both are
-// less than half a step beyond L.
+// L(1 + 2^-24)², less than half a step beyond L. For int4, rounding to bf16 may have lowered the scale by 2^-9 of it,
+// so |y·inverse| < 8.04, and what exceeds 7 after it is rounded is clamped.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {
@@ -170,21 +158,22 @@ template <class Src>
   for (int64_t i = 0; i < numel; i += kLineNumel) __builtin_prefetch(src + i);
 }
 
-// Writes scales and codes of `count` blocks of src. `absmax_bits` are the bits of the blocks' absmax.
+// Writes scales and codes of `count` blocks of src with the given tops.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_batch(const Src* src, const uint16_t* noise, typename Code::Scale* scales, uint8_t* codes,
-                           const uint32_t* absmax_bits, int64_t count, int64_t block_numel, float scale) {
+                           const uint32_t* tops, int64_t count, int64_t block_numel, float scale) {
   const typename V::F factor = V::broadcast(scale);
   const int64_t block_nbytes = code_nbytes<Code>(block_numel);
   float inverse[kMaxBatch];
   for (int64_t block = 0; block < count; ++block) {
-    set_scale<Code>(float_of(absmax_bits[block]), scales + block, inverse + block);
+    set_scale<kPut == Put::kStochastic, Code>(tops[block], scales + block, inverse + block);
   }
   for (int64_t block = 0; block < count; ++block, src += block_numel, codes += block_nbytes) {
     if (kPut == Put::kStream && kScaled) fetch_block(src + count * block_numel, block_numel);
-    if (absmax_bits[block] - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
+    const uint32_t absmax = absmax_bits<Code>(tops[block]);
+    if (absmax - kLeastAbsmaxBits < kInfBits - kLeastAbsmaxBits) {
       quantize_block<V, Code, kPut, kScaled>(src, noise, codes, block_numel, factor, V::broadcast(inverse[block]));
-    } else if (absmax_bits[block] >= kInfBits) {
+    } else if (absmax >= kInfBits) {
       quantize_nonfinite_block<Code>(src, scales + block, codes, block_numel, scale);
     } else {
       Scalar::store(scales + block, 0.0f);
@@ -207,24 +196,25 @@ int64_t quantize_blocks(const Src* src, const uint16_t* noise, typename Code::Sc
   int64_t nonfinite = 0;
   for (; num_blocks > 0; num_blocks -= batch) {
     const int64_t count = num_blocks < batch ? num_blocks : batch;
-    typename V::M magnitudes[kMaxBatch];
-    static_assert(kMaxBatch % V::kMaxima == 0, "a batch must have room for the last magnitudes");
+    typename V::M maxima[kMaxBatch];
+    static_assert(kMaxBatch % V::kMaxima == 0, "a batch must have room for the last maxima");
     for (int64_t block = 0; block < count; ++block) {
       const int64_t first = block * block_numel;
-      magnitudes[block] = kRotated ? rotate_block<V>(src + first, rotated + first, block_numel, factors)
-                                   : block_magnitude<V, kScaled>(src + first, block_numel, factor);
+      maxima[block] = kRotated ? rotate_block<V, Code>(src + first, rotated + first, block_numel, factors)
+                               : block_top<V, Code, kScaled>(src + first, block_numel, factor);
     }
-    for (int64_t block = count; block % V::kMaxima != 0; ++block) magnitudes[block] = typename V::M{};
-    uint32_t absmax[kMaxBatch];
-    for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(magnitudes + block, absmax + block);
+    for (int64_t block = count; block % V::kMaxima != 0; ++block) maxima[block] = typename V::M{};
+    uint32_t tops[kMaxBatch];
+    for (int64_t block = 0; block < count; block += V::kMaxima) V::greatest(maxima + block, tops + block);
     for (int64_t block = 0; block < count; ++block) {
       // Counts in src: a rotation makes a whole run non-finite if one element is.
-      if (absmax[block] >= kInfBits) nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
+      if (absmax_bits<Code>(tops[block]) < kInfBits) continue;
+      nonfinite += count_nonfinite(src + block * block_numel, block_numel, scale);
     }
     if (kRotated) {
-      quantize_batch<V, Code, kPut, false>(rotated, noise, scales, codes, absmax, count, block_numel, 1.0f);
+      quantize_batch<V, Code, kPut, false>(rotated, noise, scales, codes, tops, count, block_numel, 1.0f);
     } else {
-      quantize_batch<V, Code, kPut, kScaled>(src, noise, scales, codes, absmax, count, block_numel, scale);
+      quantize_batch<V, Code, kPut, kScaled>(src, noise, scales, codes, tops, count, block_numel, scale);
     }
     src += count * block_numel;
     if (kPut == Put::kStochastic) noise += count * block_numel;

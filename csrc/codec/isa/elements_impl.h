@@ -10,12 +10,15 @@
 //   rounded(T, F, const uint16_t* noise)          T: Bf16, Fp16; rounds stochastically to a value of T
 //   N, count(N&, F), total(N)                     N counts elements that are not finite
 //   M, track(M&, F)        M holds the greatest magnitude as bits; the bits of Inf and NaN exceed all finite ones
-//   greatest(const M*, uint32_t*)                 the bits of kMaxima M at once, hardly slower than of one M
+//   track_signed(M&, F)    M holds the greatest of the bits turned left by one, so that the sign is the lowest bit: the
+//                          element of greatest magnitude, and of two with different signs the negative one
+//   greatest(const M*, uint32_t*)                 what kMaxima M hold, at once: hardly slower than of one M
 //   kStreamNbytes          the alignment in bytes that stream() needs; 0: V has no stores that bypass the caches
 //   fence()                must follow the last stream()
 // V::Codes lists the codes that V reads and writes itself; CodesOf leaves the others to Scalar. For 2·kLanes elements:
 //   load_codes(Code, const uint8_t*, F&, F&)         the values of codes, except NaN and Inf, which are never sent
-//   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step
+//   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step,
+//                                                    in int4 below 8.5; 8 becomes 7
 //   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; fp8 magnitudes exceed kGreatest by ≤ 8 ulps
 // For rotations:
 //   mix<distance>(F)       (a, b) ← (a + b, a - b) for all pairs of elements that far apart; distance < kLanes

@@ -44,6 +44,12 @@ struct Neon {
   static void track(M& m, F value) {
     for (int i = 0; i < 2; ++i) m.val[i] = vmaxq_u32(m.val[i], magnitude(value.val[i]));
   }
+  static void track_signed(M& m, F value) {
+    for (int i = 0; i < 2; ++i) {
+      const uint32x4_t bits = vreinterpretq_u32_f32(value.val[i]);
+      m.val[i] = vmaxq_u32(m.val[i], vsraq_n_u32(vshlq_n_u32(bits, 1), bits, 31));
+    }
+  }
   // Two lanes of maxima for each of two M.
   static uint32x4_t greatest_2(const M* m) {
     return vpmaxq_u32(vmaxq_u32(m[0].val[0], m[0].val[1]), vmaxq_u32(m[1].val[0], m[1].val[1]));
@@ -138,9 +144,9 @@ struct Neon {
   // Codes rounded stochastically, in the low byte of each element.
   template <class Code>
   static uint32x4_t floor_code(float32x4_t value) {
-    constexpr auto kGreatest = static_cast<int32_t>(Code::kGreatest);
+    constexpr auto kLeast = static_cast<int32_t>(Code::kLeast), kGreatest = static_cast<int32_t>(Code::kGreatest);
     const int32x4_t floor = vcvtmq_s32_f32(value);
-    return vreinterpretq_u32_s32(vmaxq_s32(vminq_s32(floor, vdupq_n_s32(kGreatest)), vdupq_n_s32(-kGreatest)));
+    return vreinterpretq_u32_s32(vmaxq_s32(vminq_s32(floor, vdupq_n_s32(kGreatest)), vdupq_n_s32(kLeast)));
   }
   static uint32x4_t code(Int8, float32x4_t value, uint32x4_t noise) {
     return floor_code<Int8>(add_noise(value, noise));
@@ -179,9 +185,12 @@ struct Neon {
     vst1_u8(p, first);
     vst1_u8(p + kLanes, second);
   }
+  static uint8x8_t clamped(uint8x8_t codes) {
+    return vreinterpret_u8_s8(vmin_s8(vreinterpret_s8_u8(codes), vdup_n_s8(7)));
+  }
   static void store_bytes(Int4, uint8_t* p, uint8x8_t first, uint8x8_t second) {
-    const uint8x8_t even = vand_u8(vuzp1_u8(first, second), vdup_n_u8(0xF));
-    vst1_u8(p, vsli_n_u8(even, vuzp2_u8(first, second), 4));
+    const uint8x8_t even = vand_u8(clamped(vuzp1_u8(first, second)), vdup_n_u8(0xF));
+    vst1_u8(p, vsli_n_u8(even, clamped(vuzp2_u8(first, second)), 4));
   }
   template <class Code>
   static void store_codes(Code, uint8_t* p, F first, F second) {

@@ -27,7 +27,8 @@ struct Int8 {
   static constexpr Wire kWire = Wire::kInt8;
   using Scale = float;
   static constexpr int kNbits = 8;
-  static constexpr float kGreatest = 127.0f;
+  static constexpr bool kSignedScale = false;
+  static constexpr float kLeast = -127.0f, kGreatest = 127.0f;
   static constexpr uint32_t kGreatestCode = 0x7F, kLeastCode = 0x81;  // ±Inf have these codes, too
 };
 
@@ -36,6 +37,7 @@ struct E4m3 {
   static constexpr Wire kWire = Wire::kFp8;
   using Scale = float;
   static constexpr int kNbits = 8;
+  static constexpr bool kSignedScale = false;
   static constexpr float kGreatest = 448.0f;
   static constexpr uint32_t kGreatestCode = 0x7E, kLeastCode = 0xFE;
   static constexpr int kMantissaBits = 3;
@@ -45,12 +47,14 @@ struct E4m3 {
   static constexpr uint32_t kSubnormalBits = 0x46C00000;
 };
 
+// The scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
 struct Int4 {
   static constexpr Wire kWire = Wire::kInt4;
   using Scale = Bf16;
   static constexpr int kNbits = 4;
-  static constexpr float kGreatest = 7.0f;
-  static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x9;
+  static constexpr bool kSignedScale = true;
+  static constexpr float kLeast = -8.0f, kGreatest = 7.0f;
+  static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x8;
 };
 
 template <class... Code>
@@ -98,6 +102,8 @@ constexpr float kNoiseUnit = 1.0f / 65536.0f;
 constexpr uint32_t kInfBits = 0x7F800000u;
 constexpr uint32_t kNanBits = 0x7FC00000u;
 constexpr uint32_t kMagnitudeMask = 0x7FFFFFFFu;
+// The greatest finite bf16 number, 2^128 - 2^120, as fp32 bits.
+constexpr uint32_t kBf16GreatestBits = 0x7F7F0000u;
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -115,7 +121,7 @@ inline float float_of(uint32_t bits) {
 struct Scalar {
   using F = float;
   using N = uint32_t;
-  using M = int32_t;
+  using M = uint32_t;
   using Codes = AllCodes;
   static constexpr int kLanes = 1;
   static constexpr int kStreamNbytes = 0;
@@ -132,11 +138,16 @@ struct Scalar {
   static void count(N& n, F value) { n += (bits_of(value) & kMagnitudeMask) >= kInfBits; }
   static int64_t total(N n) { return n; }
   static void track(M& m, F value) {
+    // Compared as signed numbers, for which every instruction set has an instruction.
     const auto magnitude = static_cast<int32_t>(bits_of(value) & kMagnitudeMask);
-    m = magnitude > m ? magnitude : m;
+    m = static_cast<uint32_t>(magnitude > static_cast<int32_t>(m) ? magnitude : static_cast<int32_t>(m));
+  }
+  static void track_signed(M& m, F value) {
+    const uint32_t turned = bits_of(value) << 1 | bits_of(value) >> 31;
+    m = turned > m ? turned : m;
   }
   static constexpr int kMaxima = 1;
-  static void greatest(const M* m, uint32_t* bits) { *bits = static_cast<uint32_t>(*m); }
+  static void greatest(const M* m, uint32_t* bits) { *bits = *m; }
 
   static F finite_or_zero(F value) { return (bits_of(value) & kMagnitudeMask) < kInfBits ? value : 0.0f; }
 
@@ -210,14 +221,18 @@ struct Scalar {
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(Code::kSubnormalBits)) - Code::kSubnormalBits;
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
-  static uint32_t code(Int4, F value) { return whole(value); }
+  static uint32_t code(Int4, F value) {
+    constexpr auto kGreatest = static_cast<int32_t>(Int4::kGreatest);
+    const auto code = static_cast<int32_t>(whole(value));
+    return static_cast<uint32_t>(code < kGreatest ? code : kGreatest);
+  }
 
   template <class Code>
   static uint32_t floor_code(F value) {
-    constexpr auto kGreatest = static_cast<int32_t>(Code::kGreatest);
+    constexpr auto kLeast = static_cast<int32_t>(Code::kLeast), kGreatest = static_cast<int32_t>(Code::kGreatest);
     const auto truncated = static_cast<int32_t>(value);
     const int32_t floor = truncated - (static_cast<float>(truncated) > value);
-    return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < -kGreatest ? -kGreatest : floor);
+    return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
   static uint32_t code(Int4, F value, uint32_t noise) { return floor_code<Int4>(value + noise_value(noise)); }
