@@ -137,9 +137,8 @@ class Tied(parity.Model):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.down.weight = nn.Parameter(block.up.weight.t().contiguous().t())
-            block.up = nn.Linear(33, 71, bias=False)
-            block.again = block.up
+            block.again = nn.Linear(33, 71, bias=False)
+            block.again.weight = block.up.weight
 
 
 def _made(way: Way, layout: str, world_size: int, is_ours: bool) -> nn.Module:
