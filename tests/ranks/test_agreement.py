@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Config
+from fusedcomm.native import _C
 from fusedcomm.ranks.agreement import _first_difference
 
 
@@ -37,6 +38,21 @@ def attached_with(rank, world_size, of_ranks):
 def test_ranks_with_different_wires_are_told_so(ranks, of_ranks, words):
     for error in ranks.run(attached_with, of_ranks, world_size=2):
         assert f"the ranks do not agree: {words}. Give every rank" in error
+
+
+def attached_with_layout(rank, world_size, versions):
+    # The name that fusedcomm.ranks.agreement reads; the codec itself is the same on every rank.
+    now, _C.WIRE_LAYOUT_VERSION = _C.WIRE_LAYOUT_VERSION, versions[rank]
+    try:
+        return attached_with(rank, world_size, (Config("int4"),) * world_size)
+    finally:
+        _C.WIRE_LAYOUT_VERSION = now
+
+
+def test_a_rank_with_an_older_wire_layout_is_told_so(ranks):
+    now = _C.WIRE_LAYOUT_VERSION
+    for error in ranks.run(attached_with_layout, (now, now - 1), world_size=2):
+        assert f"wire layout is {now} on rank 0 and {now - 1} on rank 1" in error
 
 
 def test_fields_are_compared_in_the_order_in_which_they_were_recorded():
