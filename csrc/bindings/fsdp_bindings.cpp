@@ -30,6 +30,7 @@ void bind_fsdp(pybind11::module_& m) {
       .def_property_readonly("padding_numel", &ReduceScatter::padding_numel)
       .def_property_readonly("residual_nbytes", &ReduceScatter::residual_nbytes)
       .def_property("num_calls", &ReduceScatter::num_calls, &ReduceScatter::set_num_calls)
+      .def("nonfinite", &ReduceScatter::nonfinite, py::call_guard<py::gil_scoped_release>())
       .def("residuals", &ReduceScatter::residuals, py::call_guard<py::gil_scoped_release>())
       .def("restore_residuals", &ReduceScatter::restore_residuals, py::arg("residuals"),
            py::call_guard<py::gil_scoped_release>())

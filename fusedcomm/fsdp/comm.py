@@ -1,5 +1,6 @@
 """The reduce-scatter that FSDP2 calls, and what waits for it."""
 
+import collections
 import warnings
 from collections.abc import Callable
 
@@ -74,6 +75,7 @@ class FusedReduceScatter:
         self._parked: dict[str, torch.Tensor] = {}  # residuals of parameters that are frozen now
         self._factor = 1.0 if session is None else 1.0 / session.world_size  # of the latest reduce-scatter
         self._num_calls = 0
+        self._nonfinite: collections.Counter[str] = collections.Counter()  # of earlier self._native
         self._pending: Pending | None = None
         self._verifier: Verifier | None = None
         self._has_warned = False
@@ -146,12 +148,17 @@ class FusedReduceScatter:
             kept, num_calls = {}, 0
             if self._native is not None:
                 self._pending.finish()
+                self._nonfinite += collections.Counter(self._native.nonfinite())
                 kept, num_calls = self._parked | self._native.residuals(), self._native.num_calls
             row = [(each.name, each.row_numel, self._wire_of(each.name, each.tensor)) for each in trained]
             self._native = _C.ReduceScatter(hook=self._session.hook, index=self._index, is_last=self._is_last, row=row)
             self._native_names, self._native.num_calls = names, num_calls
             self._restore_rows(kept)
         return self._native
+
+    def nonfinite(self) -> dict[str, int]:
+        """Elements of this rank's gradients that were NaN or Inf, by parameter, in reduce-scatters."""
+        return {} if self._native is None else dict(self._nonfinite + collections.Counter(self._native.nonfinite()))
 
     # ---- residuals of error feedback
 

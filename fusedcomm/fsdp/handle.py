@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 
+import torch.distributed as dist
 from torch import nn
 
 import fusedcomm.fsdp.state as state
@@ -131,7 +132,12 @@ class FsdpHandle:
     def stats(self) -> Stats:
         """Counts and times of this rank since attach. A bucket is the reduce-scatter of one module; with replicate(),
         which has none, its all-reduce."""
-        return dataclasses.replace(self._sessions[0].stats(), verified=self._verifier.kept)
+        found = self._sessions[0].stats()
+        counts = found.nonfinite_by_parameter | self._nonfinite()
+        return dataclasses.replace(found, verified=self._verifier.kept, nonfinite_by_parameter=counts)
+
+    def _nonfinite(self) -> dict[str, int]:
+        return {name: count for comm in self._comms for name, count in comm.nonfinite().items()}
 
     def state_dict(self) -> dict:
         """What error feedback has left out so far, and what numbers random roundings. A collective call, between steps.
@@ -155,8 +161,15 @@ class FsdpHandle:
         state.load_state_dict(self._comms, state_dict)
 
     def nonfinite_report(self) -> list[NonFinite]:
-        """Every rank's NaN and Inf counts; see :meth:`fusedcomm.Handle.nonfinite_report`. A collective call."""
-        return self._sessions[0].nonfinite_report()
+        """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with
+        the shards of this rank's copy. A bucket is a module. A collective call."""
+        session = self._sessions[0]
+        if self._session is None:
+            return session.nonfinite_report()
+        module_of = {p.name: comm.sharded.name for comm in self._comms for p in comm.sharded.parameters}
+        rank = dist.get_rank()
+        own = [NonFinite(rank, module_of[name], name, count) for name, count in self._nonfinite().items()]
+        return session.everybodys(own)
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
         """Records when each stage ran, of what :meth:`stats` counts. See :meth:`fusedcomm.Handle.trace`."""

@@ -332,7 +332,11 @@ class Session:
 
     def nonfinite_report(self) -> list[NonFinite]:
         """See :meth:`fusedcomm.ddp.handle.Handle.nonfinite_report`."""
-        rows = [dataclasses.astuple(row) for row in nonfinite_rows(self.hook, self.rank)]
+        return self.everybodys(nonfinite_rows(self.hook, self.rank))
+
+    def everybodys(self, own: list[NonFinite]) -> list[NonFinite]:
+        """The rows of all ranks, the greatest counts first. A collective call."""
+        rows = [dataclasses.astuple(row) for row in own]
         everybodys = [NonFinite(*row) for rows in self.gather("nonfinite", rows, "nonfinite_report()") for row in rows]
         return sorted(everybodys, key=lambda row: (-row.count, row.rank, row.parameter))
 

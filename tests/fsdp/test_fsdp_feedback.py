@@ -322,3 +322,32 @@ def misfits(rank, world_size):
 
 def test_hosts_that_are_not_the_meshs(ranks):
     ranks.run(misfits, world_size=4)
+
+
+def with_nan(rank, world_size, kind):
+    model = made(kind, world_size)
+    comm = fusedcomm.attach(model, wire="int8", quiet=True)
+    gradients = gradients_of(model, rank, 0)
+    reduced(model, gradients)
+    assert comm.stats().nonfinite_by_parameter == {}
+    if rank == 1:
+        gradients[0][3, 5:7] = float("nan")
+        gradients[1][0] = float("inf")
+    reduced(model, gradients)
+    if kind == "sharded":
+        model.second.weight.requires_grad_(False)  # the counts so far are kept
+        for p in model.parameters():
+            p.grad = None
+        model(gradients).backward()
+    report = [(row.rank, row.parameter, row.count) for row in comm.nonfinite_report()]
+    stats = comm.stats()
+    comm.detach()
+    return report, stats.nonfinite_by_parameter
+
+
+@pytest.mark.parametrize(("kind", "times"), [("sharded", 2), ("replicate", 1)])
+def test_gradients_that_are_not_finite_are_counted(ranks, kind, times):
+    outcomes = ranks.run(with_nan, kind, world_size=2)
+    for rank, (report, own) in enumerate(outcomes):
+        assert report == [(1, "first.weight", 2 * times), (1, "first.bias", times)]
+        assert own == ({} if rank == 0 else {"first.weight": 2 * times, "first.bias": times})

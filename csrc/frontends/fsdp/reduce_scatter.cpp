@@ -30,6 +30,7 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t 
       padding_numel_ = std::max(padding_numel_, std::min(segment, missing));
     }
   }
+  counts_->nonfinite.resize(row_.size());
   residuals_.resize(plan->layouts.size());
   const std::optional<ResidualFormat> feedback = synchroniser_->engine().config().feedback;
   for (size_t i = 0; feedback && i < residuals_.size(); ++i) {
@@ -132,6 +133,44 @@ void ReduceScatter::restore_residuals(const std::map<std::string, at::Tensor>& r
   }
 }
 
+std::map<std::string, int64_t> ReduceScatter::nonfinite() const {
+  std::lock_guard<std::mutex> lock(counts_->mutex);
+  std::map<std::string, int64_t> found;
+  for (size_t i = 0; i < row_.size(); ++i) {
+    if (counts_->nonfinite[i] != 0) found[row_[i].name] = counts_->nonfinite[i];
+  }
+  return found;
+}
+
+void ReduceScatter::count_nonfinite(const std::vector<RowPiece>& row, const at::Tensor& input, const BucketPlan& plan,
+                                    int64_t chunk, Counts* counts) {
+  const at::NoGradGuard no_grad;
+  const int64_t num_rows = plan.packed_rows.front().num_parts;
+  const at::Tensor rows = input.view({num_rows, -1});
+  for (size_t payload = 0; payload < plan.layouts.size(); ++payload) {
+    for (const bool exact : {false, true}) {
+      const BucketLayout& own = plan.layouts[payload];
+      const int64_t segment = exact ? own.part.exact_numel : own.part.lossy_numel;
+      const int64_t begin = chunk * segment, end = begin + segment;
+      int64_t at = 0, offset = 0;  // elements before the piece, of the stream and of the row
+      for (size_t i = 0; i < row.size(); ++i) {
+        const bool is_in = exact ? payload == 0 && row[i].wire == kExactWire : row[i].wire == plan.wires[payload];
+        if (is_in) {
+          const int64_t from = std::max(begin, at), to = std::min(end, at + row[i].numel);
+          if (from < to) {
+            const at::Tensor packed = rows.narrow(1, offset + from - at, to - from).to(at::kFloat) * plan.pack_scale;
+            const int64_t count = packed.numel() - packed.isfinite().sum().item<int64_t>();
+            std::lock_guard<std::mutex> lock(counts->mutex);
+            counts->nonfinite[i] += count;
+          }
+          at += row[i].numel;
+        }
+        offset += row[i].numel;
+      }
+    }
+  }
+}
+
 SliceList ReduceScatter::packed(size_t payload, bool exact, const at::Tensor& input, const BucketPlan& plan) const {
   const BucketLayout& own = plan.layouts[payload];
   const int64_t segment = exact ? own.part.exact_numel : own.part.lossy_numel;
@@ -187,6 +226,9 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
   job->grad_nbytes = static_cast<int64_t>(input.nbytes());
   job->step = num_calls_;
   job->owner = std::make_shared<std::tuple<at::Tensor, at::Tensor, decltype(residuals_)>>(output, input, residuals_);
+  job->on_nonfinite = [row = row_, input, plan, counts = counts_](const BucketJob&, int64_t chunk) {
+    count_nonfinite(row, input, *plan, chunk, counts.get());
+  };
   for (size_t i = 0; i < plan->layouts.size(); ++i) {
     Payload payload;
     payload.streams.origin = input.data_ptr();

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,9 @@ class ReduceScatter {
   // Replaces all residuals; a parameter that is not named has none afterwards. Throws ValueError if a size differs.
   void restore_residuals(const std::map<std::string, at::Tensor>& residuals);
 
+  // Elements of this rank's inputs that were not finite when packed, by parameter name; missing ones have none.
+  std::map<std::string, int64_t> nonfinite() const;
+
   // Calls so far, which number the noise of stochastic rounding.
   uint32_t num_calls() const { return num_calls_; }
   void set_num_calls(uint32_t num_calls) { num_calls_ = num_calls; }
@@ -56,12 +60,21 @@ class ReduceScatter {
   FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor);
 
  private:
+  // By piece of the row. Jobs share it, because they may outlive this object.
+  struct Counts {
+    mutable std::mutex mutex;
+    std::vector<int64_t> nonfinite;
+  };
+
   std::shared_ptr<const BucketPlan> plan_of(double factor);
   // The slices of one payload: of the segments of all rows, and of this rank's row.
   SliceList packed(size_t payload, bool exact, const at::Tensor& input, const BucketPlan& plan) const;
   SliceList unpacked(size_t payload, bool exact, const at::Tensor& output, const BucketPlan& plan) const;
   template <typename Use>
   void for_pieces(size_t payload, bool exact, const BucketPlan& plan, const Use& use) const;
+  // Counts what is not finite in a chunk of the input.
+  static void count_nonfinite(const std::vector<RowPiece>& row, const at::Tensor& input, const BucketPlan& plan,
+                              int64_t chunk, Counts* counts);
   // Calls use(piece, payload, offset in the payload's row) for the pieces that have a residual.
   template <typename Use>
   void for_residuals(const Use& use) const;
@@ -76,6 +89,7 @@ class ReduceScatter {
   std::shared_ptr<const BucketPlan> plan_;  // of the last call
   // One for each payload of any plan_, whose layouts do not depend on the factor; null if none is kept.
   std::vector<std::shared_ptr<ResidualBuffer>> residuals_;
+  const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
   uint32_t num_calls_ = 0;
 };
 
