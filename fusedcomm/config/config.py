@@ -290,6 +290,13 @@ class Config(Options):
         """The number of the wire of a parameter with at most one dimension and an unknown name."""
         return self.wire_number("", torch.empty(0))
 
+    def refuse_unsharded(self) -> None:
+        """Raises ValueError if an option is set that only a reduce-scatter of FSDP2 has."""
+        if self.feedback is not None and self.feedback.unsharded:
+            raise ValueError(
+                "fusedcomm: Feedback(unsharded=True) is for FSDP2's reduce-scatters, and here are none: leave it out"
+            )
+
     @property
     def exempts_1d(self) -> bool:
         """Whether parameters with at most one dimension are sent exactly, beside others that are not."""

@@ -13,7 +13,7 @@ def text_of(config: Config) -> str:
     """The name of the wire, if nothing else differs from the defaults; else JSON.
 
     Raises:
-        ValueError: `config` is no Config, or has checks, which need backward passes.
+        ValueError: `config` is no Config, or has checks, which need backward passes, or feedback of reduce-scatters.
     """
     check.kind("config", config, Config)
     if config.checks != Checks():
@@ -21,6 +21,7 @@ def text_of(config: Config) -> str:
             f"checks={config.checks!r} is not possible here: operations come one by one, and belong to no backward "
             "pass whose errors could be checked. Leave checks out, or use fusedcomm.GradReducer"
         )
+    config.refuse_unsharded()
     defaults = dataclasses.asdict(Config(config.wire))
     fields = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
     # The order of patterns matters: the first that matches counts.

@@ -143,11 +143,7 @@ class Session:
         try:
             if problem is not None:
                 raise problem
-            if self.config.feedback is not None and self.config.feedback.unsharded:
-                raise ValueError(
-                    "fusedcomm: Feedback(unsharded=True) is for FSDP2, whose residuals are as a rule those of a rank's "
-                    "shard: leave it out"
-                )
+            self.config.refuse_unsharded()
             groups.check_backend(self.process_group, self.device)
             stall_after_s = choose_stall_after(self.local.stall_after, timeout.total_seconds())
             path = self._path(announce and self.rank == 0)

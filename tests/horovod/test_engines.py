@@ -53,7 +53,13 @@ def test_a_text_names_the_whole_configuration(config):
 
 def test_a_configuration_without_options_is_named_by_its_wire():
     assert [text_of(Config(wire)) for wire in WIRES] == list(WIRES)
-    assert json.loads(text_of(Config("int8", feedback=Feedback()))) == {"wire": "int8", "feedback": {"format": "fp32"}}
+    feedback = {"format": "fp32", "unsharded": False}
+    assert json.loads(text_of(Config("int8", feedback=Feedback()))) == {"wire": "int8", "feedback": feedback}
+
+
+def test_feedback_of_reduce_scatters_is_refused():
+    with pytest.raises(ValueError, match="is for FSDP2"):
+        Compression.of(Config("int8", feedback=Feedback(unsharded=True)))
 
 
 @pytest.mark.parametrize("text", ["", "int7", "[1]", "7", '"int8"'])
