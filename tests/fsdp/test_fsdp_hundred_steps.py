@@ -176,12 +176,13 @@ def _train(rank: int, world_size: int, name: str, layout: str, wire: str, is_exa
         return worst, comm.stats().buckets
 
 
-# A case takes seconds.
+# A case takes seconds, so the others run when there is time for them: see tests/helpers/budget.py.
+WHEN_THERE_IS_TIME = (pytest.mark.full, pytest.mark.executed)
 BY_DEFAULT = (("bf16, sums in fp32", "shards", 2), ("accumulated", "shards", 2), ("plain", "hsdp", 4))
 
 
 def _case(*values) -> object:
-    return pytest.param(*values, marks=() if values in BY_DEFAULT else pytest.mark.full)
+    return pytest.param(*values, marks=() if values in BY_DEFAULT else WHEN_THERE_IS_TIME)
 
 
 CASES = [
@@ -200,10 +201,13 @@ def test_a_hundred_steps_give_the_gradients_of_fsdp(ranks, name, layout, world_s
 
 
 @pytest.mark.full
+@pytest.mark.executed
 @pytest.mark.parametrize("wire", parity.ERRORS)
 @pytest.mark.parametrize(("layout", "world_size"), [("shards", 2), ("shards", 4), ("hsdp", 4), ("replicate", 2)])
 @pytest.mark.parametrize("name", ["plain", "bf16, sums in fp32", "accumulated"])
 def test_other_wires_stay_within_their_error(ranks, name, layout, world_size, wire):
     bound = parity.ERRORS[wire] * (1.5 if layout == "hsdp" else 1)
+    # Gradients in bf16 need no rounding to it. In HSDP sums of them follow, which do.
+    is_lossless = name == "bf16, sums in fp32" and wire == "bf16" and layout != "hsdp"
     for error, num_buckets in ranks.run(_train, name, layout, wire, False, world_size=world_size):
-        assert 0 < error < bound and num_buckets >= NUM_STEPS
+        assert (error < 1e-6 if is_lossless else 0 < error < bound) and num_buckets >= NUM_STEPS
