@@ -29,22 +29,21 @@ void bind_fsdp(pybind11::module_& m) {
       .def_property_readonly("sent_nbytes", &ReduceScatter::sent_nbytes)
       .def_property_readonly("padding_numel", &ReduceScatter::padding_numel)
       .def_property_readonly("residual_nbytes", &ReduceScatter::residual_nbytes)
-      .def_property("num_calls", &ReduceScatter::num_calls, &ReduceScatter::set_num_calls)
       .def("nonfinite", &ReduceScatter::nonfinite, py::call_guard<py::gil_scoped_release>())
       .def("residuals", &ReduceScatter::residuals, py::call_guard<py::gil_scoped_release>())
       .def("restore_residuals", &ReduceScatter::restore_residuals, py::arg("residuals"),
            py::call_guard<py::gil_scoped_release>())
       .def(
           "run",
-          [](ReduceScatter& of, const at::Tensor& output, const at::Tensor& input, double factor) {
+          [](ReduceScatter& of, const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call) {
             FuturePtr future;
             {
               const py::gil_scoped_release no_gil;
-              future = of.run(output, input, factor);
+              future = of.run(output, input, factor, call);
             }
             return torch::jit::toPyObject(std::move(future));
           },
-          py::arg("output"), py::arg("input"), py::arg("factor"));
+          py::arg("output"), py::arg("input"), py::arg("factor"), py::arg("call"));
 }
 
 }  // namespace fusedcomm

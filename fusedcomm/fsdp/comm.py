@@ -74,7 +74,7 @@ class FusedReduceScatter:
         self._native_names: tuple[str, ...] = ()
         self._parked: dict[str, torch.Tensor] = {}  # residuals of parameters that are frozen now
         self._factor = 1.0 if session is None else 1.0 / session.world_size  # of the latest reduce-scatter
-        self._num_calls = 0
+        self.num_calls = 0  # reduce-scatters so far, or all-reduces where there are none
         self._nonfinite: collections.Counter[str] = collections.Counter()  # of earlier self._native
         self._pending: Pending | None = None
         self._verifier: Verifier | None = None
@@ -111,8 +111,8 @@ class FusedReduceScatter:
             )
         is_read_at_once = self.sharded.is_read_at_once(output_tensor)
         self._factor = factor_of(op, self._session.world_size)
-        call, self._num_calls = self._num_calls, self._num_calls + 1
-        future = native.run(output_tensor, input_tensor, self._factor)
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        future = native.run(output_tensor, input_tensor, self._factor, call)
         if self._verifier.is_due(self._index, call):
             self._pending.finish()
             future.wait()
@@ -133,7 +133,7 @@ class FusedReduceScatter:
             return
         factor, exact = factor_of(op, self._replicas.session.world_size), None
         if self._session is None:  # else the reduce-scatter is verified
-            call, self._num_calls = self._num_calls, self._num_calls + 1
+            call, self.num_calls = self.num_calls, self.num_calls + 1
             exact = tensor.float().clone() if self._verifier.is_due(self._index, call) else None
         self._replicas.all_reduce(tensor, row, factor)
         if exact is not None:
@@ -145,14 +145,14 @@ class FusedReduceScatter:
         trained = [each for each in self.sharded.parameters if each.is_trained]
         names = tuple(each.name for each in trained)
         if self._native is None or names != self._native_names:
-            kept, num_calls = {}, 0
+            kept = {}
             if self._native is not None:
                 self._pending.finish()
                 self._nonfinite += collections.Counter(self._native.nonfinite())
-                kept, num_calls = self._parked | self._native.residuals(), self._native.num_calls
+                kept = self._parked | self._native.residuals()
             row = [(each.name, each.row_numel, self._wire_of(each.name, each.tensor)) for each in trained]
             self._native = _C.ReduceScatter(hook=self._session.hook, index=self._index, is_last=self._is_last, row=row)
-            self._native_names, self._native.num_calls = names, num_calls
+            self._native_names = names
             self._restore_rows(kept)
         return self._native
 
@@ -161,17 +161,6 @@ class FusedReduceScatter:
         return {} if self._native is None else dict(self._nonfinite + collections.Counter(self._native.nonfinite()))
 
     # ---- residuals of error feedback
-
-    @property
-    def num_calls(self) -> int:
-        """Reduce-scatters so far, or all-reduces where there are none."""
-        return self._num_calls
-
-    @num_calls.setter
-    def num_calls(self, value: int) -> None:
-        self._num_calls = value
-        if self._session is not None:
-            self.native().num_calls = value
 
     @property
     def keeps_row_residuals(self) -> bool:
@@ -193,24 +182,22 @@ class FusedReduceScatter:
             return []
         return [p for p in self.sharded.parameters if wire_of(p.name, p.tensor) != _C.EXACT_WIRE]
 
-    def row_residual(self, name: str) -> torch.Tensor | None:
-        """This rank's residual in the reduce-scatter, in the unit of gradients: fp32 [world_size, row_numel]. None if
-        it keeps none."""
-        if not self.keeps_row_residuals:
-            return None
-        found = self._row_residuals().get(name)
-        return torch.zeros(self._session.world_size, self._numel_of(name)) if found is None else found
+    def row_residuals(self) -> dict[str, torch.Tensor]:
+        """This rank's residuals in the reduce-scatter, in the unit of gradients: fp32 [world_size, row_numel]. A
+        parameter without one is missing, because nothing has been left out of it."""
+        return self._parked | self.native().residuals() if self.keeps_row_residuals else {}
 
-    def sum_residual(self, name: str) -> torch.Tensor | None:
-        """This rank's residual in the all-reduce, in the unit of gradients before the reduce-scatter: fp32 [row_numel].
-        None if it keeps none."""
+    def sum_residuals(self) -> dict[str, torch.Tensor]:
+        """This rank's residuals in the all-reduce, in the unit of gradients before the reduce-scatter: fp32
+        [row_numel]. As in row_residuals() some may be missing."""
         if self._replicas is None or not self._replicas.session.keeps_residuals:
-            return None
-        found = self._replicas.session.hook.residuals().get(name)
-        return torch.zeros(self._numel_of(name)) if found is None else found / self._unit_of_sums
+            return {}
+        own = {p.name for p in self.sharded.parameters}
+        found = self._replicas.session.hook.residuals()
+        return {name: values / self._unit_of_sums for name, values in found.items() if name in own}
 
     def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
-        """Replaces the residuals of this module: see row_residual() and sum_residual()."""
+        """Replaces the residuals of this module: see row_residuals() and sum_residuals()."""
         if self.keeps_row_residuals:
             self._restore_rows(rows)
         if self._replicas is not None and self._replicas.session.keeps_residuals:
@@ -225,16 +212,10 @@ class FusedReduceScatter:
         """What the reduce-scatter has made of a gradient that is the same on every rank."""
         return self._factor * (1 if self._session is None else self._session.world_size)
 
-    def _row_residuals(self) -> dict[str, torch.Tensor]:
-        return self._parked | self.native().residuals()
-
     def _restore_rows(self, rows: dict[str, torch.Tensor]) -> None:
         names = set(self._native_names)
         self._parked = {name: values for name, values in rows.items() if name not in names}
         self._native.restore_residuals({name: values for name, values in rows.items() if name in names})
-
-    def _numel_of(self, name: str) -> int:
-        return next(p.row_numel for p in self.sharded.parameters if p.name == name)
 
     def _say_exact(self, dtype: torch.dtype) -> None:
         if self._has_warned:

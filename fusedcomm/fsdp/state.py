@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fusedcomm.fsdp.comm import FusedReduceScatter
 
@@ -21,11 +22,7 @@ def state_dict(comms: list[FusedReduceScatter]) -> dict[str, Any]:
     return {
         "version": VERSION,
         "calls": {comm.sharded.name or "(model)": comm.num_calls for comm in comms},
-        "residuals": {
-            parameter.name: parameter.dtensor(_mean(comm, parameter.name))
-            for comm in comms
-            for parameter in comm.with_residuals()
-        },
+        "residuals": {name: mean for comm in comms for name, mean in _means(comm).items()},
     }
 
 
@@ -45,23 +42,25 @@ def load_state_dict(comms: list[FusedReduceScatter], state: dict[str, Any]) -> N
             comm.restore({}, own)
 
 
-def _mean(comm: FusedReduceScatter, name: str) -> torch.Tensor:
-    """This rank's slice of the mean over ranks of a parameter's residuals: fp32 [row_numel]."""
-    rows, sums = comm.row_residual(name), comm.sum_residual(name)
-    if rows is None:
-        mean = sums
-    else:
-        group = comm.sharded.process_group
-        mean = torch.empty(rows.shape[1])
-        dist.reduce_scatter_tensor(mean, rows.flatten(), group=group)
-        mean /= group.size()
-        if sums is not None:
-            mean += sums
-    replicas = comm.sharded.replicas
-    if replicas is not None and replicas.size() > 1:
-        dist.all_reduce(mean, group=replicas)
-        mean /= replicas.size()
-    return mean
+def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
+    """The mean over ranks of the residuals of each parameter that has them."""
+    rows, sums = comm.row_residuals(), comm.sum_residuals()
+    group, replicas = comm.sharded.process_group, comm.sharded.replicas
+    means = {}
+    for parameter in comm.with_residuals():
+        name = parameter.name
+        mean = sums.get(name, torch.zeros(parameter.row_numel))
+        if comm.keeps_row_residuals:
+            # A parameter that has been frozen from the start has none.
+            of_ranks = rows.get(name, torch.zeros(group.size(), parameter.row_numel))
+            own = torch.empty(parameter.row_numel)
+            dist.reduce_scatter_tensor(own, of_ranks.flatten(), group=group)
+            mean = mean + own / group.size()
+        if replicas is not None and replicas.size() > 1:
+            dist.all_reduce(mean, group=replicas)
+            mean /= replicas.size()
+        means[name] = parameter.dtensor(mean)
+    return means
 
 
 def _rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

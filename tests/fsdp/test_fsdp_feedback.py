@@ -139,6 +139,15 @@ def test_hsdp_keeps_residuals_of_its_shard_alone(ranks):
     ranks.run(sums_only, world_size=4)
 
 
+def comes_back_in_the_next_step(comm, model, rank, world_size, step, before):
+    """before: the state's residuals."""
+    given, got = run_of(model, rank, world_size, [step])
+    left = total(comm.state_dict())
+    for (name, _), want, have in zip(model.named_parameters(), given, got, strict=True):
+        if name in left:
+            torch.testing.assert_close(have + left[name], want + before[name], rtol=1e-5, atol=2e-5)
+
+
 def saved(rank, world_size, kind, config, path):
     model = made(kind, world_size)
     comm = fusedcomm.attach(model, config, quiet=True)
@@ -158,12 +167,7 @@ def loaded(rank, world_size, kind, config, path, expected):
     found = total(state)
     for name, values in expected.items():
         torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
-    # The next mean has it, but for what is left out now.
-    given, got = run_of(model, rank, world_size, [9])
-    left = total(comm.state_dict())
-    for (name, _), want, have in zip(model.named_parameters(), given, got, strict=True):
-        if name in left:
-            torch.testing.assert_close(have + left[name], want + expected[name], rtol=1e-4, atol=2e-5)
+    comes_back_in_the_next_step(comm, model, rank, world_size, 9, expected)
     comm.detach()
 
 
@@ -217,11 +221,7 @@ def frozen_and_thawed(rank, world_size):
     assert (between["second.weight"] == before["second.weight"]).all()
     assert (between["first.weight"] != before["first.weight"]).any()
     model.second.weight.requires_grad_(True)
-    given, got = run_of(model, rank, world_size, [3])
-    left = total(comm.state_dict())
-    for (name, _), want, have in zip(model.named_parameters(), given, got, strict=True):
-        if name in left:
-            torch.testing.assert_close(have + left[name], want + between[name], rtol=1e-5, atol=2e-5)
+    comes_back_in_the_next_step(comm, model, rank, world_size, 3, between)
     comm.detach()
 
 

@@ -27,11 +27,13 @@ struct RowPiece {
   int wire = 0;  // number of its wire; see WireConfig
 };
 
+using Row = std::vector<RowPiece>;
+
 class ReduceScatter {
  public:
   // index: of the module among those of the synchroniser, the same on every rank. is_last: whether no other module's
   // reduce-scatter follows in a backward pass.
-  ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, bool is_last, std::vector<RowPiece> row);
+  ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, bool is_last, Row row);
 
   int64_t row_numel() const { return row_numel_; }
   // That this rank sends in a call.
@@ -50,14 +52,11 @@ class ReduceScatter {
   // Elements of this rank's inputs that were not finite when packed, by parameter name; missing ones have none.
   std::map<std::string, int64_t> nonfinite() const;
 
-  // Calls so far, which number the noise of stochastic rounding.
-  uint32_t num_calls() const { return num_calls_; }
-  void set_num_calls(uint32_t num_calls) { num_calls_ = num_calls; }
-
   // Writes the sum of the ranks' rows × factor to output, and returns at once. input: [world_size × row_numel()], with
   // zeros behind it, float32, bfloat16 or float16. output: [row_numel()], of any of these dtypes. Both are contiguous,
   // and must live until the future is done. Every rank must make the same calls in the same order.
-  FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor);
+  // call: the number of earlier ones; it numbers the noise of stochastic rounding.
+  FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call);
 
  private:
   // By piece of the row. Jobs share it, because they may outlive this object.
@@ -70,19 +69,14 @@ class ReduceScatter {
   // The slices of one payload: of the segments of all rows, and of this rank's row.
   SliceList packed(size_t payload, bool exact, const at::Tensor& input, const BucketPlan& plan) const;
   SliceList unpacked(size_t payload, bool exact, const at::Tensor& output, const BucketPlan& plan) const;
-  template <typename Use>
-  void for_pieces(size_t payload, bool exact, const BucketPlan& plan, const Use& use) const;
   // Counts what is not finite in a chunk of the input.
-  static void count_nonfinite(const std::vector<RowPiece>& row, const at::Tensor& input, const BucketPlan& plan,
-                              int64_t chunk, Counts* counts);
-  // Calls use(piece, payload, offset in the payload's row) for the pieces that have a residual.
-  template <typename Use>
-  void for_residuals(const Use& use) const;
+  static void count_nonfinite(const Row& row, const at::Tensor& input, const BucketPlan& plan, int64_t chunk,
+                              Counts* counts);
 
   const std::shared_ptr<Synchroniser> synchroniser_;
   const size_t index_;
   const bool is_last_;
-  const std::vector<RowPiece> row_;
+  const std::shared_ptr<const Row> row_;  // jobs share it
   int64_t row_numel_ = 0, padding_numel_ = 0;
   std::shared_ptr<const BucketLabel> label_;
   double factor_ = 1;                       // of plan_
@@ -90,7 +84,6 @@ class ReduceScatter {
   // One for each payload of any plan_, whose layouts do not depend on the factor; null if none is kept.
   std::vector<std::shared_ptr<ResidualBuffer>> residuals_;
   const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
-  uint32_t num_calls_ = 0;
 };
 
 }  // namespace fusedcomm
