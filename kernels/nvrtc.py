@@ -59,7 +59,9 @@ def options(
 ) -> tuple[str, ...]:
     """NVRTC's options to compile a variant for a compute capability; `tile` and `num_threads` as for macros()."""
     defined = {variant.kernel.upper(): 1, **macros(variant, tile, num_threads)}
-    return f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", *(f"-D{name}={x}" for name, x in defined.items())
+    # -default-device: NVRTC 13.0 takes a lambda in a kernel for host code.
+    always = f"-arch=sm_{capability}", "-std=c++17", "-fmad=false", "-default-device"
+    return *always, *(f"-D{name}={x}" for name, x in defined.items())
 
 
 def compile(variant: "_C.KernelKey", capability: int, folder: str | None = None) -> Compiled:

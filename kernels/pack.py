@@ -95,7 +95,7 @@ def pack_stream(
 @triton.jit
 def count_stream(grads, slices, parts, begin_unit, scale, TILE: tl.constexpr, FLAT: tl.constexpr):
     """Goes over the tiles of pack_stream again and adds the number of non-finite elements to slices.counts."""
-    _, part_numel, first_part, num_parts = parts
+    _stride, part_numel, first_part, num_parts = parts
     PIECE: tl.constexpr = TILE // 4  # this size leaves pack_stream's loop the most registers
     lane = tl.arange(0, PIECE)
     num_tiles = tiles_of(part_numel, TILE)

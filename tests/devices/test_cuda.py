@@ -439,7 +439,8 @@ FAULT = """
 def test_a_fault_on_the_gpu_surfaces_with_the_buckets_name(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FAULT)],
-        env={**os.environ, env.SYNC: "1", env.QUIET: "1"},
+        # torch's watchdog must not end the process first.
+        env={**os.environ, env.SYNC: "1", env.QUIET: "1", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"},
         capture_output=True,
         text=True,
         timeout=HANG_S,

@@ -63,6 +63,7 @@ void Coordinator::remove_set(int number) {
 }
 
 int Coordinator::submit(RequestPtr request) {
+  request->enqueued = enqueued(request->inputs);
   std::unique_lock<std::mutex> lock(mutex_);
   const int handle = next_handle_++;
   if (!failure_.empty()) throw std::runtime_error(failure_);

@@ -215,6 +215,7 @@ void Coordinator::issue(IssuedBucket taken) {
     return ended(*bucket, nullptr, nullptr);
   }
   try {
+    for (const RequestPtr& request : bucket->requests) wait_for(request->enqueued, request->inputs);
     goes_in_wire(front.signature) && plain->size() > 1 ? issue_in_wire(bucket, *plain) : issue_plain(bucket, *plain);
   } catch (...) {
     ended(*bucket, std::current_exception(), nullptr);
@@ -306,6 +307,9 @@ void Coordinator::ended(const IssuedBucket& bucket, std::exception_ptr error, Wr
   try {
     if (error) std::rethrow_exception(error);
     if (write) made = write();
+    for (const RequestPtr& request : bucket.requests) {
+      if (const auto written = enqueued(request->inputs)) written->synchronize();
+    }
   } catch (...) {
     text = "fusedcomm: " + bucket.requests.front()->key + " failed on rank " + std::to_string(options_.rank) + ": " +
            error_text(std::current_exception());

@@ -104,6 +104,7 @@ class PlainCollectives::Works {
     ++state_->num_left;
     try {
       const c10::intrusive_ptr<c10d::Work> work = start();
+      state_->works.push_back(work);
       work->getFuture()->addCallback([state = state_](c10::ivalue::Future& future) {
         if (future.hasError()) state->fail(future.exception_ptr());
         State::end_one(state);
@@ -117,6 +118,7 @@ class PlainCollectives::Works {
  private:
   struct State {
     Finish finish;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
     std::vector<Write> writes;
     std::atomic<int> num_left{1};  // one for the call itself
     std::mutex mutex;
@@ -131,6 +133,8 @@ class PlainCollectives::Works {
       if (state->error) return state->finish(state->error, nullptr);
       state->finish(nullptr, [state] {
         const at::NoGradGuard no_grad;
+        // On an accelerator a result is still being copied there, on a stream of the backend's.
+        for (const auto& work : state->works) work->synchronize();
         std::vector<at::Tensor> made;
         for (const Write& write : state->writes) {
           for (at::Tensor& tensor : write()) made.push_back(std::move(tensor));

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "frontends/horovod/messages.h"
+#include "frontends/horovod/stream_order.h"
 
 namespace fusedcomm::horovod {
 
@@ -26,6 +27,7 @@ struct Request {
   Signature signature;
   std::string key;
   std::vector<at::Tensor> inputs, outputs;
+  std::shared_ptr<c10::Event> enqueued;  // what the caller had enqueued for the inputs; null on the CPU
   int set = 0;
   int handle = -1;  // -1: of a rank that takes part without a request of its own
   Id id = kNoId;    // set when it is issued in a plan, or held for it
