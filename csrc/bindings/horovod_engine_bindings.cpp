@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/future.h"
 #include "frontends/horovod/current.h"
 #include "frontends/horovod/fused_sum.h"
 #include "frontends/horovod/gradient_submitter.h"
@@ -80,18 +81,23 @@ void bind_horovod_engine(py::module_& m) {
   bind_submitter(m);
   py::class_<FusedSum, std::shared_ptr<FusedSum>>(m, "FusedSum")
       .def(py::init<std::shared_ptr<Synchroniser>>(), py::arg("synchroniser"))
-      // done: gets the text of the error, empty if there is none.
+      // done: gets the text of the error, empty if there is none. Returns the sum's torch.futures.Future.
       .def(
           "run",
           [](FusedSum& sum, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
              double factor, FusedSum::IsVoid is_void, std::function<void(std::string)> done) {
-            sum.run(names, tensors, factor, std::move(is_void),
-                    [done = std::move(done)](const std::exception_ptr& error) {
-                      done(error ? error_text(error) : std::string());
-                    });
+            FuturePtr future;
+            {
+              const py::gil_scoped_release no_gil;
+              future = sum.run(names, tensors, factor, std::move(is_void),
+                               [done = std::move(done)](const std::exception_ptr& error) {
+                                 if (done) done(error ? error_text(error) : std::string());
+                               });
+            }
+            return torch::jit::toPyObject(std::move(future));
           },
           py::kw_only(), py::arg("names"), py::arg("tensors"), py::arg("factor") = 1.0, py::arg("is_void") = nullptr,
-          py::arg("done"), NoGil());
+          py::arg("done") = nullptr);
 }
 
 }  // namespace fusedcomm

@@ -56,6 +56,7 @@ class Synchroniser {
   // stop() for a process that is exiting: it does not wait for other ranks.
   void leave(const std::string& reason);
   Engine& engine() const { return *engine_; }
+  c10::Device grad_device() const { return device_; }
   const std::shared_ptr<C10dTransport>& transport() const { return transport_; }
   // Returns the largest of the ranks' values. A collective call between backward passes; it waits. `what` names it in
   // reports of stalls and failures.

@@ -32,6 +32,7 @@ class CudaPath:
 
     Args:
         two_levels: whether to prepare the kernels for sums on two levels, too.
+        reduces_rows: as for :func:`kernel_variants`.
 
     Raises:
         RuntimeError: there is no driver, the GPU is not supported, there is no compiler for kernels, or a kernel cannot
@@ -51,6 +52,7 @@ class CudaPath:
         grad_dtypes: list[torch.dtype],
         announce: bool,
         two_levels: bool,
+        reduces_rows: bool,
     ) -> None:
         self.has_two_levels = two_levels
         for field in ("isa", "codec_threads"):
@@ -67,7 +69,7 @@ class CudaPath:
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the device's context current on this thread; loading needs that
             kernels, compiler = load_kernels(
-                driver, cfg, process_group.size(), grad_dtypes, capability, announce, two_levels
+                driver, cfg, process_group.size(), grad_dtypes, capability, announce, two_levels, reduces_rows
             )
             self._backend = process_group._get_backend(device)
             self._device = _C.CudaDevice(
@@ -127,11 +129,16 @@ def sm_limit_of_last(sm_limit: int | None, num_sms: int) -> int:
 
 
 def kernel_variants(
-    cfg: config.Config, world_size: int, grad_dtypes: Sequence[torch.dtype], two_levels: bool | None = None
+    cfg: config.Config,
+    world_size: int,
+    grad_dtypes: Sequence[torch.dtype],
+    two_levels: bool | None = None,
+    reduces_rows: bool = False,
 ) -> tuple["_C.KernelKey", ...]:
     """Every kernel that `cfg` can need for gradients of these dtypes.
 
     two_levels: whether sums can have two levels. None: if `cfg` needs that.
+    reduces_rows: whether sums are reduce-scatters, whose last step is that of a one-shot.
     """
     if two_levels is None:
         two_levels = cfg.needs_two_levels
@@ -144,7 +151,7 @@ def kernel_variants(
         feedback=cfg.residual_format,
         measured=cfg.checks.measure_every > 0,
         local_wire=cfg.local_wire if two_levels else None,
-        one_shot=world_size > 1 and cfg.is_one_shot(world_size),
+        one_shot=reduces_rows or world_size > 1 and cfg.is_one_shot(world_size),
     )
 
 
@@ -156,18 +163,19 @@ def load_kernels(
     capability: int,
     announce: bool,
     two_levels: bool | None = None,
+    reduces_rows: bool = False,
 ) -> tuple["_C.KernelLoader", str]:
     """Every kernel that `cfg` can need for gradients of these dtypes, loaded in the current context, and the name of
     the compiler.
 
     Args:
         announce: whether to report what is compiled and why this compiler is used.
-        two_levels: as for :func:`kernel_variants`.
+        two_levels, reduces_rows: as for :func:`kernel_variants`.
     """
     compiler = compilers.choose()
     from fusedcomm.kernels.variants import TILE
 
-    variants = kernel_variants(cfg, world_size, grad_dtypes, two_levels)
+    variants = kernel_variants(cfg, world_size, grad_dtypes, two_levels, reduces_rows)
     if announce:
         log.report(
             lambda: (

@@ -43,10 +43,6 @@ def attach_fsdp(
             "first, then attach"
         )
     device = sharded[0].device
-    if device.type != "cpu":
-        raise RuntimeError(
-            f"fusedcomm: this model is on {device}, and FSDP2 is supported on cpu only: leave attach() out, or use DDP"
-        )
     group, replicas = (
         _only("sharded", [each.process_group for each in sharded], problem),
         _only("replicated", [each.replicas for each in sharded], problem),
@@ -66,7 +62,7 @@ def attach_fsdp(
     sums = sums_of(chosen, group, replicas)
     rows, between = None, None
     if sums.rows is not None:
-        rows = Session(sums.rows, group, None, local, device, **options)
+        rows = Session(sums.rows, group, None, local, device, reduces_rows=True, **options)
     if sums.replicas is not None:
         wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
         between = ReplicaSums(Session(sums.replicas, replicas, None, local, device, **options), wires)

@@ -116,11 +116,11 @@ class FusedReduceScatter:
         if self._verifier.is_due(self._index, call):
             self._pending.finish()
             future.wait()
-            exact = torch.empty(output_tensor.numel())
+            exact = torch.empty(output_tensor.numel(), device=output_tensor.device)
             dist.reduce_scatter_tensor(exact, input_tensor.float(), group=group)
             self._verifier.add(call, self.sharded.name, output_tensor, exact * self._factor)
-        elif is_read_at_once or async_op:
-            future.wait()
+        elif is_read_at_once or async_op or self.sharded.device.type != "cpu":
+            future.wait()  # on cuda only the current stream waits
         else:
             self._pending.add(future)
         return None

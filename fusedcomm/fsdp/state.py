@@ -49,11 +49,11 @@ def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
     means = {}
     for parameter in comm.with_residuals():
         name = parameter.name
-        mean = sums.get(name, torch.zeros(parameter.row_numel))
+        mean = sums.get(name, torch.zeros(parameter.row_numel, device=comm.sharded.device))
         if comm.keeps_row_residuals:
             # A parameter that has been frozen from the start has none.
-            of_ranks = rows.get(name, torch.zeros(group.size(), parameter.row_numel))
-            own = torch.empty(parameter.row_numel)
+            of_ranks = rows.get(name, torch.zeros(group.size(), parameter.row_numel, device=comm.sharded.device))
+            own = torch.empty(parameter.row_numel, device=comm.sharded.device)
             dist.reduce_scatter_tensor(own, of_ranks.flatten(), group=group)
             mean = mean + own / group.size()
         if replicas is not None and replicas.size() > 1:
@@ -65,7 +65,7 @@ def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
 
 def _rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The slices of all ranks: fp32 [world_size, row_numel]."""
-    rows = torch.empty(group.size(), row.numel())
+    rows = torch.empty(group.size(), row.numel(), device=row.device)
     dist.all_gather_into_tensor(rows.flatten(), row, group=group)
     return rows
 

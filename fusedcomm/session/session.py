@@ -46,6 +46,7 @@ class Session:
             have already agreed there. Only one of the two sessions may have buckets under way.
         also_agree: further values (JSON-serializable) that must be equal on all ranks.
         watched: whether stalls are reported from now on; if not, from :meth:`watch` on.
+        reduces_rows: whether its sums are reduce-scatters and not all-reduces.
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
     Raises:
@@ -67,10 +68,12 @@ class Session:
         beside: "Session | None" = None,
         also_agree: dict | None = None,
         watched: bool = True,
+        reduces_rows: bool = False,
         problem: Exception | None = None,
     ) -> None:
         self.config = cfg
         self.keeps_residuals = cfg.feedback is not None
+        self._reduces_rows = reduces_rows
         self.is_off = False  # whether DDP's own all-reduce was chosen for good
         self.local = local
         self.device = device
@@ -295,6 +298,7 @@ class Session:
             dtypes or list(_C.GRAD_DTYPES),
             announce,
             self.config.needs_two_levels if two_levels is None else two_levels,
+            self._reduces_rows,
         )
 
     def _record(self, also_agree: dict[str, object]) -> dict[str, object]:

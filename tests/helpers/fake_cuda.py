@@ -92,7 +92,9 @@ class FakeCuda:
         from fusedcomm.kernels import variants
 
         loader = _C.KernelLoader(self.driver, variants.TILE if self._compiled else TILE)
-        for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes):
+        # All-reduces', and reduce-scatters'.
+        found = [cuda.kernel_variants(cfg, world_size, grad_dtypes, reduces_rows=rows) for rows in (False, True)]
+        for variant in dict.fromkeys(variant for each in found for variant in each):
             image = str(variant)
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(

@@ -65,13 +65,27 @@ ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t 
     }
   }
   counts_->nonfinite.resize(row_->size());
-  residuals_.resize(plan->layouts.size());
-  const std::optional<ResidualFormat> feedback = synchroniser_->engine().config().feedback;
-  for (size_t i = 0; feedback && i < residuals_.size(); ++i) {
-    const BucketLayout& layout = plan->packed_rows[i];
+  Device& device = synchroniser_->engine().device();
+  for (size_t i = 0; i < plan->layouts.size(); ++i) {
+    packed_.push_back({packed(i, false), packed(i, true), nullptr});
+    unpacked_.push_back({unpacked(i, false), unpacked(i, true), nullptr});
+    Streams &in = packed_.back(), &out = unpacked_.back();
+    in.tables = device.prepare(plan->packed_rows[i], in.lossy.places, in.exact.places);
+    out.tables = device.prepare(plan->layouts[i], out.lossy.places, out.exact.places);
+  }
+  add_residuals();
+}
+
+void ReduceScatter::add_residuals() {
+  const Engine& engine = synchroniser_->engine();
+  residuals_.resize(plan_->layouts.size());
+  for (size_t i = 0; engine.config().feedback && i < residuals_.size(); ++i) {
+    const BucketLayout& layout = plan_->packed_rows[i];
     if (layout.wire == Wire::kFp32 || layout.lossy_numel == 0) continue;
-    residuals_[i] = std::make_shared<ResidualBuffer>(layout, *feedback, plan->pack_scale, plan->reduce_scale, Place{},
-                                                     at::kCPU, /*of_first_only=*/true);
+    residuals_[i] =
+        std::make_shared<ResidualBuffer>(layout, *engine.config().feedback, plan_->pack_scale, plan_->reduce_scale,
+                                         Place{}, synchroniser_->grad_device(), /*of_first_only=*/true);
+    engine.device().will_use(residuals_[i]->storages().front());
   }
 }
 
@@ -124,7 +138,8 @@ void ReduceScatter::restore_residuals(const std::map<std::string, at::Tensor>& r
   for (size_t payload = 0; payload < residuals_.size(); ++payload) {
     if (!residuals_[payload]) continue;
     const BucketLayout& layout = plan_->packed_rows[payload];
-    at::Tensor rows = at::zeros({layout.num_parts, layout.num_chunks * layout.part.lossy_numel}, at::kFloat);
+    at::Tensor rows = at::zeros({layout.num_parts, layout.num_chunks * layout.part.lossy_numel},
+                                at::TensorOptions(synchroniser_->grad_device()).dtype(at::kFloat));
     for_pieces(*row_, *plan_, payload, false, [&](size_t i, int64_t, int64_t at) {
       const auto found = residuals.find((*row_)[i].name);
       if (found == residuals.end()) return;
@@ -145,8 +160,17 @@ void ReduceScatter::restore_residuals(const std::map<std::string, at::Tensor>& r
 std::map<std::string, int64_t> ReduceScatter::nonfinite() const {
   std::lock_guard<std::mutex> lock(counts_->mutex);
   std::map<std::string, int64_t> found;
-  for (size_t i = 0; i < row_->size(); ++i) {
-    if (counts_->nonfinite[i] != 0) found[(*row_)[i].name] = counts_->nonfinite[i];
+  const auto add = [&](size_t piece, int64_t count) {
+    if (piece < row_->size() && count != 0) found[(*row_)[piece].name] += count;
+  };
+  for (size_t i = 0; i < row_->size(); ++i) add(i, counts_->nonfinite[i]);
+  for (const Streams& streams : packed_) {
+    if (!streams.tables) continue;
+    const std::vector<int64_t> counts = streams.tables->nonfinite();
+    size_t slice = 0;
+    for (const Stream* stream : {&streams.lossy, &streams.exact}) {
+      for (const size_t piece : stream->pieces) add(piece, counts.at(slice++));
+    }
   }
   return found;
 }
@@ -167,49 +191,82 @@ void ReduceScatter::count_nonfinite(const Row& row, const at::Tensor& input, con
   }
 }
 
-SliceList ReduceScatter::packed(size_t payload, bool exact, const at::Tensor& input, const BucketPlan& plan) const {
-  const BucketLayout& own = plan.layouts[payload];
-  const int64_t segment = segment_numel(own, exact);
-  const GradDtype dtype = grad_dtype_of(input.scalar_type());
-  const int64_t element = grad_nbytes(dtype), num_rows = synchroniser_->engine().world_size();
-  auto* const data = static_cast<std::byte*>(input.data_ptr());
-  std::byte* const zeros = data + num_rows * row_numel_ * element;
-  SliceList slices;
+ReduceScatter::Stream ReduceScatter::packed(size_t payload, bool exact) const {
+  const BucketLayout& own = plan_->layouts[payload];
+  const int64_t segment = segment_numel(own, exact), num_rows = synchroniser_->engine().world_size();
+  Stream stream;
+  const auto append = [&](size_t piece, int64_t offset, int64_t numel) {
+    if (numel == 0) return;
+    stream.places.push_back({offset, numel});
+    stream.pieces.push_back(piece);
+  };
   for (int64_t chunk = 0; chunk < own.num_chunks && segment != 0; ++chunk) {
     for (int64_t row = 0; row < num_rows; ++row) {
       int64_t filled = 0;  // elements of the segment
-      for_segment(*row_, plan, payload, exact, chunk, [&](size_t, int64_t offset, int64_t numel) {
-        slices.append(data + (row * row_numel_ + offset) * element, numel, dtype);
+      for_segment(*row_, *plan_, payload, exact, chunk, [&](size_t piece, int64_t offset, int64_t numel) {
+        append(piece, row * row_numel_ + offset, numel);
         filled += numel;
       });
-      slices.append(zeros, segment - filled, dtype);
+      append(row_->size(), num_rows * row_numel_, segment - filled);  // zeros follow the input
     }
   }
-  return slices;
+  return stream;
 }
 
-SliceList ReduceScatter::unpacked(size_t payload, bool exact, const at::Tensor& output, const BucketPlan& plan) const {
-  const GradDtype dtype = grad_dtype_of(output.scalar_type());
-  auto* const data = static_cast<std::byte*>(output.data_ptr());
-  SliceList slices;
-  for_pieces(*row_, plan, payload, exact, [&](size_t i, int64_t offset, int64_t) {
-    slices.append(data + offset * grad_nbytes(dtype), (*row_)[i].numel, dtype);
+ReduceScatter::Stream ReduceScatter::unpacked(size_t payload, bool exact) const {
+  Stream stream;
+  for_pieces(*row_, *plan_, payload, exact, [&](size_t piece, int64_t offset, int64_t) {
+    stream.places.push_back({offset, (*row_)[piece].numel});
+    stream.pieces.push_back(piece);
   });
-  return slices;
+  return stream;
+}
+
+std::vector<Payload> ReduceScatter::payloads_of(const at::Tensor& output, const at::Tensor& input,
+                                                uint32_t call) const {
+  const Engine& engine = synchroniser_->engine();
+  const auto slices = [](const Stream& stream, const at::Tensor& tensor) {
+    const GradDtype dtype = grad_dtype_of(tensor.scalar_type());
+    auto* const data = static_cast<std::byte*>(tensor.data_ptr());
+    SliceList list;
+    for (const SlicePlace& place : stream.places) {
+      list.append(data + place.offset * grad_nbytes(dtype), place.numel, dtype);
+    }
+    return list;
+  };
+  std::vector<Payload> payloads;
+  for (size_t i = 0; i < packed_.size(); ++i) {
+    Payload payload;
+    payload.streams = {slices(packed_[i].lossy, input), slices(packed_[i].exact, input), input.data_ptr(),
+                       packed_[i].tables};
+    payload.unpacked = {slices(unpacked_[i].lossy, output), slices(unpacked_[i].exact, output), output.data_ptr(),
+                        unpacked_[i].tables};
+    if (residuals_[i]) payload.pack.residual = residuals_[i]->of_first();
+    if (engine.config().stochastic) {
+      payload.pack.stochastic = true;
+      payload.pack.noise = {engine.config().seed, static_cast<uint32_t>(index_), call,
+                            static_cast<uint32_t>(engine.rank())};
+    }
+    payloads.push_back(std::move(payload));
+  }
+  return payloads;
 }
 
 FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call) {
   Engine& engine = synchroniser_->engine();
   const int64_t numel = engine.world_size() * row_numel_;
-  TORCH_CHECK_VALUE(input.is_cpu() && output.is_cpu(),
-                    "fusedcomm: a reduce-scatter of FSDP2 in a wire is for CPU tensors");
+  const c10::Device device = synchroniser_->grad_device();
+  TORCH_CHECK_VALUE(input.device() == device && output.device() == device, "fusedcomm: ", label_->text,
+                    ": the reduce-scatter's input is on ", input.device(), ", its output on ", output.device(),
+                    ", and fusedcomm was attached for gradients on ", device);
+  engine.device().check_caller();
   TORCH_CHECK_VALUE(
       input.numel() == numel && output.numel() == row_numel_ && input.is_contiguous() && output.is_contiguous(),
       "fusedcomm: ", label_->text, ": the reduce-scatter has ", input.numel(), " elements for ", output.numel(),
       ", and its parameters have ", numel, " for ", row_numel_);
   const int64_t room = static_cast<int64_t>(input.storage().nbytes() / input.element_size()) - input.storage_offset();
   TORCH_CHECK_VALUE(room >= numel + padding_numel_, "fusedcomm: ", label_->text, ": its input has no room for padding");
-  auto future = make_future(output.device());
+  auto future = make_future(device);
   const std::shared_ptr<const BucketPlan> plan = plan_of(factor);
   auto job = std::make_shared<BucketJob>();
   job->plan = plan;
@@ -221,24 +278,14 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
   job->on_nonfinite = [row = row_, input, plan, counts = counts_](const BucketJob&, int64_t chunk) {
     count_nonfinite(*row, input, *plan, chunk, counts.get());
   };
-  for (size_t i = 0; i < plan->layouts.size(); ++i) {
-    Payload payload;
-    payload.streams.origin = input.data_ptr();
-    payload.streams.lossy = packed(i, false, input, *plan);
-    payload.streams.exact = packed(i, true, input, *plan);
-    payload.unpacked.emplace();
-    payload.unpacked->origin = output.data_ptr();
-    payload.unpacked->lossy = unpacked(i, false, output, *plan);
-    payload.unpacked->exact = unpacked(i, true, output, *plan);
-    if (residuals_[i]) payload.pack.residual = residuals_[i]->of_first();
-    if (engine.config().stochastic) {
-      payload.pack.stochastic = true;
-      payload.pack.noise = {engine.config().seed, static_cast<uint32_t>(index_), call,
-                            static_cast<uint32_t>(engine.rank())};
+  job->payloads = payloads_of(output, input, call);
+  job->on_done = [future, output, input, device = engine.shared_device()](std::exception_ptr error) {
+    // Else the caller's stream waits for ours before the memory is used for anything else.
+    if (error) {
+      for (const at::Tensor& tensor : {input, output}) device->will_use(tensor);
     }
-    job->payloads.push_back(std::move(payload));
-  }
-  job->on_done = [future, output](std::exception_ptr error) { complete(*future, output, std::move(error)); };
+    complete(*future, output, std::move(error));
+  };
   engine.submit(std::move(job));
   return future;
 }

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "devices/slice_table.h"
 #include "gradients/synchroniser.h"
 
 namespace fusedcomm {
@@ -54,11 +55,22 @@ class ReduceScatter {
 
   // Writes the sum of the ranks' rows × factor to output, and returns at once. input: [world_size × row_numel()], with
   // zeros behind it, float32, bfloat16 or float16. output: [row_numel()], of any of these dtypes. Both are contiguous,
-  // and must live until the future is done. Every rank must make the same calls in the same order.
+  // on the synchroniser's device, and must live until the future is done; on an accelerator, until the work of the
+  // stream that has waited for it is. Every rank must make the same calls in the same order.
   // call: the number of earlier ones; it numbers the noise of stochastic rounding.
   FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call);
 
  private:
+  // The slices of one payload, in elements from the begin of the input or the output, and the piece of the row that
+  // each belongs to: row_->size() for zeros. `tables`: the device's.
+  struct Stream {
+    std::vector<SlicePlace> places;
+    std::vector<size_t> pieces;
+  };
+  struct Streams {
+    Stream lossy, exact;
+    std::shared_ptr<const BucketTables> tables;
+  };
   // By piece of the row. Jobs share it, because they may outlive this object.
   struct Counts {
     mutable std::mutex mutex;
@@ -66,9 +78,12 @@ class ReduceScatter {
   };
 
   std::shared_ptr<const BucketPlan> plan_of(double factor);
-  // The slices of one payload: of the segments of all rows, and of this rank's row.
-  SliceList packed(size_t payload, bool exact, const at::Tensor& input, const BucketPlan& plan) const;
-  SliceList unpacked(size_t payload, bool exact, const at::Tensor& output, const BucketPlan& plan) const;
+  // What is packed of a payload, the segments of all rows; and what is unpacked, this rank's row.
+  Stream packed(size_t payload, bool exact) const;
+  Stream unpacked(size_t payload, bool exact) const;
+  void add_residuals();
+  // The payloads of a call.
+  std::vector<Payload> payloads_of(const at::Tensor& output, const at::Tensor& input, uint32_t call) const;
   // Counts what is not finite in a chunk of the input.
   static void count_nonfinite(const Row& row, const at::Tensor& input, const BucketPlan& plan, int64_t chunk,
                               Counts* counts);
@@ -81,7 +96,9 @@ class ReduceScatter {
   std::shared_ptr<const BucketLabel> label_;
   double factor_ = 1;                       // of plan_
   std::shared_ptr<const BucketPlan> plan_;  // of the last call
-  // One for each payload of any plan_, whose layouts do not depend on the factor; null if none is kept.
+  // One for each payload of any plan_, whose layouts do not depend on the factor.
+  std::vector<Streams> packed_, unpacked_;
+  // Null if none is kept.
   std::vector<std::shared_ptr<ResidualBuffer>> residuals_;
   const std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
 };

@@ -24,8 +24,8 @@ void check(const std::vector<std::string>& names, const std::vector<at::Tensor>&
 
 }  // namespace
 
-void FusedSum::run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                   IsVoid is_void, Done done) {
+FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
+                        IsVoid is_void, Done done) {
   check(names, tensors);
   auto gradients = std::make_shared<const Gradients>(tensors);
   if (!synchroniser_->engine().config().feedback) {
@@ -37,15 +37,15 @@ void FusedSum::run(const std::vector<std::string>& names, const std::vector<at::
     done(std::move(error));
   };
   try {
-    begin(names, std::move(gradients), factor, std::move(is_void), std::move(ended));
+    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(ended));
   } catch (...) {
     under_way_->end(names);
     throw;
   }
 }
 
-void FusedSum::begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
-                     Done done) {
+FuturePtr FusedSum::begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
+                          Done done) {
   std::vector<at::Tensor> parameters;
   parameters.reserve(names.size());
   for (size_t i = 0; i < names.size(); ++i) parameters.push_back(parameter(names[i], gradients->tensors()[i]));
@@ -54,9 +54,11 @@ void FusedSum::begin(const std::vector<std::string>& names, GradientsPtr gradien
   bucket.is_alone = true;
   bucket.factor = factor;
   bucket.is_void = std::move(is_void);
-  synchroniser_->run(bucket)->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
+  FuturePtr sum = synchroniser_->run(bucket);
+  sum->addCallback([done = std::move(done)](c10::ivalue::Future& future) {
     done(future.hasError() ? future.exception_ptr() : nullptr);
   });
+  return sum;
 }
 
 void FusedSum::UnderWay::begin(const std::vector<std::string>& begun) {

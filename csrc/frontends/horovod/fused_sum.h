@@ -43,16 +43,19 @@ class FusedSum {
   // done: called once, without the GIL, on a thread of the engine or on this one: with an error, or with null. On an
   //   accelerator the sum has then been enqueued.
   //
+  // Returns the future of the sum: on an accelerator, a stream that waits for it has the sum.
+  //
   // Throws ValueError if the tensors are not as said above.
-  void run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor, IsVoid is_void,
-           Done done);
+  FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
+                IsVoid is_void, Done done);
 
   const std::shared_ptr<Synchroniser>& synchroniser() const { return synchroniser_; }
 
  private:
   using Names = std::unordered_map<std::string, at::Tensor>;
 
-  void begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void, Done done);
+  FuturePtr begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
+                  Done done);
   // A tensor without memory that stands for the parameter of this name.
   const at::Tensor& parameter(const std::string& name, const at::Tensor& like);
   // The index of the record of these parameters, which stays the same while they come together.

@@ -1,0 +1,190 @@
+"""FSDP2 on a GPU, over NCCL: gradients, counts and residuals are those of a CPU over gloo, and none is read early.
+
+Several ranks share one GPU. This shows whether results are right, and nothing about speed.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import integers, mean_of_integers
+from test_fsdp_cuda_path import CONFIGS
+from test_fsdp_feedback import Layers, gradients_of
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fusedcomm
+from fusedcomm.config import Checks, Chunks, Config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU that this torch can use"),
+]
+
+BACKEND = "cpu:gloo,cuda:nccl"
+
+
+def built(kind, world_size, device):
+    torch.manual_seed(0)
+    model = Layers().to(device)
+    mesh = init_device_mesh(device, (world_size,))
+    if kind == "replicate":
+        return replicate(model, mesh=mesh)
+    if kind == "hsdp":
+        mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("replica", "shard"))
+    dtype = torch.bfloat16 if kind == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def on_both_devices(rank, world_size, kind, config):
+    """This rank's gradients, counts and residuals after three steps, on a CPU and on a GPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model, seen = built(kind, world_size, device), []
+        comm = fusedcomm.attach(model, config, quiet=True)
+        for step in range(3):
+            gradients = gradients_of(model, rank, step)
+            if step == 1:
+                gradients[0].view(-1)[5 + rank] = torch.inf
+                gradients[-1].view(-1)[-1 - rank] = torch.nan
+            model.zero_grad()
+            model([gradient.to(device) for gradient in gradients]).backward()
+            for parameter in model.parameters():
+                local = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
+                seen.append(local.flatten().float().cpu())
+        residuals = {name: each.full_tensor().cpu() for name, each in comm.state_dict()["residuals"].items()}
+        values = torch.cat(seen)
+        bits = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
+        found.append((bits, comm.stats().nonfinite_by_parameter, residuals, comm.plan().codec))
+        comm.detach()
+    return found
+
+
+CASES = [("sharded", name, 2) for name in CONFIGS]
+CASES += [(kind, name, 2) for kind in ("bf16", "replicate") for name in ("fp32", "bf16", "int8")]
+CASES += [("hsdp", "int8", 4), ("sharded", "int4 rotated", 4), ("sharded", "bf16", 3)]
+
+
+@pytest.mark.parametrize(("kind", "name", "world_size"), CASES)
+def test_results_are_those_of_the_cpu(ranks, kind, name, world_size):
+    config = dataclasses.replace(CONFIGS[name], chunks=Chunks(CONFIGS[name].chunks.nbytes or 1 << 20))
+    for cpu, gpu in ranks.run(on_both_devices, kind, config, world_size=world_size, backend=BACKEND):
+        # With replicate(), wire fp32 is summed by the transport: NCCL and gloo add two numbers alike.
+        assert torch.equal(cpu[0], gpu[0])
+        assert cpu[1] == gpu[1] and sum(gpu[1].values()) == 2
+        assert cpu[2].keys() == gpu[2].keys()
+        assert all(torch.equal(cpu[2][name].nan_to_num(), gpu[2][name].nan_to_num()) for name in cpu[2])
+        assert "sm_" in gpu[3]
+
+
+class Given(nn.Module):
+    """Adds to its input a loss whose gradient is given, which is computed late."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x, gradient):
+        product = self.weight * gradient
+        product.register_hook(delayed)
+        return x + product.sum()
+
+
+def delayed(gradient):
+    torch.cuda._sleep(3_000_000)
+    return gradient
+
+
+SHAPES = ((300, 1001), (70,), (1, 40_000), (513, 17), (2_000_003,), (64, 64))
+
+
+def late(rank, world_size, config, reshard):
+    """The number of wrong elements in many steps without a wait of the host."""
+    model = nn.ModuleList(Given(shape) for shape in SHAPES).cuda()
+    mesh = init_device_mesh("cuda", (world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    comm = fusedcomm.attach(model, config, quiet=True)
+    kept = []
+    for step in range(12):
+        x = torch.zeros((), device="cuda")
+        for layer, shape in zip(model, SHAPES, strict=True):
+            x = layer(x, (integers(rank, shape) + step % 5).cuda(non_blocking=True))
+        x.backward()
+        kept.append([layer.weight.grad for layer in model])
+        for layer in model:
+            layer.weight.grad = None
+    wrong = 0
+    for step, gradients in enumerate(kept):
+        for gradient, shape in zip(gradients, SHAPES, strict=True):
+            wrong += (gradient.full_tensor() != mean_of_integers(world_size, shape).cuda() + step % 5).sum().item()
+    comm.detach()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "reshard"),
+    [
+        (Config("fp32"), True),
+        (Config("bf16", wires={"1d": "bf16"}), True),
+        (Config("bf16", wires={"1d": "bf16"}, chunks=Chunks(1 << 16, in_flight=2)), False),
+    ],
+    ids=["fp32", "bf16", "bf16 in many chunks"],
+)
+def test_late_gradients_are_reduced_when_they_are_there(ranks, config, reshard):
+    assert ranks.run(late, config, reshard, world_size=2, backend=BACKEND) == [0, 0]
+
+
+def trained(rank, world_size, config):
+    """Parameters after ten steps, verified errors, and the most memory allocated in the last steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6))).cuda()
+    mesh = init_device_mesh("cuda", (world_size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    comm = config and fusedcomm.attach(model, config, quiet=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(10):
+        if step == 5:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        for accumulated in (True, False):
+            model.set_requires_gradient_sync(not accumulated)
+            model(torch.randn(32, 512, generator=generator).cuda()).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    verified = [each.relative_error for each in comm.stats().verified] if comm else []
+    parameters = [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
+    return parameters, verified, torch.cuda.max_memory_allocated()
+
+
+def test_training_is_that_of_fsdp2_alone(ranks):
+    plain = ranks.run(trained, None, world_size=2, backend=BACKEND)
+    config = Config("fp32", checks=Checks(verify_every=2))
+    for ours, alone in zip(ranks.run(trained, config, world_size=2, backend=BACKEND), plain, strict=True):
+        for a, b in zip(ours[0], alone[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert ours[1] and max(ours[1]) < 1e-6
+
+
+def test_memory_is_that_of_fsdp2_alone(ranks):
+    """Besides small buffers, nothing of the size of all gradients is added to the peak of a step."""
+    plain = ranks.run(trained, None, world_size=2, backend=BACKEND)
+    ours = ranks.run(trained, Config("bf16", chunks=Chunks(1 << 18)), world_size=2, backend=BACKEND)
+    layer_nbytes = 4 * 512 * 513
+    for (*_, with_ours), (*_, alone) in zip(ours, plain, strict=True):
+        assert with_ours - alone < 2.5 * layer_nbytes, (with_ours, alone)
+
+
+def test_the_error_is_that_of_the_wire(ranks):
+    config = Config("bf16", checks=Checks(verify_every=2))
+    for _, verified, _ in ranks.run(trained, config, world_size=2, backend=BACKEND):
+        assert 1e-5 < max(verified) < 2**-8

@@ -1,0 +1,132 @@
+"""FSDP2's reduce-scatters and all-reduces on the engine's CUDA path without a GPU: tests/helpers/fake_cuda.py has the
+driver. Gradients, counts and residuals are those of the CPU path, bit for bit."""
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+from pathlib import Path
+
+import compiling
+import fake_cuda
+import ptx_kernels
+import pytest
+import torch
+from test_fsdp_feedback import Layers, gradients_of, made
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fusedcomm
+from fusedcomm.config import Blocks, Chunks, Config, Feedback, Rounding
+
+pytest.importorskip("triton", reason="the CUDA path's kernels are Triton's")
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="with a GPU, tests/fsdp/test_fsdp_cuda.py runs the same on it"
+    ),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the driver of the test needs g++"),
+]
+
+UNSHARDED = Feedback("bf16", unsharded=True)
+LOSSY_1D = {"1d": "int8"}
+CONFIGS = {
+    "fp32": Config("fp32"),
+    "bf16": Config("bf16"),
+    "fp16 chunked": Config("fp16", chunks=Chunks(4096)),
+    "int8": Config("int8"),
+    "int8 all": Config("int8", wires=LOSSY_1D, chunks=Chunks(4096)),
+    "fp8 fed back": Config("fp8", feedback=UNSHARDED),
+    "int4 rotated": Config("int4", blocks=Blocks(rotate=True)),
+    "int4 stochastic fed back": Config(
+        "int4", blocks=Blocks(rotate=True), rounding=Rounding("stochastic"), feedback=UNSHARDED, chunks=Chunks(4096)
+    ),
+    "several wires": Config("int8", wires={"second.*": "int4", **LOSSY_1D}, blocks=Blocks(rotate=True)),
+    "exempt": Config("bf16", wires={"first.*": "fp32"}),
+}
+
+
+def built(kind, world_size):
+    """The model of a kind; for "gradients in …", which are then reduced in that dtype, too, or in fp32 after a +."""
+    if not kind.startswith("gradients in"):
+        return made(kind, world_size)
+    dtype = getattr(torch, kind.split()[2])
+    model = Layers()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if kind.endswith("+") else dtype)
+    return fully_shard(model, mp_policy=policy)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+@functools.cache
+def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
+    """The compiler of this process."""
+    return ptx_kernels.TritonCompiler(triton_folder and Path(triton_folder))
+
+
+def steps_on(rank, world_size, kind, config, library, triton_folder):
+    """Three steps on the CPU path, or with a `library` on the CUDA path; on PTX that is executed, with a
+    `triton_folder`. Returns this rank's gradients, the non-finite counts and the residuals."""
+    model, seen = built(kind, world_size), []
+    how = contextlib.nullcontext()
+    if library:
+        compiled = {} if triton_folder is None else {"compiled": compiler(triton_folder or None)}
+        how = fake_cuda.gpu(library).takes_over(config, **compiled)
+    with how:
+        comm = fusedcomm.attach(model, config, quiet=True)
+        for step in range(3):
+            gradients = gradients_of(model, rank, step)
+            if step == 1:
+                gradients[0].view(-1)[5 + rank] = torch.inf
+                gradients[-1].view(-1)[-1 - rank] = torch.nan
+            model.zero_grad()
+            model(gradients).backward()
+            seen += [
+                getattr(p.grad, "to_local", lambda grad=p.grad: grad)().flatten().clone() for p in model.parameters()
+            ]
+        residuals = {name: each.full_tensor() for name, each in comm.state_dict()["residuals"].items()}
+        stats = comm.stats()
+        comm.detach()
+    values = torch.cat(seen)
+    # Which NaN a sum gives depends on the device.
+    return torch.where(values.isnan(), torch.nan, values).view(torch.int32), stats.nonfinite_by_parameter, residuals
+
+
+def check(ranks, kind, config, world_size, library, triton_folder=None):
+    config = dataclasses.replace(config, chunks=config.chunks if config.chunks.nbytes else Chunks(1 << 20))
+    cpu, cuda = (
+        ranks.run(steps_on, kind, config, driver, triton_folder, world_size=world_size) for driver in (None, library)
+    )
+    for own, other in zip(cpu, cuda, strict=True):
+        assert torch.equal(own[0], other[0])
+        assert own[1] == other[1] and sum(own[1].values()) == 2
+        assert own[2].keys() == other[2].keys()
+        assert all(torch.equal(own[2][name].nan_to_num(), other[2][name].nan_to_num()) for name in own[2])
+        assert bool(own[2]) == (config.feedback is not None)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reduce_scatters_have_the_cpus_bits(ranks, library, name, world_size):
+    check(ranks, "sharded", CONFIGS[name], world_size, library)
+
+
+@pytest.mark.parametrize("kind", ["gradients in bfloat16", "gradients in float16 +"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8 all"])
+def test_gradients_of_16_bits(ranks, library, name, kind):
+    check(ranks, kind, CONFIGS[name], 2, library)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "replicate"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4 rotated"])
+def test_sums_between_replicas_have_the_cpus_bits(ranks, library, name, kind):
+    check(ranks, kind, CONFIGS[name], 4 if kind == "hsdp" else 2, library)
+
+
+@pytest.mark.executed
+@pytest.mark.parametrize("name", CONFIGS)
+def test_executed_code_has_the_cpus_bits(ranks, library, name, request):
+    """In turn by each version of Triton."""
+    is_oldest = list(CONFIGS).index(name) % 2 == 0
+    check(ranks, "sharded", CONFIGS[name], 2, library, str(compiling.oldest_triton(request.config)) * is_oldest)
