@@ -34,6 +34,12 @@ void Synchroniser::measure(BucketJob* job, const std::shared_ptr<const BucketRec
     measurement->error_norm = squares.sqrt_();
     monitor_.add(std::move(*measurement));
   };
+  if (device_.is_cpu()) return;
+  job->on_done = [residuals, done = std::move(job->on_done)](std::exception_ptr error) {
+    // After a fault on the device, torch ends a process that frees memory of several streams. These are never freed.
+    if (error) new std::vector<std::shared_ptr<ResidualBuffer>>(std::move(*residuals));
+    done(std::move(error));
+  };
 }
 
 std::vector<std::shared_ptr<ResidualBuffer>> Synchroniser::measured_residuals(BucketJob* job,

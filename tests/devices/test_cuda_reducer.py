@@ -171,3 +171,22 @@ def test_tables_are_uploaded_again_for_the_bucket_whose_gradient_has_moved(ranks
         assert same == before
         has_moved = [table != old for table, old in zip(after, same, strict=True)]
         assert has_moved == ["weights.40" in parameters for parameters in buckets] and sum(has_moved) == 1
+
+
+def one_small_bucket(rank, world_size, library, wire):
+    """The mean of one small gradient, which is summed exactly: it is in one run, but not summed where it lies."""
+    config = Config(wire)
+    with fake_cuda.gpu(library).takes_over(config):
+        model = Gradients((100,))
+        reducer = reducer_of(model, config)
+        for step in range(2):
+            model.zero_grad()
+            model([torch.arange(100.0) * (rank + 1) + step]).backward()
+        reducer.detach()
+    return model.weights[0].grad
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
+def test_a_bucket_of_one_small_gradient(ranks, library, wire):
+    for mean in ranks.run(one_small_bucket, library, wire, world_size=2):
+        assert torch.equal(mean, torch.arange(100.0) * 1.5 + 1)

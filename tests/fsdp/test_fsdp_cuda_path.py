@@ -119,7 +119,7 @@ def test_gradients_of_16_bits(ranks, library, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "replicate"])
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4 rotated"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4 rotated"])
 def test_sums_between_replicas_have_the_cpus_bits(ranks, library, name, kind):
     check(ranks, kind, CONFIGS[name], 4 if kind == "hsdp" else 2, library)
 

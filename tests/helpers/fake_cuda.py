@@ -88,13 +88,11 @@ class FakeCuda:
         finally:
             self.library.fake_capture(0)
 
-    def loader(self, cfg: Config, world_size: int, grad_dtypes) -> "_C.KernelLoader":
+    def loader(self, cfg: Config, world_size: int, grad_dtypes, reduces_rows: bool = False) -> "_C.KernelLoader":
         from fusedcomm.kernels import variants
 
         loader = _C.KernelLoader(self.driver, variants.TILE if self._compiled else TILE)
-        # All-reduces', and reduce-scatters'.
-        found = [cuda.kernel_variants(cfg, world_size, grad_dtypes, reduces_rows=rows) for rows in (False, True)]
-        for variant in dict.fromkeys(variant for each in found for variant in each):
+        for variant in cuda.kernel_variants(cfg, world_size, grad_dtypes, reduces_rows=reduces_rows):
             image = str(variant)
             self._variants[f"{image}:{variant.kernel}"] = variant
             cuda.load(
@@ -112,9 +110,9 @@ class FakeCuda:
             )
         return loader
 
-    def device(self, backend, cfg: Config, grad_dtypes) -> "_C.CudaDevice":
+    def device(self, backend, cfg: Config, grad_dtypes, reduces_rows: bool = False) -> "_C.CudaDevice":
         return _C.CudaDevice(
-            kernels=self.loader(cfg, backend.size(), grad_dtypes),
+            kernels=self.loader(cfg, backend.size(), grad_dtypes, reduces_rows),
             device=torch.device("cpu"),
             isa="fake",
             max_programs=MAX_PROGRAMS,
@@ -148,22 +146,23 @@ class FakeCuda:
             has_two_levels = True
             must_agree: dict = {}
 
-            def __init__(self, local, world_size) -> None:
-                pass
+            def __init__(self, reduces_rows: bool) -> None:
+                self.reduces_rows = reduces_rows
 
             def connect(self, process_group, device, store):
                 backend = process_group._get_backend(device)
-                native = fake.device(backend, config, _C.GRAD_DTYPES)
+                native = fake.device(backend, config, _C.GRAD_DTYPES, self.reduces_rows)
                 return native, _C.StreamTransport(backend, device)
 
         self.launches.clear()
         self.grids.clear()
         self.errors.clear()
-        own, session.CpuPath = session.CpuPath, Path
+        own = session.Session._path
+        session.Session._path = lambda of, announce, two_levels=None: Path(of._reduces_rows)
         try:
             yield self
         finally:
-            session.CpuPath = own
+            session.Session._path = own
             self.fail("", 0)
             self._in_cuda = self._compiled = None
             if self.errors:
