@@ -73,8 +73,8 @@ def engine_variants(
                 variants += [Variant("pack", **gradients, **how) for how in packs]
                 variants.append(Variant("unpack", **gradients, **unpack))
             variants += [Variant("reduce", block=block, flat=flat, **how) for how in sums]
-    # For exact sums, small ones and those of wire fp32, of what is not summed in place: gradients that are allocated one
-    # by one, and sums with a factor.
+    # For exact sums, small ones and those of wire fp32, of what is not summed in place: gradients that are allocated
+    # one by one, and sums with a factor.
     is_exact = any(wire == "fp32" for wire, _, _ in wires)
     for dtype in grad_dtypes if is_exact else {torch.float32} & set(grad_dtypes):
         for flat in (True, False):

@@ -10,8 +10,8 @@ from fusedcomm.autotune.auto import Auto
 from fusedcomm.config import AUTO, Checks, Config, LocalOptions, Wire, given, local_options
 from fusedcomm.fsdp.comm import FusedReduceScatter
 from fusedcomm.fsdp.handle import FsdpHandle
-from fusedcomm.fsdp.levels import check_names, sums_of
-from fusedcomm.fsdp.modules import sharded_modules
+from fusedcomm.fsdp.levels import Sums, check_names, sums_of
+from fusedcomm.fsdp.modules import Sharded, sharded_modules
 from fusedcomm.fsdp.replicas import ReplicaSums
 from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.session.session import Session
@@ -32,9 +32,6 @@ def attach_fsdp(
         ValueError: an option that only DDP has, or a module whose reduce-scatter cannot be replaced.
         RuntimeError: the ranks do not agree (the same text on every rank).
     """
-    _refuse_searches(config, wire)
-    chosen = given(config, wire)
-    refuse_options(chosen)
     local, quiet = local_options(local), quiet or env.quiet()
     sharded, problem = sharded_modules(model)
     if not sharded:
@@ -42,34 +39,17 @@ def attach_fsdp(
             "fusedcomm: no module of this model has parameters that fully_shard has sharded: call fully_shard(model) "
             "first, then attach"
         )
-    device = sharded[0].device
     group, replicas = (
         _only("sharded", [each.process_group for each in sharded], problem),
         _only("replicated", [each.replicas for each in sharded], problem),
     )
-    named = [(p.name, p.tensor) for each in sharded for p in each.parameters]
     try:
-        chosen.check_patterns(named)
-    except ValueError as error:
-        problem = problem or error
-    # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
-    also_agree = {
-        "fsdp": [[p.name, p.row_numel] for each in sharded for p in each.parameters],
-        "levels": repr(chosen),  # the two sums below have configurations of their own
-    }
-    # Perhaps the problem is on this rank alone: the session tells the others.
-    options = {"announce": not quiet, "also_agree": also_agree, "problem": problem}
-    sums = sums_of(chosen, group, replicas)
-    rows, between = None, None
-    if sums.rows is not None:
-        rows = Session(sums.rows, group, None, local, device, reduces_rows=True, **options)
-    if sums.replicas is not None:
-        wires = {p.name: chosen.wire_number(p.name, p.tensor) for each in sharded for p in each.parameters}
-        between = ReplicaSums(Session(sums.replicas, replicas, None, local, device, **options), wires)
-    if rows is None and between is None:
-        raise problem or ValueError(
-            "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
-        )
+        chosen = _checked(config, wire, [(p.name, p.tensor) for each in sharded for p in each.parameters])
+        sums = sums_of(chosen, group, replicas)
+    except ValueError as error:  # perhaps of this rank alone: the sessions tell the others
+        problem, chosen = problem or error, Config("fp32")
+        sums = sums_of(chosen, group, replicas)
+    rows, between = _sessions(chosen, sums, sharded, group, replicas, local, not quiet, problem)
     check_names(chosen, rows, None if between is None else between.session)
     comms = [
         # The backward pass ends with the first module, as a rule the model itself.
@@ -85,6 +65,58 @@ def attach_fsdp(
     if dist.get_rank() == 0:
         log.report(handle.plan, quiet)
     return handle
+
+
+def _checked(config: Config | None, wire: Wire | None, named: list[tuple[str, nn.Parameter]]) -> Config:
+    """The configuration. Raises ValueError for one that is not possible with FSDP2 or these parameters."""
+    _refuse_searches(config, wire)
+    chosen = given(config, wire)
+    refuse_options(chosen)
+    chosen.check_patterns(named)
+    return chosen
+
+
+def _sessions(
+    config: Config,
+    sums: Sums,
+    sharded: list[Sharded],
+    group: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
+    local: LocalOptions,
+    announce: bool,
+    problem: Exception | None,
+) -> tuple[Session | None, ReplicaSums | None]:
+    """Of the reduce-scatter and of the all-reduce. Raises this rank's `problem`, or another's, on every rank."""
+    parameters = [p for each in sharded for p in each.parameters]
+    # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
+    also_agree = {
+        "fsdp": [[p.name, p.row_numel] for p in parameters],
+        "levels": repr(config),  # the two sums have configurations of their own
+    }
+    options = {"announce": announce, "also_agree": also_agree}
+    device = sharded[0].device
+    rows, between = None, None
+    if sums.rows is not None:
+        try:
+            rows = Session(sums.rows, group, None, local, device, reduces_rows=True, problem=problem, **options)
+        except Exception as error:
+            if sums.replicas is None:
+                raise
+            problem = problem or error  # for the ranks with the same shards, which are told next
+    if sums.replicas is not None:
+        wires = {p.name: config.wire_number(p.name, p.tensor) for p in parameters}
+        try:
+            session = Session(sums.replicas, replicas, None, local, device, problem=problem, **options)
+        except Exception:
+            if rows is not None:
+                rows.stop("fusedcomm could not attach")
+            raise
+        between = ReplicaSums(session, wires)
+    if rows is None and between is None:
+        raise problem or ValueError(
+            "fusedcomm: this model is on one rank alone, so there is nothing to reduce: leave attach() out"
+        )
+    return rows, between
 
 
 def _only(how: str, groups: list[dist.ProcessGroup | None], problem: ValueError | None) -> dist.ProcessGroup | None:

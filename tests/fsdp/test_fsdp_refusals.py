@@ -43,6 +43,31 @@ def test_options_without_effect_are_refused(ranks):
     ranks.run(_options, world_size=2)
 
 
+def _on_one_rank_alone(rank, world_size, mesh_shape, options):
+    names = ("replica", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    text = _raised(fusedcomm.attach, model, **(options if rank == 1 else {"wire": "bf16"}))
+    dist.barrier()
+    fusedcomm.attach(model, wire="bf16").detach()
+    return text
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=["shards", "hsdp"])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"wire": "auto"}, "one wire from the start"),
+        ({"config": fusedcomm.Config("int8", sum="one-shot")}, "sum='one-shot' is not possible"),
+        ({"config": fusedcomm.Config("int8", wires={"no.such.*": "bf16"})}, "no.such"),
+    ],
+)
+def test_what_is_refused_on_one_rank_is_told_to_all(ranks, mesh_shape, options, text):
+    found = ranks.run(_on_one_rank_alone, mesh_shape, options, world_size=2 * len(mesh_shape))
+    assert all(text in each for each in found)
+
+
 def _kinds(rank, world_size):
     with pytest.raises(TypeError, match="DistributedDataParallel"):
         fusedcomm.attach(nn.Linear(2, 2))
