@@ -119,6 +119,9 @@ def _library() -> tuple[ctypes.CDLL, str]:
     for name in _candidates():
         try:
             library = ctypes.CDLL(name)
+            # It opens this one by name when it compiles, and does not look beside itself.
+            for builtins in Path(name).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
         except OSError as error:
             errors.append(str(error))
             continue

@@ -178,11 +178,13 @@ def pytest_command(path: Path, options: str) -> list[Word]:
 
 
 def spread(path: Path) -> list[str]:
-    """Options that spread a file's tests over the cores. Empty except for test_kernels.py, whose hundreds of tests each
-    compile one or two kernels, and empty without pytest-xdist."""
-    if path.name != "test_kernels.py" or not importlib.util.find_spec("xdist"):
+    """Options that spread a file's tests over processes: test_kernels.py's, each of which compiles one or two kernels,
+    over half of the cores, and the others', each of which has up to four ranks, over three. Empty without pytest-xdist
+    or with few cores."""
+    num_cores = os.cpu_count() or 1
+    if num_cores < 8 or not importlib.util.find_spec("xdist"):
         return []
-    return ["-n", str(max(1, (os.cpu_count() or 1) // 2)), "--dist", "worksteal"]
+    return ["-n", str(num_cores // 2 if path.name in KERNEL_TESTS else 3), "--dist", "worksteal"]
 
 
 def json_of(folder: Path, name: str) -> Path:
