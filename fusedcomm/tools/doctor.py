@@ -188,4 +188,4 @@ def _cuda_verdict(dist: types.ModuleType) -> str:
         return f"not supported: {error}"
     names = ", ".join(f"sm_{capability}" for capability in sorted(capabilities))
     has = f"{compiler.name} compiles for {names}; wires {', '.join(fusedcomm.WIRES)}"
-    return f"over NCCL, tested only without a GPU (in a checkout, `make gpu` tests it on this one); {has}"
+    return f"over NCCL, tested on one H100 (in a checkout, `make gpu` tests it on this one); {has}"
