@@ -10,8 +10,8 @@ from torch import nn
 
 from fusedcomm import Config, Feedback
 
-NUM_STEPS = 20
-RESUMED_AT = 10
+NUM_STEPS = 100
+RESUMED_AT = 50
 ACCUMULATED = 2
 BATCH = 8
 CLIPPED_TO = 0.5
