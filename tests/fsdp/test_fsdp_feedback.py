@@ -114,7 +114,8 @@ def nothing_is_lost(rank, world_size, kind, config):
         ("Shard(1)", Config("int4", feedback=UNSHARDED), 2),
         ("hsdp", Config("int8", feedback=Feedback()), 2),  # (1, 2)
         ("hsdp", Config("int4", feedback=UNSHARDED), 4),
-        ("hsdp", Config("int4", feedback=UNSHARDED, hosts=TwoLevels([[0, 1], [2, 3]], local_wire="bf16")), 4),
+        ("hsdp", Config("int4", feedback=UNSHARDED, hosts=2), 4),  # bf16 within hosts
+        ("hsdp", Config("int4", feedback=Feedback(), hosts=TwoLevels(2, local_wire="fp32")), 4),
         ("replicate", Config("int8", feedback=Feedback()), 2),
         ("replicate", Config("int4", feedback=Feedback()), 4),
     ],

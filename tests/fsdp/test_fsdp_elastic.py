@@ -1,0 +1,83 @@
+"""A rank of an FSDP2 training dies, torchrun starts both again, and they go on from their distributed checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from patience import HANG_S
+
+JOB = Path(__file__).with_name("elastic_job.py")
+ROOT = JOB.parents[2]
+NUM_STEPS, RESUMED_AT, ACCUMULATED = 30, 10, 2
+AT_RANDOM, FEEDBACK = "int8 rounded at random", "int4 with feedback"
+
+
+def train(folder: Path, dying: int) -> None:
+    """Each rank writes what it has found at the end of its last life."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")},
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        # Else torchrun's store outlives a restart, and gloo reads dead ranks' addresses there: pytorch issue 135712.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += [str(JOB), str(folder), str(dying)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def found_by(folder: Path) -> list[dict]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture
+def whole(made_once) -> list[dict]:
+    return found_by(made_once("fsdp-whole", lambda folder: train(folder, -1)))
+
+
+@pytest.fixture(params=[0, 1], ids=["rank 0 dies", "rank 1 dies"])
+def interrupted(request, made_once) -> list[dict]:
+    folder = made_once(f"fsdp-interrupted-{request.param}", lambda folder: train(folder, request.param))
+    assert (folder / "died").read_text() == str(request.param)
+    return found_by(folder)
+
+
+def after_the_checkpoint(run: dict) -> list[float]:
+    return run["losses"][RESUMED_AT * ACCUMULATED :]
+
+
+def test_both_ranks_went_on_from_the_checkpoint(interrupted, whole):
+    assert [(rank["life"], rank["began"]) for rank in interrupted] == [(1, RESUMED_AT)] * 2
+    assert [(rank["life"], rank["began"]) for rank in whole] == [(0, 0)] * 2
+    for wire in (AT_RANDOM, FEEDBACK):
+        for rank in (*interrupted, *whole):
+            assert rank["runs"][wire]["calls"] == [NUM_STEPS]  # those before the checkpoint count, too
+        ours, theirs = (rank["runs"][wire] for rank in whole)
+        assert ours["losses"] != theirs["losses"]  # the ranks have different data
+        assert len(ours["losses"]) == NUM_STEPS * ACCUMULATED
+        assert sum(ours["losses"][-10:]) < 0.9 * sum(ours["losses"][:10])
+
+
+# A checkpoint has the mean over ranks of their residuals, so that loading it changes each rank's own. The run to
+# compare bits with is one that loads its checkpoint as soon as it is saved.
+@pytest.mark.parametrize(("wire", "run"), [(AT_RANDOM, AT_RANDOM), (FEEDBACK, f"{FEEDBACK}, reloaded")])
+def test_they_go_on_with_the_bits_of_a_run_that_was_not_interrupted(interrupted, whole, wire, run):
+    digests = set()
+    for rank, uninterrupted in zip(interrupted, whole, strict=True):
+        own, expected = rank["runs"][wire], uninterrupted["runs"][run]
+        assert own["losses"] == after_the_checkpoint(expected)
+        digests |= {own["digest"], expected["digest"]}
+    assert len(digests) == 1
+
+
+def test_with_the_mean_of_residuals_they_go_on_within_their_noise(interrupted, whole):
+    for rank, uninterrupted in zip(interrupted, whole, strict=True):
+        own, expected = rank["runs"][FEEDBACK], uninterrupted["runs"][FEEDBACK]
+        differences = [abs(a - b) for a, b in zip(own["losses"], after_the_checkpoint(expected), strict=True)]
+        assert differences[:ACCUMULATED] == [0] * ACCUMULATED  # of the parameters in the checkpoint
+        assert 0 < max(differences) < 0.02

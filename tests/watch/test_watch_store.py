@@ -1,0 +1,175 @@
+"""The report of who delays a step, where connections to the store are cut or held back."""
+
+import contextlib
+import datetime
+import socket
+import tempfile
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, stderr_to, synchronise
+from patience import patient
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+from fusedcomm.config import Config, LocalOptions
+
+SHAPES = ((400, 300), (500, 600))
+
+
+class Proxy:
+    """A proxy between the ranks and a TCPStore. It obeys one byte from a client of the port `control`:
+
+    - "h" holds back all data, until "g".
+    - "0" cuts all connections and refuses new ones.
+    - Any other byte cuts all connections.
+    """
+
+    def __init__(self, port):
+        self._port, self._pairs, self._is_open, self._goes_on = port, [], True, threading.Event()
+        self._goes_on.set()
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        self.port, self.control = (listener.getsockname()[1] for listener in self._listeners)
+        for listener, serve in zip(self._listeners, (self._connect, self._obey), strict=True):
+            threading.Thread(target=self._accept, args=(listener, serve), daemon=True).start()
+
+    def close(self):
+        for listener in self._listeners:
+            listener.close()
+        self._cut()
+
+    def _accept(self, listener, serve):
+        with contextlib.suppress(OSError):
+            while True:
+                serve(listener.accept()[0])
+
+    def _connect(self, client):
+        if not self._is_open:
+            client.close()
+            return
+        server = socket.create_connection(("127.0.0.1", self._port))
+        self._pairs += [client, server]
+        for one, other in ((client, server), (server, client)):
+            threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+
+    def _pump(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                self._goes_on.wait()
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def _obey(self, client):
+        order = client.recv(1)
+        if order in b"hg":
+            self._goes_on.clear() if order == b"h" else self._goes_on.set()
+        else:
+            self._is_open = order != b"0"
+            self._cut()
+        client.sendall(b"done")
+        client.close()
+
+    def _cut(self):
+        while self._pairs:
+            with contextlib.suppress(OSError):
+                self._pairs.pop().shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def proxy():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(store.port)
+    yield proxy
+    proxy.close()
+
+
+def obey(control, order):
+    with socket.create_connection(("127.0.0.1", control)) as client:
+        client.sendall(order)
+        assert client.recv(4) == b"done"
+
+
+def cut_off(rank, world_size, port, control):
+    """Cuts the connections to the store twice, the second time permanently. Each time rank 1 is late afterwards.
+    Returns what was written to stderr each time, and whether the means were right."""
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=patient(5))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=patient(2)))
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    means, logs = synchronise(ddp, gradients, steps=3), []
+    for order, wait_s in ((b"1", patient(2)), (b"0", patient(10))):
+        with tempfile.NamedTemporaryFile() as log:
+            with stderr_to(log.name):
+                if rank == 0:
+                    obey(control, order)
+                means += synchronise(ddp, gradients)
+                time.sleep(wait_s)  # long enough to notice the loss, and to stop reconnecting
+                means += synchronise(ddp, gradients)
+                time.sleep(patient(6) if rank == 1 else 0)
+                means += synchronise(ddp, gradients)
+            with open(log.name) as file:
+                logs.append(file.read())
+    comm.detach()
+    return logs, all((mean == (world_size + 1) / 2).all().item() for mean in means)
+
+
+def test_a_connection_to_the_store_is_made_again_once(ranks, proxy):
+    for rank, ((first, second), right) in enumerate(ranks.run(cut_off, proxy.port, proxy.control, world_size=3)):
+        assert right
+        # Rank 1 answers over its new connection, so it is slow and not missing.
+        assert ("rank 1 is slow: it has not handed over bucket 0" in first) == (rank != 1), first
+        assert "is missing" not in first and "has lost the store" not in first
+        assert second.count(f"Warning: fusedcomm: rank {rank} of 3 has lost the store") == 1, second
+        assert "a TCPStore at 127.0.0.1" in second
+        assert ("cannot call the roll" in second) == (rank != 1)
+
+
+def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
+    """Makes the store silent for `silent_s` seconds while rank 1 is late. If `in_a_roll_call`, the silence begins after
+    rank 1 has answered a roll call that another rank opened. Returns what was written to stderr, and whether the means
+    were right.
+
+    These seconds are the same on slow machines, because the watch waits equally long for a store on any machine.
+    """
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    ddp = DistributedDataParallel(Gradients(*SHAPES), bucket_cap_mb=0.3)
+    comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=2))
+    gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
+    means = synchronise(ddp, gradients, steps=3)
+    with tempfile.NamedTemporaryFile() as log:
+        with stderr_to(log.name):
+            if rank == 1:
+                if in_a_roll_call:
+                    comm._session._store.wait(["watch/answer/1/1"])
+                obey(control, b"h")
+                time.sleep(silent_s)
+                obey(control, b"g")
+                time.sleep(patient(8))
+            means += synchronise(ddp, gradients)
+        with open(log.name) as file:
+            text = file.read()
+    comm.detach()
+    return text, all((mean == (world_size + 1) / 2).all().item() for mean in means)
+
+
+@pytest.mark.parametrize(
+    ("in_a_roll_call", "silent_s", "silences"), [(False, 3, {0}), (False, 8, {1}), (True, 3.1, {0, 1})]
+)
+def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, in_a_roll_call, silent_s, silences):
+    """A short silence is not reported. A longer silence may be reported, and so may a silence during a roll call, but a
+    later report names the slow rank."""
+    outcomes = ranks.run(held_back, proxy.port, proxy.control, in_a_roll_call, silent_s, world_size=3)
+    for rank, (text, right) in enumerate(outcomes):
+        assert right
+        if rank != 1:
+            assert "rank 1 is slow: it has not handed over bucket 0" in text, text
+            assert text.count("the store is silent") in silences, text
+        assert "is missing" not in text and "has lost the store" not in text, text
