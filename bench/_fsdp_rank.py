@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _ddp_step_rank import WireCounter
 from lib.common import Row, keep_memory, percentiles
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -66,6 +67,7 @@ class Runner:
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.batch = torch.randn(BATCH, arguments.width, generator=generator)
         self.step_s: list[float] = []
+        self.line_nbytes: list[float] = []
 
     def step(self) -> None:
         self.model.zero_grad()
@@ -107,21 +109,24 @@ def measure(runners: list[Runner], arguments: argparse.Namespace, say: Callable[
     """Times all ways in turn. Returns the errors of their gradients."""
     exact = next(runner for runner in runners if runner.name == PLAIN).gradients()
     errors = {runner.name: error_of(runner.gradients(), exact) if runner.way.reduces else 0.0 for runner in runners}
+    counter = WireCounter()
     for index in range(arguments.rounds):
         first = index % len(runners)
         for runner in runners[first:] + runners[:first]:
             dist.barrier()
             for step in range(arguments.steps + 1):
-                began = time.perf_counter()
+                began, sent = time.perf_counter(), counter.read()
                 runner.step()
                 if step > 0:  # the first brings the caches to this way
                     runner.step_s.append(time.perf_counter() - began)
+                    runner.line_nbytes.append(counter.read() - sent)
         say(f"{arguments.case}: round {index + 1} of {arguments.rounds}")
     return errors
 
 
 def rows_of(runners: list[Runner], errors: dict[str, float], arguments: argparse.Namespace) -> list[Row]:
     medians = {runner.name: statistics.median(runner.step_s) for runner in runners}
+    line = {runner.name: statistics.median(runner.line_nbytes) for runner in runners}
     numel = sum(p.numel() for p in runners[0].model.parameters())
     return [
         Row(
@@ -131,6 +136,7 @@ def rows_of(runners: list[Runner], errors: dict[str, float], arguments: argparse
             figures={
                 "gradients_s": medians[runner.name] - medians[GATHER],
                 "sent_nbytes": runner.sent_nbytes(dist.get_world_size()),
+                "line_nbytes": line[runner.name],
                 "error": errors[runner.name],
             },
         )

@@ -9,7 +9,8 @@ gradients. "gradients" is the part of the step that a step without the reduce-sc
     step ms    median of a rank's step
     gradients  ms of it for the gradients
     x fp32     how many times as fast the gradients are as with fully_shard as it comes
-    MB         that a rank sends for the gradients of a step, counted from the plan
+    MB         that a rank has to send for the gradients of a step: elements times bits, and scales
+    line MB    that rank 0's host sent in a step, parameters and headers included; over loopback, rank 0's sockets
     error      ‖gradient − exact gradient‖ / ‖exact gradient‖ of the first step
 """
 
@@ -58,7 +59,7 @@ def measure(arguments: argparse.Namespace, link: str, report: Report) -> None:
 
 def print_gradients(rows: list[Row]) -> None:
     width = max((len(row.impl) for row in rows), default=4)
-    print(f"\n{'way':<{width}} {'step ms':>9} {'gradients':>9} {'x fp32':>7} {'MB':>8} {'error':>8}")
+    print(f"\n{'way':<{width}} {'step ms':>9} {'gradients':>9} {'x fp32':>7} {'MB':>8} {'line MB':>8} {'error':>8}")
     plain = {row.case: row.figures["gradients_s"] for row in rows if row.impl == PLAIN}
     case = None
     for row in rows:
@@ -69,7 +70,8 @@ def print_gradients(rows: list[Row]) -> None:
         ratio = f"{plain[case] / gradients_s:7.2f}" if gradients_s > 0 and case in plain else " " * 7
         print(
             f"{row.impl:<{width}} {row.median_s * 1e3:9.1f} {gradients_s * 1e3:9.1f} {ratio} "
-            f"{row.figures['sent_nbytes'] * 1e-6:8.2f} {row.figures['error']:8.1e}{'' if row.checked else '  WRONG'}"
+            f"{row.figures['sent_nbytes'] * 1e-6:8.2f} {row.figures['line_nbytes'] * 1e-6:8.2f} "
+            f"{row.figures['error']:8.1e}{'' if row.checked else '  WRONG'}"
         )
 
 

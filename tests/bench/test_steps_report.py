@@ -12,6 +12,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import _accuracy_report  # noqa: E402
+import _fsdp_report  # noqa: E402
 import _overhead_report  # noqa: E402
 import _steps_report  # noqa: E402
 
@@ -179,6 +180,23 @@ def test_the_other_tables_are_of_the_results():
     tables = {**_accuracy_report.TABLES, "machine": _accuracy_report.machine}
     blocks = _steps_report.blocks_of(_accuracy_report.DOCUMENT.read_text())
     assert blocks == {name: table(document) for name, table in tables.items()}
+
+
+def test_the_table_of_fsdp_and_what_is_said_of_it_are_of_the_results():
+    document = _fsdp_report.DOCUMENT.read_text()
+    assert _steps_report.blocks_of(document) == {_fsdp_report.NAME: _fsdp_report.table()}
+    said = " ".join(document[document.index("<!-- end -->") :].split())
+    for hosts in (2, 4):
+        rows = _fsdp_report.rows_of(hosts, "100mbit")
+        steps = {way: row["median_s"] for way, row in rows.items()}
+        gradients = {way: row["figures"]["gradients_s"] for way, row in rows.items()}
+        ours = [f"fusedcomm {wire}" for wire in ("bf16", "int8", "int4")]
+        for of_ways in (
+            [gradients["fusedcomm fp32"] / gradients[way] for way in ours],
+            [steps["fully_shard"] / steps[way] for way in ours],
+        ):
+            assert "{:.2f}, {:.2f} and {:.2f}".format(*of_ways) in said
+        assert f"{steps['no gradients'] / steps['fusedcomm int4']:.0%} " in said
 
 
 @pytest.fixture
