@@ -1,8 +1,8 @@
 """Which code of about four bits has the least error, and do unequal widths lower the loss?
 
     codes      vNMSE = Σ(x − decoded)² / Σx² of one rounding, of random and of recorded gradients
-    training   as in bench/accuracy.py, four simulated ranks and a two-shot sum: int4's code with 4 bits everywhere, and
-               with 5, 4 or 3 bits by energy, with and without error feedback
+    training   as in bench/accuracy.py, four simulated ranks and a two-shot sum: int4's code and those that it had before,
+               and equal steps with 5, 4 or 3 bits by energy, with and without error feedback
 
 bench/_codes.py has the codes; docs/low-bit.md and docs/accuracy.md discuss the figures.
 """
@@ -98,7 +98,12 @@ def code_errors(characters: accuracy.Characters) -> list[dict]:
 def trained(characters: accuracy.Characters, seeds: int, steps: int, held_out: int) -> list[dict]:
     """The runs: fp32, and each code with and without feedback."""
     runs = []
-    codes = {"4 bits": _codes.signed_code, "5, 4 or 3 bits": _codes.adaptive_code, "absmax / 7": _codes.absmax_code}
+    codes = {
+        "int4": _codes.int4,
+        "signed scale": _codes.signed_code,
+        "5, 4 or 3 bits": _codes.adaptive_code,
+        "absmax / 7": _codes.absmax_code,
+    }
     for task in (accuracy.digits_task(), accuracy.characters_task(characters, held_out)):
         for seed in range(seeds):
             runs.append(accuracy.train(task, accuracy.UNMODIFIED, seed, steps))

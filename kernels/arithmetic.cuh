@@ -57,12 +57,15 @@ __device__ __forceinline__ bool signed_scales(int format) { return format == int
 __device__ __forceinline__ int scale_format(int format) { return format == int4 ? bf16 : fp32; }
 
 __device__ __forceinline__ float greatest_value(int format) {
-  return format == int8 ? 127.0f : format == fp8 ? 448.0f : 7.0f;
+  return format == int8 ? 127.0f : format == fp8 ? 448.0f : 6853.0f / 1024.0f;
 }
 
 __device__ __forceinline__ float least_value(int format) {
   return format == int8 ? -127.0f : format == fp8 ? -448.0f : -8.0f;
 }
+
+// The value of an int4 code. Exact.
+__device__ __forceinline__ float level(float code) { return code * (code * code * (3.0f / 1024) + 832.0f / 1024); }
 
 // The bits of element `index` of a section.
 __device__ __forceinline__ u32 load_bits(const void* section, i64 index, int format) {
@@ -89,7 +92,7 @@ __device__ __forceinline__ float value_of(u32 bits, int format) {
   if (format == bf16) return __uint_as_float(bits << 16);
   if (format == fp16) return float_of_half(static_cast<u16>(bits));
   if (format == int8) return static_cast<float>(static_cast<signed char>(bits));
-  if (format == int4) return static_cast<float>(static_cast<int>(bits << 28) >> 28);
+  if (format == int4) return level(static_cast<float>(static_cast<int>(bits << 28) >> 28));
   // e4m3 differs from fp32 in mantissa width and exponent bias only, for subnormals too: place the bits as fp32's and
   // multiply by 2^(127 - 7). The code with the greatest magnitude is NaN.
   const float value = __uint_as_float((bits & 0x80u) << 24 | (bits & 0x7Fu) << 20) * 0x1p120f;
@@ -107,10 +110,10 @@ __device__ __forceinline__ u32 rounded(float y, int format) {
 }
 
 // The bf16 bits of the scale of an int4 block. `turned`: the bits of its element of greatest magnitude, turned left by
-// one; it gets the code -8. Rounded stochastically, codes stay within ±7 and the scale is rounded up.
+// one; it gets the code -8. Rounded stochastically, values stay within the levels of ±7 and the scale is rounded up.
 __device__ __forceinline__ u32 int4_scale(u32 turned) {
   const u32 absmax = static_cast<u32>(lesser(turned >> 1, 0x7F7F0000));  // at most the greatest bf16 number
-  if (STOCHASTIC) return (__float_as_uint(__uint_as_float(absmax) / 7.0f) + 0xFFFFu) >> 16;
+  if (STOCHASTIC) return (__float_as_uint(__uint_as_float(absmax) / greatest_value(int4)) + 0xFFFFu) >> 16;
   return rounded(__uint_as_float(absmax | (~turned & 1u) << 31) * 0.125f, bf16);
 }
 
@@ -136,6 +139,17 @@ __device__ __forceinline__ u32 fp8_code(float v, u32 noise) {
   return static_cast<u32>(lesser((bits + carry - (120u << 23)) >> 20, 0x7E)) | sign;
 }
 
+// The int4 code of v, which lies within the levels, as a float. `noise` (16 bits) is used if STOCHASTIC.
+__device__ __forceinline__ float int4_code(float v, u32 noise) {
+  const float near = v * (9856.0f / 8192 - v * v * (29.0f / 8192)) + 12582912.0f - 12582912.0f;
+  if (!STOCHASTIC) return near;
+  // `near` is the code of the level below v or of the one above it.
+  const float below = level(near) > v ? near - 1.0f : near;
+  // The step from there to the next level, exact: that of levels n and n + 1 is (835 + 9·n·(n + 1)) / 1024.
+  const float step = (below * below + below) * (9.0f / 1024) + 835.0f / 1024;
+  return v - level(below) >= (1.0f - noise * 0x1p-16f) * step ? below + 1.0f : below;
+}
+
 // The code of y in a wire with scales. `inverse` is the factor of its block: 0 in a block whose absmax is below 2^-100
 // or that holds an Inf or a NaN. In such a block Inf and -Inf become the greatest and the least code, all else 0.
 __device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int format) {
@@ -144,7 +158,9 @@ __device__ __forceinline__ u32 quantised(float y, float inverse, u32 noise, int 
   const float least = least_value(format), greatest = greatest_value(format);
   const float v = !inf ? y * inverse : y > 0.0f ? greatest : least;
   if (format == fp8) return fp8_code(v, noise);
-  const float whole = fminf(fmaxf(STOCHASTIC ? floor_of(v + noise * 0x1p-16f) : v, least), greatest);
+  const bool floored = STOCHASTIC && format != int4;
+  const float clamped = fminf(fmaxf(floored ? floor_of(v + noise * 0x1p-16f) : v, least), greatest);
+  const float whole = format == int4 ? int4_code(clamped, noise) : clamped;
   return __float_as_uint(whole + 12582912.0f) & (in_pairs(format) ? 0xFu : 0xFFu);
 }
 

@@ -7,6 +7,7 @@ from .elements import (
     BF16_GREATEST_BITS,
     FP8,
     INF_BITS,
+    INT4,
     LEAST_ABSMAX_BITS,
     ROUND_TO_INTEGER,
     SIGN_BIT,
@@ -18,6 +19,7 @@ from .elements import (
     greatest_value,
     has_bf16_scales,
     least_value,
+    level,
     magnitude_bits,
     per_code,
 )
@@ -126,10 +128,16 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
         else:
             codes = stochastic_fp8_code(v, tl.reshape(noise, (TILE // VEC, VEC)))
     else:
-        if noise is not None:
+        if noise is not None and WIRE != INT4:
             v = floor(v + fraction(tl.reshape(noise, (TILE // VEC, VEC))))
         v = tl.minimum(tl.maximum(v, least_value(WIRE)), GREATEST)
-        whole = v + ROUND_TO_INTEGER
+        if WIRE == INT4:
+            whole = v * (9856 / 8192 - v * v * (29 / 8192)) + ROUND_TO_INTEGER
+            if noise is not None:
+                near = whole - ROUND_TO_INTEGER
+                whole = stochastic_int4_code(v, near, fraction(tl.reshape(noise, (TILE // VEC, VEC)))) + ROUND_TO_INTEGER
+        else:
+            whole = v + ROUND_TO_INTEGER
         codes = whole.to(tl.int32, bitcast=True)
     # Tests the values, not magnitude_bits, which then need not stay in registers during the divisions.
     if noise is None:
@@ -139,6 +147,8 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
         codes = tl.where(spread(normal, PER_BLOCK) | (tl.abs(rows) == float("inf")), codes, 0)
     if WIRE == FP8:
         values = decode(codes.to(tl.int8), WIRE)
+    elif WIRE == INT4:
+        values = level(whole - ROUND_TO_INTEGER)
     else:
         values = whole - ROUND_TO_INTEGER
     decoded = tl.reshape(values * spread(factors, PER_BLOCK), (TILE,))
@@ -150,6 +160,15 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
+def stochastic_int4_code(v, near, u):
+    """fp32: the code of `v` rounded stochastically with `u`. `near` is the code of the level below `v` or above it."""
+    below = near - tl.where(level(near) > v, 1.0, 0.0)
+    # The step from there to the next level, exact: that of levels n and n + 1 is (835 + 9·n·(n + 1)) / 1024.
+    step = (below * below + below) * (9 / 1024) + 835 / 1024
+    return below + tl.where(v - level(below) >= (1.0 - u) * step, 1.0, 0.0)
+
+
+@triton.jit
 def turned_bits(y):
     """The bits of `y` (fp32) turned left by one, as uint32: they order by magnitude, then negative after positive."""
     bits = y.to(tl.uint32, bitcast=True)
@@ -158,11 +177,11 @@ def turned_bits(y):
 
 @triton.jit
 def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr):
-    """bf16 as int16: the scales of int4 blocks with these greatest turned_bits. absmax: fp32, and 7 if not normal."""
+    """bf16 as int16: the scales of int4 blocks with these greatest turned_bits. absmax: fp32, and level(7) if not normal."""
     bits = tl.minimum(absmax.to(tl.int32, bitcast=True), BF16_GREATEST_BITS)
     absmax = bits.to(tl.float32, bitcast=True)
     if STOCHASTIC:
-        scales = tl.div_rn(absmax, tl.full(absmax.shape, 7.0, tl.float32))
+        scales = tl.div_rn(absmax, tl.full(absmax.shape, greatest_value(INT4), tl.float32))
         return ((scales.to(tl.int32, bitcast=True) + 0xFFFF) >> 16).to(tl.int16)
     else:
         # The element of greatest magnitude gets the code -8.

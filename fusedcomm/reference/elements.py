@@ -14,12 +14,12 @@ WIRE_DTYPES = {
 }
 """Dtype of each wire's codes. int4 has two codes in a byte, the even element's in the low half."""
 
-# The greatest and the least code of each wire that has scales.
-GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
-LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": -8.0}
+LEVELS = tuple(n * (832 + 3 * n * n) / 1024 for n in range(-8, 8))
+"""The values of int4's codes, in order: of -8 first. Exact in fp32."""
 
-# Wires that round to whole numbers.
-_INTEGERS = ("int8", "int4")
+# The greatest and the least value of a code in each wire that has scales.
+GREATEST_CODE = {"int8": 127.0, "fp8": 448.0, "int4": LEVELS[-1]}
+LEAST_CODE = {"int8": -127.0, "fp8": -448.0, "int4": LEVELS[0]}
 
 # Wires of 4 bits: two codes in a byte, and bf16 scales.
 _NIBBLES = ("int4",)
@@ -112,8 +112,8 @@ def _nibble_scales(absmax: torch.Tensor, is_negative: torch.Tensor | None) -> to
     """fp32 [num_blocks], each a bf16 number: the scales of blocks by their absmax (fp32 [num_blocks]).
 
     With `is_negative` (bool [num_blocks]: whether an element is -absmax) the element of greatest magnitude gets the
-    code -8, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding, codes
-    stay within ±7 and scales are rounded up.
+    code -8, and if both signs have that magnitude, the negative one does. Without it, for stochastic rounding, values
+    stay within the levels of ±7 and scales are rounded up.
     """
     absmax = absmax.clamp(max=_BF16_GREATEST)
     if is_negative is None:
@@ -125,14 +125,24 @@ def _nibble_scales(absmax: torch.Tensor, is_negative: torch.Tensor | None) -> to
 def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
     """fp32: each element of `v` (fp32) rounded to a value that the wire has a code for."""
     least, greatest = LEAST_CODE[wire], GREATEST_CODE[wire]
-    if wire in _INTEGERS:
+    if wire == "int4":
+        # Hardly ever another level than the nearest; NaNs get any.
+        code = (v * (9856 / 8192 - v * v * (29 / 8192))).round().clamp(-8, 7).nan_to_num()
+        return torch.tensor(LEVELS, device=v.device)[(code + 8).long()]
+    if wire == "int8":
         return v.round().clamp(least, greatest)
     return v.clamp(least, greatest).to(WIRE_DTYPES[wire]).float()
 
 
 def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
     """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
-    rounded = (v + u).floor() if wire in _INTEGERS else _stochastic_float(v, u, WIRE_DTYPES[wire])
+    if wire == "int4":
+        levels = torch.tensor(LEVELS, device=v.device)
+        v = v.clamp(levels[0], levels[-1])
+        below = (torch.bucketize(v, levels, right=True) - 1).clamp(0, 14)
+        low, high = levels[below], levels[below + 1]
+        return torch.where(v - low >= (1 - u) * (high - low), high, low)
+    rounded = (v + u).floor() if wire == "int8" else _stochastic_float(v, u, WIRE_DTYPES[wire])
     return rounded.clamp(LEAST_CODE[wire], GREATEST_CODE[wire])
 
 
@@ -157,7 +167,8 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
     """The codes in the wire's dtype, of `codes` (fp32 [numel]), each of which has an exact code."""
     if wire not in _NIBBLES:
         return codes.to(WIRE_DTYPES[wire])
-    nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).to(torch.int8).view(torch.uint8) & 0xF
+    codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
+    nibbles = (torch.bucketize(codes, torch.tensor(LEVELS, device=codes.device)) - 8).to(torch.uint8) & 0xF
     return nibbles[0::2] | nibbles[1::2] << 4
 
 
@@ -165,8 +176,8 @@ def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
     """fp32: the values of stored codes, without scales. For int4 there are two values in each byte of `codes`."""
     if wire not in _NIBBLES:
         return codes.float()
-    nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).to(torch.int16)
-    return torch.where(nibbles > 7, nibbles - 16, nibbles).float()
+    nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).long()
+    return torch.tensor(LEVELS, device=codes.device)[(nibbles + 8) % 16]
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:

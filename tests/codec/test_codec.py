@@ -337,7 +337,8 @@ def test_every_byte_of_int4(codec):
     unpacked = torch.empty(512)
     codec.unpack(layout, 0, wire_bytes, 2.0, [unpacked], [])
     nibbles = [nibble for byte in range(256) for nibble in (byte & 15, byte >> 4)]
-    expected = [(n - 16 if n > 7 else n) * (1 + i // 32) / 2 for i, n in enumerate(nibbles)]
+    codes = [n - 16 if n > 7 else n for n in nibbles]
+    expected = [c * (832 + 3 * c * c) / 1024 * (1 + i // 32) / 2 for i, c in enumerate(codes)]
     assert unpacked.tolist() == expected
 
 

@@ -24,18 +24,23 @@ def normal(numel, seed):
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
+def level(code):
+    return code * (832 + 3 * code * code) / 1024
+
+
 def expected_signed_error():
     """vNMSE of a block of 32 normal values whose element of greatest magnitude has the code -8: by integration.
 
-    Given the greatest magnitude a, which is exact, the others are normal between ±a and are rounded to steps of a / 8,
-    of which there are 7 on one side. The density of a is 64·φ(a)·(2Φ(a) − 1)^31.
+    Given the greatest magnitude a, which is exact, the others are normal between ±a and are rounded to the nearest of
+    a / 8 times the levels, of which there are 7 on one side. The density of a is 64·φ(a)·(2Φ(a) − 1)^31.
     """
     a = torch.linspace(0.2, 6.5, 4000, dtype=torch.float64)
     cdf = torch.special.ndtr
     weight = (-a.square() / 2).exp() * (2 * cdf(a) - 1) ** 31
     x = torch.linspace(-1, 1, 4097, dtype=torch.float64)[None, :] * a[:, None]
     step = a[:, None] / 8
-    error = (x - (x / step).round().clamp(-7, 8) * step).square()
+    levels = torch.tensor([level(code) for code in range(-8, 8)], dtype=torch.float64)
+    error = (x - levels[torch.bucketize(x / step, (levels[1:] + levels[:-1]) / 2)] * step).square()
     density = (-x.square() / 2).exp()
     of_another = (error * density).sum(1) / density.sum(1)
     return (31 / 32 * (of_another * weight).sum() / weight.sum()).item()
@@ -44,8 +49,9 @@ def expected_signed_error():
 def test_int4s_error_is_what_integration_gives():
     y = normal(1 << 19, seed=1)
     measured = vnmse(y, decoded(y, "int4", 32))
-    assert measured <= 0.0075
-    # Rounding scales to bf16 moves each code by at most 2^-9 of its value.
+    assert measured <= 0.0067
+    # Rounding scales to bf16 moves each value by at most 2^-9 of it. That hardly ever another level than the nearest is
+    # chosen costs a hundredth.
     assert measured == pytest.approx(expected_signed_error(), rel=0.02)
 
 
@@ -63,9 +69,12 @@ def test_int8s_error_of_uniform_values_is_a_twelfth_of_a_squared_step():
     assert error.item() == pytest.approx((1 / 127) ** 2 / 12, rel=0.01)
 
 
-@pytest.mark.parametrize(("wire", "levels"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("wire", "levels"), [("int8", 127), ("int4", level(7) / (level(7) - level(6)))])
 def test_stochastic_rounding_is_within_qsgds_bound(wire, levels):
-    """Alistarh et al., "QSGD", 2017, lemma 3.1: unbiased, and E‖Q(v) − v‖² ≤ min(n / s², √n / s)·‖v‖² for s levels."""
+    """Alistarh et al., "QSGD", 2017, lemma 3.1: unbiased, and E‖Q(v) − v‖² ≤ min(n / s², √n / s)·‖v‖² for s levels.
+
+    int4's steps differ: s counts the greatest one.
+    """
     block, draws = 32, 400
     y = normal(block * 8, seed=4)
     repeated = y.repeat(draws)
@@ -81,11 +90,13 @@ def test_stochastic_rounding_is_within_qsgds_bound(wire, levels):
 def test_the_stochastic_variance_of_a_value_between_two_codes():
     """A value at the share p of the way between two codes has the variance p·(1 − p) steps²: Bernoulli's."""
     y = torch.zeros(20_000, 32)
-    y[:, 0], y[:, 1] = 7.0, 2.25
+    y[:, 0], y[:, 1] = level(7), 2.25
     values = decoded(y.view(-1), "int4", 32, noise(y.numel(), seed=6)).view(-1, 32)
-    assert values[:, 0].unique().tolist() == [7.0]
-    assert values[:, 1].unique().tolist() == [2.0, 3.0]
-    assert values[:, 1].double().var().item() == pytest.approx(0.25 * 0.75, rel=0.03)
+    assert values[:, 0].unique().tolist() == [level(7)]
+    assert values[:, 1].unique().tolist() == [level(2), level(3)]
+    step = level(3) - level(2)
+    share = (2.25 - level(2)) / step
+    assert values[:, 1].double().var().item() == pytest.approx(share * (1 - share) * step**2, rel=0.03)
     assert values[:, 1].double().mean().item() == pytest.approx(2.25, abs=0.015)
 
 
@@ -96,7 +107,7 @@ EDGES = {
     "the other sign": [2.5] * 32,
     "subnormals": [1e-40, -1e-42] * 16,
     "one element": [3.0],
-    "shorter than a block": [1.0, -0.0, 4.0, 0.0, 2.0],
+    "shorter than a block": [level(3) / 2, -0.0, 4.0, 0.0, level(-6) / 2],
 }
 
 

@@ -357,16 +357,23 @@ def around(values):
 
 
 def blocks_around_codes(wire):
-    """fp32 [num_blocks, 32]. Each block contains the greatest code, so its scale is 1."""
+    """fp32 [num_blocks, 32]. Each block contains the greatest value of a code, in int4 the least, so its scale is 1."""
     if wire == "fp8":
         values = torch.arange(256).to(torch.uint8).view(reference.WIRE_DTYPES[wire]).float()
         values = values[values.isfinite() & (values >= 0)].unique()
         greatest = 448.0
+    elif wire == "int4":
+        values = torch.tensor(reference.LEVELS)[:9].neg().flip(0)
+        # Where the codes change: the roots of n + 1/2 = v·(9856 − 29·v²) / 8192.
+        line = torch.linspace(0, 8, (1 << 20) + 1)
+        changes = (line * (9856 - 29 * line * line) / 8192).round().diff().nonzero().view(-1)
+        values = torch.cat([values, line[changes], line[changes + 1]]).unique()
+        greatest = -8.0
     else:
-        greatest = 7.0 if wire == "int4" else 127.0
+        greatest = 127.0
         values = torch.arange(int(greatest) + 1).float()
     points = around(values)
-    points = points[points.abs() <= greatest]
+    points = points[points.abs() <= abs(greatest)]
     points = torch.nn.functional.pad(points, (0, -len(points) % 31)).view(-1, 31)
     return torch.cat([torch.full((len(points), 1), greatest), points], dim=1)
 

@@ -31,7 +31,7 @@ def grain_numel(layout):
 
 
 def test_constants():
-    assert _C.WIRE_LAYOUT_VERSION == 4
+    assert _C.WIRE_LAYOUT_VERSION == 5
     assert (_C.MIN_BLOCK_NUMEL, _C.DEFAULT_BLOCK_NUMEL, _C.MAX_BLOCK_NUMEL) == (32, 128, 4096)
     assert _C.ALIGN_NBYTES == 16
     assert _C.ROTATION_NUMEL == 32

@@ -125,7 +125,14 @@ struct Avx2 {
 
   // Codes rounded to nearest even, in the low byte of each element.
   static __m256i code(Int8, F value) { return _mm256_cvtps_epi32(value); }
-  static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(value); }
+  static __m256i code(Int4, F value) { return _mm256_cvtps_epi32(compressed(value)); }
+  static F compressed(F value) {
+    const F cubic = mul(mul(value, value), broadcast(Int4::kInverseCubic));
+    return mul(value, sub(broadcast(Int4::kInverseLinear), cubic));
+  }
+  static F level(F code) {
+    return mul(code, _mm256_fmadd_ps(mul(code, code), broadcast(Int4::kCubic), broadcast(Int4::kLinear)));
+  }
   static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
     return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
@@ -138,7 +145,16 @@ struct Avx2 {
     return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
   }
   static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
-  static __m256i code(Int4, F value, __m256i noise) { return floor_code<Int4>(add_noise(value, noise)); }
+  static __m256i code(Int4, F value, __m256i noise) {
+    const F near = _mm256_round_ps(compressed(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F is_above = _mm256_cmp_ps(level(near), value, _CMP_GT_OQ);
+    const F below = sub(near, _mm256_and_ps(is_above, broadcast(1.0f)));
+    const F step = _mm256_fmadd_ps(_mm256_fmadd_ps(below, below, below), broadcast(Int4::kStepGrowth),
+                                   broadcast(Int4::kStep));
+    const F least = mul(_mm256_fnmadd_ps(_mm256_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f)), step);
+    const F is_up = _mm256_cmp_ps(sub(value, level(below)), least, _CMP_GE_OQ);
+    return _mm256_sub_epi32(_mm256_cvtps_epi32(below), _mm256_castps_si256(is_up));
+  }
   template <class Code>
   static __m256i code(Code, F value, __m256i noise) {
     using Rounding = Fp8Rounding<Code>;
@@ -251,10 +267,10 @@ struct Avx2 {
     second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
   }
   // The byte with an element's nibble is the element's top byte. A left shift moves the nibble to the top. A right
-  // shift moves it down and extends its sign.
+  // shift moves it down and extends its sign. The result is the level of this code.
   static F top_nibble(__m256i top_bytes) {
     const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
+    return level(_mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28)));
   }
   static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
     const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));

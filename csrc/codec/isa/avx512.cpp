@@ -134,7 +134,11 @@ struct Avx512 {
 
   // Codes rounded to nearest even, in the low byte of each element.
   static __m512i code(Int8, F value) { return _mm512_cvtps_epi32(value); }
-  static __m512i code(Int4, F value) { return _mm512_cvtps_epi32(value); }
+  static __m512i code(Int4, F value) { return _mm512_cvtps_epi32(compressed(value)); }
+  static F compressed(F value) {
+    const F cubic = mul(mul(value, value), broadcast(Int4::kInverseCubic));
+    return mul(value, sub(broadcast(Int4::kInverseLinear), cubic));
+  }
   template <class Code>
   static __m512i code(Code, F value) {
     using Rounding = Fp8Rounding<Code>;
@@ -164,7 +168,18 @@ struct Avx512 {
     return _mm512_max_epi32(_mm512_min_epi32(floor, greatest), least);
   }
   static __m512i code(Int8, F value, __m512i noise) { return floor_code<Int8>(add_noise(value, noise)); }
-  static __m512i code(Int4, F value, __m512i noise) { return floor_code<Int4>(add_noise(value, noise)); }
+  // The level after 7 reads as -8's: a value that exceeds 7's by some ulps gets 8, which becomes 7 like every other 8.
+  static __m512i code(Int4, F value, __m512i noise) {
+    const __m512i near = code(Int4(), value);
+    const __mmask16 is_above = _mm512_cmp_ps_mask(level(near), value, _CMP_GT_OQ);
+    const __m512i one = _mm512_set1_epi32(1);
+    const __m512i below = _mm512_mask_sub_epi32(near, is_above, near, one);
+    const F low = level(below);
+    const F step = sub(level(_mm512_add_epi32(below, one)), low);
+    const F least = mul(_mm512_fnmadd_ps(_mm512_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f)), step);
+    const __mmask16 is_up = _mm512_cmp_ps_mask(sub(value, low), least, _CMP_GE_OQ);
+    return _mm512_mask_add_epi32(below, is_up, below, one);
+  }
   template <class Code>
   static __m512i code(Code, F value, __m512i noise) {
     using Rounding = Fp8Rounding<Code>;
@@ -230,10 +245,15 @@ struct Avx512 {
     second = _mm512_mul_ps(second, _mm512_set1_ps(256.0f));
   }
   // An element's low byte has its nibble: the low nibble for even elements, the high one for odd elements. After the
-  // shift, the nibble is in the lowest four bits and selects the value from a table.
+  // shift, the nibble is in the lowest four bits.
   static F look_up(__m512i bytes) {
-    const __m512i odd_shifted = _mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32));
-    return _mm512_permutexvar_ps(odd_shifted, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+    return level(_mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32)));
+  }
+  // The levels of the codes in the lowest four bits.
+  static F level(__m512i codes) {
+    constexpr auto of = Scalar::level;
+    return _mm512_permutexvar_ps(codes, _mm512_setr_ps(of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7), of(-8),
+                                                       of(-7), of(-6), of(-5), of(-4), of(-3), of(-2), of(-1)));
   }
   static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
     const __m512i bytes = _mm512_broadcast_i32x4(load_128(p));

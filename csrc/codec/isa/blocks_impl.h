@@ -134,7 +134,7 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
 
 // No code exceeds the greatest one, L = kGreatest: |y| ≤ absmax and inverse ≤ (L/absmax)(1 + 2^-24), so |y·inverse| ≤
 // L(1 + 2^-24)², less than half a step beyond L. For int4, rounding to bf16 may have lowered the scale by 2^-9 of it,
-// so |y·inverse| < 8.04, and what exceeds 7 after it is rounded is clamped.
+// so |y·inverse| < 8.04, the code is at least -8, and what exceeds 7 is clamped.
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {

@@ -122,7 +122,14 @@ struct Neon {
 
   static uint32x4_t whole(float32x4_t value) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(value)); }
   static uint32x4_t code(Int8, float32x4_t value) { return whole(value); }
-  static uint32x4_t code(Int4, float32x4_t value) { return whole(value); }
+  static uint32x4_t code(Int4, float32x4_t value) { return whole(compressed(value)); }
+  static float32x4_t compressed(float32x4_t value) {
+    const float32x4_t cubic = vmulq_f32(vmulq_f32(value, value), vdupq_n_f32(Int4::kInverseCubic));
+    return vmulq_f32(value, vsubq_f32(vdupq_n_f32(Int4::kInverseLinear), cubic));
+  }
+  static float32x4_t level(float32x4_t code) {
+    return vmulq_f32(code, vfmaq_f32(vdupq_n_f32(Int4::kLinear), vmulq_f32(code, code), vdupq_n_f32(Int4::kCubic)));
+  }
   template <class Code>
   static uint32x4_t code(Code, float32x4_t value) {
     using Rounding = Fp8Rounding<Code>;
@@ -152,7 +159,15 @@ struct Neon {
     return floor_code<Int8>(add_noise(value, noise));
   }
   static uint32x4_t code(Int4, float32x4_t value, uint32x4_t noise) {
-    return floor_code<Int4>(add_noise(value, noise));
+    const float32x4_t one = vdupq_n_f32(1.0f);
+    const float32x4_t near = vrndnq_f32(compressed(value));
+    const uint32x4_t is_above = vcgtq_f32(level(near), value);
+    const float32x4_t below = vbslq_f32(is_above, vsubq_f32(near, one), near);
+    const float32x4_t step =
+        vfmaq_f32(vdupq_n_f32(Int4::kStep), vfmaq_f32(below, below, below), vdupq_n_f32(Int4::kStepGrowth));
+    const float32x4_t least = vmulq_f32(vfmsq_f32(one, vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit)), step);
+    const uint32x4_t is_up = vcgeq_f32(vsubq_f32(value, level(below)), least);
+    return vsubq_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(below)), is_up);
   }
   template <class Code>
   static uint32x4_t code(Code, float32x4_t value, uint32x4_t noise) {
@@ -217,8 +232,12 @@ struct Neon {
     const int8x8_t bytes = vreinterpret_s8_u8(vld1_u8(p));
     const int8x8_t even = vshr_n_s8(vshl_n_s8(bytes, 4), 4);
     const int8x8_t odd = vshr_n_s8(bytes, 4);
-    first = values_8(vzip1_s8(even, odd));
-    second = values_8(vzip2_s8(even, odd));
+    first = levels_8(vzip1_s8(even, odd));
+    second = levels_8(vzip2_s8(even, odd));
+  }
+  static F levels_8(int8x8_t codes) {
+    const F whole = values_8(codes);
+    return {{level(whole.val[0]), level(whole.val[1])}};
   }
   static F values_8(uint16x8_t halves_bits) {
     const float16x8_t halves = vreinterpretq_f16_u16(halves_bits);

@@ -47,14 +47,22 @@ struct E4m3 {
   static constexpr uint32_t kSubnormalBits = 0x46C00000;
 };
 
-// The scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
+// Code c, from -8 to 7, has the value c·(832 + 3·c²) / 1024, the level of c: steps grow from 0.8 at zero to 1.3 at -8. The
+// scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
 struct Int4 {
   static constexpr Wire kWire = Wire::kInt4;
   using Scale = Bf16;
   static constexpr int kNbits = 4;
   static constexpr bool kSignedScale = true;
-  static constexpr float kLeast = -8.0f, kGreatest = 7.0f;
+  // The levels of -8 and 7.
+  static constexpr float kLeast = -8.0f, kGreatest = 6853.0f / 1024.0f;
   static constexpr uint32_t kGreatestCode = 0x7, kLeastCode = 0x8;
+  // level(c) = c·(kLinear + kCubic·c²). All of it is exact, so fusing operations changes nothing.
+  static constexpr float kLinear = 832.0f / 1024.0f, kCubic = 3.0f / 1024.0f;
+  // level(c + 1) - level(c) = kStep + kStepGrowth·c·(c + 1), exact as well.
+  static constexpr float kStep = 835.0f / 1024.0f, kStepGrowth = 9.0f / 1024.0f;
+  // The code of y is y·(kInverseLinear - kInverseCubic·y²), rounded: hardly ever another than that of the nearest level.
+  static constexpr float kInverseLinear = 9856.0f / 8192.0f, kInverseCubic = 29.0f / 8192.0f;
 };
 
 template <class... Code>
@@ -222,10 +230,12 @@ struct Scalar {
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
   static uint32_t code(Int4, F value) {
-    constexpr auto kGreatest = static_cast<int32_t>(Int4::kGreatest);
-    const auto code = static_cast<int32_t>(whole(value));
+    constexpr auto kGreatest = static_cast<int32_t>(Int4::kGreatestCode);
+    const auto code = static_cast<int32_t>(whole(compressed(value)));
     return static_cast<uint32_t>(code < kGreatest ? code : kGreatest);
   }
+  static F compressed(F value) { return value * (Int4::kInverseLinear - value * value * Int4::kInverseCubic); }
+  static constexpr F level(F code) { return code * (Int4::kLinear + code * code * Int4::kCubic); }
 
   template <class Code>
   static uint32_t floor_code(F value) {
@@ -235,7 +245,14 @@ struct Scalar {
     return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
-  static uint32_t code(Int4, F value, uint32_t noise) { return floor_code<Int4>(value + noise_value(noise)); }
+  // `near` is the code of the level below the value or of the one above it.
+  static uint32_t code(Int4, F value, uint32_t noise) {
+    const float near = compressed(value) + 12582912.0f - 12582912.0f;
+    const float below = near - (level(near) > value ? 1.0f : 0.0f);
+    const float step = (below * below + below) * Int4::kStepGrowth + Int4::kStep;
+    const bool up = value - level(below) >= (1.0f - noise_value(noise)) * step;
+    return static_cast<uint32_t>(static_cast<int32_t>(below) + up);
+  }
   template <class Code>
   static uint32_t code(Code, F value, uint32_t noise) {
     using Rounding = Fp8Rounding<Code>;
@@ -275,7 +292,7 @@ struct Scalar {
   static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
   // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
-  static F value(Int4, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
+  static F value(Int4, uint32_t code) { return level(static_cast<float>(static_cast<int8_t>(code << 4) >> 4)); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     if constexpr (Code::kNbits == 4) {
