@@ -138,6 +138,22 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {
+  if constexpr (V::kLanes == 1 && Code::kNbits == 4) {
+    // Compilers vectorize these loops, but none that stores two codes as one byte.
+    for (int64_t i = 0; i < numel; i += kRun) {
+      uint32_t run[kRun];
+      for (int k = 0; k < kRun; ++k) {
+        const float value = load_scaled<V, kScaled>(src + i + k, factor) * inverse;
+        if constexpr (kPut == Put::kStochastic) {
+          run[k] = V::code(Code(), value, noise[i + k]);
+        } else {
+          run[k] = V::code(Code(), value);
+        }
+      }
+      for (int k = 0; k < kRun; k += 2) V::pack_codes(Code(), codes + code_nbytes<Code>(i + k), run[k], run[k + 1]);
+    }
+    return;
+  }
   for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
     const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
     const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);

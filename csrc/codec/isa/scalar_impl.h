@@ -230,9 +230,8 @@ struct Scalar {
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
   static uint32_t code(Int4, F value) {
-    constexpr auto kGreatest = static_cast<int32_t>(Int4::kGreatestCode);
     const auto code = static_cast<int32_t>(whole(compressed(value)));
-    return static_cast<uint32_t>(code < kGreatest ? code : kGreatest);
+    return static_cast<uint32_t>(code + ((7 - code) >> 31));  // 8 becomes 7, without a branch
   }
   static F compressed(F value) { return value * (Int4::kInverseLinear - value * value * Int4::kInverseCubic); }
   static constexpr F level(F code) { return code * (Int4::kLinear + code * code * Int4::kCubic); }
@@ -245,13 +244,15 @@ struct Scalar {
     return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
-  // `near` is the code of the level below the value or of the one above it.
+  // `near` is the code of the level below the value or of the one above it. Comparisons read a difference's sign: with
+  // branches the loop would not be vectorized.
   static uint32_t code(Int4, F value, uint32_t noise) {
     const float near = compressed(value) + 12582912.0f - 12582912.0f;
-    const float below = near - (level(near) > value ? 1.0f : 0.0f);
+    const auto is_above = static_cast<int32_t>(bits_of(value - level(near)) >> 31);
+    const float below = near - static_cast<float>(is_above);
     const float step = (below * below + below) * Int4::kStepGrowth + Int4::kStep;
-    const bool up = value - level(below) >= (1.0f - noise_value(noise)) * step;
-    return static_cast<uint32_t>(static_cast<int32_t>(below) + up);
+    const uint32_t stays = bits_of(value - level(below) - (1.0f - noise_value(noise)) * step) >> 31;
+    return static_cast<uint32_t>(static_cast<int32_t>(below) + 1) - stays;
   }
   template <class Code>
   static uint32_t code(Code, F value, uint32_t noise) {
