@@ -267,16 +267,22 @@ struct Avx2 {
     second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
   }
   // The byte with an element's nibble is the element's top byte. A left shift moves the nibble to the top. A right
-  // shift moves it down and extends its sign. The result is the level of this code.
+  // shift moves it down and extends its sign.
   static F top_nibble(__m256i top_bytes) {
     const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
-    return level(_mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28)));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
   }
-  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+  // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it stays exact.
+  static F scaled_level(F code, F scale) {
+    const F linear = mul(scale, broadcast(Int4::kLinear)), cubic = mul(scale, broadcast(Int4::kCubic));
+    return mul(code, _mm256_fmadd_ps(mul(code, code), cubic, linear));
+  }
+  static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
     const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
-    first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
-    second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
+    first = scaled_level(top_nibble(_mm256_shuffle_epi8(bytes, spread)), scale);
+    second =
+        scaled_level(top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24)))), scale);
   }
 
   template <int kDistance>

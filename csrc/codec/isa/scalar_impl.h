@@ -293,7 +293,8 @@ struct Scalar {
   static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
   // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
-  static F value(Int4, uint32_t code) { return level(static_cast<float>(static_cast<int8_t>(code << 4) >> 4)); }
+  static F value(Int4, uint32_t code) { return level(number(code)); }
+  static F number(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     if constexpr (Code::kNbits == 4) {
@@ -303,6 +304,13 @@ struct Scalar {
       first = value(Code(), p[0]);
       second = value(Code(), p[1]);
     }
+  }
+
+  // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it stays exact.
+  static F scaled_level(F code, F scale) { return code * (code * code * (scale * Int4::kCubic) + scale * Int4::kLinear); }
+  static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+    first = scaled_level(number(*p & 0xFu), scale);
+    second = scaled_level(number(*p >> 4), scale);
   }
 
   using W = uint32_t;
@@ -333,12 +341,20 @@ constexpr bool kListed = false;
 template <class Code, class... Listed>
 constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
 
-// How V reads and writes 2·kLanes elements of Code: by its own functions if V::Codes lists Code, else by Scalar's, one
+// How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists Code, else by Scalar's, one
 // pair of elements after the other.
 template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
 struct CodesOf {
   using F = typename V::F;
-  static void load(const uint8_t* p, F& first, F& second) { V::load_codes(Code(), p, first, second); }
+  static void load(const uint8_t* p, F scale, F& first, F& second) {
+    if constexpr (requires { V::load_scaled_codes(Code(), p, scale, first, second); }) {
+      V::load_scaled_codes(Code(), p, scale, first, second);
+    } else {
+      V::load_codes(Code(), p, first, second);
+      first = V::mul(first, scale);
+      second = V::mul(second, scale);
+    }
+  }
   static void store(uint8_t* p, F first, F second) { V::store_codes(Code(), p, first, second); }
   static void stream(uint8_t* p, F first, F second) { V::stream_codes(Code(), p, first, second); }
   static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
@@ -351,13 +367,13 @@ struct CodesOf<V, Code, false> {
   using F = typename V::F;
   static constexpr int kPairNbytes = 2 * Code::kNbits / 8;
 
-  static void load(const uint8_t* p, F& first, F& second) {
+  static void load(const uint8_t* p, F scale, F& first, F& second) {
     alignas(64) float values[2 * V::kLanes];
     for (int i = 0; i < V::kLanes; ++i) {
       Scalar::load_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1]);
     }
-    first = V::load(values);
-    second = V::load(values + V::kLanes);
+    first = V::mul(V::load(values), scale);
+    second = V::mul(V::load(values + V::kLanes), scale);
   }
   static void store(uint8_t* p, F first, F second) {
     for_pairs(first, second,
