@@ -47,8 +47,8 @@ struct E4m3 {
   static constexpr uint32_t kSubnormalBits = 0x46C00000;
 };
 
-// Code c, from -8 to 7, has the value c·(832 + 3·c²) / 1024, the level of c: steps grow from 0.8 at zero to 1.3 at -8. The
-// scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
+// Code c, from -8 to 7, has the value c·(832 + 3·c²) / 1024, the level of c: steps grow from 0.8 at zero to 1.3 at -8.
+// The scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
 struct Int4 {
   static constexpr Wire kWire = Wire::kInt4;
   using Scale = Bf16;
@@ -61,7 +61,8 @@ struct Int4 {
   static constexpr float kLinear = 832.0f / 1024.0f, kCubic = 3.0f / 1024.0f;
   // level(c + 1) - level(c) = kStep + kStepGrowth·c·(c + 1), exact as well.
   static constexpr float kStep = 835.0f / 1024.0f, kStepGrowth = 9.0f / 1024.0f;
-  // The code of y is y·(kInverseLinear - kInverseCubic·y²), rounded: hardly ever another than that of the nearest level.
+  // The code of y is y·(kInverseLinear - kInverseCubic·y²), rounded: hardly ever another than that of the nearest
+  // level.
   static constexpr float kInverseLinear = 9856.0f / 8192.0f, kInverseCubic = 29.0f / 8192.0f;
 };
 
@@ -307,7 +308,9 @@ struct Scalar {
   }
 
   // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it stays exact.
-  static F scaled_level(F code, F scale) { return code * (code * code * (scale * Int4::kCubic) + scale * Int4::kLinear); }
+  static F scaled_level(F code, F scale) {
+    return code * (code * code * (scale * Int4::kCubic) + scale * Int4::kLinear);
+  }
   static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
     first = scaled_level(number(*p & 0xFu), scale);
     second = scaled_level(number(*p >> 4), scale);
@@ -341,8 +344,8 @@ constexpr bool kListed = false;
 template <class Code, class... Listed>
 constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
 
-// How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists Code, else by Scalar's, one
-// pair of elements after the other.
+// How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
+// Code, else by Scalar's, one pair of elements after the other.
 template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
 struct CodesOf {
   using F = typename V::F;
