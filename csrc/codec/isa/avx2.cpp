@@ -149,8 +149,8 @@ struct Avx2 {
     const F near = _mm256_round_ps(compressed(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const F is_above = _mm256_cmp_ps(level(near), value, _CMP_GT_OQ);
     const F below = sub(near, _mm256_and_ps(is_above, broadcast(1.0f)));
-    const F step = _mm256_fmadd_ps(_mm256_fmadd_ps(below, below, below), broadcast(Int4::kStepGrowth),
-                                   broadcast(Int4::kStep));
+    const F step =
+        _mm256_fmadd_ps(_mm256_fmadd_ps(below, below, below), broadcast(Int4::kStepGrowth), broadcast(Int4::kStep));
     const F least = mul(_mm256_fnmadd_ps(_mm256_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f)), step);
     const F is_up = _mm256_cmp_ps(sub(value, level(below)), least, _CMP_GE_OQ);
     return _mm256_sub_epi32(_mm256_cvtps_epi32(below), _mm256_castps_si256(is_up));
@@ -267,16 +267,32 @@ struct Avx2 {
     second = _mm256_mul_ps(second, _mm256_set1_ps(256.0f));
   }
   // The byte with an element's nibble is the element's top byte. A left shift moves the nibble to the top. A right
-  // shift moves it down and extends its sign. The result is the level of this code.
+  // shift moves it down and extends its sign.
   static F top_nibble(__m256i top_bytes) {
     const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
-    return level(_mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28)));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
   }
-  static void load_codes(Int4, const uint8_t* p, F& first, F& second) {
+  static void load_whole(const uint8_t* p, F& first, F& second) {
     const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
     first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
     second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
+  }
+  // What a code is multiplied by to get its value. The scale, which has 8 bits, is a factor of the level's
+  // coefficients, so that this and the product are exact.
+  static F factor_of(F code, F scale) {
+    return _mm256_fmadd_ps(mul(code, code), mul(scale, broadcast(Int4::kCubic)), mul(scale, broadcast(Int4::kLinear)));
+  }
+  static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+    load_whole(p, first, second);
+    first = mul(first, factor_of(first, scale));
+    second = mul(second, factor_of(second, scale));
+  }
+  static void add_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+    F first_code, second_code;
+    load_whole(p, first_code, second_code);
+    first = _mm256_fmadd_ps(first_code, factor_of(first_code, scale), first);
+    second = _mm256_fmadd_ps(second_code, factor_of(second_code, scale), second);
   }
 
   template <int kDistance>

@@ -246,9 +246,7 @@ struct Avx512 {
   }
   // An element's low byte has its nibble: the low nibble for even elements, the high one for odd elements. After the
   // shift, the nibble is in the lowest four bits.
-  static F look_up(__m512i bytes) {
-    return level(_mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32)));
-  }
+  static F look_up(__m512i bytes) { return level(_mm512_srlv_epi32(bytes, _mm512_set1_epi64(int64_t{4} << 32))); }
   // The levels of the codes in the lowest four bits.
   static F level(__m512i codes) {
     constexpr auto of = Scalar::level;

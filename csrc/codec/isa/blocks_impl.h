@@ -138,6 +138,22 @@ inline typename V::M rotate_block(const Src* __restrict src, float* __restrict r
 template <class V, class Code, Put kPut, bool kScaled, class Src>
 inline void quantize_block(const Src* __restrict src, const uint16_t* __restrict noise, uint8_t* __restrict codes,
                            int64_t numel, typename V::F factor, typename V::F inverse) {
+  if constexpr (V::kLanes == 1 && Code::kNbits == 4) {
+    // Compilers vectorize these loops, but none that stores two codes as one byte.
+    for (int64_t i = 0; i < numel; i += kRun) {
+      uint32_t run[kRun];
+      for (int k = 0; k < kRun; ++k) {
+        const float value = load_scaled<V, kScaled>(src + i + k, factor) * inverse;
+        if constexpr (kPut == Put::kStochastic) {
+          run[k] = V::code(Code(), value, noise[i + k]);
+        } else {
+          run[k] = V::code(Code(), value);
+        }
+      }
+      for (int k = 0; k < kRun; k += 2) V::pack_codes(Code(), codes + code_nbytes<Code>(i + k), run[k], run[k + 1]);
+    }
+    return;
+  }
   for (int64_t i = 0; i < numel; i += 2 * V::kLanes) {
     const typename V::F first = V::mul(load_scaled<V, kScaled>(src + i, factor), inverse);
     const typename V::F second = V::mul(load_scaled<V, kScaled>(src + i + V::kLanes, factor), inverse);
@@ -264,9 +280,7 @@ inline void dequantize_block(typename V::F scale, const uint8_t* __restrict code
   for (int64_t i = 0; i < block_numel; i += kRun) {
     typename V::F run[kRun / V::kLanes];
     for (int k = 0; k < kRun / V::kLanes; k += 2) {
-      CodesOf<V, Code>::load(codes + code_nbytes<Code>(i + k * V::kLanes), run[k], run[k + 1]);
-      run[k] = V::mul(run[k], scale);
-      run[k + 1] = V::mul(run[k + 1], scale);
+      CodesOf<V, Code>::load(codes + code_nbytes<Code>(i + k * V::kLanes), scale, run[k], run[k + 1]);
     }
     if (kRotated) butterfly<V>(run);
     for (int k = 0; k < kRun / V::kLanes; ++k) {
@@ -324,18 +338,21 @@ void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbyt
     }
     for (int64_t i = 0; i < block_numel; i += 2 * V::kLanes) {
       const auto* code = reinterpret_cast<const uint8_t*>(codes + code_nbytes<Code>(i));
-      typename V::F first, second;
-      CodesOf<V, Code>::load(code, first, second);
-      typename V::F sum_first = V::mul(first, scale[0]);
-      typename V::F sum_second = V::mul(second, scale[0]);
+      typename V::F sum_first, sum_second;
+      CodesOf<V, Code>::load(code, scale[0], sum_first, sum_second);
       if (!kFirst) {
         sum_first = V::add(V::load(acc + i), sum_first);
         sum_second = V::add(V::load(acc + i + V::kLanes), sum_second);
       }
       for (int k = 1; k < kCount; ++k) {
-        CodesOf<V, Code>::load(code + k * stride_nbytes, first, second);
-        sum_first = V::add(sum_first, V::mul(first, scale[k]));
-        sum_second = V::add(sum_second, V::mul(second, scale[k]));
+        if constexpr (requires { V::add_scaled_codes(Code(), code, scale[k], sum_first, sum_second); }) {
+          V::add_scaled_codes(Code(), code + k * stride_nbytes, scale[k], sum_first, sum_second);
+        } else {
+          typename V::F first, second;
+          CodesOf<V, Code>::load(code + k * stride_nbytes, scale[k], first, second);
+          sum_first = V::add(sum_first, first);
+          sum_second = V::add(sum_second, second);
+        }
       }
       V::store(acc + i, sum_first);
       V::store(acc + i + V::kLanes, sum_second);

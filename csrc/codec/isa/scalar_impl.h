@@ -47,8 +47,8 @@ struct E4m3 {
   static constexpr uint32_t kSubnormalBits = 0x46C00000;
 };
 
-// Code c, from -8 to 7, has the value c·(832 + 3·c²) / 1024, the level of c: steps grow from 0.8 at zero to 1.3 at -8. The
-// scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
+// Code c, from -8 to 7, has the value c·(832 + 3·c²) / 1024, the level of c: steps grow from 0.8 at zero to 1.3 at -8.
+// The scale's sign is chosen so that the element of greatest magnitude has the code -8, which has no opposite.
 struct Int4 {
   static constexpr Wire kWire = Wire::kInt4;
   using Scale = Bf16;
@@ -61,7 +61,8 @@ struct Int4 {
   static constexpr float kLinear = 832.0f / 1024.0f, kCubic = 3.0f / 1024.0f;
   // level(c + 1) - level(c) = kStep + kStepGrowth·c·(c + 1), exact as well.
   static constexpr float kStep = 835.0f / 1024.0f, kStepGrowth = 9.0f / 1024.0f;
-  // The code of y is y·(kInverseLinear - kInverseCubic·y²), rounded: hardly ever another than that of the nearest level.
+  // The code of y is y·(kInverseLinear - kInverseCubic·y²), rounded: hardly ever another than that of the nearest
+  // level.
   static constexpr float kInverseLinear = 9856.0f / 8192.0f, kInverseCubic = 29.0f / 8192.0f;
 };
 
@@ -230,9 +231,8 @@ struct Scalar {
     return (magnitude >= Rounding::kLeastNormalBits ? normal : subnormal) | (bits >> 24 & 0x80u);
   }
   static uint32_t code(Int4, F value) {
-    constexpr auto kGreatest = static_cast<int32_t>(Int4::kGreatestCode);
     const auto code = static_cast<int32_t>(whole(compressed(value)));
-    return static_cast<uint32_t>(code < kGreatest ? code : kGreatest);
+    return static_cast<uint32_t>(code + ((7 - code) >> 31));  // 8 becomes 7, without a branch
   }
   static F compressed(F value) { return value * (Int4::kInverseLinear - value * value * Int4::kInverseCubic); }
   static constexpr F level(F code) { return code * (Int4::kLinear + code * code * Int4::kCubic); }
@@ -245,13 +245,15 @@ struct Scalar {
     return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
-  // `near` is the code of the level below the value or of the one above it.
+  // `near` is the code of the level below the value or of the one above it. Comparisons read a difference's sign: with
+  // branches the loop would not be vectorized.
   static uint32_t code(Int4, F value, uint32_t noise) {
     const float near = compressed(value) + 12582912.0f - 12582912.0f;
-    const float below = near - (level(near) > value ? 1.0f : 0.0f);
+    const auto is_above = static_cast<int32_t>(bits_of(value - level(near)) >> 31);
+    const float below = near - static_cast<float>(is_above);
     const float step = (below * below + below) * Int4::kStepGrowth + Int4::kStep;
-    const bool up = value - level(below) >= (1.0f - noise_value(noise)) * step;
-    return static_cast<uint32_t>(static_cast<int32_t>(below) + up);
+    const uint32_t stays = bits_of(value - level(below) - (1.0f - noise_value(noise)) * step) >> 31;
+    return static_cast<uint32_t>(static_cast<int32_t>(below) + 1) - stays;
   }
   template <class Code>
   static uint32_t code(Code, F value, uint32_t noise) {
@@ -292,7 +294,8 @@ struct Scalar {
   static F value(Int8, uint32_t code) { return static_cast<float>(static_cast<int8_t>(code)); }
   // Shifted into the fields of fp16, an e4m3 code gives the value divided by 2^8: the exponent biases are 7 and 15.
   static F value(E4m3, uint32_t code) { return float_of_half((code & 0x80u) << 8 | (code & 0x7Fu) << 7) * 256.0f; }
-  static F value(Int4, uint32_t code) { return level(static_cast<float>(static_cast<int8_t>(code << 4) >> 4)); }
+  static F value(Int4, uint32_t code) { return level(number(code)); }
+  static F number(uint32_t code) { return static_cast<float>(static_cast<int8_t>(code << 4) >> 4); }
   template <class Code>
   static void load_codes(Code, const uint8_t* p, F& first, F& second) {
     if constexpr (Code::kNbits == 4) {
@@ -302,6 +305,15 @@ struct Scalar {
       first = value(Code(), p[0]);
       second = value(Code(), p[1]);
     }
+  }
+
+  // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it stays exact.
+  static F scaled_level(F code, F scale) {
+    return code * (code * code * (scale * Int4::kCubic) + scale * Int4::kLinear);
+  }
+  static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+    first = scaled_level(number(*p & 0xFu), scale);
+    second = scaled_level(number(*p >> 4), scale);
   }
 
   using W = uint32_t;
@@ -332,12 +344,20 @@ constexpr bool kListed = false;
 template <class Code, class... Listed>
 constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
 
-// How V reads and writes 2·kLanes elements of Code: by its own functions if V::Codes lists Code, else by Scalar's, one
-// pair of elements after the other.
+// How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
+// Code, else by Scalar's, one pair of elements after the other.
 template <class V, class Code, bool kOwn = kListed<Code, typename V::Codes>>
 struct CodesOf {
   using F = typename V::F;
-  static void load(const uint8_t* p, F& first, F& second) { V::load_codes(Code(), p, first, second); }
+  static void load(const uint8_t* p, F scale, F& first, F& second) {
+    if constexpr (requires { V::load_scaled_codes(Code(), p, scale, first, second); }) {
+      V::load_scaled_codes(Code(), p, scale, first, second);
+    } else {
+      V::load_codes(Code(), p, first, second);
+      first = V::mul(first, scale);
+      second = V::mul(second, scale);
+    }
+  }
   static void store(uint8_t* p, F first, F second) { V::store_codes(Code(), p, first, second); }
   static void stream(uint8_t* p, F first, F second) { V::stream_codes(Code(), p, first, second); }
   static void store(uint8_t* p, F first, F second, const uint16_t* noise) {
@@ -350,13 +370,13 @@ struct CodesOf<V, Code, false> {
   using F = typename V::F;
   static constexpr int kPairNbytes = 2 * Code::kNbits / 8;
 
-  static void load(const uint8_t* p, F& first, F& second) {
+  static void load(const uint8_t* p, F scale, F& first, F& second) {
     alignas(64) float values[2 * V::kLanes];
     for (int i = 0; i < V::kLanes; ++i) {
       Scalar::load_codes(Code(), p + i * kPairNbytes, values[2 * i], values[2 * i + 1]);
     }
-    first = V::load(values);
-    second = V::load(values + V::kLanes);
+    first = V::mul(V::load(values), scale);
+    second = V::mul(V::load(values + V::kLanes), scale);
   }
   static void store(uint8_t* p, F first, F second) {
     for_pairs(first, second,
