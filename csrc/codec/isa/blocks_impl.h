@@ -345,7 +345,7 @@ void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbyt
         sum_second = V::add(V::load(acc + i + V::kLanes), sum_second);
       }
       for (int k = 1; k < kCount; ++k) {
-        if constexpr (requires { V::add_scaled_codes(Code(), code, scale[k], sum_first, sum_second); }) {
+        if constexpr (kAddsScaled<V, Code>) {
           V::add_scaled_codes(Code(), code + k * stride_nbytes, scale[k], sum_first, sum_second);
         } else {
           typename V::F first, second;
