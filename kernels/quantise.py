@@ -179,7 +179,7 @@ def turned_bits(y):
 
 @triton.jit
 def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr):
-    """bf16 as int16: the scales of int4 blocks with these greatest turned_bits. absmax: fp32; level(7) if not normal."""
+    """bf16 as int16: the scales of int4 blocks by greatest turned_bits. absmax: fp32; level(7) if not normal."""
     bits = tl.minimum(absmax.to(tl.int32, bitcast=True), BF16_GREATEST_BITS)
     absmax = bits.to(tl.float32, bitcast=True)
     if STOCHASTIC:
