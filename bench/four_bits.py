@@ -1,8 +1,8 @@
 """Which code of about four bits has the least error, and do unequal widths lower the loss?
 
     codes      vNMSE = Σ(x − decoded)² / Σx² of one rounding, of random and of recorded gradients
-    training   as in bench/accuracy.py, four simulated ranks and a two-shot sum: int4's code and those that it had before,
-               and equal steps with 5, 4 or 3 bits by energy, with and without error feedback
+    training   as in bench/accuracy.py, four simulated ranks and a two-shot sum: int4's code and those that it had
+               before, and equal steps with 5, 4 or 3 bits by energy, with and without error feedback
 
 bench/_codes.py has the codes; docs/low-bit.md and docs/accuracy.md discuss the figures.
 """

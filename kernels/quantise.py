@@ -135,7 +135,9 @@ def quantise(y, noise, VEC: tl.constexpr, WIRE: tl.constexpr, BLOCK: tl.constexp
             whole = v * (9856 / 8192 - v * v * (29 / 8192)) + ROUND_TO_INTEGER
             if noise is not None:
                 near = whole - ROUND_TO_INTEGER
-                whole = stochastic_int4_code(v, near, fraction(tl.reshape(noise, (TILE // VEC, VEC)))) + ROUND_TO_INTEGER
+                whole = (
+                    stochastic_int4_code(v, near, fraction(tl.reshape(noise, (TILE // VEC, VEC)))) + ROUND_TO_INTEGER
+                )
         else:
             whole = v + ROUND_TO_INTEGER
         codes = whole.to(tl.int32, bitcast=True)
@@ -177,7 +179,7 @@ def turned_bits(y):
 
 @triton.jit
 def bf16_scale(tops, absmax, STOCHASTIC: tl.constexpr):
-    """bf16 as int16: the scales of int4 blocks with these greatest turned_bits. absmax: fp32, and level(7) if not normal."""
+    """bf16 as int16: the scales of int4 blocks by greatest turned_bits. absmax: fp32; level(7) if not normal."""
     bits = tl.minimum(absmax.to(tl.int32, bitcast=True), BF16_GREATEST_BITS)
     absmax = bits.to(tl.float32, bitcast=True)
     if STOCHASTIC:

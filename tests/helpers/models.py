@@ -128,8 +128,9 @@ def normal(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def integers(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Signed integers in [-8, 8], different on every rank. A sum over few ranks is exact in every wire dtype except int8
-    and int4."""
+    """Signed integers in [-8, 8], different on every rank. A sum over few ranks is exact in every wire dtype
+    except int8 and int4.
+    """
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randint(-8, 9, shape, generator=generator).to(dtype)
 
