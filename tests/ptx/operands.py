@@ -168,8 +168,8 @@ def address_reader(kernel: Kernel, text: str, kind: str) -> Callable[[Grid], np.
     match = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:([+-])\s*(-?\d+))?\s*\]", text)
     if match is None:
         raise Unsupported(f"unknown address {text}")
-    if match[1] in kernel.registers and bits_dtype(kernel.registers[match[1]]).itemsize == 4:
-        kind = "u32"
+    if match[1] in kernel.registers:  # of 32 or 64 bits, in any space: chapter "Addresses as Operands"
+        kind = {4: "u32", 8: "u64"}.get(bits_dtype(kernel.registers[match[1]]).itemsize, kind)
     base = reader(kernel, match[1], kind)
     offset = np.array([int(match[3] or 0) * (-1 if match[2] == "-" else 1)]).astype(DTYPES[kind])
     if not offset[0]:
