@@ -190,7 +190,7 @@ def write(rows: list[Row], version: str) -> None:
     """Writes the table between the marks in docs/kernels.md."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     told = f"Triton {version}, sm_{CAPABILITY}, {NUMEL:,} fp32 gradients in one run, {PROGRAMS} programs.\n\n"
-    header = "| " + " | ".join((*COLUMNS, *GPUS)) + " |\n" + "|---" * len((*COLUMNS, *GPUS)) + "|\n"
+    header = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
     DOCUMENT.write_text(before + BEGIN + told + header + "".join(map(line, rows)) + END + rest.partition(END)[2])
 
 
