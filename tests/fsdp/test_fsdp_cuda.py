@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import integers, mean_of_integers
-from test_fsdp_cuda_path import CONFIGS
-from test_fsdp_feedback import Layers, gradients_of
+from test_fsdp_cuda_path import CONFIGS, three_steps
+from test_fsdp_feedback import Layers
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,21 +44,10 @@ def on_both_devices(rank, world_size, kind, config):
     """This rank's gradients, counts and residuals after three steps, on a CPU and on a GPU."""
     found = []
     for device in ("cpu", "cuda"):
-        model, seen = built(kind, world_size, device), []
+        model = built(kind, world_size, device)
         comm = fusedcomm.attach(model, config, quiet=True)
-        for step in range(3):
-            gradients = gradients_of(model, rank, step)
-            if step == 1:
-                gradients[0].view(-1)[5 + rank] = torch.inf
-                gradients[-1].view(-1)[-1 - rank] = torch.nan
-            model.zero_grad()
-            model([gradient.to(device) for gradient in gradients]).backward()
-            for parameter in model.parameters():
-                local = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
-                seen.append(local.flatten().float().cpu())
+        bits = three_steps(model, rank, device)
         residuals = {name: each.full_tensor().cpu() for name, each in comm.state_dict()["residuals"].items()}
-        values = torch.cat(seen)
-        bits = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
         found.append((bits, comm.stats().nonfinite_by_parameter, residuals, comm.plan().codec))
         comm.detach()
     return found

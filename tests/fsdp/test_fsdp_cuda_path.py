@@ -65,32 +65,39 @@ def compiler(triton_folder: str | None) -> ptx_kernels.TritonCompiler:
     return ptx_kernels.TritonCompiler(triton_folder and Path(triton_folder))
 
 
+def three_steps(model, rank, device):
+    """The bits of this rank's gradients in three steps. In the second one two are not finite."""
+    seen = []
+    for step in range(3):
+        gradients = gradients_of(model, rank, step)
+        if step == 1:
+            gradients[0].view(-1)[5 + rank] = torch.inf
+            gradients[-1].view(-1)[-1 - rank] = torch.nan
+        model.zero_grad()
+        model([gradient.to(device) for gradient in gradients]).backward()
+        for parameter in model.parameters():
+            local = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
+            seen.append(local.flatten().float().cpu().clone())
+    values = torch.cat(seen)
+    # Which NaN a sum gives depends on the device.
+    return torch.where(values.isnan(), torch.nan, values).view(torch.int32)
+
+
 def steps_on(rank, world_size, kind, config, library, triton_folder):
     """Three steps on the CPU path, or with a `library` on the CUDA path; on PTX that is executed, with a
     `triton_folder`. Returns this rank's gradients, the non-finite counts and the residuals."""
-    model, seen = built(kind, world_size), []
+    model = built(kind, world_size)
     how = contextlib.nullcontext()
     if library:
         compiled = {} if triton_folder is None else {"compiled": compiler(triton_folder or None)}
         how = fake_cuda.gpu(library).takes_over(config, **compiled)
     with how:
         comm = fusedcomm.attach(model, config, quiet=True)
-        for step in range(3):
-            gradients = gradients_of(model, rank, step)
-            if step == 1:
-                gradients[0].view(-1)[5 + rank] = torch.inf
-                gradients[-1].view(-1)[-1 - rank] = torch.nan
-            model.zero_grad()
-            model(gradients).backward()
-            seen += [
-                getattr(p.grad, "to_local", lambda grad=p.grad: grad)().flatten().clone() for p in model.parameters()
-            ]
+        values = three_steps(model, rank, "cpu")
         residuals = {name: each.full_tensor() for name, each in comm.state_dict()["residuals"].items()}
         stats = comm.stats()
         comm.detach()
-    values = torch.cat(seen)
-    # Which NaN a sum gives depends on the device.
-    return torch.where(values.isnan(), torch.nan, values).view(torch.int32), stats.nonfinite_by_parameter, residuals
+    return values, stats.nonfinite_by_parameter, residuals
 
 
 def check(ranks, kind, config, world_size, library, triton_folder=None):
