@@ -130,9 +130,6 @@ struct Avx2 {
     const F cubic = mul(mul(value, value), broadcast(Int4::kInverseCubic));
     return mul(value, sub(broadcast(Int4::kInverseLinear), cubic));
   }
-  static F level(F code) {
-    return mul(code, _mm256_fmadd_ps(mul(code, code), broadcast(Int4::kCubic), broadcast(Int4::kLinear)));
-  }
   static __m256i with_sign(__m256i unsigned_code, __m256i bits) {
     return _mm256_or_si256(unsigned_code, _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80)));
   }
@@ -145,15 +142,18 @@ struct Avx2 {
     return _mm256_max_epi32(_mm256_min_epi32(_mm256_cvttps_epi32(_mm256_floor_ps(value)), greatest), least);
   }
   static __m256i code(Int8, F value, __m256i noise) { return floor_code<Int8>(add_noise(value, noise)); }
+  // See Scalar. The guess may be fused: any near one gives the same code.
   static __m256i code(Int4, F value, __m256i noise) {
-    const F near = _mm256_round_ps(compressed(value), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const F is_above = _mm256_cmp_ps(level(near), value, _CMP_GT_OQ);
-    const F below = sub(near, _mm256_and_ps(is_above, broadcast(1.0f)));
-    const F step =
-        _mm256_fmadd_ps(_mm256_fmadd_ps(below, below, below), broadcast(Int4::kStepGrowth), broadcast(Int4::kStep));
-    const F least = mul(_mm256_fnmadd_ps(_mm256_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f)), step);
-    const F is_up = _mm256_cmp_ps(sub(value, level(below)), least, _CMP_GE_OQ);
-    return _mm256_sub_epi32(_mm256_cvtps_epi32(below), _mm256_castps_si256(is_up));
+    const F down = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(noise), broadcast(kNoiseUnit), broadcast(1.0f));
+    const F slope =
+        _mm256_fnmadd_ps(mul(value, value), broadcast(Int4::kInverseCubic), broadcast(Int4::kInverseLinear));
+    const __m256i code = _mm256_cvtps_epi32(_mm256_fmsub_ps(value, slope, down));
+    const F guess = _mm256_cvtepi32_ps(code);
+    const F square = mul(guess, guess);
+    const F factor = _mm256_fmadd_ps(square, broadcast(Int4::kCubic), broadcast(Int4::kLinear));
+    const F above = _mm256_fnmadd_ps(guess, factor, value);  // rounds once, because the level is exact
+    const F step = _mm256_fmadd_ps(add(square, guess), broadcast(Int4::kStepGrowth), broadcast(Int4::kStep));
+    return _mm256_sub_epi32(code, _mm256_castps_si256(_mm256_cmp_ps(above, mul(down, step), _CMP_GE_OQ)));
   }
   template <class Code>
   static __m256i code(Code, F value, __m256i noise) {
@@ -272,27 +272,18 @@ struct Avx2 {
     const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
   }
-  static void load_whole(const uint8_t* p, F& first, F& second) {
-    const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
-    first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
-    second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
-  }
-  // What a code is multiplied by to get its value. The scale, which has 8 bits, is a factor of the level's
-  // coefficients, so that this and the product are exact.
-  static F factor_of(F code, F scale) {
-    return _mm256_fmadd_ps(mul(code, code), mul(scale, broadcast(Int4::kCubic)), mul(scale, broadcast(Int4::kLinear)));
+  // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it is exact, or infinite where the
+  // value is beyond fp32. So the product may not be fused with an addition.
+  static F scaled_level(F code, F scale) {
+    const F linear = mul(scale, broadcast(Int4::kLinear)), cubic = mul(scale, broadcast(Int4::kCubic));
+    return mul(code, _mm256_fmadd_ps(mul(code, code), cubic, linear));
   }
   static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
-    load_whole(p, first, second);
-    first = mul(first, factor_of(first, scale));
-    second = mul(second, factor_of(second, scale));
-  }
-  static void add_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
-    F first_code, second_code;
-    load_whole(p, first_code, second_code);
-    first = _mm256_fmadd_ps(first_code, factor_of(first_code, scale), first);
-    second = _mm256_fmadd_ps(second_code, factor_of(second_code, scale), second);
+    const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
+    const __m256i next = _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24));
+    first = scaled_level(top_nibble(_mm256_shuffle_epi8(bytes, spread)), scale);
+    second = scaled_level(top_nibble(_mm256_shuffle_epi8(bytes, next)), scale);
   }
 
   template <int kDistance>

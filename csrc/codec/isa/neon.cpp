@@ -158,16 +158,20 @@ struct Neon {
   static uint32x4_t code(Int8, float32x4_t value, uint32x4_t noise) {
     return floor_code<Int8>(add_noise(value, noise));
   }
+  // See Scalar. The guess may be fused: any near one gives the same code.
   static uint32x4_t code(Int4, float32x4_t value, uint32x4_t noise) {
-    const float32x4_t one = vdupq_n_f32(1.0f);
-    const float32x4_t near = vrndnq_f32(compressed(value));
-    const uint32x4_t is_above = vcgtq_f32(level(near), value);
-    const float32x4_t below = vbslq_f32(is_above, vsubq_f32(near, one), near);
+    const float32x4_t down = vfmsq_f32(vdupq_n_f32(1.0f), vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit));
+    const float32x4_t slope =
+        vfmsq_f32(vdupq_n_f32(Int4::kInverseLinear), vmulq_f32(value, value), vdupq_n_f32(Int4::kInverseCubic));
+    const int32x4_t code = vcvtnq_s32_f32(vfmaq_f32(vnegq_f32(down), value, slope));
+    const float32x4_t guess = vcvtq_f32_s32(code);
+    const float32x4_t square = vmulq_f32(guess, guess);
+    const float32x4_t factor = vfmaq_f32(vdupq_n_f32(Int4::kLinear), square, vdupq_n_f32(Int4::kCubic));
+    const float32x4_t above = vfmsq_f32(value, guess, factor);  // rounds once, because the level is exact
     const float32x4_t step =
-        vfmaq_f32(vdupq_n_f32(Int4::kStep), vfmaq_f32(below, below, below), vdupq_n_f32(Int4::kStepGrowth));
-    const float32x4_t least = vmulq_f32(vfmsq_f32(one, vcvtq_f32_u32(noise), vdupq_n_f32(kNoiseUnit)), step);
-    const uint32x4_t is_up = vcgeq_f32(vsubq_f32(value, level(below)), least);
-    return vsubq_u32(vreinterpretq_u32_s32(vcvtq_s32_f32(below)), is_up);
+        vfmaq_f32(vdupq_n_f32(Int4::kStep), vaddq_f32(square, guess), vdupq_n_f32(Int4::kStepGrowth));
+    const uint32x4_t is_up = vcgeq_f32(above, vmulq_f32(down, step));
+    return vsubq_u32(vreinterpretq_u32_s32(code), is_up);
   }
   template <class Code>
   static uint32x4_t code(Code, float32x4_t value, uint32x4_t noise) {

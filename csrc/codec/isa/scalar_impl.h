@@ -246,15 +246,18 @@ struct Scalar {
     return static_cast<uint32_t>(floor > kGreatest ? kGreatest : floor < kLeast ? kLeast : floor);
   }
   static uint32_t code(Int8, F value, uint32_t noise) { return floor_code<Int8>(value + noise_value(noise)); }
-  // `near` is the code of the level below the value or of the one above it. Comparisons read a difference's sign: with
-  // branches the loop would not be vectorized.
+  // The code is c or c + 1, with level(c) ≤ value < level(c + 1): c if value - level(c) < down·step. With the levels'
+  // inverse, exact between levels, it would be floor(inverse(value) + 1 - down). `compressed` is within 0.05 of that
+  // inverse, so rounding compressed(value) - down guesses the code or the one below it, and the comparison, of the
+  // guess instead of c, decides. It reads a difference's sign: with branches the loop would not be vectorized.
   static uint32_t code(Int4, F value, uint32_t noise) {
-    const float near = compressed(value) + 12582912.0f - 12582912.0f;
-    const auto is_above = static_cast<int32_t>(bits_of(value - level(near)) >> 31);
-    const float below = near - static_cast<float>(is_above);
-    const float step = (below * below + below) * Int4::kStepGrowth + Int4::kStep;
-    const uint32_t stays = bits_of(value - level(below) - (1.0f - noise_value(noise)) * step) >> 31;
-    return static_cast<uint32_t>(static_cast<int32_t>(below) + 1) - stays;
+    const float down = 1.0f - noise_value(noise);
+    const float guess = compressed(value) - down + 12582912.0f - 12582912.0f;
+    const float square = guess * guess;
+    const float above = value - guess * (Int4::kLinear + square * Int4::kCubic);
+    const float step = (square + guess) * Int4::kStepGrowth + Int4::kStep;
+    const uint32_t stays = bits_of(above - down * step) >> 31;
+    return static_cast<uint32_t>(static_cast<int32_t>(guess) + 1) - stays;
   }
   template <class Code>
   static uint32_t code(Code, F value, uint32_t noise) {
@@ -345,7 +348,7 @@ constexpr bool kListed = false;
 template <class Code, class... Listed>
 constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
 
-// Whether V has load_scaled_codes and add_scaled_codes for Code.
+// Whether V has load_scaled_codes for Code.
 template <class V, class Code, class = void>
 constexpr bool kLoadsScaled = false;
 template <class V, class Code>
@@ -353,13 +356,6 @@ constexpr bool kLoadsScaled<
     V, Code,
     std::void_t<decltype(V::load_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
                                               std::declval<typename V::F&>()))>> = true;
-template <class V, class Code, class = void>
-constexpr bool kAddsScaled = false;
-template <class V, class Code>
-constexpr bool kAddsScaled<
-    V, Code,
-    std::void_t<decltype(V::add_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
-                                             std::declval<typename V::F&>()))>> = true;
 
 // How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
 // Code, else by Scalar's, one pair of elements after the other.
