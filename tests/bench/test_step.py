@@ -38,6 +38,7 @@ def test_every_way_is_checked_and_timed(tmp_path, options):
         assert ("ddp, torch's bf16 hook" in row["ratios"]) == (name != "ddp, torch's bf16 hook")
 
 
+@pytest.mark.full
 def test_peaks_of_memory_are_measured_beside_ddps(tmp_path):
     document = run_step(tmp_path, "--rounds", "1", "--width", "512", "--ways", "ddp", "fusedcomm reducer, bf16")
     ddp, reducer = document["rows"]

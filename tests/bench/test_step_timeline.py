@@ -60,6 +60,7 @@ def test_a_trace_without_a_whole_step_is_refused(tmp_path):
         timeline.read_step(path)
 
 
+@pytest.mark.full
 @needs_matplotlib
 def test_the_plot_is_made_of_real_steps(tmp_path):
     plot = tmp_path / "timeline.png"

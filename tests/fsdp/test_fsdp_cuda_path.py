@@ -113,18 +113,21 @@ def check(ranks, kind, config, world_size, library, triton_folder=None):
         assert bool(own[2]) == (config.feedback is not None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_reduce_scatters_have_the_cpus_bits(ranks, library, name, world_size):
     check(ranks, "sharded", CONFIGS[name], world_size, library)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["gradients in bfloat16", "gradients in float16 +"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8 all"])
 def test_gradients_of_16_bits(ranks, library, name, kind):
     check(ranks, kind, CONFIGS[name], 2, library)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["hsdp", "replicate"])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4 rotated"])
 def test_sums_between_replicas_have_the_cpus_bits(ranks, library, name, kind):

@@ -40,7 +40,7 @@ def whole(made_once) -> list[dict]:
     return found_by(made_once("fsdp-whole", lambda folder: train(folder, -1)))
 
 
-@pytest.fixture(params=[0, 1], ids=["rank 0 dies", "rank 1 dies"])
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.full)], ids=["rank 0 dies", "rank 1 dies"])
 def interrupted(request, made_once) -> list[dict]:
     folder = made_once(f"fsdp-interrupted-{request.param}", lambda folder: train(folder, request.param))
     assert (folder / "died").read_text() == str(request.param)
