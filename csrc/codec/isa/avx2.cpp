@@ -272,18 +272,28 @@ struct Avx2 {
     const __m256i wanted = _mm256_sllv_epi32(top_bytes, _mm256_setr_epi32(4, 0, 4, 0, 4, 0, 4, 0));
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(wanted, 28));
   }
-  // The scale, which has 8 bits, is multiplied into the level's coefficients: all of it is exact, or infinite where the
-  // value is beyond fp32. So the product may not be fused with an addition.
-  static F scaled_level(F code, F scale) {
-    const F linear = mul(scale, broadcast(Int4::kLinear)), cubic = mul(scale, broadcast(Int4::kCubic));
-    return mul(code, _mm256_fmadd_ps(mul(code, code), cubic, linear));
-  }
-  static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+  static void load_whole(const uint8_t* p, F& first, F& second) {
     const __m256i bytes = _mm256_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     const __m256i spread = _mm256_setr_epi32(0, 0, 1 << 24, 1 << 24, 2 << 24, 2 << 24, 3 << 24, 3 << 24);
-    const __m256i next = _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24));
-    first = scaled_level(top_nibble(_mm256_shuffle_epi8(bytes, spread)), scale);
-    second = scaled_level(top_nibble(_mm256_shuffle_epi8(bytes, next)), scale);
+    first = top_nibble(_mm256_shuffle_epi8(bytes, spread));
+    second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
+  }
+  // What a code is multiplied by to get its value. The scale, which has 8 bits, is a factor of the level's
+  // coefficients, so that this and the product are exact. No product overflows, because encoders take no scale for more
+  // than the greatest bf16: so it may be fused with an addition.
+  static F factor_of(F code, F scale) {
+    return _mm256_fmadd_ps(mul(code, code), mul(scale, broadcast(Int4::kCubic)), mul(scale, broadcast(Int4::kLinear)));
+  }
+  static void load_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+    load_whole(p, first, second);
+    first = mul(first, factor_of(first, scale));
+    second = mul(second, factor_of(second, scale));
+  }
+  static void add_scaled_codes(Int4, const uint8_t* p, F scale, F& first, F& second) {
+    F first_code, second_code;
+    load_whole(p, first_code, second_code);
+    first = _mm256_fmadd_ps(first_code, factor_of(first_code, scale), first);
+    second = _mm256_fmadd_ps(second_code, factor_of(second_code, scale), second);
   }
 
   template <int kDistance>

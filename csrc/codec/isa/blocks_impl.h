@@ -345,10 +345,14 @@ void sum_blocks_group(const char* scales, const char* codes, int64_t stride_nbyt
         sum_second = V::add(V::load(acc + i + V::kLanes), sum_second);
       }
       for (int k = 1; k < kCount; ++k) {
-        typename V::F first, second;
-        CodesOf<V, Code>::load(code + k * stride_nbytes, scale[k], first, second);
-        sum_first = V::add(sum_first, first);
-        sum_second = V::add(sum_second, second);
+        if constexpr (kAddsScaled<V, Code>) {
+          V::add_scaled_codes(Code(), code + k * stride_nbytes, scale[k], sum_first, sum_second);
+        } else {
+          typename V::F first, second;
+          CodesOf<V, Code>::load(code + k * stride_nbytes, scale[k], first, second);
+          sum_first = V::add(sum_first, first);
+          sum_second = V::add(sum_second, second);
+        }
       }
       V::store(acc + i, sum_first);
       V::store(acc + i + V::kLanes, sum_second);

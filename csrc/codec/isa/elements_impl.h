@@ -18,6 +18,7 @@
 // V::Codes lists the codes that V reads and writes itself; CodesOf leaves the others to Scalar. For 2·kLanes elements:
 //   load_codes(Code, const uint8_t*, F&, F&)         the values of codes, except NaN and Inf, which are never sent
 //   load_scaled_codes(Code, const uint8_t*, F, F&, F&)  instead of load_codes: the values times a scale
+//   add_scaled_codes(Code, const uint8_t*, F, F&, F&)   besides, if it is faster: adds these
 //   store_codes, stream_codes(Code, uint8_t*, F, F)  nearest even; magnitudes are below kGreatest plus half a step,
 //                                                    in int4 below 8.04; the code 8 becomes 7
 //   store_codes(Code, uint8_t*, F, F, const uint16_t* noise)  stochastic; fp8 and int4 magnitudes exceed kGreatest by

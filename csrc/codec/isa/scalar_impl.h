@@ -348,7 +348,7 @@ constexpr bool kListed = false;
 template <class Code, class... Listed>
 constexpr bool kListed<Code, CodeList<Listed...>> = (std::is_same_v<Code, Listed> || ...);
 
-// Whether V has load_scaled_codes for Code.
+// Whether V has load_scaled_codes and add_scaled_codes for Code.
 template <class V, class Code, class = void>
 constexpr bool kLoadsScaled = false;
 template <class V, class Code>
@@ -356,6 +356,14 @@ constexpr bool kLoadsScaled<
     V, Code,
     std::void_t<decltype(V::load_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
                                               std::declval<typename V::F&>()))>> = true;
+
+template <class V, class Code, class = void>
+constexpr bool kAddsScaled = false;
+template <class V, class Code>
+constexpr bool kAddsScaled<
+    V, Code,
+    std::void_t<decltype(V::add_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
+                                             std::declval<typename V::F&>()))>> = true;
 
 // How V reads, times their block's scale, and writes 2·kLanes elements of Code: by its own functions if V::Codes lists
 // Code, else by Scalar's, one pair of elements after the other.
