@@ -279,8 +279,8 @@ struct Avx2 {
     second = top_nibble(_mm256_shuffle_epi8(bytes, _mm256_add_epi32(spread, _mm256_set1_epi32(4 << 24))));
   }
   // What a code is multiplied by to get its value. The scale, which has 8 bits, is a factor of the level's
-  // coefficients, so that this and the product are exact. No product overflows, because encoders take no scale for more
-  // than the greatest bf16: so it may be fused with an addition.
+  // coefficients, so that this and the product are exact. The product is never beyond fp32, because encoders make a
+  // scale from the greatest bf16 at most: so it may be fused with an addition.
   static F factor_of(F code, F scale) {
     return _mm256_fmadd_ps(mul(code, code), mul(scale, broadcast(Int4::kCubic)), mul(scale, broadcast(Int4::kLinear)));
   }

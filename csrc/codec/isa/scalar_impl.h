@@ -356,7 +356,6 @@ constexpr bool kLoadsScaled<
     V, Code,
     std::void_t<decltype(V::load_scaled_codes(Code(), nullptr, typename V::F(), std::declval<typename V::F&>(),
                                               std::declval<typename V::F&>()))>> = true;
-
 template <class V, class Code, class = void>
 constexpr bool kAddsScaled = false;
 template <class V, class Code>
