@@ -52,7 +52,8 @@ class Stats:
     """Statistics of this rank since attach. Times are in milliseconds. ``print(stats)`` shows them as a table, and
     :meth:`scalars` has them as numbers for TensorBoard or Prometheus.
 
-    A step ends with DDP's last bucket. `buckets` counts sparse and float64 buckets, but no bytes are counted for them.
+    A step ends with the last bucket of a backward pass. `buckets` counts sparse and float64 buckets, but no bytes are
+    counted for them.
     """
 
     steps: int
