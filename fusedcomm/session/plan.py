@@ -14,6 +14,10 @@ from fusedcomm.session.parameters import NamedParameter
 
 _MIB = 1 << 20
 
+# Buckets that a printed plan has one by one; of more it has the first, the last, and a line for each way of the rest.
+_MOST_SHOWN = 12
+_FIRST_SHOWN, _LAST_SHOWN = 3, 2
+
 
 @dataclasses.dataclass(frozen=True)
 class BucketRow:
@@ -153,13 +157,10 @@ class Plan:
 
     def _table(self) -> list[str]:
         lines = [f"  {'bucket':>6} {'MiB':>9} {'wire':>9} {'sum':>9} {'chunks':>6} {'sends MiB':>9}  parameters"]
-        for index, row in enumerate(self.buckets):
-            first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
-            names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
-            lines.append(
-                f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>9} {row.sum:>9} {row.num_chunks:>6} "
-                f"{row.sent_nbytes / _MIB:>9.3f}  {names}{'  [' + row.reason + ']' if row.reason else ''}"
-            )
+        rows = [_line(index, row) for index, row in enumerate(self.buckets)]
+        if len(rows) > _MOST_SHOWN:
+            rows[_FIRST_SHOWN:-_LAST_SHOWN] = self._rest()
+        lines += rows
         plain = 2 * self.grad_nbytes * (self.world_size - 1) / self.world_size
         ratio = f", {self.sent_nbytes / plain:.3f} of an uncompressed all-reduce" if plain else ""
         lines.append(f"  each rank sends {self.sent_nbytes / _MIB:.3f} MiB a step{ratio}")
@@ -173,6 +174,17 @@ class Plan:
             lines += [f"  {text}" for text in advice(self.ranks_on_host, self.world_size)]
         return lines
 
+    def _rest(self) -> list[str]:
+        """The buckets that are not shown one by one: a line for all that are sent in the same way."""
+        like: dict[tuple[str, str, str], int] = {}  # of each way, the first bucket
+        rest: dict[tuple[str, str, str], list[int]] = {}
+        for index, row in enumerate(self.buckets):
+            way = (row.wire, row.sum, row.reason)
+            like.setdefault(way, index)
+            if _FIRST_SHOWN <= index < len(self.buckets) - _LAST_SHOWN:
+                rest.setdefault(way, []).append(index)
+        return [_line_of_many(like[way], [self.buckets[index] for index in indices]) for way, indices in rest.items()]
+
     @property
     def _has_tried_two_levels(self) -> bool:
         return self.tuning is not None and self.tuning.has_tried_two_levels
@@ -183,6 +195,33 @@ class Plan:
         return (
             f"{self.hosts.num_hosts} hosts × {self.hosts.ranks_per_host} ranks, {self.config.local_wire} inside a host"
         )
+
+
+def _line(index: int, row: BucketRow) -> str:
+    first, last = (row.parameters[0], row.parameters[-1]) if row.parameters else ("", "")
+    names = first if len(row.parameters) == 1 else f"{first} … {last} ({len(row.parameters)})"
+    return (
+        f"  {index:>6} {row.grad_nbytes / _MIB:>9.3f} {row.wire:>9} {row.sum:>9} {row.num_chunks:>6} "
+        f"{row.sent_nbytes / _MIB:>9.3f}  {names}{_in_brackets(row.reason)}"
+    )
+
+
+def _line_of_many(like: int, rows: Sequence[BucketRow]) -> str:
+    """One line for buckets that are sent as bucket `like` is, which may be one of them."""
+    sizes = sorted(row.grad_nbytes for row in rows)
+    total, sent = sum(sizes), sum(row.sent_nbytes for row in rows)
+    least, most = f"{sizes[0] / _MIB:.3f}", f"{sizes[-1] / _MIB:.3f}"
+    each = least if least == most else f"{least} to {most}"
+    buckets = "1 bucket" if len(rows) == 1 else f"{len(rows)} buckets"
+    return (
+        f"       … {buckets} like bucket {like}: {rows[0].wire}, {rows[0].sum}, {each} MiB each, {total / _MIB:.3f} MiB "
+        f"in all, sends {sent / _MIB:.3f} MiB{_in_brackets(rows[0].reason)}"
+    )
+
+
+def _in_brackets(reason: str) -> str:
+    """With two spaces before it; empty if there is no reason."""
+    return f"  [{reason}]" if reason else ""
 
 
 def predicted_rows(

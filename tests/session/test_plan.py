@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fusedcomm import chunks
 from fusedcomm.config import WIRES, Blocks, Chunks, Config
 from fusedcomm.native import _C
+from fusedcomm.session.plan import BucketRow, Plan
 
 FP32, BF16 = torch.empty(0), torch.empty(0, dtype=torch.bfloat16)
 LARGE = 1 << 20
@@ -90,3 +91,33 @@ def test_on_an_accelerator_ddps_default_bucket_is_one_chunk(wire, world_size):
     for exact_numel in (0, 4096):
         plan = _C.plan_bucket(native, world_size, torch.empty(0), exact_numel, numel - exact_numel)
         assert plan.layout.num_chunks == 1
+
+
+def printed(*rows: tuple[str, str, float, str]) -> list[str]:
+    """The lines for buckets in a printed plan. `rows`: each bucket's wire, sum, MiB and reason."""
+    buckets = tuple(
+        BucketRow(f"bucket {i}", (f"p{i}",), int(mib * (1 << 20)), wire, sum, 2, int(mib * (1 << 19)), reason)
+        for i, (wire, sum, mib, reason) in enumerate(rows)
+    )
+    shown = Plan(Config("int8", chunks=Chunks(1 << 20, 4)), 2, "cpu", "avx2", 0, (), buckets, predicted=False)
+    assert shown.buckets == buckets
+    return str(shown).splitlines()[2:-1]
+
+
+USUAL, SMALL = ("int8", "one-shot", 2.0, ""), ("fp32", "exact", 0.125, "small")
+
+
+def test_up_to_twelve_buckets_are_printed_one_by_one():
+    assert [line.split()[0] for line in printed(*[USUAL] * 12)] == [str(index) for index in range(12)]
+
+
+def test_of_more_buckets_a_plan_prints_the_first_the_last_and_a_line_for_each_way_of_the_rest():
+    rows = [("int8", "one-shot", 1.0, ""), *[USUAL] * 99, SMALL, *[("int8", "one-shot", 2.5, "")] * 95]
+    rows += [("int8+bf16", "one-shot", 4.0, ""), SMALL, USUAL, USUAL]
+    lines = printed(*rows)
+    assert [line.split()[0] for line in lines] == ["0", "1", "2", "…", "…", "…", "198", "199"]
+    assert [line.strip() for line in lines[3:6]] == [
+        "… 192 buckets like bucket 0: int8, one-shot, 2.000 to 2.500 MiB each, 431.500 MiB in all, sends 215.750 MiB",
+        "… 2 buckets like bucket 100: fp32, exact, 0.125 MiB each, 0.250 MiB in all, sends 0.125 MiB  [small]",
+        "… 1 bucket like bucket 196: int8+bf16, one-shot, 4.000 MiB each, 4.000 MiB in all, sends 2.000 MiB",
+    ]
