@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 
 from fusedcomm import env
 from fusedcomm.config import check
@@ -34,6 +35,9 @@ class LocalOptions:
             bucket and the stage. Training goes on. The same happens if the oldest bucket in flight moves but takes this
             long, as on a slow link, and again when one takes twice as long. From 0.1 to 1e9. None: 60, or a third of
             the group's timeout if that is less. A failure is explained in the same way, in the error's text.
+
+    Raises:
+        ValueError: a number is out of range, or options for cpu and for cuda are both given.
     """
 
     isa: str | None = None
@@ -42,7 +46,15 @@ class LocalOptions:
     stall_after: float | None = None
 
     def __post_init__(self) -> None:
-        # Other errors of a single rank are raised when it attaches, so that the other ranks are told.
+        # What depends on the machine is checked when the rank attaches: `isa`, and the most that sm_limit can be.
+        if self.codec_threads is not None:
+            _check_codec_threads("codec_threads", self.codec_threads)
+        if self.sm_limit is not None:
+            possible = "a whole number of multiprocessors, at least 1"
+            check.whole("sm_limit", self.sm_limit, 1, sys.maxsize, possible)
+        if self.stall_after is not None:
+            possible = "a number of seconds from 0.1 to 1e9"
+            check.number("stall_after", self.stall_after, LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S, possible)
         for name in ("isa", "codec_threads"):
             value = getattr(self, name)
             if value is not None and self.sm_limit is not None:
@@ -70,26 +82,26 @@ def choose_isa(isa: str | None) -> str:
 def choose_codec_threads(codec_threads: int | None, world_size: int) -> int:
     """The argument, else FUSEDCOMM_CODEC_THREADS, else half of this rank's share of the cores, from 1 to 4.
 
-    Raises ValueError if a given number is out of range.
+    Raises ValueError if the variable's number is out of range.
     """
-    if codec_threads is None:
-        codec_threads = env.codec_threads()
-    if codec_threads is None:
+    if codec_threads is not None:
+        return codec_threads
+    from_env = env.codec_threads()
+    if from_env is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         local_ranks = env.local_world_size() or world_size
         return max(1, min(MAX_CODEC_THREADS, cores // (2 * local_ranks)))
-    possible = f"a whole number from 1 to {MOST_CODEC_THREADS}"
-    check.whole("codec_threads", codec_threads, 1, MOST_CODEC_THREADS, possible)
-    return codec_threads
+    _check_codec_threads(env.CODEC_THREADS, from_env)
+    return from_env
+
+
+def _check_codec_threads(option: str, value: object) -> None:
+    check.whole(option, value, 1, MOST_CODEC_THREADS, f"a whole number from 1 to {MOST_CODEC_THREADS}")
 
 
 def choose_stall_after(stall_after: float | None, timeout_s: float) -> float:
     """Seconds: the argument, else STALL_AFTER_S, but at most a third of the group's timeout.
 
-    A report then comes before the timeout. Raises ValueError if a given number is out of range.
+    A report then comes before the timeout.
     """
-    if stall_after is None:
-        return min(STALL_AFTER_S, timeout_s / 3)
-    possible = "a number of seconds from 0.1 to 1e9"
-    check.number("stall_after", stall_after, LEAST_STALL_AFTER_S, MOST_STALL_AFTER_S, possible)
-    return float(stall_after)
+    return min(STALL_AFTER_S, timeout_s / 3) if stall_after is None else float(stall_after)
