@@ -1,6 +1,10 @@
-"""fusedcomm: fused gradient communication for PyTorch's DistributedDataParallel.
+"""fusedcomm: fused gradient communication for PyTorch.
 
-    comm = fusedcomm.attach(ddp, wire="bf16")
+    comm = fusedcomm.attach(ddp, wire="bf16")  # a DistributedDataParallel, or a model of FSDP2
+
+Four front ends send gradients: ``attach`` for DistributedDataParallel (``comm_hook`` where a trainer registers hooks),
+``attach`` for FSDP2, ``DataParallel`` with its ``GradReducer`` for any module, and ``fusedcomm.horovod`` for Horovod's
+scripts.
 
 Names are imported on first use, so that ``fusedcomm doctor`` also runs where the extension is not built.
 """
@@ -107,4 +111,4 @@ if not TYPE_CHECKING:  # a type checker would take every name for known
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__doc__", "__file__", "__name__", "__path__"])

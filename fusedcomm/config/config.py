@@ -81,7 +81,7 @@ class Config(Options):
 
     Raises:
         ValueError: a field is out of range, or two fields exclude each other. The text names them and what is possible.
-        TypeError: a keyword of fusedcomm 0.1. The text names its new place.
+        TypeError: an old keyword. The text names its new place.
     """
 
     wire: Wire = dataclasses.field(default="bf16", metadata={ALWAYS_SHOWN: True})
@@ -387,5 +387,5 @@ def refuse_both(config: object, wire: str | None) -> None:
         )
 
 
-# Config(block=64), as in fusedcomm 0.1, raises an error that names the new place.
+# Config(block=64) raises an error that names the new place of the old keyword.
 Config.__init__ = explains_moved("Config")(Config.__init__)

@@ -1,4 +1,4 @@
-"""Keywords of fusedcomm 0.1 and the place of each since 0.2. There are no aliases: a call with one is an error."""
+"""Old keywords and the new place of each. There are no aliases: a call with one is an error."""
 
 import functools
 import inspect

@@ -158,7 +158,7 @@ def test_chunks_that_are_left_open_are_chosen_beside_the_configuration():
     assert dataclasses.replace(whole, chunks=Chunks(in_flight=3)) == Config("int8", chunks=Chunks(in_flight=3))
 
 
-# --- fusedcomm 0.1 ---------------------------------------------------------------------------------------------------
+# --- old keywords ---------------------------------------------------------------------------------------------------
 
 OF_SEARCH, OF_RANK = {"wires", "tuned"}, {"isa", "codec_threads", "sm_limit", "stall_after"}
 OLD_ATTACH = {  # every keyword of 0.1's attach except wire= and quiet=, which are unchanged

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 from patience import HANG_S
 
+import fusedcomm
 from fusedcomm.config import RESIDUALS, ROUNDINGS, SUMS, WIRES, WITHOUT_SCALES, literals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,3 +106,9 @@ def test_mypy_finds_nothing_in_a_right_script(complaints):
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=list(FAULTS.values()))
 def test_mypy_finds_a_wrong_name(complaints, number):
     assert any("error:" in line for line in complaints[f"fault_{number}"]), list(FAULTS)[number]
+
+
+def test_dir_lists_the_public_names():
+    basics = {"__doc__", "__file__", "__name__", "__path__"}
+    assert set(dir(fusedcomm)) == {*fusedcomm.__all__, *basics}
+    assert all(hasattr(fusedcomm, name) for name in dir(fusedcomm))
