@@ -256,7 +256,8 @@ class Tuner:
             except Exception as error:  # on every rank: a session is made on all ranks or on none
                 self._impossible[candidate] = error.with_traceback(None)  # a traceback keeps what was made
                 if self._base.rank == 0:
-                    warn_alone(f"fusedcomm: {self._space.option} cannot try {candidate}: {error}", stacklevel=4)
+                    why = str(error).removeprefix("fusedcomm: ")
+                    warn_alone(f"fusedcomm: {self._space.option} cannot try {candidate}: {why}", stacklevel=4)
                 return False
         return True
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
-from fusedcomm.config import OFF, STALL_AFTER_S, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import OFF, Config, LocalOptions, choose_stall_after
 from fusedcomm.ddp.handle import Handle, handles, let_go, targets
 from fusedcomm.ddp.module import bucket_nbytes_caps
 from fusedcomm.ranks import agreement, groups
@@ -124,16 +124,13 @@ def attach_off(
     Raises: `problem`, if there is one, once the other ranks have been told; and as :class:`Session`.
     """
     group = ddp.process_group
+    groups.refuse_unknown(group)
     store = groups.private_store(group)
-    timeout, stall_after_s = dist.default_pg_timeout, STALL_AFTER_S
+    timeout = dist.default_pg_timeout
     record = {**agreement.versions(), "device": device.type, "world size": group.size(), "wire": OFF}
-    try:
-        with contextlib.suppress(RuntimeError):  # the group has no backend for the device, which DDP itself reports
-            timeout = groups.group_timeout(group, device)
-        stall_after_s = choose_stall_after(local.stall_after, timeout.total_seconds())
-    except ValueError as error:
-        problem = problem or error
-    peers = Peers(group, store, timeout, stall_after_s)
+    with contextlib.suppress(RuntimeError):  # the group has no backend for the device, which DDP itself reports
+        timeout = groups.group_timeout(group, device)
+    peers = Peers(group, store, timeout, choose_stall_after(local.stall_after, timeout.total_seconds()))
     peers.doing("attaching: comparing its configuration with the others'")
     agreement.agree_to_attach(peers, dist.PrefixStore("plan", store), record, problem)
     peers.doing("in training, with wire='off'")

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import sys
 import time
 
@@ -16,11 +17,12 @@ import torch.distributed as dist
 
 from fusedcomm import version
 from fusedcomm.native import _C
-from fusedcomm.ranks.peers import PeerLostError, Peers
+from fusedcomm.ranks.peers import GivenUpError, PeerLostError, Peers
 
 # Key of the reason why a rank cannot attach. Such a record has only PROBLEM and AT.
 PROBLEM = "problem"
-# Key of the time of that problem, in seconds since the epoch. The first problem may have caused later ones.
+# Key of the time of that problem, in seconds since the epoch. The first problem may have caused later ones. Infinite
+# for a rank that only follows another one, whatever its clock says.
 AT = "at"
 _MAX_SHOWN = 300  # characters of a value in an error
 # How much longer than rank 0 the others wait: it takes a moment to notice and publish that a rank is missing.
@@ -95,17 +97,17 @@ def agree_to_attach(peers: Peers, store: dist.Store, record: dict, problem: Exce
         problem: why this rank cannot attach; the other ranks are told. None: it can.
 
     Raises:
-        Exception: this rank's `problem`.
+        Exception: this rank's `problem`, unless that is a GivenUpError, which only follows another rank's.
         RuntimeError, PeerLostError: another rank's problem, a difference of records, or as :func:`agree`.
     """
     if problem is not None:
-        record = {PROBLEM: str(problem), AT: time.time()}
+        record = {PROBLEM: str(problem), AT: math.inf if isinstance(problem, GivenUpError) else time.time()}
     verdict = None
     try:
         verdict = agree(peers, store, record, "attaching")
         verdict.raise_problem()
     except RuntimeError as error:
-        if problem is None:
+        if problem is None or isinstance(problem, GivenUpError):
             raise
         # Another rank's earlier problem may have caused this one, unless both are the same.
         is_same = verdict is not None and verdict.cause == record[PROBLEM]
@@ -143,7 +145,8 @@ def forget(store: dist.Store, rank: int) -> None:
 
 def _compare(peers: Peers, store: dist.Store, own: dict, what: str) -> Verdict:
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
-    if PROBLEM in own:  # no rank can attach; another rank's problem may be earlier
+    # No rank can attach; another rank's problem may be earlier. A rank that only follows waits for that one's record.
+    if PROBLEM in own and own[AT] != math.inf:
         return _first_problem([json.loads(store.get(key)) if store.check([key]) else {} for key in keys.values()])
     missing = peers.wait(store, keys, what)
     if missing:
@@ -172,7 +175,7 @@ def _first_problem(records: list[dict]) -> Verdict:
     problems = {rank: record for rank, record in enumerate(records) if PROBLEM in record}
     rank = min(problems, key=lambda rank: (problems[rank].get(AT, 0.0), rank))
     cause = problems[rank][PROBLEM]
-    return Verdict(f"fusedcomm: rank {rank} cannot attach: {cause}", cause=cause)
+    return Verdict(f"fusedcomm: rank {rank} cannot attach: {cause.removeprefix('fusedcomm: ')}", cause=cause)
 
 
 def _first_difference(left: object, right: object, field: str = "") -> tuple[str, object, object] | None:

@@ -76,6 +76,32 @@ def check_backend(process_group: Group, device: torch.device) -> None:
         )
 
 
+def refuse_unknown(process_group: Group) -> None:
+    """Raises RuntimeError if torch.distributed does not know the group, and so has no store and no backends for it.
+
+    Such a group is a class written in Python, or has been destroyed, or this rank is not in it.
+    """
+    if isinstance(process_group, OwnGroup) or process_group in c10d._world.pg_map:
+        return
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError(
+            f"fusedcomm: rank {dist.get_rank()} is not in the process group, which new_group() made of other ranks: "
+            "use fusedcomm on the group's ranks only"
+        )
+    kind = type(process_group)
+    what = (
+        "has been destroyed, or was not made by torch.distributed"
+        if kind is dist.ProcessGroup
+        else f"is a {kind.__module__}.{kind.__qualname__}, which torch.distributed did not make"
+    )
+    raise RuntimeError(
+        f"fusedcomm: the process group {what}. fusedcomm connects the ranks of a group over channels of its own, for "
+        "which it needs the group's store and its gloo or NCCL backend: make the group with "
+        "torch.distributed.init_process_group() or new_group(), and give that one to DistributedDataParallel, "
+        "GradReducer, DataParallel, CommState or the device mesh"
+    )
+
+
 def private_store(process_group: Group) -> dist.Store:
     """The group's store under a prefix for this attachment. Every rank must attach in the same order."""
     name = "" if isinstance(process_group, OwnGroup) else process_group.group_name

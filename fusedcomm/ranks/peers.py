@@ -40,6 +40,10 @@ class PeerLostError(RuntimeError):
     """Another rank that this rank waits for is lost."""
 
 
+class GivenUpError(RuntimeError):
+    """This rank has stopped what it did, because another rank will not take part. That rank says why."""
+
+
 class Peers:
     """The ranks of one group while fusedcomm is attached there. Every rank makes one.
 
@@ -137,7 +141,7 @@ class Peers:
 
         Raises:
             PeerLostError: a rank that `function` needs is lost.
-            RuntimeError: another rank will not take part.
+            GivenUpError: another rank will not take part.
         """
         if self.world_size == 1:
             return function()
@@ -145,7 +149,7 @@ class Peers:
         began, has_said = time.monotonic(), is_watched
         while not errand.has_ended_within(self._poll_s):
             if was_given_up is not None and _answer(was_given_up):
-                raise RuntimeError(f"fusedcomm: rank {self.rank} stopped {what}, since another rank cannot attach")
+                raise GivenUpError(f"fusedcomm: rank {self.rank} stopped {what}, since another rank cannot attach")
             self._raise_if_lost(errand, what, needed)
             waited_s = time.monotonic() - began
             if waited_s >= self.stall_after_s and not has_said:

@@ -50,8 +50,8 @@ class Session:
         problem: the error that keeps this rank from taking part. It is raised once the other ranks have been told.
 
     Raises:
-        RuntimeError: fusedcomm has no path for the device over the group's backend, or the ranks do not agree (the same
-            text on every rank).
+        RuntimeError: fusedcomm has no path for the device over the group's backend, torch.distributed does not know the
+            group, or the ranks do not agree (the same text on every rank).
         ValueError: an option does not fit the device, the machine or the ranks.
         PeerLostError: a rank is lost before it has attached.
     """
@@ -71,6 +71,7 @@ class Session:
         reduces_rows: bool = False,
         problem: Exception | None = None,
     ) -> None:
+        groups.refuse_unknown(process_group)
         self.config = cfg
         self.keeps_residuals = cfg.feedback is not None
         self._reduces_rows = reduces_rows
@@ -277,11 +278,9 @@ class Session:
 
     def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
         """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
-        if problem is not None:
-            if what == "ready":
-                with contextlib.suppress(RuntimeError):  # the store has failed, too
-                    self._store.set(_GIVEN_UP, "")
-            warn_alone(f"fusedcomm: rank {self.rank} cannot attach: {problem}", stacklevel=6)
+        if problem is not None and what == "ready":
+            with contextlib.suppress(RuntimeError):  # the store has failed, too
+                self._store.set(_GIVEN_UP, "")
         agreement.agree_to_attach(self.peers, dist.PrefixStore(what, store), record, problem)
 
     def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":

@@ -785,7 +785,7 @@ def without(rank, world_size, impossible, numel, kwargs):
 def test_a_wire_that_one_rank_cannot_have_loses_on_all(ranks, tmp_path):
     outcome = ranks.run(without, ("int8",), NUMEL, {"sum": "two-shot"}, world_size=3)
     (warning,) = outcome[0][1]
-    assert "wire='auto' cannot try int8 two-shot: fusedcomm: rank 1 cannot attach: no memory for int8" in warning
+    assert "wire='auto' cannot try int8 two-shot: rank 1 cannot attach: no memory for int8" in warning
     for tuning, warned, error, wires, _ in outcome:
         assert tuning.chosen.wire == "bf16" and wires == {"off", "bf16"} and error < 0.01
         assert tuning.trials == outcome[0][0].trials
