@@ -105,8 +105,7 @@ inline typename V::F load_scaled(const Src* src, typename V::F factor) {
   return kScaled ? V::mul(V::load(src), factor) : V::load(src);
 }
 
-// The maximum of the block src·factor, as bits: of magnitudes, or, for signed scales, of the values' bits rotated left
-// by one.
+// The block's maximum as bits: of the magnitude, or for signed scales of the bits rotated left by one.
 template <class V, class Code, bool kScaled, class Src>
 inline typename V::M block_top(const Src* __restrict src, int64_t numel, typename V::F factor) {
   typename V::M top{};
