@@ -7,13 +7,12 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import re
-import tempfile
 from pathlib import Path
 
 import torch
 
+from fusedcomm import files
 from fusedcomm.native import _C
 
 from .variants import NUM_WARPS, TILE, Compiled
@@ -92,9 +91,8 @@ def _keep(cubin: bytes, place: Path | None) -> None:
         return
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        with files.replacing(place) as file:
             file.write(cubin)
-        os.replace(file.name, place)
 
 
 def _check_params(ptx: str, symbol: str, expected: tuple[str, ...]) -> None:

@@ -38,6 +38,7 @@ FUSEDCOMM = (
     "kernels",
     "reference",
     "env",
+    "files",
     "memory",
     "log",
     "native",

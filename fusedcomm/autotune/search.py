@@ -29,6 +29,7 @@ import statistics
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
+from fusedcomm import files
 from fusedcomm.autotune.bucket_cap import BucketCap
 
 WARM_UP = 4
@@ -187,7 +188,7 @@ class Tuning:
         for trial in fields["trials"]:
             if trial["step_ms"] == math.inf:  # JSON has no infinity
                 trial["step_ms"] = None
-        Path(path).write_text(json.dumps({"fusedcomm tuning": _FILE_VERSION, **fields}, indent=1))
+        files.write_text(path, json.dumps({"fusedcomm tuning": _FILE_VERSION, **fields}, indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tuning":

@@ -5,6 +5,7 @@ agreed, and ALLREDUCE, until its result was there. The file grows while the job 
 timeline or the job ends.
 """
 
+import contextlib
 import json
 import os
 import threading
@@ -14,7 +15,9 @@ from typing import Any
 
 import fusedcomm.horovod.environment as environment
 import fusedcomm.horovod.world as worlds
+from fusedcomm import files
 from fusedcomm.horovod.world import World
+from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.trace.document import times
 
 Event = tuple[str, str, int, int]
@@ -62,10 +65,15 @@ def stop() -> None:
 
 
 class Writer:
-    """Moves a coordinator's events into a file, on a thread of its own. Raises OSError if the file cannot be opened."""
+    """Moves a coordinator's events into a file, on a thread of its own. Raises OSError if the file cannot be opened.
+
+    If it cannot be written later, on a full disk for example, a warning says so once, and training goes on.
+    """
 
     def __init__(self, path: Path, coordinator: Any, mark_cycles: bool) -> None:
+        self._path = path
         self._file = path.open("w")
+        self._is_broken = False
         self._coordinator = coordinator
         self._processes: dict[str, int] = {}
         self._separator = "[\n"
@@ -79,18 +87,30 @@ class Writer:
             self._drain()
 
     def _drain(self) -> None:
-        # One event to a line, for grep.
+        lines = []  # one event to a line, for grep
         for event in chrome_events(self._coordinator.take_events(), self._processes):
-            self._file.write(self._separator + json.dumps(event))
+            lines.append(self._separator + json.dumps(event))
             self._separator = ",\n"
-        self._file.flush()
+        self._write("".join(lines))
+
+    def _write(self, text: str) -> None:
+        if self._is_broken:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            self._is_broken = True
+            where = files.told(error, self._path)
+            warn_alone(f"fusedcomm: the timeline ends early, and may be cut off: {where}", stacklevel=2)
 
     def end(self) -> None:
         self._is_ended.set()
         self._thread.join()
         self._drain()
-        self._file.write("\n]\n" if self._processes else "[]\n")
-        self._file.close()
+        self._write("\n]\n" if self._processes else "[]\n")
+        with contextlib.suppress(OSError):  # has been told
+            self._file.close()
 
 
 def chrome_events(events: Sequence[Event], processes: dict[str, int]) -> list[dict[str, Any]]:

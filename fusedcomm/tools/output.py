@@ -7,9 +7,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from fusedcomm.files import is_writable, replacing
 from fusedcomm.tools.errors import UsageError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from tqdm import tqdm
 
 PICTURES = (".png", ".pdf", ".svg")
@@ -43,7 +45,7 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
             is_file = path.parent.exists() and not path.parent.is_dir()
             reason = f"{path.parent} is no folder" if is_file else error.strerror
             raise UsageError(f"{option} {path}: its folder cannot be made ({reason}); name another file") from error
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if not is_writable(path):
             raise UsageError(f"{option} {path} cannot be written: no permission; name another file")
 
 
@@ -82,3 +84,12 @@ def pyplot() -> ModuleType:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def save_picture(figure: "Figure", path: Path, dpi: int) -> None:
+    """Writes the picture, in the format that the file's name ends in, and closes it."""
+    from matplotlib import pyplot
+
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=dpi)
+    pyplot.close(figure)

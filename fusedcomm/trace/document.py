@@ -6,11 +6,11 @@ One rank's document; fusedcomm/trace/merge.py makes one of all ranks' documents.
 import errno
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedcomm import files
 from fusedcomm.trace import model_spans
 from fusedcomm.trace.model_spans import ModelSpan
 from fusedcomm.version import __version__
@@ -149,9 +149,9 @@ def check(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a trace is a file, and this is a folder", str(path))
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not files.is_writable(path):
         raise PermissionError(errno.EACCES, "a trace cannot be written there", str(path))
 
 
 def write(path: Path, document: dict[str, object]) -> None:
-    path.write_text(json.dumps(document) + "\n")
+    files.write_text(path, json.dumps(document) + "\n")

@@ -1,6 +1,7 @@
 """The timeline shows each tensor's phases, while the job runs and after."""
 
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from jobs import job, raised
 
 import fusedcomm.horovod as hvd
+from fusedcomm.horovod import timeline
 
 
 def phases(text: str) -> dict[str, set[str]]:
@@ -72,3 +74,28 @@ def check_calls(rank, size, folder):
 @pytest.mark.parametrize("size", [1, 2])
 def test_timelines_can_be_started_and_stopped(ranks, tmp_path, size):
     ranks.run(check_calls, str(tmp_path), world_size=size)
+
+
+class Events:
+    """A coordinator with the same events at every call."""
+
+    def start_events(self, mark_cycles):
+        pass
+
+    def take_events(self):
+        return [("a" * 1000, "ALLREDUCE", 0, 1)]
+
+
+def test_a_timeline_that_cannot_be_written_ends_with_one_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "DRAIN_S", 3600)
+    writer = timeline.Writer(tmp_path / "timeline.json", Events(), mark_cycles=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.warns(UserWarning, match=r"ends early.* MiB free\): '.*timeline\.json'") as told:
+            writer._drain()
+            writer._drain()
+            writer.end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(told) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.environment as environment
+from fusedcomm import files
 
 
 def path() -> Path | None:
@@ -22,11 +23,12 @@ def path() -> Path | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replaces the file in one step: a worker that is killed meanwhile leaves the old one."""
+    """Replaces the file in one step: a worker that is killed meanwhile leaves the old one.
+
+    Raises OSError that names the file and its disk; the old file is then as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(content, unfinished)
-    unfinished.replace(path)
+    with files.replacing(path) as file:
+        torch.save(content, file)
 
 
 def read() -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 
 from fusedcomm.tools.demo.results import DEFAULT_NAME, RunResult, Summary
-from fusedcomm.tools.output import BLACK, GREY, PALETTE
+from fusedcomm.tools.output import BLACK, GREY, PALETTE, save_picture
 
 matplotlib.use("Agg")  # draws files only, so no screen is needed
 from matplotlib import pyplot as plt  # noqa: E402
@@ -23,8 +23,7 @@ def picture(results: list[RunResult], rows: list[Summary], path: Path) -> None:
     figure, (losses, nbytes) = plt.subplots(1, 2, figsize=(12.5, 4.8), width_ratios=(3, 2), layout="constrained")
     draw_losses(losses, results, colours)
     draw_nbytes(nbytes, rows, colours)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path, dpi=130)
 
 
 def draw_losses(axes: plt.Axes, results: list[RunResult], colours: dict[str, str]) -> None:

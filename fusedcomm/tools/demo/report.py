@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm import files
 from fusedcomm.tools import output
 from fusedcomm.tools.demo.picture import picture
 from fusedcomm.tools.demo.results import DEFAULT_NAME, RunResult, Spread, Summary, summaries, timings
@@ -20,7 +21,7 @@ def report(results: list[RunResult], out: Path) -> None:
     """Prints the table and writes both files to the folder `out`."""
     rows = summaries(results)
     print(table(rows, num_seeds(results)))
-    (out / "demo.json").write_text(json.dumps(as_json(results, rows), indent=1) + "\n")
+    files.write_text(out / "demo.json", json.dumps(as_json(results, rows), indent=1) + "\n")
     picture(results, rows, out / "demo.png")
     print()
     output.say_written(out / "demo.json", out / "demo.png")

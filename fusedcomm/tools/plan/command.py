@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedcomm import files
 from fusedcomm.tools import output
 from fusedcomm.tools.arguments import COMPARED, accepted, add_wires_to, number
 from fusedcomm.tools.errors import UsageError
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         written, picture = _horovod() if args.preset == "horovod-2018" else _bucket_size()
     try:
         if args.json is not None:
-            args.json.write_text(json.dumps(written, indent=1) + "\n")
+            files.write_text(args.json, json.dumps(written, indent=1) + "\n")
         if args.plot is not None:
             _draw(args.plot, picture)
     except OSError as error:
@@ -349,5 +350,4 @@ def _draw(path: Path, picture: _Picture) -> None:
     axes.set_ylabel(picture.label)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    output.save_picture(figure, path, dpi=120)

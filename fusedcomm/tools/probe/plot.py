@@ -51,5 +51,4 @@ def picture(findings: Findings, path: Path) -> None:
     axes.set_title(f"{findings.workload.numel:,} parameters, buckets of {cap:g} MiB", loc="left")
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    output.save_picture(figure, path, dpi=130)

@@ -5,6 +5,7 @@ import json
 import statistics
 from pathlib import Path
 
+from fusedcomm import files
 from fusedcomm.config import Config
 from fusedcomm.tools.cluster import Cluster, Cost
 from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
@@ -304,7 +305,7 @@ def option_as_json(option: Option) -> dict:
 
 
 def write_json(findings: Findings, path: Path) -> None:
-    path.write_text(json.dumps(as_json(findings), indent=1) + "\n")
+    files.write_text(path, json.dumps(as_json(findings), indent=1) + "\n")
 
 
 def _bits(bytes_s: float | None) -> str:
