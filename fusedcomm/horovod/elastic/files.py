@@ -1,10 +1,13 @@
 """Committed states as files, for workers that a launcher has restarted. Opt-in: FUSEDCOMM_HOROVOD_STATE names a folder.
 
-The files are pickles: whoever can write to the folder can run code in the job.
+The files are pickles, which can run code: a file that another user has written, or could have, is not read. They are
+not signed: the job that a user starts after a lost one has another key.
 """
 
 import contextlib
 import os
+import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +25,47 @@ def path() -> Path | None:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replaces the file in one step: a worker that is killed meanwhile leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(content, unfinished)
-    unfinished.replace(path)
+    """Replaces the file in one step: a worker that is killed meanwhile leaves the old one.
+
+    Raises RuntimeError if read() would refuse the file, on a file system that keeps no owners, for example."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for this user alone
+    with open(descriptor, "wb") as file:
+        _refuse_others(path, os.fstat(descriptor))
+        torch.save(content, file)
+    os.replace(unfinished, path)
 
 
 def read() -> dict[str, Any] | None:
-    """None if there is no file. Raises what torch.load() raises if it is damaged."""
+    """None if there is no file. Raises RuntimeError if another user may have written it, and what torch.load() raises
+    if it is damaged."""
     found = path()
-    if found is None or not found.exists():
+    if found is None or not os.path.lexists(found):
         return None
-    return torch.load(found, weights_only=False)
+    _refuse_others(found, found.lstat())
+    # The file may be exchanged meanwhile: a link is not followed, and what is open is looked at again.
+    with open(found, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        _refuse_others(found, os.fstat(file.fileno()))
+        return torch.load(file, weights_only=False)
+
+
+def _refuse_others(path: Path, found: os.stat_result) -> None:
+    """Raises RuntimeError if others than this process's user and root can have written the file, or put it there."""
+    folder_mode = path.parent.stat().st_mode
+    if not stat.S_ISREG(found.st_mode):
+        problem = "it is no file, but a link or a device"
+    elif found.st_uid not in (0, os.geteuid()):
+        problem = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    elif folder_mode & stat.S_IWOTH and not folder_mode & stat.S_ISVTX:
+        problem = f"everybody may exchange files in its folder (mode {stat.S_IMODE(folder_mode):o})"
+    else:
+        return
+    raise RuntimeError(
+        f"fusedcomm.horovod: the state in {path} is refused: {problem}. A state can run code: set "
+        "FUSEDCOMM_HOROVOD_STATE to a folder in which only you can write, on a file system that keeps owners and modes"
+    )
 
 
 def remove() -> None:
