@@ -27,6 +27,11 @@ def refuse(problem: str) -> None:
     sys.exit(f"fusedcomm: {problem}.\n{HOW_TO_INSTALL}")
 
 
+if sys.platform != "linux":
+    sys.exit(
+        f"fusedcomm builds on Linux only: its C++ code makes calls of the Linux kernel, and this is {sys.platform}. "
+        "Use a container or a virtual machine with Linux; on Windows, WSL 2"
+    )
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available

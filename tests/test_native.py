@@ -39,3 +39,27 @@ def test_another_build_of_the_same_minor_version_is_used(tmp_path, build):
     done = imported(tmp_path / "fusedcomm", built_for, show)
     assert done.returncode == 0, done.stderr
     assert f"(built for torch {built_for})" in done.stdout
+
+
+def test_an_unbuilt_checkout_that_hides_the_installed_package_is_named(tmp_path):
+    checkout, installed = tmp_path / "checkout", tmp_path / "site-packages"
+    for place in (checkout, installed):
+        ignored = shutil.ignore_patterns("kernels", *(["_C*"] if place is checkout else []))
+        shutil.copytree(os.path.dirname(fusedcomm.__file__), place / "fusedcomm", ignore=ignored)
+    here = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
+    for places, words in (
+        (
+            [checkout, installed],
+            f"the folder {checkout} holds a checkout of fusedcomm that has not been built, and hides",
+        ),
+        ([checkout], f"has not been built: there is none in {checkout / 'fusedcomm'}. Build it there with: make build"),
+    ):
+        others = "[each for each in sys.path if each and not __import__('glob').glob(each + '/fusedcomm')]"
+        code = f"{here}; sys.path = {list(map(str, places))} + {others}; import fusedcomm.native"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, cwd=tmp_path
+        )
+        assert done.returncode == 1 and words in done.stderr, done.stderr
+        if installed in places:
+            assert f"is installed in {installed}: " in done.stderr
+            assert "Run from another folder" in done.stderr and "or build it there with: make build" in done.stderr

@@ -33,6 +33,15 @@ def test_what_is_missing_is_named_with_what_to_do(before, words):
     assert "pip install --no-build-isolation ." in done.stderr
 
 
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_than_linux_are_named_before_anything_is_imported(platform):
+    code = f"import runpy, setuptools, sys; sys.platform = '{platform}'; sys.modules['torch'] = None; "
+    code += "runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 1
+    assert "fusedcomm builds on Linux only: " in done.stderr and f"this is {platform}. Use" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

@@ -1,7 +1,8 @@
 """The sockets of the coordinators: a star of TCP connections, every rank to rank 0.
 
 Rank 0 listens and publishes its addresses with a random token in the store. The others try each address, prove that
-they belong to the job with the token, and say who they are. Rank 0 answers with what it has learnt of all ranks.
+they belong to the job with the token, and say who they are. Rank 0 answers with what it has learnt of all ranks. In a
+job with a key each of these messages is signed for this connection: whoever can read the token needs the key, too.
 """
 
 import contextlib
@@ -17,6 +18,9 @@ import time
 
 import torch.distributed as dist
 
+import fusedcomm.horovod.signatures as signatures
+from fusedcomm.log import LOGGER
+
 ADDRESSES_KEY = "control/addresses"
 MAX_MESSAGE_NBYTES = 1 << 26
 """Longest message of the handshake: a host name for each of a million ranks."""
@@ -24,14 +28,18 @@ FIRST_TRY_S = 2.0
 """Seconds that a connection may take to each address at first; doubled in each round, since a busy host answers
 late."""
 
+_refused: set[str] = set()  # hosts that a warning has named
+
 
 @dataclasses.dataclass(frozen=True)
 class Star:
     """This rank's sockets, as file descriptors that the caller owns: rank 0 has one for each other rank in order, the
-    others have one, to rank 0. `about`: what each rank has said about itself, in rank order."""
+    others have one, to rank 0. `about`: what each rank has said about itself, in rank order. `token`: rank 0's random
+    name for this star."""
 
     sockets: list[int]
     about: list[dict]
+    token: str
 
 
 def connect(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, about: dict) -> Star:
@@ -40,7 +48,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
     Raises TimeoutError that names the missing ranks (rank 0), or the addresses that were tried (others).
     """
     if size == 1:
-        return Star([], [about])
+        return Star([], [about], secrets.token_hex(16))
     return _accept_all(store, size, timeout, about) if rank == 0 else _join(store, rank, timeout, about)
 
 
@@ -48,19 +56,21 @@ def _accept_all(store: dist.Store, size: int, timeout: datetime.timedelta, about
     token = secrets.token_hex(16)
     until = time.monotonic() + timeout.total_seconds()
     connected: dict[int, socket.socket] = {}
-    abouts: list[dict] = [about] * size
+    hellos: list[dict] = [{"about": about}] * size
     with contextlib.ExitStack() as unfinished:
         with _listener(size) as listener:
             addresses = [[address, listener.getsockname()[1]] for address in own_addresses()]
-            store.set(ADDRESSES_KEY, json.dumps({"token": token, "addresses": addresses}))
+            published = json.dumps({"token": token, "addresses": addresses}).encode()
+            store.set(ADDRESSES_KEY, signatures.signed(published, ADDRESSES_KEY))
             while len(connected) < size - 1:
                 listener.settimeout(_left(until, lambda: _missing(connected, size, timeout)))
                 with contextlib.suppress(TimeoutError):
-                    _accept_one(listener, token, size, connected, abouts, unfinished)
-        for connection in connected.values():
-            _send(connection, {"about": abouts})
+                    _accept_one(listener, token, size, connected, hellos, unfinished)
+        abouts = [hello["about"] for hello in hellos]
+        for peer, connection in connected.items():
+            _send(connection, {"about": abouts}, "answer", token, peer, hellos[peer]["nonce"])
         unfinished.pop_all()
-    return Star([_detach(connected[peer]) for peer in range(1, size)], abouts)
+    return Star([_detach(connected[peer]) for peer in range(1, size)], abouts, token)
 
 
 def _accept_one(
@@ -68,31 +78,44 @@ def _accept_one(
     token: str,
     size: int,
     connected: dict[int, socket.socket],
-    abouts: list[dict],
+    hellos: list[dict],
     unfinished: contextlib.ExitStack,
 ) -> None:
     """Accepts a connection, and closes it unless a rank of this job is at its other end."""
-    connection, _ = listener.accept()
+    connection, address = listener.accept()
     try:
         # A stranger that connects and says nothing must not hold up the ranks.
         connection.settimeout(FIRST_TRY_S)
-        hello = _receive(connection)
+        hello = _receive(connection, "hello", token)
         peer = hello["rank"]
-        if not hmac.compare_digest(hello["token"], token) or not 0 < peer < size:
+        is_complete = {"about", "nonce"} <= hello.keys()
+        if not hmac.compare_digest(hello["token"], token) or not 0 < peer < size or not is_complete:
             raise ValueError("not of this job")
+    except signatures.RefusedError as error:
+        connection.close()
+        if address[0] not in _refused:
+            _refused.add(address[0])
+            LOGGER.warning("fusedcomm.horovod: refused a connection of %s:%d: its message %s", *address, error)
+        return
     except (OSError, ValueError, KeyError, TypeError):
         connection.close()
         return
     if peer in connected:  # it has given its first connection up
         connected[peer].close()
-    connected[peer], abouts[peer] = unfinished.enter_context(connection), hello["about"]
+    connected[peer], hellos[peer] = unfinished.enter_context(connection), hello
 
 
 def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict) -> Star:
     until = time.monotonic() + timeout.total_seconds()
     store.wait([ADDRESSES_KEY], timeout)
-    published = json.loads(store.get(ADDRESSES_KEY))
-    hello = {"token": published["token"], "rank": rank, "about": about}
+    try:
+        published = json.loads(signatures.content_of(store.get(ADDRESSES_KEY), ADDRESSES_KEY))
+    except signatures.RefusedError as error:
+        raise signatures.RefusedError(
+            f"fusedcomm.horovod: rank {rank} cannot trust where rank 0 is: {ADDRESSES_KEY!r} in the store {error}"
+        ) from error
+    # Rank 0's answer is signed for the nonce: the answer to an earlier init is a wrong one.
+    hello = {"token": published["token"], "rank": rank, "about": about, "nonce": secrets.token_hex(16)}
     failures: dict[str, str] = {}
     try_s = FIRST_TRY_S
     while True:
@@ -107,14 +130,14 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
                 continue
             try:
                 connection.settimeout(left_s)
-                _send(connection, hello)
-                answer = _receive(connection)
+                _send(connection, hello, "hello", published["token"])
+                answer = _receive(connection, "answer", published["token"], rank, hello["nonce"])
             except (OSError, ValueError) as error:  # another program is at this address on this host
                 failures[f"{host}:{port}"] = f"{type(error).__name__}: {error}"
                 connection.close()
                 time.sleep(0.01)
                 continue
-            return Star([_detach(connection)], answer["about"])
+            return Star([_detach(connection)], answer["about"], published["token"])
         try_s *= 2
 
 
@@ -170,17 +193,18 @@ def _missing(connected: dict[int, socket.socket], size: int, timeout: datetime.t
     )
 
 
-def _send(connection: socket.socket, message: dict) -> None:
-    data = json.dumps(message).encode()
+def _send(connection: socket.socket, message: dict, *purpose: object) -> None:
+    data = signatures.signed(json.dumps(message).encode(), *purpose)
     connection.sendall(struct.pack("!I", len(data)) + data)
 
 
-def _receive(connection: socket.socket) -> dict:
-    """Raises ValueError if what comes is no message, and ConnectionError if the other end closes."""
+def _receive(connection: socket.socket, *purpose: object) -> dict:
+    """Raises ValueError if what comes is no message, or not signed for its purpose, and ConnectionError if the other
+    end closes."""
     (nbytes,) = struct.unpack("!I", _receive_exactly(connection, 4))
     if nbytes > MAX_MESSAGE_NBYTES:
         raise ValueError(f"a message of {nbytes} bytes")
-    return json.loads(_receive_exactly(connection, nbytes))
+    return json.loads(signatures.content_of(_receive_exactly(connection, nbytes), *purpose))
 
 
 def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:

@@ -94,6 +94,7 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         size=found.size,
         **places,
         hosts=hosts,
+        token=star.token,
         store=store,
         timeout=found.timeout,
         settings=settings,

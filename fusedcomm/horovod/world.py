@@ -1,5 +1,6 @@
 """What one hvd.init() has made, where every module of fusedcomm.horovod finds it."""
 
+import collections
 import dataclasses
 import datetime
 from typing import Any
@@ -13,7 +14,8 @@ from fusedcomm.native import _C
 
 @dataclasses.dataclass
 class World:
-    """What one hvd.init() has made. `store` belongs to this init alone. `hosts`: the host name of each rank."""
+    """What one hvd.init() has made. `store` belongs to this init alone. `hosts`: the host name of each rank. `token`:
+    rank 0's random name for this init."""
 
     rank: int
     size: int
@@ -22,6 +24,7 @@ class World:
     cross_rank: int
     cross_size: int
     hosts: list[str]
+    token: str
     store: dist.Store
     timeout: datetime.timedelta
     settings: Settings
@@ -31,6 +34,8 @@ class World:
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
     backends: dict[int, dist.Backend] = dataclasses.field(default_factory=dict)
     num_sets_made: int = 1
+    # Objects sent so far, by call, members and name: a signed one belongs in one place of this order.
+    num_objects: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
 
 class Ended:

@@ -6,8 +6,11 @@ a host is fixed. With --elastic this launcher leaves the other ranks alone, and 
 """
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from fusedcomm.tools.arguments import whole
 from fusedcomm.tools.errors import UsageError
@@ -25,6 +29,15 @@ GRACE_S = 2.0
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 FORWARDED = ("HOROVOD_", "FUSEDCOMM_", "GLOO_", "NCCL_", "OMP_", "PYTHON", "TORCH_")
+NOT_EXECUTABLE, NOT_FOUND, SSH_FAILED = 126, 127, 255
+"""Exit statuses, as shells and ssh have them."""
+REMOTE = """IFS= read -r {key} && export {key} && cd {folder} || exit
+exec 3<&0
+setsid env {variables} {program} </dev/null 3<&- & worker=$!
+(cat <&3; kill -s TERM -- -$worker; sleep {end_s:g}; kill -s KILL -- -$worker) >/dev/null 2>&1 &
+wait $worker"""
+"""What `sh` runs on another host. The job's key comes through standard input, since other users see command lines. That
+input stays open as long as this launcher and ssh live; the worker, with its own processes, ends with them."""
 
 
 @dataclasses.dataclass
@@ -74,10 +87,21 @@ def run(args: argparse.Namespace) -> int:
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         return job.elastic() if args.elastic else job.fixed()
+    except StartError as error:
+        job.say(str(error))
+        return error.status
     finally:
         job.end()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class StartError(Exception):
+    """A command cannot be started. The text says why."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -109,18 +133,31 @@ class Job:
     def __init__(self, args: argparse.Namespace, slots: list[str]) -> None:
         import torch.distributed as dist
 
-        from fusedcomm.horovod import rendezvous
+        from fusedcomm.horovod import rendezvous, signatures
         from fusedcomm.horovod.control import own_addresses
 
-        self.args, self.slots, self.rendezvous = args, slots, rendezvous
+        self.args, self.slots, self.rendezvous, self.key = args, slots, rendezvous, signatures.KEY
+        # This process signs, and so do local workers, which inherit its variables.
+        os.environ[self.key] = secrets.token_hex(32)
         is_local = all(map(is_here, slots))
         address = "127.0.0.1" if is_local else own_addresses()[0]
-        # This process serves the store, on a port that the system chooses.
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if not is_local and address == "127.0.0.1":
+            raise UsageError(
+                f"--hosts {args.hosts}: other hosts cannot reach this one, which has found no address of its own but "
+                "127.0.0.1: set GLOO_SOCKET_IFNAME to the interface that they share"
+            )
+        # This process serves the store, at the address that workers are given, on a port that the system chooses.
+        listener = socket.create_server((address, 0))
+        port = listener.getsockname()[1]
+        server = dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self.store = dist.PrefixStore(rendezvous.PREFIX, server)
+        self.newest = self.last_met = rendezvous.NONE
+        self.was_changed = False
         self.where = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port),
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not serve one
         }
         if is_local and sys.platform == "linux":
@@ -131,16 +168,32 @@ class Job:
     def start(self, host: str, variables: dict[str, str], name: str) -> Worker:
         variables = {**self.where, **variables}
         if is_here(host):
-            process = subprocess.Popen(self.args.program, env={**os.environ, **variables})
+            process = _opened(self.args.program, env={**os.environ, **variables})
         else:
-            forwarded = {key: value for key, value in os.environ.items() if key.startswith(FORWARDED)} | variables
-            assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in forwarded.items())
-            remote = f"cd {shlex.quote(os.getcwd())} && exec env {assigned} {shlex.join(self.args.program)}"
-            # With a terminal, the remote process ends with this one.
-            process = subprocess.Popen(["ssh", "-tt", "-o", "BatchMode=yes", host, remote], stdin=subprocess.DEVNULL)
+            script = self.remote_script(variables)
+            process = _opened(
+                ["ssh", "-o", "BatchMode=yes", host, f"exec sh -c {shlex.quote(script)}"], stdin=subprocess.PIPE
+            )
+            with contextlib.suppress(BrokenPipeError):  # ssh has failed, which its exit status says
+                process.stdin.write(f"{os.environ[self.key]}\n".encode())
+                process.stdin.flush()
         worker = Worker(name, host, process)
         self.workers.append(worker)
         return worker
+
+    def remote_script(self, variables: dict[str, str]) -> str:
+        # Python's output goes through a pipe, and is to be seen at once.
+        forwarded = {"PYTHONUNBUFFERED": "1"}
+        forwarded |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        forwarded |= variables
+        del forwarded[self.key]
+        return REMOTE.format(
+            key=self.key,
+            folder=shlex.quote(os.getcwd()),
+            variables=" ".join(f"{name}={shlex.quote(value)}" for name, value in forwarded.items()),
+            program=shlex.join(self.args.program),
+            end_s=END_S,
+        )
 
     def fixed(self) -> int:
         """Starts every rank, and ends all when one fails."""
@@ -177,24 +230,26 @@ class Job:
             num_started += 1
             return self.start(host, self.elastic_variables(host, num_started - 1), str(num_started - 1))
 
-        members = published = [start(host) for host in self.slots]
+        members = [start(host) for host in self.slots]
         have_met = {each.name for each in members}
-        number, has_finished = self.publish(members, False), False
+        self.publish(members, False)
+        has_finished = False
         reported: float | None = None
         while self.workers:
+            self.put_back()
             lost = []
             for worker in self.ended():
                 if worker.process.returncode == 0:
                     has_finished = True
                     # It has finished: others do not wait for it.
                     members = [each for each in members if each is not worker]
-                    if not self.has_met(number, published):  # it never will
+                    if not self.has_met():  # it never will
                         reported = time.monotonic()
                     continue
                 lost.append(worker)
                 self.say(f"worker {worker.name} on {worker.host} {_end(worker)}")
-            if self.has_met(number, published):
-                have_met.update(each.name for each in published)
+            if self.has_met():
+                have_met.update(self.newest.members)
             if has_finished:
                 # A worker that comes too late would train anew, alone.
                 waiting, members = [], [each for each in members if each.name in have_met]
@@ -206,12 +261,12 @@ class Job:
                 if restarts_left and not has_finished:
                     restarts_left -= 1
                     waiting.append(start(worker.host))
-            ready = [each for each in waiting if self.store.check([f"waiting/{each.name}"])]
+            ready = [each for each in waiting if self.rendezvous.are_set(self.store, [f"waiting/{each.name}"])]
             least = 1 if has_finished else min_np
             if lost and len(left) + len(waiting) < least:
                 self.say(f"{len(left)} workers are left, fewer than {least}: the job ends")
                 return 0 if has_finished else _status(lost[0])
-            if self.store.check([f"failed/{number}"]):
+            if self.rendezvous.are_set(self.store, [f"failed/{self.newest.number}"]):
                 reported = reported or time.monotonic()
             is_due = reported is not None and time.monotonic() - reported > GRACE_S
             is_lost = len(left) < len(members)
@@ -219,26 +274,42 @@ class Job:
             # Losses make a generation at once, unless too few are left: then with those that are being started.
             if (is_lost or ready or is_due) and len(members) + len(ready) >= least:
                 waiting = [each for each in waiting if each not in ready]
-                members = published = members + ready
+                members = members + ready
                 limit = self.args.reset_limit
-                if limit is not None and number > limit and not has_finished:
+                if limit is not None and self.newest.number > limit and not has_finished:
                     self.say(f"ranks are to meet again after --reset-limit {limit} times: the job ends")
                     return _status(lost[0]) if lost else 1
-                number, reported = self.publish(members, is_lost and not ready), None
+                self.publish(members, is_lost and not ready)
+                reported = None
             elif is_lost:
                 reported = time.monotonic()  # tried again until there are enough
             time.sleep(POLL_S)
         return 0 if has_finished else 1
 
-    def has_met(self, number: int, members: list[Worker]) -> bool:
-        """Whether every member of a generation was ready to connect."""
-        return self.store.check([f"ready/{number}/{each.name}" for each in members])
+    def has_met(self) -> bool:
+        """Whether every member of the newest generation was ready to connect."""
+        if self.last_met != self.newest and self.rendezvous.are_ready(self.store, self.newest):
+            self.last_met = self.newest
+        return self.last_met == self.newest
 
     def elastic_variables(self, host: str, index: int) -> dict[str, str]:
         return {"HOROVOD_ELASTIC": "1", "FUSEDCOMM_HOROVOD_WORKER": str(index), "HOROVOD_HOSTNAME": host}
 
-    def publish(self, members: list[Worker], only_removed: bool) -> int:
-        return self.rendezvous.publish(self.store, [each.name for each in members], only_removed)
+    def publish(self, members: list[Worker], only_removed: bool) -> None:
+        """Makes these workers the newest generation."""
+        number = self.newest.number + 1
+        sync_before = self.newest.sync_before if only_removed else number
+        self.newest = self.rendezvous.Generation(number, [each.name for each in members], sync_before)
+        self.rendezvous.publish(self.store, self.newest)
+
+    def put_back(self) -> None:
+        """Publishes the newest generation again if it was changed. Says so once."""
+        if self.rendezvous.put_back(self.store, self.newest) and not self.was_changed:
+            self.was_changed = True
+            self.say(
+                "somebody without this job's key has changed its list of workers in the store. It is put back, now and "
+                "each further time: see docs/security.md, and keep others away from the port"
+            )
 
     def ended(self) -> Iterator[Worker]:
         """The workers that have ended since the last call."""
@@ -248,6 +319,7 @@ class Job:
 
     def end(self) -> None:
         """Ends all workers that still run."""
+        os.environ.pop(self.key)
         for worker in self.workers:
             worker.process.terminate()
         until = time.monotonic() + END_S
@@ -262,9 +334,33 @@ class Job:
         print(f"fusedcomm run: {text}", file=sys.stderr, flush=True)
 
 
+def _opened(command: list[str], **options: Any) -> subprocess.Popen:
+    """Raises StartError if the system cannot start the command."""
+    try:
+        return subprocess.Popen(command, **options)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            where = "no folder in PATH has it"
+            if "/" in command[0]:
+                where = "there is no such file, or no interpreter of the name in its first line"
+            raise StartError(f"{command[0]} was not found: {where}", NOT_FOUND) from error
+        raise StartError(f"{command[0]} cannot be executed: {error.strerror}", NOT_EXECUTABLE) from error
+
+
 def _end(worker: Worker) -> str:
     code = worker.process.returncode
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has failed with exit status {code}"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    said = f"has failed with exit status {code}"
+    if is_here(worker.host):
+        return said
+    about = {
+        SSH_FAILED: f"ssh reached no host {worker.host}, or lost it: check that `ssh {worker.host} true` works without "
+        "a question",
+        NOT_FOUND: "the command was not found there",
+        NOT_EXECUTABLE: "the command cannot be executed there",
+    }
+    return f"{said} ({about[code]})" if code in about else said
 
 
 def _status(worker: Worker) -> int:

@@ -1,14 +1,29 @@
-"""`fusedcomm run` gives each rank its place, and ends all when one fails."""
+"""`fusedcomm run` gives each rank its place and the job's key, and ends all when one fails."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 from fusedcomm.tools import cli
 from fusedcomm.tools.errors import UsageError
 from fusedcomm.tools.run import places
 
 PRINTED = "import os; print(*(os.environ['HOROVOD_' + name] for name in {names}), flush=True)"
+KEY_SEEN = """
+import os, pathlib, sys
+key, rank = os.environ["FUSEDCOMM_HOROVOD_KEY"].encode(), os.environ["HOROVOD_RANK"]
+assert len(key) == 64 and int(key, 16)
+lines = [path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+pathlib.Path(sys.argv[1], rank).write_bytes(key)
+print(rank, any(b"HOROVOD_SIZE" in line for line in lines), any(key in line for line in lines), flush=True)
+"""
+SLEEPS = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
@@ -57,3 +72,79 @@ def test_arguments_that_do_not_fit_are_refused(capsys, arguments, said):
     with pytest.raises(SystemExit):
         cli.main(["run", *arguments])
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """Makes `ssh` a script, which gets ssh's arguments. Without one it does here what ssh does on the other host."""
+
+    def install(script: str = 'for last; do :; done; exec sh -c "$last"') -> None:
+        program = tmp_path / "ssh"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def test_ranks_here_and_elsewhere_get_one_key_which_no_command_line_and_no_output_shows(ssh, tmp_path, capfd):
+    ssh()
+    command = ["run", "-np", "2", "-H", "localhost:1,elsewhere:1", sys.executable, "-c", KEY_SEEN, str(tmp_path)]
+    assert cli.main(command) == 0
+    said = capfd.readouterr()
+    # Rank 1's variables stand in its command line, and the key does not.
+    assert sorted(said.out.splitlines())[1] == "1 True False" and said.out.count("False") >= 1
+    keys = {(tmp_path / rank).read_text() for rank in "01"}
+    assert len(keys) == 1 and not any(key in said.out + said.err for key in keys)
+    assert "FUSEDCOMM_HOROVOD_KEY" not in os.environ
+
+
+def test_a_rank_elsewhere_ends_when_the_launcher_is_killed(ssh, tmp_path):
+    ssh()
+    command = [sys.executable, "-m", "fusedcomm", "run", "-np", "1", "-H", "elsewhere", sys.executable, "-c", SLEEPS]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    launcher = subprocess.Popen([*command, str(tmp_path / "pid")], env=environment)
+    until = time.monotonic() + HANG_S
+    try:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert time.monotonic() < until and launcher.poll() is None
+            time.sleep(0.02)
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    rank = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while rank.exists() and rank.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "script", "command", "status", "said"),
+    [
+        ("localhost:2", None, "nosuchcommand", 127, "nosuchcommand was not found: no folder in PATH has it"),
+        ("localhost:2", None, "./none/such", 127, "./none/such was not found: there is no such file"),
+        ("localhost:2", None, "{folder}/file", 126, "/file cannot be executed: Permission denied"),
+        (
+            "elsewhere:2",
+            "exit 255",
+            "true",
+            255,
+            "ssh reached no host elsewhere, or lost it: check that `ssh elsewhere",
+        ),
+        ("elsewhere:2", "", "nosuchcommand", 127, "the command was not found there"),
+        ("elsewhere:2", "", "{folder}/file", 126, "the command cannot be executed there"),
+    ],
+)
+def test_what_cannot_be_started_is_said_in_a_sentence(ssh, tmp_path, capfd, hosts, script, command, status, said):
+    (tmp_path / "file").touch()
+    if script is not None:
+        ssh(*filter(None, [script]))
+    assert cli.main(["run", "-np", "2", "-H", hosts, command.format(folder=tmp_path)]) == status
+    written = capfd.readouterr().err
+    assert said in written and "fusedcomm run: " in written and "Traceback" not in written
+
+
+def test_a_missing_ssh_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["run", "-np", "1", "-H", "elsewhere", "true"]) == 127
+    assert "fusedcomm run: ssh was not found: no folder in PATH has it" in capfd.readouterr().err
