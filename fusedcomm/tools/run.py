@@ -24,6 +24,8 @@ GRACE_S = 2.0
 """After a rank has reported a failure: how long its cause may take to end. Then all ranks that live meet again."""
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
+SSH_OPTIONS = ("-tt", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
+"""With a terminal, the remote process ends with this one. A host that is cut off counts as lost after three intervals."""
 FORWARDED = ("HOROVOD_", "FUSEDCOMM_", "GLOO_", "NCCL_", "OMP_", "PYTHON", "TORCH_")
 
 
@@ -136,8 +138,7 @@ class Job:
             forwarded = {key: value for key, value in os.environ.items() if key.startswith(FORWARDED)} | variables
             assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in forwarded.items())
             remote = f"cd {shlex.quote(os.getcwd())} && exec env {assigned} {shlex.join(self.args.program)}"
-            # With a terminal, the remote process ends with this one.
-            process = subprocess.Popen(["ssh", "-tt", "-o", "BatchMode=yes", host, remote], stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(["ssh", *SSH_OPTIONS, host, remote], stdin=subprocess.DEVNULL)
         worker = Worker(name, host, process)
         self.workers.append(worker)
         return worker
