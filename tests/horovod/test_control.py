@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,19 +51,30 @@ def test_every_rank_is_connected_with_rank_0_and_knows_about_all(size):
     close(stars)
 
 
+def published_in(store: dist.Store) -> tuple[bytes, tuple[str, int]]:
+    """The token, and an address of rank 0."""
+    store.wait([control.ADDRESSES_KEY], SOON)
+    record = store.get(control.ADDRESSES_KEY)
+    published = json.loads(record[record.rindex(b"{") :])  # without its signature
+    return published["token"].encode(), tuple(published["addresses"][-1])
+
+
 def test_a_stranger_is_turned_away():
     def strange(store: dist.Store) -> None:
-        store.wait([control.ADDRESSES_KEY], SOON)
-        published = json.loads(store.get(control.ADDRESSES_KEY))
+        token, address = published_in(store)
         for hello in (
             b"GET / HTTP/1.1\r\n\r\n",
             b"",
-            _message({"token": "guessed", "rank": 1, "about": {}}),
-            _message({"token": published["token"], "rank": 9, "about": {}}),
-            _message({"token": published["token"]}),
-            _message([1, 2]),
+            struct.pack("!I", 200_000) + b"[" * 200_000,
+            b"0" * control.TOKEN_NBYTES + _message({"rank": 1, "about": {}}),
+            token + _message({"rank": 9, "about": {}}),
+            token + _message({"rank": 1}),
+            token + _message([1, 2]),
+            token + _message("x") + b"and more",
+            token + struct.pack("!I", 200_000) + b"[" * 200_000,
+            token + struct.pack("!I", control.MAX_MESSAGE_NBYTES + 1),
         ):
-            with socket.create_connection(tuple(published["addresses"][-1]), timeout=30) as stranger:
+            with socket.create_connection(address, timeout=30) as stranger:
                 _send_and_end(stranger, hello)
                 with contextlib.suppress(ConnectionResetError):  # it was closed before all was read
                     assert stranger.recv(1) == b""
@@ -75,18 +87,15 @@ def test_a_stranger_is_turned_away():
 def test_who_has_read_the_token_but_not_the_key_is_turned_away_by_name(monkeypatch, caplog):
     monkeypatch.setenv(signatures.KEY, KEY)
     monkeypatch.setattr(control, "_refused", set())
-    monkeypatch.setattr(control, "FIRST_TRY_S", 60.0)  # a stranger on a busy machine is heard to the end
+    monkeypatch.setattr(control, "HELLO_S", 60.0)  # a stranger on a busy machine is heard to the end
     heard = []
 
     def strange(store: dist.Store) -> None:
-        store.wait([control.ADDRESSES_KEY], SOON)
-        record = store.get(control.ADDRESSES_KEY)
-        published = json.loads(record[record.rindex(b"{") :])
-        hello = {"token": published["token"], "rank": 1, "about": {"number": 1}, "nonce": "0"}
-        elsewhere = signatures.signed(json.dumps(hello).encode(), "hello", "the token of an earlier init")
-        for message in (_message(hello), struct.pack("!I", len(elsewhere)) + elsewhere):
-            with socket.create_connection(tuple(published["addresses"][-1]), timeout=30) as stranger:
-                _send_and_end(stranger, message)
+        token, address = published_in(store)
+        hello = {"rank": 1, "about": {"number": 1}, "nonce": "0"}
+        for message in (_message(hello), control._message(hello, "hello", "the token of an earlier init")):
+            with socket.create_connection(address, timeout=30) as stranger:
+                _send_and_end(stranger, token + message)
                 with contextlib.suppress(ConnectionResetError):
                     heard.append(stranger.recv(1))
 
@@ -125,23 +134,128 @@ def test_who_answers_in_rank_0s_place_without_the_key_is_not_believed(monkeypatc
     monkeypatch.setenv(signatures.KEY, KEY)
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        addresses = [["127.0.0.1", listener.getsockname()[1]]]
-        record = json.dumps({"token": "old", "addresses": addresses}).encode()
+        addresses, token = [["127.0.0.1", listener.getsockname()[1]]], "0" * control.TOKEN_NBYTES
+        record = json.dumps({"token": token, "proof": token, "addresses": addresses}).encode()
         store.set(control.ADDRESSES_KEY, signatures.signed(record, control.ADDRESSES_KEY))
-        old = signatures.signed(json.dumps({"about": [{}, {}]}).encode(), "answer", "old", 1, "the nonce of that time")
+        old = control._message({"about": [{}, {}]}, "answer", token, 1, "the nonce of that time")
 
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
-                control._receive(connection, "hello", "old")
-                connection.sendall(struct.pack("!I", len(old)) + old)
-                connection.recv(1)
+                connection.sendall(token.encode() + old)
+                while connection.recv(1 << 16):
+                    pass
             listener.close()
 
         answering = threads.submit(answer)
         kind, said = raised(control.connect, store, 1, 2, datetime.timedelta(seconds=2), {})
         answering.result()
-    assert kind == "TimeoutError" and "cannot reach rank 0" in said and f"127.0.0.1:{addresses[0][1]}" in said
+    assert kind == "TimeoutError" and "cannot connect with rank 0" in said and f"127.0.0.1:{addresses[0][1]}" in said
+
+
+def test_ranks_are_let_in_beside_strangers_that_are_slow(monkeypatch):
+    """They would hold up whoever reads one connection after another until SOON."""
+    monkeypatch.setattr(control, "HELLO_S", 10 * SOON.total_seconds())
+    strangers = []
+
+    def strange(store: dist.Store) -> None:
+        token, address = published_in(store)
+        for said in (b"", b"0", token, token + struct.pack("!I", 1 << 20) + b" "):
+            strangers.append(socket.create_connection(address, timeout=30))
+            strangers[-1].sendall(said)
+
+    close(connect_all(3, strange))
+    for stranger in strangers:
+        with stranger, contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "closed once all ranks have come"
+
+
+def test_a_stranger_that_says_nothing_is_closed_in_time(monkeypatch):
+    monkeypatch.setattr(control, "HELLO_S", 0.2)
+
+    def strange(store: dist.Store) -> None:
+        with socket.create_connection(published_in(store)[1], timeout=30) as stranger:
+            assert stranger.recv(1) == b""
+
+    close(connect_all(2, strange))
+
+
+def test_of_many_strangers_the_oldest_are_closed(monkeypatch):
+    monkeypatch.setattr(control, "MAX_STRANGERS", 2)
+
+    def strange(store: dist.Store) -> None:
+        _, address = published_in(store)
+        with contextlib.ExitStack() as strangers:
+            first = strangers.enter_context(socket.create_connection(address, timeout=30))
+            for _ in range(4):
+                strangers.enter_context(socket.create_connection(address, timeout=30))
+            assert first.recv(1) == b""
+
+    close(connect_all(2, strange))
+
+
+def test_a_rank_leaves_an_address_where_a_stranger_listens(monkeypatch):
+    """One stranger says nothing, one too much. Neither is told more than the token."""
+    monkeypatch.setattr(control, "HELLO_S", 0.4)
+    silent, loud = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    with silent, loud, ThreadPoolExecutor(2) as threads:
+
+        def shout() -> None:
+            with loud.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.sendall(b"[" * 200_000)
+
+        def join() -> control.Star:
+            store = dist.HashStore()
+            _, (host, port) = published_in(real)
+            published = json.loads(real.get(control.ADDRESSES_KEY))
+            others = [[host, each.getsockname()[1]] for each in (silent, loud)]
+            store.set(control.ADDRESSES_KEY, json.dumps({**published, "addresses": [*others, [host, port]]}))
+            return control.connect(store, 1, 2, SOON, {"number": 1})
+
+        real = dist.HashStore()
+        shouting = threads.submit(shout)
+        joining = threads.submit(join)
+        close([control.connect(real, 0, 2, SOON, {"number": 0}), joining.result()])
+        shouting.result()
+
+
+def test_the_time_counts_from_the_beginning_and_not_from_each_byte():
+    """Rank 0's answer comes one byte at a time."""
+    store, token = dist.HashStore(), "0" * control.TOKEN_NBYTES
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        addresses = [["127.0.0.1", listener.getsockname()[1]]]
+        store.set(control.ADDRESSES_KEY, json.dumps({"token": token, "proof": token, "addresses": addresses}))
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            listener.close()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(token.encode() + struct.pack("!I", 1 << 20))
+                for _ in range(600):
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        dripping = threads.submit(drip)
+        began = time.monotonic()
+        kind, said = raised(control.connect, store, 1, 2, datetime.timedelta(seconds=1), {})
+        assert kind == "TimeoutError" and "waits for other ranks" in said, said
+        assert time.monotonic() - began < 25, "the bytes take 30 s"
+        dripping.result()
+
+
+def test_every_connection_is_given_up_when_its_host_is_lost():
+    """Also while sent data are not acknowledged, when no probe is sent."""
+    stars = connect_all(3)
+    for star in stars:
+        for descriptor in star.sockets:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                option = lambda name, connection=connection: connection.getsockopt(  # noqa: E731
+                    socket.IPPROTO_TCP, getattr(socket, name)
+                )
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                lost_after_s = option("TCP_KEEPIDLE") + option("TCP_KEEPCNT") * option("TCP_KEEPINTVL")
+                assert option("TCP_USER_TIMEOUT") == 1000 * lost_after_s == 35000
+    close(stars)
 
 
 def _send_and_end(stranger: socket.socket, hello: bytes) -> None:
@@ -168,7 +282,7 @@ def test_an_address_that_cannot_be_reached_is_named_when_the_time_is_up():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    store.set(control.ADDRESSES_KEY, json.dumps({"token": "x", "addresses": [["127.0.0.1", port]]}))
+    store.set(control.ADDRESSES_KEY, json.dumps({"token": "x", "proof": "y", "addresses": [["127.0.0.1", port]]}))
     kind, said = raised(control.connect, store, 1, 2, datetime.timedelta(seconds=0.3), {})
     assert kind == "TimeoutError" and f"127.0.0.1:{port}" in said and "GLOO_SOCKET_IFNAME" in said
 
