@@ -4,7 +4,7 @@
 what goes over the network, but it joins no job, and nothing that it sends is unpickled. A signature is bound to a
 purpose, such as a record's name: in another place, or at a later time, it is a wrong one.
 
-Without a key nothing is signed. docs/security.md says what such a job trusts.
+Without a key nothing is signed: such a job trusts everybody who reaches its store and its sockets.
 """
 
 import hashlib
