@@ -1,7 +1,7 @@
 """The optimizer that reduces steps, not gradients: each rank steps by itself, and Adasum joins the steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,24 @@ ZERO_GRAD_TOO_EARLY = (
 )
 
 
+def name_of_place(group: int, index: int) -> str:
+    """The name of a parameter that was given none."""
+    return f"allreduce.noname.{group}.{index}"
+
+
+def new_parameters(
+    param_groups: list[dict], known: Container[torch.Tensor], names: dict[torch.Tensor, str]
+) -> list[torch.Tensor]:
+    """The parameters that require a gradient and are not `known`. Adds those that have no name to `names`."""
+    new = []
+    for i, group in enumerate(param_groups):
+        for j, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and parameter not in known:
+                names.setdefault(parameter, name_of_place(i, j))
+                new.append(parameter)
+    return new
+
+
 class AdasumOptimizer:
     """Stands before an optimizer's class among the bases; see optimizer.py.
 
@@ -33,13 +51,18 @@ class AdasumOptimizer:
         self._parameter_names = names
         self._compression = compression
         self._handles: dict[torch.Tensor, tuple[int, Any, torch.Tensor]] = {}
-        self._updated = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
-        self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._updated]
+        self._hooks: dict[torch.Tensor, Any] = {}  # of the parameters that are updated
+        self._add_hooks()
         self.set_backward_passes_per_step(backward_passes_per_step)
+
+    def _add_hooks(self) -> None:
+        """Also called in each step, for parameters that were thawed, or added to the optimizer, since the last one."""
+        for each in new_parameters(self.param_groups, self._hooks, self._parameter_names):
+            self._hooks[each] = each.register_post_accumulate_grad_hook(self._on_gradient)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         self.backward_passes_per_step = passes
-        self._passes_left = dict.fromkeys(self._updated, passes)
+        self._passes_left = dict.fromkeys(self._hooks, passes)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._passes_left[parameter] <= 0:
@@ -80,7 +103,8 @@ class AdasumOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter in self._updated:
+        self._add_hooks()
+        for parameter in self._hooks:
             if parameter not in self._handles:
                 self._submit(parameter)
         try:

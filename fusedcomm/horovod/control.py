@@ -1,8 +1,15 @@
 """The sockets of the coordinators: a star of TCP connections, every rank to rank 0.
 
-Rank 0 listens and publishes its addresses with a random token in the store. The others try each address, prove that
-they belong to the job with the token, and say who they are. Rank 0 answers with what it has learnt of all ranks. In a
-job with a key each of these messages is signed for this connection: whoever can read the token needs the key, too.
+Rank 0 listens, and publishes its addresses with two random texts in the store, `token` and `proof`.
+
+1. Another rank connects to an address, and sends the token and who it is.
+2. Rank 0 answers with the proof. A rank that does not get it tries the next address.
+3. When every rank has come, rank 0 sends each of them what it has learnt of all ranks.
+
+Neither end reads more than the token or the proof of a stranger, and no stranger keeps rank 0 from the ranks.
+
+In a job with a key what is published is signed, and what travels in its place is derived from it with the key: the
+token for one address, the proof for one rank's nonce. Whoever can read the store needs the key, too.
 """
 
 import contextlib
@@ -12,9 +19,11 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
+from collections.abc import Container
 
 import torch.distributed as dist
 
@@ -22,20 +31,29 @@ import fusedcomm.horovod.signatures as signatures
 from fusedcomm.log import LOGGER
 
 ADDRESSES_KEY = "control/addresses"
+TOKEN_NBYTES = 32
+"""Length of the token and of the proof, which are hexadecimal digits."""
 MAX_MESSAGE_NBYTES = 1 << 26
 """Longest message of the handshake: a host name for each of a million ranks."""
+MAX_READ_NBYTES = 1 << 16
 FIRST_TRY_S = 2.0
 """Seconds that a connection may take to each address at first; doubled in each round, since a busy host answers
 late."""
-
+HELLO_S = 10.0
+"""Seconds from a connection until a rank has said who it is, and until rank 0 has answered with the proof; the latter
+is doubled in each round, too."""
+MAX_STRANGERS = 64
+"""Connections beyond the ranks' that may be open before they have sent the token."""
 _refused: set[str] = set()  # hosts that a warning has named
+KEEP_IDLE_S, KEEP_INTERVAL_S, KEEP_COUNT = 15, 5, 4
+"""A host that does not answer is lost after KEEP_IDLE_S + KEEP_COUNT · KEEP_INTERVAL_S seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Star:
     """This rank's sockets, as file descriptors that the caller owns: rank 0 has one for each other rank in order, the
-    others have one, to rank 0. `about`: what each rank has said about itself, in rank order. `token`: rank 0's random
-    name for this star."""
+    others have one, to rank 0. `about`: what each rank has said about itself, in rank order. `token`: rank 0's, which
+    names this star."""
 
     sockets: list[int]
     about: list[dict]
@@ -48,61 +66,133 @@ def connect(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
     Raises TimeoutError that names the missing ranks (rank 0), or the addresses that were tried (others).
     """
     if size == 1:
-        return Star([], [about], secrets.token_hex(16))
+        return Star([], [about], secrets.token_hex(TOKEN_NBYTES // 2))
     return _accept_all(store, size, timeout, about) if rank == 0 else _join(store, rank, timeout, about)
 
 
 def _accept_all(store: dist.Store, size: int, timeout: datetime.timedelta, about: dict) -> Star:
-    token = secrets.token_hex(16)
+    token, proof = (secrets.token_hex(TOKEN_NBYTES // 2) for _ in range(2))
     until = time.monotonic() + timeout.total_seconds()
-    connected: dict[int, socket.socket] = {}
-    hellos: list[dict] = [{"about": about}] * size
-    with contextlib.ExitStack() as unfinished:
-        with _listener(size) as listener:
-            addresses = [[address, listener.getsockname()[1]] for address in own_addresses()]
-            published = json.dumps({"token": token, "addresses": addresses}).encode()
-            store.set(ADDRESSES_KEY, signatures.signed(published, ADDRESSES_KEY))
-            while len(connected) < size - 1:
-                listener.settimeout(_left(until, lambda: _missing(connected, size, timeout)))
-                with contextlib.suppress(TimeoutError):
-                    _accept_one(listener, token, size, connected, hellos, unfinished)
-        abouts = [hello["about"] for hello in hellos]
-        for peer, connection in connected.items():
-            _send(connection, {"about": abouts}, "answer", token, peer, hellos[peer]["nonce"])
-        unfinished.pop_all()
-    return Star([_detach(connected[peer]) for peer in range(1, size)], abouts, token)
+    with _Door(token, proof, size) as door:
+        addresses = [[address, door.port] for address in own_addresses()]
+        published = json.dumps({"token": token, "proof": proof, "addresses": addresses}).encode()
+        store.set(ADDRESSES_KEY, signatures.signed(published, ADDRESSES_KEY))
+        while len(door.ranks) < size - 1:
+            door.serve(_left(until, lambda: _missing(door.ranks, size, timeout)))
+        abouts = [about, *(door.ranks[rank].about for rank in range(1, size))]
+        connections = [door.ranks[rank].connection for rank in range(1, size)]
+        for connection in connections:
+            connection.settimeout(_left(until, lambda: "a rank does not read rank 0's answer"))
+            connection.sendall(_message({"about": abouts}))
+        return Star([_detach(connection) for connection in connections], abouts, token)
 
 
-def _accept_one(
-    listener: socket.socket,
-    token: str,
-    size: int,
-    connected: dict[int, socket.socket],
-    hellos: list[dict],
-    unfinished: contextlib.ExitStack,
-) -> None:
-    """Accepts a connection, and closes it unless a rank of this job is at its other end."""
-    connection, address = listener.accept()
-    try:
-        # A stranger that connects and says nothing must not hold up the ranks.
-        connection.settimeout(FIRST_TRY_S)
-        hello = _receive(connection, "hello", token)
-        peer = hello["rank"]
-        is_complete = {"about", "nonce"} <= hello.keys()
-        if not hmac.compare_digest(hello["token"], token) or not 0 < peer < size or not is_complete:
-            raise ValueError("not of this job")
-    except signatures.RefusedError as error:
-        connection.close()
-        if address[0] not in _refused:
-            _refused.add(address[0])
-            LOGGER.warning("fusedcomm.horovod: refused a connection of %s:%d: its message %s", *address, error)
-        return
-    except (OSError, ValueError, KeyError, TypeError):
-        connection.close()
-        return
-    if peer in connected:  # it has given its first connection up
-        connected[peer].close()
-    connected[peer], hellos[peer] = unfinished.enter_context(connection), hello
+@dataclasses.dataclass(eq=False)
+class _Guest:
+    """Who has connected to rank 0. `token`: what it must send. `until`: the time at which it must have said who it is.
+    `about`: None until then."""
+
+    connection: socket.socket
+    address: tuple[str, int]
+    token: bytes
+    until: float
+    data: bytearray = dataclasses.field(default_factory=bytearray)
+    about: dict | None = None
+
+
+class _Door:
+    """Rank 0's listener and everybody who has connected to it; all of them are served together. `ranks`: those that
+    have said who they are. Its end closes every connection that has not been detached."""
+
+    def __init__(self, token: str, proof: str, size: int) -> None:
+        self._token, self._proof, self._size = token, proof, size
+        self.ranks: dict[int, _Guest] = {}
+        self._guests: list[_Guest] = []  # without those in `ranks`; the oldest first
+        self._listener = socket.create_server(("", 0), backlog=size + MAX_STRANGERS)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> "_Door":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        self._listener.close()
+        for guest in [*self._guests, *self.ranks.values()]:
+            guest.connection.close()
+
+    def serve(self, timeout_s: float) -> None:
+        """Waits for something to happen, for at most so long, and deals with it."""
+        now = time.monotonic()
+        for key, _ in self._selector.select(min([timeout_s, *(max(0.0, each.until - now) for each in self._guests)])):
+            if key.data is None:
+                self._let_in()
+            elif key.data.connection.fileno() >= 0:  # it was not closed meanwhile
+                self._read(key.data)
+        now = time.monotonic()
+        for guest in [each for each in self._guests if each.until <= now]:
+            self._close(guest)
+
+    def _let_in(self) -> None:
+        with contextlib.suppress(OSError):  # it has left again
+            connection, address = self._listener.accept()
+            connection.setblocking(False)
+            token = _token_for(self._token, connection.getsockname()[0])
+            guest = _Guest(connection, address, token, time.monotonic() + HELLO_S)
+            self._guests.append(guest)
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+        if len(self._guests) > self._size + MAX_STRANGERS:
+            self._close(self._guests[0])
+
+    def _close(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.connection)
+        guest.connection.close()
+        self._guests = [each for each in self._guests if each is not guest]
+        self.ranks = {rank: each for rank, each in self.ranks.items() if each is not guest}
+
+    def _read(self, guest: _Guest) -> None:
+        """Reads what has come, and closes the connection unless a rank of this job is at its other end."""
+        try:
+            part = guest.connection.recv(min(self._num_missing(guest), MAX_READ_NBYTES) or 1)
+            # A rank that has said who it is says nothing more, but it may give its connection up.
+            if not part or guest.about is not None:
+                raise ConnectionError("closed by the other end")
+            guest.data += part
+            if self._num_missing(guest) == 0:
+                self._welcome(guest, json.loads(guest.data[TOKEN_NBYTES + 4 :]))
+        except BlockingIOError:
+            return
+        except signatures.RefusedError as error:
+            host, port = guest.address
+            self._close(guest)
+            if host not in _refused:
+                _refused.add(host)
+                LOGGER.warning("fusedcomm.horovod: refused a connection of %s:%d: it %s", host, port, error)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            self._close(guest)
+
+    def _num_missing(self, guest: _Guest) -> int:
+        """Bytes to the end of the token and the length, and once they are there to the end of the message. Raises
+        RefusedError for another token."""
+        head, data = TOKEN_NBYTES + 4, guest.data
+        if len(data) < head:
+            return head - len(data)
+        if not hmac.compare_digest(data[:TOKEN_NBYTES], guest.token):
+            raise signatures.RefusedError("has not sent this job's token, or is a process without the job's key")
+        return head + _message_nbytes(data[TOKEN_NBYTES:head]) - len(data)
+
+    def _welcome(self, guest: _Guest, hello: dict) -> None:
+        rank, about = hello["rank"], hello["about"]
+        if not 0 < rank < self._size or about is None:
+            raise ValueError("no rank of this job")
+        guest.connection.sendall(_proof_for(self._proof, rank, hello.get("nonce")))
+        if rank in self.ranks:  # it has given its first connection up
+            self._close(self.ranks[rank])
+        self._guests = [each for each in self._guests if each is not guest]
+        guest.about = about
+        self.ranks[rank] = guest
 
 
 def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict) -> Star:
@@ -114,27 +204,38 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
         raise signatures.RefusedError(
             f"fusedcomm.horovod: rank {rank} cannot trust where rank 0 is: {ADDRESSES_KEY!r} in the store {error}"
         ) from error
-    # Rank 0's answer is signed for the nonce: the answer to an earlier init is a wrong one.
-    hello = {"token": published["token"], "rank": rank, "about": about, "nonce": secrets.token_hex(16)}
+    nonce = secrets.token_hex(TOKEN_NBYTES // 2)
+    expected = _proof_for(published["proof"], rank, nonce)
+    hello = _message({"rank": rank, "about": about, "nonce": nonce})
     failures: dict[str, str] = {}
+
+    def left() -> float:
+        return _left(until, lambda: f"cannot connect with rank 0: {failures}. Set GLOO_SOCKET_IFNAME to an interface "
+                     "that all hosts share")  # fmt: skip
+
     try_s = FIRST_TRY_S
     while True:
         for host, port in published["addresses"]:
-            left_s = _left(until, lambda: f"cannot reach rank 0: {failures}. Set GLOO_SOCKET_IFNAME to an interface "
-                           "that all hosts share")  # fmt: skip
+            where, connect_s = f"{host}:{port}", min(try_s, left())
             try:
-                connection = socket.create_connection((host, port), timeout=min(try_s, left_s))
+                connection = socket.create_connection((host, port), timeout=connect_s)
             except OSError as error:
-                failures[f"{host}:{port}"] = str(error)
+                failures[where] = str(error)
                 time.sleep(0.01)
                 continue
             try:
-                connection.settimeout(left_s)
-                _send(connection, hello, "hello", published["token"])
-                answer = _receive(connection, "answer", published["token"], rank, hello["nonce"])
-            except (OSError, ValueError) as error:  # another program is at this address on this host
-                failures[f"{host}:{port}"] = f"{type(error).__name__}: {error}"
+                proof_until = min(until, time.monotonic() + try_s * HELLO_S / FIRST_TRY_S)
+                connection.sendall(_token_for(published["token"], connection.getpeername()[0]) + hello)
+                proof = _receive(connection, TOKEN_NBYTES, proof_until)
+                if not hmac.compare_digest(proof, expected):
+                    raise ValueError("another program is at this address")
+                failures[where] = "rank 0 is there, and waits for other ranks"
+                nbytes = _message_nbytes(_receive(connection, 4, until))
+                answer = json.loads(_receive(connection, nbytes, until))
+            except (OSError, ValueError) as error:
                 connection.close()
+                left()
+                failures[where] = f"{type(error).__name__}: {error}"
                 time.sleep(0.01)
                 continue
             return Star([_detach(connection)], answer["about"], published["token"])
@@ -170,13 +271,6 @@ def _interface_address(name: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _listener(size: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("", 0))
-    listener.listen(size)
-    return listener
-
-
 def _left(until: float, text) -> float:
     """Seconds left until then. Raises TimeoutError with what `text` returns if there are none."""
     left_s = until - time.monotonic()
@@ -185,7 +279,7 @@ def _left(until: float, text) -> float:
     return left_s
 
 
-def _missing(connected: dict[int, socket.socket], size: int, timeout: datetime.timedelta) -> str:
+def _missing(connected: Container[int], size: int, timeout: datetime.timedelta) -> str:
     missing = [rank for rank in range(1, size) if rank not in connected]
     return (
         f"ranks {missing} of {size} have not connected to rank 0 within {timeout.total_seconds():.0f} s. Check that "
@@ -193,28 +287,42 @@ def _missing(connected: dict[int, socket.socket], size: int, timeout: datetime.t
     )
 
 
-def _send(connection: socket.socket, message: dict, *purpose: object) -> None:
-    data = signatures.signed(json.dumps(message).encode(), *purpose)
-    connection.sendall(struct.pack("!I", len(data)) + data)
+def _token_for(token: str, address: str) -> bytes:
+    """Another program that is found at one of rank 0's addresses can do nothing with it at the others."""
+    return signatures.derived(token, "token", address).encode()
 
 
-def _receive(connection: socket.socket, *purpose: object) -> dict:
-    """Raises ValueError if what comes is no message, or not signed for its purpose, and ConnectionError if the other
-    end closes."""
-    (nbytes,) = struct.unpack("!I", _receive_exactly(connection, 4))
+def _proof_for(proof: str, rank: int, nonce: str | None) -> bytes:
+    """The proof of an earlier init is a wrong one: the nonce is another."""
+    return signatures.derived(proof, "proof", rank, nonce).encode()
+
+
+def _message(content: dict) -> bytes:
+    data = json.dumps(content).encode()
+    return struct.pack("!I", len(data)) + data
+
+
+def _message_nbytes(header: bytes | bytearray) -> int:
+    """Raises ValueError if a message is too long."""
+    (nbytes,) = struct.unpack("!I", header)
     if nbytes > MAX_MESSAGE_NBYTES:
         raise ValueError(f"a message of {nbytes} bytes")
-    return json.loads(signatures.content_of(_receive_exactly(connection, nbytes), *purpose))
+    return nbytes
 
 
-def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    data = b""
+def _receive(connection: socket.socket, nbytes: int, until: float) -> bytes:
+    """Raises ConnectionError if the other end closes, and TimeoutError unless all bytes come until then."""
+    data = bytearray()
     while len(data) < nbytes:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
         part = connection.recv(nbytes - len(data))
         if not part:
             raise ConnectionError("closed by the other end")
         data += part
-    return data
+    return bytes(data)
 
 
 def _detach(connection: socket.socket) -> int:
@@ -222,7 +330,14 @@ def _detach(connection: socket.socket) -> int:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+    lost_after_ms = 1000 * (KEEP_IDLE_S + KEEP_COUNT * KEEP_INTERVAL_S)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEP_IDLE_S),
+        ("TCP_KEEPINTVL", KEEP_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEP_COUNT),
+        # Nothing is probed while sent data are not acknowledged: they would be sent again for a quarter of an hour.
+        ("TCP_USER_TIMEOUT", lost_after_ms),
+    ):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return connection.detach()

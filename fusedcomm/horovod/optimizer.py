@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusedcomm.horovod.adasum_optimizer import AdasumOptimizer
+from fusedcomm.horovod.adasum_optimizer import AdasumOptimizer, name_of_place
 from fusedcomm.horovod.checks import Adasum, Average, check_adasum
 from fusedcomm.horovod.compression import Compression
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
@@ -29,7 +29,8 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
 ) -> torch.optim.Optimizer:
     """An optimizer that steps with gradients reduced over the ranks. It takes over `optimizer`'s parameters, options
-    and state; use it in the other's place.
+    and state; use it in the other's place. Parameters that are thawed, or given to add_param_group(), on every rank in
+    the same step are reduced from then on, each by itself, also with groups.
 
     named_parameters: model.named_parameters(); names must be the same on every rank.
     backward_passes_per_step: backward passes whose gradients are added up before they are reduced. They are not divided
@@ -92,7 +93,7 @@ def parameter_names(
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return {
-            parameter: f"allreduce.noname.{i}.{j}"
+            parameter: name_of_place(i, j)
             for i, group in enumerate(optimizer.param_groups)
             for j, parameter in enumerate(group["params"])
         }

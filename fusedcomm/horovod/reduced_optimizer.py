@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fusedcomm.horovod.async_ops as async_ops
-from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY
+from fusedcomm.horovod.adasum_optimizer import TOO_MANY_PASSES, ZERO_GRAD_TOO_EARLY, new_parameters
 from fusedcomm.horovod.checks import Average, Max
 from fusedcomm.horovod.compression import Compression, wire_of
 from fusedcomm.horovod.errors import HorovodInternalError
@@ -32,8 +32,7 @@ SECOND_SYNCHRONIZE = (
 @dataclasses.dataclass(eq=False)
 class Unit:
     """Parameters whose gradients are one operation. `num_ready`: those whose gradient is ready in this step. `wait`,
-    once
-    submitted: waits for the operation and writes the gradients."""
+    once submitted: waits for the operation and writes the gradients."""
 
     name: str
     parameters: list[torch.Tensor]
@@ -79,17 +78,35 @@ class ReducedOptimizer:
         # The same on every rank; see _agree_on_kinds().
         self._kinds: dict[torch.Tensor, int] = {}
         self._kinds_agreed_in: World | None = None
+        self._num_steps_agreed = 0
         if process_set.included():
             self._make_units(groups)
+        self._num_hooked = 0  # the first of `_units`
         self._native: _C.GradientSubmitter | None = None
         self._hooks: list[Any] = []
-        # The debug mode looks at what the calls of handles.py submit.
-        is_native = not self._is_alone() and not world().settings.check
-        if self._unit_of and is_native and (compression is Compression.none or self._wire()):
+        self.backward_passes_per_step = backward_passes_per_step
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        """Gives hooks to the units that have none. Call it when no operation is under way."""
+        without = self._units[self._num_hooked :]
+        self._num_hooked = len(self._units)
+        if without and self._is_native():
+            if self._native is not None:
+                self._native.detach()
             self._native = self._native_hooks()
         else:
-            self._hooks = [each.register_post_accumulate_grad_hook(self._on_gradient) for each in self._unit_of]
-        self.set_backward_passes_per_step(backward_passes_per_step)
+            parameters = [each for unit in without for each in unit.parameters]
+            self._hooks += [each.register_post_accumulate_grad_hook(self._on_gradient) for each in parameters]
+        self.set_backward_passes_per_step(self.backward_passes_per_step)
+
+    def _is_native(self) -> bool:
+        """Whether native hooks submit the gradients. That does not change once a parameter has a hook."""
+        if self._hooks or self._native is not None:
+            return self._native is not None
+        # The debug mode looks at what the calls of handles.py submit.
+        is_possible = not self._is_alone() and not world().settings.check
+        return is_possible and (self._compression is Compression.none or bool(self._wire()))
 
     def _wire(self) -> str:
         """The wire in which all gradients are summed; empty: none."""
@@ -116,6 +133,13 @@ class ReducedOptimizer:
             for parameters in self._grouped(updated, groups):
                 self._units.append(Unit(self._parameter_names[parameters[0]], parameters, is_group=True))
         self._unit_of = {each: unit for unit in self._units for each in unit.parameters}
+
+    def _add_new_units(self) -> None:
+        """Adds a unit for each parameter that was thawed, or added to the optimizer, since the last step. Its gradient
+        of this step is submitted by synchronize(), later ones by its hook."""
+        for each in new_parameters(self.param_groups, self._unit_of, self._parameter_names):
+            self._unit_of[each] = Unit(self._parameter_names[each], [each], is_group=False)
+            self._units.append(self._unit_of[each])
 
     def _grouped(self, updated: list[torch.Tensor], groups: int | list) -> list[list[torch.Tensor]]:
         """The groups, in the order of the set's first rank, which all ranks have to share."""
@@ -216,11 +240,14 @@ class ReducedOptimizer:
     def synchronize(self) -> None:
         """Waits until all gradients are reduced. Gradients that this step has not computed count as zeros."""
         self._is_synchronized = True
-        if not self._unit_of or self._is_alone():
+        if self._is_alone() or not self.process_set.included():
+            return
+        self._add_new_units()
+        if not self._units:
             return
         self._agree_on_kinds()
-        missing = self._units if self._native is None else self._left_by_native()
-        for unit in missing:
+        hooked, unhooked = self._units[: self._num_hooked], self._units[self._num_hooked :]
+        for unit in [*(hooked if self._native is None else self._left_by_native()), *unhooked]:
             if unit.wait is None:
                 self._submit(unit)
         self._finish()
@@ -246,6 +273,7 @@ class ReducedOptimizer:
             except Exception as error:
                 failure = failure or error
         self._forget()
+        self._add_hooks()
         if failure is not None:
             raise failure
 
@@ -271,18 +299,28 @@ class ReducedOptimizer:
 
     def _agree_on_kinds(self) -> None:
         """Tells every rank which parameters have sparse gradients, which a rank that has computed none cannot know.
-        Once after each init; in a model with sparse gradients, until every parameter has had a gradient somewhere."""
+        Once after each init and whenever there are new parameters; in a model with sparse gradients, until every
+        parameter has had a gradient somewhere. Raises HorovodInternalError if the ranks do so in different steps."""
         found = world()
         known = self._kinds.values()
-        if self._kinds_agreed_in is found and (max(known) <= DENSE or UNKNOWN not in known):
+        if self._kinds_agreed_in is not found:
+            self._num_steps_agreed = 0
+        elif len(known) == len(self._unit_of) and (max(known) <= DENSE or UNKNOWN not in known):
+            self._num_steps_agreed += 1
             return
         kinds = [self._kind_of(each) for each in self._unit_of]
+        told = torch.tensor([*kinds, self._num_steps_agreed, -self._num_steps_agreed], dtype=torch.int32)
         name = f"optimizer.kinds.{self._units[0].name}"
-        agreed = async_ops.allreduce_async_(
-            torch.tensor(kinds, dtype=torch.int32), name=name, op=Max, process_set=self.process_set
-        )
-        self._kinds = dict(zip(self._unit_of, synchronize(agreed).tolist(), strict=True))
-        self._kinds_agreed_in = found
+        handle = async_ops.allreduce_async_(told, name=name, op=Max, process_set=self.process_set)
+        *agreed, most, minus_least = synchronize(handle).tolist()
+        if most != -minus_least:
+            raise HorovodInternalError(
+                f"fusedcomm: the parameters that {type(self).__name__} reduces have changed after {-minus_least} steps "
+                f"on one rank and after {most} on another: thaw parameters, and call add_param_group(), on every rank "
+                "in the same step"
+            )
+        self._kinds = dict(zip(self._unit_of, agreed, strict=True))
+        self._kinds_agreed_in, self._num_steps_agreed = found, 0
 
     def _kind_of(self, parameter: torch.Tensor) -> int:
         known = self._kinds.get(parameter, UNKNOWN)

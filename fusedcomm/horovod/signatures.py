@@ -64,6 +64,13 @@ def content_of(data: bytes, *purpose: object) -> bytes:
     return content
 
 
+def derived(text: str, *purpose: object) -> str:
+    """A text of the same length that only who has the key can make of `text`, which has at most 64 hexadecimal digits;
+    `text` itself in a job without a key."""
+    found = key()
+    return text if found is None else _digest(found, text.encode(), ("derived", *purpose)).hex()[: len(text)]
+
+
 def _digest(key: bytes, content: bytes, purpose: tuple[object, ...]) -> bytes:
     # The purpose ends at the zero byte: JSON contains none.
     found = hmac.new(key, json.dumps(purpose).encode() + b"\0", hashlib.sha256)

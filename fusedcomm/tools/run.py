@@ -28,6 +28,8 @@ GRACE_S = 2.0
 """After a rank has reported a failure: how long its cause may take to end. Then all ranks that live meet again."""
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
+"""A host that is cut off counts as lost after three intervals."""
 FORWARDED = ("HOROVOD_", "FUSEDCOMM_", "GLOO_", "NCCL_", "OMP_", "PYTHON", "TORCH_")
 NOT_EXECUTABLE, NOT_FOUND, SSH_FAILED = 126, 127, 255
 """Exit statuses, as shells and ssh have them."""
@@ -170,10 +172,8 @@ class Job:
         if is_here(host):
             process = _opened(self.args.program, env={**os.environ, **variables})
         else:
-            script = self.remote_script(variables)
-            process = _opened(
-                ["ssh", "-o", "BatchMode=yes", host, f"exec sh -c {shlex.quote(script)}"], stdin=subprocess.PIPE
-            )
+            remote = f"exec sh -c {shlex.quote(self.remote_script(variables))}"
+            process = _opened(["ssh", *SSH_OPTIONS, host, remote], stdin=subprocess.PIPE)
             with contextlib.suppress(BrokenPipeError):  # ssh has failed, which its exit status says
                 process.stdin.write(f"{os.environ[self.key_name]}\n".encode())
                 process.stdin.flush()

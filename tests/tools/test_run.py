@@ -40,6 +40,16 @@ def test_a_rank_that_fails_ends_all_and_gives_its_status(capfd):
     assert "rank 1 on localhost has failed with exit status 7" in capfd.readouterr().err
 
 
+def test_another_host_is_asked_whether_it_lives(capfd, monkeypatch, tmp_path):
+    """By ssh itself: a host that is cut off would otherwise count as running for as long as TCP likes."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "$@" | head -1\nfor last; do :; done\nsh -c "$last"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert cli.main(["run", "-np", "1", "-H", "elsewhere:1", "true"]) == 0
+    assert "-o BatchMode=yes -o ServerAliveInterval=10 elsewhere exec sh " in capfd.readouterr().out
+
+
 def test_hosts_are_filled_in_their_order():
     assert places("one:2,two", 3) == ["one", "one", "two"]
     assert places(None, 2) == ["localhost"] * 2
