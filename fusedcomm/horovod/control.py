@@ -6,8 +6,10 @@ Rank 0 listens, and publishes its addresses with two random texts in the store, 
 2. Rank 0 answers with the proof. A rank that does not get it tries the next address.
 3. When every rank has come, rank 0 sends each of them what it has learnt of all ranks.
 
-Neither end reads more than the token or the proof of a stranger, and no stranger keeps rank 0 from the ranks. In a job
-with a key each message is signed for its connection: whoever can read the token needs the key, too.
+Neither end reads more than the token or the proof of a stranger, and no stranger keeps rank 0 from the ranks.
+
+In a job with a key what is published is signed, and what travels in its place is derived from it with the key: the
+token for one address, the proof for one rank's nonce. Whoever can read the store needs the key, too.
 """
 
 import contextlib
@@ -42,17 +44,16 @@ HELLO_S = 10.0
 is doubled in each round, too."""
 MAX_STRANGERS = 64
 """Connections beyond the ranks' that may be open before they have sent the token."""
+_refused: set[str] = set()  # hosts that a warning has named
 KEEP_IDLE_S, KEEP_INTERVAL_S, KEEP_COUNT = 15, 5, 4
 """A host that does not answer is lost after KEEP_IDLE_S + KEEP_COUNT · KEEP_INTERVAL_S seconds."""
-
-_refused: set[str] = set()  # hosts that a warning has named
 
 
 @dataclasses.dataclass(frozen=True)
 class Star:
     """This rank's sockets, as file descriptors that the caller owns: rank 0 has one for each other rank in order, the
-    others have one, to rank 0. `about`: what each rank has said about itself, in rank order. `token`: rank 0's random
-    name for this star."""
+    others have one, to rank 0. `about`: what each rank has said about itself, in rank order. `token`: rank 0's, which
+    names this star."""
 
     sockets: list[int]
     about: list[dict]
@@ -65,7 +66,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
     Raises TimeoutError that names the missing ranks (rank 0), or the addresses that were tried (others).
     """
     if size == 1:
-        return Star([], [about], secrets.token_hex(16))
+        return Star([], [about], secrets.token_hex(TOKEN_NBYTES // 2))
     return _accept_all(store, size, timeout, about) if rank == 0 else _join(store, rank, timeout, about)
 
 
@@ -78,24 +79,25 @@ def _accept_all(store: dist.Store, size: int, timeout: datetime.timedelta, about
         store.set(ADDRESSES_KEY, signatures.signed(published, ADDRESSES_KEY))
         while len(door.ranks) < size - 1:
             door.serve(_left(until, lambda: _missing(door.ranks, size, timeout)))
-        guests = [door.ranks[rank] for rank in range(1, size)]
-        abouts = [about, *(guest.about for guest in guests)]
-        for rank, guest in enumerate(guests, 1):
-            guest.connection.settimeout(_left(until, lambda: "a rank does not read rank 0's answer"))
-            guest.connection.sendall(_message({"about": abouts}, "answer", token, rank, guest.nonce))
-        return Star([_detach(guest.connection) for guest in guests], abouts, token)
+        abouts = [about, *(door.ranks[rank].about for rank in range(1, size))]
+        connections = [door.ranks[rank].connection for rank in range(1, size)]
+        for connection in connections:
+            connection.settimeout(_left(until, lambda: "a rank does not read rank 0's answer"))
+            connection.sendall(_message({"about": abouts}))
+        return Star([_detach(connection) for connection in connections], abouts, token)
 
 
 @dataclasses.dataclass(eq=False)
 class _Guest:
-    """Who has connected to rank 0. `until`: the time at which it must have said who it is. `about`: None until then.
-    `nonce`: the text for which rank 0's answer to it is signed."""
+    """Who has connected to rank 0. `token`: what it must send. `until`: the time at which it must have said who it is.
+    `about`: None until then."""
 
     connection: socket.socket
+    address: tuple[str, int]
+    token: bytes
     until: float
     data: bytearray = dataclasses.field(default_factory=bytearray)
     about: dict | None = None
-    nonce: str = ""
 
 
 class _Door:
@@ -135,9 +137,10 @@ class _Door:
 
     def _let_in(self) -> None:
         with contextlib.suppress(OSError):  # it has left again
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
             connection.setblocking(False)
-            guest = _Guest(connection, time.monotonic() + HELLO_S)
+            token = _token_for(self._token, connection.getsockname()[0])
+            guest = _Guest(connection, address, token, time.monotonic() + HELLO_S)
             self._guests.append(guest)
             self._selector.register(connection, selectors.EVENT_READ, guest)
         if len(self._guests) > self._size + MAX_STRANGERS:
@@ -152,52 +155,44 @@ class _Door:
     def _read(self, guest: _Guest) -> None:
         """Reads what has come, and closes the connection unless a rank of this job is at its other end."""
         try:
-            part = guest.connection.recv(min(self._num_missing(guest.data), MAX_READ_NBYTES) or 1)
+            part = guest.connection.recv(min(self._num_missing(guest), MAX_READ_NBYTES) or 1)
             # A rank that has said who it is says nothing more, but it may give its connection up.
             if not part or guest.about is not None:
                 raise ConnectionError("closed by the other end")
             guest.data += part
-            if self._num_missing(guest.data) == 0:
-                self._welcome(guest, _content(bytes(guest.data[TOKEN_NBYTES + 4 :]), "hello", self._token))
+            if self._num_missing(guest) == 0:
+                self._welcome(guest, json.loads(guest.data[TOKEN_NBYTES + 4 :]))
         except BlockingIOError:
             return
         except signatures.RefusedError as error:
-            _warn_refused(guest.connection, error)
+            host, port = guest.address
             self._close(guest)
+            if host not in _refused:
+                _refused.add(host)
+                LOGGER.warning("fusedcomm.horovod: refused a connection of %s:%d: it %s", host, port, error)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             self._close(guest)
 
-    def _num_missing(self, data: bytearray) -> int:
+    def _num_missing(self, guest: _Guest) -> int:
         """Bytes to the end of the token and the length, and once they are there to the end of the message. Raises
-        ValueError for another token."""
-        head = TOKEN_NBYTES + 4
+        RefusedError for another token."""
+        head, data = TOKEN_NBYTES + 4, guest.data
         if len(data) < head:
             return head - len(data)
-        if not hmac.compare_digest(data[:TOKEN_NBYTES], self._token.encode()):
-            raise ValueError("not of this job")
+        if not hmac.compare_digest(data[:TOKEN_NBYTES], guest.token):
+            raise signatures.RefusedError("has not sent this job's token, or is a process without the job's key")
         return head + _message_nbytes(data[TOKEN_NBYTES:head]) - len(data)
 
     def _welcome(self, guest: _Guest, hello: dict) -> None:
-        rank, about, nonce = hello["rank"], hello["about"], hello["nonce"]
+        rank, about = hello["rank"], hello["about"]
         if not 0 < rank < self._size or about is None:
             raise ValueError("no rank of this job")
-        guest.connection.sendall(self._proof.encode())
+        guest.connection.sendall(_proof_for(self._proof, rank, hello.get("nonce")))
         if rank in self.ranks:  # it has given its first connection up
             self._close(self.ranks[rank])
         self._guests = [each for each in self._guests if each is not guest]
-        guest.about, guest.nonce = about, nonce
+        guest.about = about
         self.ranks[rank] = guest
-
-
-def _warn_refused(connection: socket.socket, error: signatures.RefusedError) -> None:
-    """Warns once for each host."""
-    try:
-        host, port = connection.getpeername()
-    except OSError:  # it has left again
-        return
-    if host not in _refused:
-        _refused.add(host)
-        LOGGER.warning("fusedcomm.horovod: refused a connection of %s:%d: its message %s", host, port, error)
 
 
 def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict) -> Star:
@@ -209,9 +204,9 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
         raise signatures.RefusedError(
             f"fusedcomm.horovod: rank {rank} cannot trust where rank 0 is: {ADDRESSES_KEY!r} in the store {error}"
         ) from error
-    # Rank 0's answer is signed for the nonce: the answer to an earlier init is a wrong one.
-    token, nonce = published["token"], secrets.token_hex(16)
-    hello = token.encode() + _message({"rank": rank, "about": about, "nonce": nonce}, "hello", token)
+    nonce = secrets.token_hex(TOKEN_NBYTES // 2)
+    expected = _proof_for(published["proof"], rank, nonce)
+    hello = _message({"rank": rank, "about": about, "nonce": nonce})
     failures: dict[str, str] = {}
 
     def left() -> float:
@@ -230,20 +225,20 @@ def _join(store: dist.Store, rank: int, timeout: datetime.timedelta, about: dict
                 continue
             try:
                 proof_until = min(until, time.monotonic() + try_s * HELLO_S / FIRST_TRY_S)
-                connection.sendall(hello)
+                connection.sendall(_token_for(published["token"], connection.getpeername()[0]) + hello)
                 proof = _receive(connection, TOKEN_NBYTES, proof_until)
-                if not hmac.compare_digest(proof, published["proof"].encode()):
+                if not hmac.compare_digest(proof, expected):
                     raise ValueError("another program is at this address")
                 failures[where] = "rank 0 is there, and waits for other ranks"
                 nbytes = _message_nbytes(_receive(connection, 4, until))
-                answer = _content(_receive(connection, nbytes, until), "answer", token, rank, nonce)
+                answer = json.loads(_receive(connection, nbytes, until))
             except (OSError, ValueError) as error:
                 connection.close()
                 left()
                 failures[where] = f"{type(error).__name__}: {error}"
                 time.sleep(0.01)
                 continue
-            return Star([_detach(connection)], answer["about"], token)
+            return Star([_detach(connection)], answer["about"], published["token"])
         try_s *= 2
 
 
@@ -292,14 +287,19 @@ def _missing(connected: Container[int], size: int, timeout: datetime.timedelta) 
     )
 
 
-def _message(content: dict, *purpose: object) -> bytes:
-    data = signatures.signed(json.dumps(content).encode(), *purpose)
+def _token_for(token: str, address: str) -> bytes:
+    """Another program that is found at one of rank 0's addresses can do nothing with it at the others."""
+    return signatures.derived(token, "token", address).encode()
+
+
+def _proof_for(proof: str, rank: int, nonce: str | None) -> bytes:
+    """The proof of an earlier init is a wrong one: the nonce is another."""
+    return signatures.derived(proof, "proof", rank, nonce).encode()
+
+
+def _message(content: dict) -> bytes:
+    data = json.dumps(content).encode()
     return struct.pack("!I", len(data)) + data
-
-
-def _content(data: bytes, *purpose: object) -> dict:
-    """Raises RefusedError, a ValueError, if the message is not signed for its purpose."""
-    return json.loads(signatures.content_of(data, *purpose))
 
 
 def _message_nbytes(header: bytes | bytearray) -> int:

@@ -55,7 +55,7 @@ VARIABLES = [
     Variable("FUSEDCOMM_HOROVOD_CHECK", "0", "1: a tensor changed in place while it is under way is an error"),
     Variable("FUSEDCOMM_HOROVOD_STATE", "", "folder in which state.commit() also writes a file, for restarted workers"),
     Variable("FUSEDCOMM_HOROVOD_WORKER", "", "set by `fusedcomm run --elastic`: which of its workers this is"),
-    Variable("FUSEDCOMM_HOROVOD_KEY", "", "set by `fusedcomm run`: the secret that ranks sign with (security.md)"),
+    Variable("FUSEDCOMM_HOROVOD_KEY", "", "set by `fusedcomm run`: the secret with which the job's ranks sign"),
     Variable("HOROVOD_CYCLE_TIME", "1", "collectives start when tensors are ready, not by a clock", False),
     Variable("HOROVOD_CACHE_CAPACITY", "1024", "plans take the cache's place and need no capacity", False),
     Variable("HOROVOD_DISABLE_GROUP_FUSION", "0", "a bucket may hold several groups; results are the same", False),

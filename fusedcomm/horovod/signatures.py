@@ -4,7 +4,7 @@
 what goes over the network, but it joins no job, and nothing that it sends is unpickled. A signature is bound to a
 purpose, such as a record's name: in another place, or at a later time, it is a wrong one.
 
-Without a key nothing is signed. docs/security.md says what such a job trusts.
+Without a key nothing is signed: such a job trusts everybody who reaches its store and its sockets.
 """
 
 import hashlib
@@ -62,6 +62,13 @@ def content_of(data: bytes, *purpose: object) -> bytes:
             "something older"
         )
     return content
+
+
+def derived(text: str, *purpose: object) -> str:
+    """A text of the same length that only who has the key can make of `text`, which has at most 64 hexadecimal digits;
+    `text` itself in a job without a key."""
+    found = key()
+    return text if found is None else _digest(found, text.encode(), ("derived", *purpose)).hex()[: len(text)]
 
 
 def _digest(key: bytes, content: bytes, purpose: tuple[object, ...]) -> bytes:

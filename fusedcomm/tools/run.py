@@ -138,9 +138,9 @@ class Job:
         from fusedcomm.horovod import rendezvous, signatures
         from fusedcomm.horovod.control import own_addresses
 
-        self.args, self.slots, self.rendezvous, self.key = args, slots, rendezvous, signatures.KEY
+        self.args, self.slots, self.rendezvous, self.key_name = args, slots, rendezvous, signatures.KEY
         # This process signs, and so do local workers, which inherit its variables.
-        os.environ[self.key] = secrets.token_hex(32)
+        os.environ[self.key_name] = secrets.token_hex(32)
         is_local = all(map(is_here, slots))
         address = "127.0.0.1" if is_local else own_addresses()[0]
         if not is_local and address == "127.0.0.1":
@@ -172,10 +172,10 @@ class Job:
         if is_here(host):
             process = _opened(self.args.program, env={**os.environ, **variables})
         else:
-            script = self.remote_script(variables)
-            process = _opened(["ssh", *SSH_OPTIONS, host, f"exec sh -c {shlex.quote(script)}"], stdin=subprocess.PIPE)
+            remote = f"exec sh -c {shlex.quote(self.remote_script(variables))}"
+            process = _opened(["ssh", *SSH_OPTIONS, host, remote], stdin=subprocess.PIPE)
             with contextlib.suppress(BrokenPipeError):  # ssh has failed, which its exit status says
-                process.stdin.write(f"{os.environ[self.key]}\n".encode())
+                process.stdin.write(f"{os.environ[self.key_name]}\n".encode())
                 process.stdin.flush()
         worker = Worker(name, host, process)
         self.workers.append(worker)
@@ -186,9 +186,9 @@ class Job:
         forwarded = {"PYTHONUNBUFFERED": "1"}
         forwarded |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         forwarded |= variables
-        del forwarded[self.key]
+        del forwarded[self.key_name]
         return REMOTE.format(
-            key=self.key,
+            key=self.key_name,
             folder=shlex.quote(os.getcwd()),
             variables=" ".join(f"{name}={shlex.quote(value)}" for name, value in forwarded.items()),
             program=shlex.join(self.args.program),
@@ -308,7 +308,7 @@ class Job:
             self.was_changed = True
             self.say(
                 "somebody without this job's key has changed its list of workers in the store. It is put back, now and "
-                "each further time: see docs/security.md, and keep others away from the port"
+                "each further time: keep others away from the port, by a firewall or a network of your own"
             )
 
     def ended(self) -> Iterator[Worker]:
@@ -319,7 +319,7 @@ class Job:
 
     def end(self) -> None:
         """Ends all workers that still run."""
-        os.environ.pop(self.key)
+        os.environ.pop(self.key_name)
         for worker in self.workers:
             worker.process.terminate()
         until = time.monotonic() + END_S

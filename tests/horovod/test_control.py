@@ -54,8 +54,7 @@ def test_every_rank_is_connected_with_rank_0_and_knows_about_all(size):
 def published_in(store: dist.Store) -> tuple[bytes, tuple[str, int]]:
     """The token, and an address of rank 0."""
     store.wait([control.ADDRESSES_KEY], SOON)
-    record = store.get(control.ADDRESSES_KEY)
-    published = json.loads(record[record.rindex(b"{") :])  # without its signature
+    published = json.loads(store.get(control.ADDRESSES_KEY))
     return published["token"].encode(), tuple(published["addresses"][-1])
 
 
@@ -82,75 +81,6 @@ def test_a_stranger_is_turned_away():
     stars = connect_all(3, strange)
     assert [star.about[2] for star in stars] == [{"number": 4}] * 3
     close(stars)
-
-
-def test_who_has_read_the_token_but_not_the_key_is_turned_away_by_name(monkeypatch, caplog):
-    monkeypatch.setenv(signatures.KEY, KEY)
-    monkeypatch.setattr(control, "_refused", set())
-    monkeypatch.setattr(control, "HELLO_S", 60.0)  # a stranger on a busy machine is heard to the end
-    heard = []
-
-    def strange(store: dist.Store) -> None:
-        token, address = published_in(store)
-        hello = {"rank": 1, "about": {"number": 1}, "nonce": "0"}
-        for message in (_message(hello), control._message(hello, "hello", "the token of an earlier init")):
-            with socket.create_connection(address, timeout=30) as stranger:
-                _send_and_end(stranger, token + message)
-                with contextlib.suppress(ConnectionResetError):
-                    heard.append(stranger.recv(1))
-
-    stars = connect_all(3, strange)
-    assert [star.about for star in stars] == [[{"number": rank * rank} for rank in range(3)]] * 3
-    assert set(heard) <= {b""}
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1 and "refused a connection of 127.0.0.1:" in warnings[0]
-    assert "its message is not signed with the job's key" in warnings[0] and KEY not in warnings[0]
-    close(stars)
-
-
-def test_addresses_that_a_stranger_has_published_are_refused(monkeypatch):
-    published = json.dumps({"token": "x", "addresses": [["127.0.0.1", 9]]}).encode()
-    monkeypatch.setenv(signatures.KEY, KEY)
-    of_another_record = signatures.signed(published, "control/other")
-    honest = signatures.signed(published, control.ADDRESSES_KEY)
-    for data in (published, of_another_record):
-        store = dist.HashStore()
-        store.set(control.ADDRESSES_KEY, data)
-        kind, said = raised(control.connect, store, 1, 2, SOON, {})
-        assert (
-            kind == "RefusedError" and "rank 1 cannot trust where rank 0 is: 'control/addresses' in the store" in said
-        )
-    monkeypatch.delenv(signatures.KEY)
-    store.set(control.ADDRESSES_KEY, honest)
-    kind, said = raised(control.connect, store, 1, 2, SOON, {})
-    assert (
-        kind == "RefusedError"
-        and f"this process lacks: start it with `fusedcomm run`, which sets {signatures.KEY}" in said
-    )
-
-
-def test_who_answers_in_rank_0s_place_without_the_key_is_not_believed(monkeypatch):
-    """Another program has the port, and an old record is in the store again."""
-    monkeypatch.setenv(signatures.KEY, KEY)
-    store = dist.HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        addresses, token = [["127.0.0.1", listener.getsockname()[1]]], "0" * control.TOKEN_NBYTES
-        record = json.dumps({"token": token, "proof": token, "addresses": addresses}).encode()
-        store.set(control.ADDRESSES_KEY, signatures.signed(record, control.ADDRESSES_KEY))
-        old = control._message({"about": [{}, {}]}, "answer", token, 1, "the nonce of that time")
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(token.encode() + old)
-                while connection.recv(1 << 16):
-                    pass
-            listener.close()
-
-        answering = threads.submit(answer)
-        kind, said = raised(control.connect, store, 1, 2, datetime.timedelta(seconds=2), {})
-        answering.result()
-    assert kind == "TimeoutError" and "cannot connect with rank 0" in said and f"127.0.0.1:{addresses[0][1]}" in said
 
 
 def test_ranks_are_let_in_beside_strangers_that_are_slow(monkeypatch):
@@ -256,6 +186,75 @@ def test_every_connection_is_given_up_when_its_host_is_lost():
                 lost_after_s = option("TCP_KEEPIDLE") + option("TCP_KEEPCNT") * option("TCP_KEEPINTVL")
                 assert option("TCP_USER_TIMEOUT") == 1000 * lost_after_s == 35000
     close(stars)
+
+
+def test_who_has_read_the_token_but_not_the_key_is_turned_away_by_name(monkeypatch, caplog):
+    monkeypatch.setenv(signatures.KEY, KEY)
+    monkeypatch.setattr(control, "_refused", set())
+    heard = []
+
+    def strange(store: dist.Store) -> None:
+        store.wait([control.ADDRESSES_KEY], SOON)
+        record = store.get(control.ADDRESSES_KEY)
+        published = json.loads(record[record.index(b'{"token"') :])
+        hello = _message({"rank": 1, "about": {"number": 1}})
+        elsewhere = signatures.derived(published["token"], "token", "192.0.2.1")  # seen by a program at that address
+        for token in (published["token"], elsewhere):
+            with socket.create_connection(tuple(published["addresses"][-1]), timeout=30) as stranger:
+                _send_and_end(stranger, token.encode() + hello)
+                with contextlib.suppress(ConnectionResetError):
+                    heard.append(stranger.recv(1))
+
+    stars = connect_all(3, strange)
+    assert [star.about for star in stars] == [[{"number": rank * rank} for rank in range(3)]] * 3
+    assert len({star.token for star in stars}) == 1 and set(heard) <= {b""}
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1 and "refused a connection of 127.0.0.1:" in warnings[0]
+    assert "is a process without the job's key" in warnings[0] and KEY not in warnings[0]
+    close(stars)
+
+
+def test_addresses_that_a_stranger_has_published_are_refused(monkeypatch):
+    published = json.dumps({"token": "x", "proof": "y", "addresses": [["127.0.0.1", 9]]}).encode()
+    monkeypatch.setenv(signatures.KEY, KEY)
+    of_another_record = signatures.signed(published, "control/other")
+    honest = signatures.signed(published, control.ADDRESSES_KEY)
+    for data in (published, of_another_record):
+        store = dist.HashStore()
+        store.set(control.ADDRESSES_KEY, data)
+        kind, said = raised(control.connect, store, 1, 2, SOON, {})
+        assert kind == "RefusedError"
+        assert "rank 1 cannot trust where rank 0 is: 'control/addresses' in the store" in said
+    monkeypatch.delenv(signatures.KEY)
+    store.set(control.ADDRESSES_KEY, honest)
+    kind, said = raised(control.connect, store, 1, 2, SOON, {})
+    assert kind == "RefusedError"
+    assert f"this process lacks: start it with `fusedcomm run`, which sets {signatures.KEY}" in said
+
+
+@pytest.mark.parametrize("answer", ["published", "replayed"])
+def test_who_answers_in_rank_0s_place_without_the_key_is_not_believed(monkeypatch, answer):
+    """Another program has the port, and the signed record of an earlier init is in the store again."""
+    monkeypatch.setenv(signatures.KEY, KEY)
+    store, proof = dist.HashStore(), "0" * control.TOKEN_NBYTES
+    if answer == "replayed":
+        proof = signatures.derived(proof, "proof", 1, "the nonce of that time")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        address = listener.getsockname()
+        record = {"token": proof, "proof": "0" * control.TOKEN_NBYTES, "addresses": [address]}
+        store.set(control.ADDRESSES_KEY, signatures.signed(json.dumps(record).encode(), control.ADDRESSES_KEY))
+
+        def listen() -> None:
+            connection, _ = listener.accept()
+            listener.close()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(proof.encode() + _message({"about": [{}, {}]}))
+                connection.recv(1 << 16)
+
+        listening = threads.submit(listen)
+        kind, said = raised(control.connect, store, 1, 2, datetime.timedelta(seconds=1), {})
+        listening.result()
+    assert kind == "TimeoutError" and f"127.0.0.1:{address[1]}" in said
 
 
 def _send_and_end(stranger: socket.socket, hello: bytes) -> None:

@@ -47,7 +47,7 @@ def test_another_host_is_asked_whether_it_lives(capfd, monkeypatch, tmp_path):
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert cli.main(["run", "-np", "1", "-H", "elsewhere:1", "true"]) == 0
-    assert "-o BatchMode=yes -o ServerAliveInterval=10 elsewhere exec sh -c " in capfd.readouterr().out
+    assert "-o BatchMode=yes -o ServerAliveInterval=10 elsewhere exec sh " in capfd.readouterr().out
 
 
 def test_hosts_are_filled_in_their_order():
