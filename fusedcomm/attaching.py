@@ -74,10 +74,11 @@ def attach(
     On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
     a CUDA graph: the hook raises RuntimeError under capture.
 
-    DDP's mean is over all ranks of its group: a hook cannot see ``Join(divide_by_initial_world_size=False)``.
+    DDP's mean is over all ranks of its group. Under ``Join(divide_by_initial_world_size=False)``, and after parameters
+    of DDP's have been converted (``.to(dtype)``) or replaced, the next forward pass raises RuntimeError.
 
     Raises:
-        TypeError: `model` is none of these, or a keyword belongs to fusedcomm 0.1; names its new place.
+        TypeError: `model` is none of these, or a keyword is an old one; names its new place.
         ValueError: an argument is out of range, or two cannot be combined.
         RuntimeError: the module has a hook or an option that cannot be combined, fusedcomm has no path for the device
             or backend, or the ranks do not agree (the same text on every rank).

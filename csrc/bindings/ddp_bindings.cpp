@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/future.h"
@@ -36,6 +37,11 @@ void bind_ddp(pybind11::module_& m) {
       .def(
           "unwatch", [](HookSwitch& target) { target.watch(nullptr); }, NoGil())
       .def("take_seen", &HookSwitch::take_seen, NoGil());
+
+  py::class_<ReducerNodes>(m, "ReducerNodes")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
+      .def("missing", &ReducerNodes::missing)
+      .def("replaced", &ReducerNodes::replaced);
 
   m.def(
       "register_ddp_hook",

@@ -34,6 +34,7 @@ from fusedcomm.ddp.module import (
     options_to_agree,
     refuse_options,
     refuse_sparse,
+    refuse_unhooked,
     wait_for_delayed,
 )
 from fusedcomm.ddp.off import attach_off
@@ -73,10 +74,11 @@ def attach(
     On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
     a CUDA graph: the hook raises RuntimeError under capture.
 
-    The mean is over all ranks of DDP's group: a hook cannot see ``Join(divide_by_initial_world_size=False)``.
+    The mean is over all ranks of DDP's group. Under ``Join(divide_by_initial_world_size=False)``, and after parameters
+    have been converted (``.to(dtype)``) or replaced, the next forward pass raises RuntimeError.
 
     Raises:
-        TypeError: `ddp` is not a DistributedDataParallel, or a keyword belongs to fusedcomm 0.1; names its new place.
+        TypeError: `ddp` is not a DistributedDataParallel, or a keyword is an old one; names its new place.
         ValueError: an argument is out of range, or two cannot be combined.
         RuntimeError: the module has a hook or a DDP option that cannot be combined, fusedcomm has no path for the
             device or backend, or the ranks do not agree (the same text on every rank).
@@ -99,6 +101,8 @@ def attach(
         if not is_off:
             wait_for_delayed(ddp)
         parameters = synchronised_parameters(named, configs)
+        if not is_off:
+            refuse_unhooked(parameters)
         if space is not None:
             refuse_sparse(ddp, device)
     except (RuntimeError, ValueError) as error:  # perhaps on this rank alone: the session tells the others

@@ -39,9 +39,12 @@ class CommState:
             this object's attribute `process_group` to the new group then.
         module: the model. Needed only if `Config.wires` has patterns of names, because a hook sees no names.
 
+    The mean is over all ranks of the group: a hook without the DDP module cannot refuse
+    ``Join(divide_by_initial_world_size=False)``, as :func:`fusedcomm.attach` does.
+
     Raises:
         ValueError: an argument is out of range, or two cannot be combined.
-        TypeError: a keyword belongs to fusedcomm 0.1; names its new place.
+        TypeError: a keyword is an old one; names its new place.
     """
 
     @explains_moved("CommState")
@@ -94,8 +97,8 @@ class CommState:
         """
         if self._lost:
             raise RuntimeError(
-                f"this CommState is a copy, and {' and '.join(self._lost)} cannot be copied: make a new one with the "
-                "same arguments"
+                f"fusedcomm: this CommState is a copy, and {' and '.join(self._lost)} cannot be copied: make a new one "
+                "with the same arguments"
             )
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         old = self._session
@@ -125,7 +128,9 @@ class CommState:
     def state_dict(self, consolidated: bool = False) -> dict:
         """As :meth:`fusedcomm.ddp.handle.Handle.state_dict`. Raises RuntimeError before the first bucket."""
         if self._session is None:
-            raise RuntimeError("a CommState has no state before the first backward pass")
+            raise RuntimeError(
+                "fusedcomm: a CommState has no state before the first backward pass: call state_dict() after one"
+            )
         return state_dict(self._session, consolidated)
 
     def load_state_dict(self, state: dict) -> None:
@@ -138,6 +143,15 @@ class CommState:
     def stats(self) -> Stats | None:
         """Counts and times of this rank; None before the first bucket."""
         return None if self._session is None else self._session.stats()
+
+    def __repr__(self) -> str:
+        """One line, which waits for nothing: ``<fusedcomm.CommState: wire int8, sum auto, 2 ranks>``."""
+        session = self._session
+        if self._lost:
+            state = f"a copy without its {' and '.join(self._lost)}"
+        else:
+            state = "no backward pass yet" if session is None else f"{session.world_size} ranks"
+        return f"<fusedcomm.CommState: wire {self.config.wire}, sum {self.config.sum}, {state}>"
 
     def _parameters(self) -> list[NamedParameter] | None:
         if self._module is None:

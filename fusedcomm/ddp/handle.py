@@ -11,7 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.autotune.search import Tuning
 from fusedcomm.autotune.tuner import Tuner
-from fusedcomm.ddp.module import bucket_nbytes_caps, forget_refused_hooks, native_hook, options_to_agree
+from fusedcomm.ddp.module import (
+    SameParameters,
+    bucket_nbytes_caps,
+    forget_refused_hooks,
+    native_hook,
+    options_to_agree,
+    refuse_join,
+)
 from fusedcomm.native import _C
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.plan import Plan
@@ -44,9 +51,7 @@ class Handle(GradientNorms):
         # With this entry DDP refuses a second hook as usual; see DistributedDataParallel.register_comm_hook.
         self._registered = (native_hook, None)
         ddp._comm_hooks.append(self._registered)
-        # The guard stays after detach() and is copied with the module.
-        if not any(isinstance(hook, _ForwardGuard) for hook in ddp._forward_pre_hooks.values()):
-            ddp.register_forward_pre_hook(_ForwardGuard())
+        _guard_of(ddp).parameters = SameParameters(ddp, self._session.parameters)
 
     def stats(self) -> Stats:
         """Counts and times of this rank since attach, or since the module moved to another process group.
@@ -122,6 +127,7 @@ class Handle(GradientNorms):
             else:
                 del targets[ddp]
             ddp._comm_hooks.remove(self._registered)
+            _guard_of(ddp).parameters = None
             handles.pop(ddp, None)
         self._runs.stop("fusedcomm was detached")
 
@@ -166,9 +172,10 @@ class Handle(GradientNorms):
         if not self._attached:
             return "<fusedcomm.Handle: detached>"
         if self._tuner is not None and self._tuner.is_off:
-            return f"<fusedcomm.Handle: off, {self._session.world_size} ranks>"
+            return f"<fusedcomm.Handle: off, DDP's own all-reduce, {self._session.world_size} ranks>"
         config = self._session.config
-        return f"<fusedcomm.Handle: wire {config.wire}, sum {config.sum}, {self._session.world_size} ranks>"
+        search = "searching, now " if self._tuner is not None and self._tuner.is_searching else ""
+        return f"<fusedcomm.Handle: {search}wire {config.wire}, sum {config.sum}, {self._session.world_size} ranks>"
 
     def __str__(self) -> str:
         """How gradients are sent now, in one line, and the statistics as a table."""
@@ -220,6 +227,8 @@ class Handle(GradientNorms):
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
         if self._session.process_group is not ddp.process_group:
             self._follow_process_group(ddp)
+        if self._is_hooked:
+            refuse_join(ddp)
         self._session.say_notices()
         if self._is_hooked and self._tuner is not None and self._tuner.is_off_for_good:
             forget_refused_hooks(ddp)
@@ -288,15 +297,31 @@ class _CopiedHandle(Handle):
         )
 
 
+def _guard_of(ddp: DistributedDataParallel) -> "_ForwardGuard":
+    """The module's guard, which is registered if it has none. It stays after detach() and is copied with the module."""
+    for hook in ddp._forward_pre_hooks.values():
+        if isinstance(hook, _ForwardGuard):
+            return hook
+    guard = _ForwardGuard()
+    ddp.register_forward_pre_hook(guard)
+    return guard
+
+
 class _ForwardGuard:
     """Forward pre-hook: once a step, handles what a communication hook cannot see. It is copied with the module."""
+
+    # Of the attached module. Kept here, because the table of handles must not hold a module, which may hold its DDP.
+    parameters: SameParameters | None = None
 
     def __init__(self) -> None:
         self._warned = False
         self._is_detached = False  # whether the reducer no longer has fusedcomm's hook
 
+    @torch._disable_dynamo  # torch.compile would guard every parameter, and break its graph at each native call
     def __call__(self, ddp: DistributedDataParallel, inputs: tuple) -> None:
         handle = handles.get(ddp)
+        if self.parameters is not None and torch.is_grad_enabled():
+            self.parameters.refuse_changes()
         if handle is None and ddp in targets:  # detached
             self._is_detached = let_go(ddp)
         elif handle is None and not self._is_detached:
@@ -305,11 +330,14 @@ class _ForwardGuard:
             handle._before_forward(ddp)
             self._is_detached = not handle._is_hooked
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "parameters": None}
+
     def _warn_lost(self) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "this DDP module is a copy of one with fusedcomm attached; copying and pickling rebuild the reducer "
-                "without its hook, so gradients are all-reduced exactly. Call fusedcomm.attach on the copy.",
+                "fusedcomm: this DDP module is a copy of one with fusedcomm attached; copying and pickling rebuild the "
+                "reducer without its hook, so gradients are all-reduced exactly. Call fusedcomm.attach on the copy.",
                 stacklevel=3,
             )

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedcomm.session.parameters import has_sparse_gradient
+from fusedcomm.native import _C
+from fusedcomm.session.parameters import NamedParameter, Places, has_sparse_gradient, trainable
 
 
 def native_hook(state: object, bucket: object) -> None:
@@ -44,8 +45,10 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
         )
     if getattr(ddp, "_delay_all_reduce_all_params", False):
         raise RuntimeError(
-            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into"
+            "fusedcomm: delay_all_reduce_named_params names every parameter, so DDP has no reducer to hook into: leave "
+            "the option out"
         )
+    refuse_join(ddp)
     # A copied module has the entry but not the hook.
     ddp._comm_hooks[:] = [hook for hook in ddp._comm_hooks if hook[0] is not native_hook]
     if ddp._comm_hooks:
@@ -53,6 +56,16 @@ def refuse_options(ddp: DistributedDataParallel) -> None:
         raise RuntimeError(
             f"fusedcomm: this DDP module already has the communication hook {name}; a reducer keeps its first hook, "
             "so wrap the model in a new DistributedDataParallel"
+        )
+
+
+def refuse_join(ddp: DistributedDataParallel) -> None:
+    """Raises RuntimeError if the module is under ``Join(divide_by_initial_world_size=False)``."""
+    if ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
+        raise RuntimeError(
+            "fusedcomm: Join(…, divide_by_initial_world_size=False) divides gradients by the number of ranks that "
+            "still have inputs, and fusedcomm's hook divides by the number of all ranks: leave the option out, or use "
+            "fusedcomm.DataParallel(model), which supports it, in place of DistributedDataParallel"
         )
 
 
@@ -122,6 +135,42 @@ def _delaying_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Ordere
         for key, hook in list(hooks.items()):
             if isinstance(hook, DelayedAllReduce) or getattr(hook, "__func__", None) is own:
                 yield hooks, key, hook
+
+
+class SameParameters:
+    """Tells whether DDP still synchronizes the parameters that it was made with.
+
+    DDP has hooks at the autograd nodes of these tensors. A parameter that is replaced, as by
+    ``load_state_dict(assign=True)``, or converted, as by ``.to(dtype)``, has another node, and DDP does not notice.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: list[NamedParameter]) -> None:
+        self._places = Places(ddp.module, parameters)
+        self._nodes = _C.ReducerNodes([p.tensor for p in parameters])
+
+    def refuse_changes(self) -> None:
+        """Raises RuntimeError if a parameter has been replaced or converted; names it."""
+        replaced, converted = self._places.replaced(), self._nodes.replaced()
+        if replaced or converted:
+            raise RuntimeError(
+                "fusedcomm: parameters have changed since fusedcomm was attached, so neither DDP nor fusedcomm "
+                f"synchronizes their gradients any more: {self._places.describe(replaced, converted)}. Make a new "
+                "DistributedDataParallel of the model and attach to that. Convert a model before DDP is made, and load "
+                "with load_state_dict(state, assign=False)"
+            )
+
+
+def refuse_unhooked(parameters: list[NamedParameter]) -> None:
+    """Raises RuntimeError if DDP's reducer has no hook at a parameter that requires gradients; names it."""
+    now = trainable(parameters)
+    names = [now[index].name for index in _C.ReducerNodes([p.tensor for p in now]).missing()]
+    if names:
+        shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise RuntimeError(
+            f"fusedcomm: DDP does not synchronize the gradients of {shown}: converted (.to(dtype)), replaced or thawed "
+            "after DDP was made, these parameters have no hook of DDP's. Make a new DistributedDataParallel of the "
+            "model, and attach to that"
+        )
 
 
 def refuse_sparse(ddp: DistributedDataParallel, device: torch.device) -> None:

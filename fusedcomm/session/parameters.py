@@ -1,6 +1,7 @@
 """The parameters that an engine synchronizes: their names and their wires."""
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -56,6 +57,63 @@ def trainable(parameters: Sequence[NamedParameter] | None) -> list[NamedParamete
     return [p for p in parameters or [] if p.tensor.requires_grad]
 
 
+class Places:
+    """Where a module has its parameters: finds those that have been replaced or converted since.
+
+    Cheap enough for every forward pass: it compares the entries of the modules' tables, about 50 ns each.
+    """
+
+    def __init__(self, module: torch.nn.Module, parameters: Sequence[NamedParameter]) -> None:
+        self._module, self._parameters = module, parameters
+        self._kinds = [(p.tensor.dtype, p.tensor.device) for p in parameters]
+        self._look()
+
+    def replaced(self) -> list[int]:
+        """The indices of parameters in whose place there is another tensor, which requires gradients."""
+        if all(map(operator.is_, map(dict.get, self._tables, self._keys), self._values)):
+            return []
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        known = {id(p.tensor) for p in self._parameters}
+        found = []
+        for index, parameter in enumerate(self._parameters):
+            tensor = now.get(parameter.name)
+            if tensor is not None and id(tensor) not in known and tensor.requires_grad:
+                found.append(index)
+        if not found:
+            self._look()  # modules have other places, the parameters are the same
+        return found
+
+    def describe(self, replaced: Sequence[int], converted: Sequence[int]) -> str:
+        """What has happened to these parameters, for an error; never empty if there is one."""
+        indices = sorted({*replaced, *converted})
+        said = [self._describe(index, index in replaced) for index in indices[:3]]
+        more = len(indices) - len(said)
+        return "; ".join(said) + (f"; and {more} more parameters have changed" if more else "")
+
+    def _describe(self, index: int, is_replaced: bool) -> str:
+        parameter, (dtype, device) = self._parameters[index], self._kinds[index]
+        if is_replaced:
+            return f"{parameter.name!r} is another tensor"
+        now = parameter.tensor
+        if now.dtype != dtype:
+            was, is_now = (str(each).removeprefix("torch.") for each in (dtype, now.dtype))
+        elif now.device != device:
+            was, is_now = f"on {device}", f"on {now.device}"
+        else:
+            return f"{parameter.name!r} was converted and converted back"
+        return f"{parameter.name!r} was {was} and is {is_now}"
+
+    def _look(self) -> None:
+        known = {id(p.tensor) for p in self._parameters}
+        entries = []
+        for module in self._module.modules():
+            children, tensors = module._modules, module._parameters
+            if isinstance(children, dict) and isinstance(tensors, dict):  # not so in TorchScript, which keeps its own
+                entries += [(children, key, child) for key, child in children.items()]
+                entries += [(tensors, key, tensor) for key, tensor in tensors.items() if id(tensor) in known]
+        self._tables, self._keys, self._values = zip(*entries, strict=True) if entries else ((), (), ())
+
+
 def has_sparse_gradient(module: torch.nn.Module) -> bool:
     """Whether the gradient of the module's `weight` is sparse."""
     return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
@@ -81,5 +139,8 @@ def synchronised_parameters(
     """
     devices = sorted({str(tensor.device) for tensor in _with_gradients(named)})
     if len(devices) > 1:
-        raise RuntimeError(f"fusedcomm: the gradients are on several devices, {devices}; one is supported")
+        raise RuntimeError(
+            f"fusedcomm: the gradients are on several devices, {devices}; one is supported: move the model to one "
+            "device on each rank"
+        )
     return named_parameters(named, configs)

@@ -214,8 +214,8 @@ def _line_of_many(like: int, rows: Sequence[BucketRow]) -> str:
     each = least if least == most else f"{least} to {most}"
     buckets = "1 bucket" if len(rows) == 1 else f"{len(rows)} buckets"
     return (
-        f"       … {buckets} like bucket {like}: {rows[0].wire}, {rows[0].sum}, {each} MiB each, {total / _MIB:.3f} "
-        f"MiB in all, sends {sent / _MIB:.3f} MiB{_in_brackets(rows[0].reason)}"
+        f"       … {buckets} like bucket {like}: {rows[0].wire}, {rows[0].sum}, {each} MiB each, "
+        f"{total / _MIB:.3f} MiB in all, sends {sent / _MIB:.3f} MiB{_in_brackets(rows[0].reason)}"
     )
 
 

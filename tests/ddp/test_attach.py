@@ -24,8 +24,6 @@ from fusedcomm.config import Config, LocalOptions
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"local": LocalOptions(codec_threads=0)}, ["codec_threads=0", "1 to 256"]),
-        ({"local": LocalOptions(codec_threads=100000)}, ["codec_threads=100000", "1 to 256"]),
         ({"local": LocalOptions(isa="sse9")}, ["sse9", "portable"]),
         ({"local": LocalOptions(sm_limit=8)}, ["sm_limit=8 is for gradients on cuda, and these are on cpu"]),
         ({"local": 8}, ["local=8", "a fusedcomm.LocalOptions(…)"]),
@@ -67,11 +65,20 @@ def test_a_copied_comm_state_does_not_forget_its_module_in_silence():
         copy.deepcopy(state).session(torch.device("cpu"))
 
 
+def test_a_comm_states_repr_is_one_line():
+    state = fusedcomm.CommState(Config("int8", sum="two-shot"), module=torch.nn.Linear(2, 2))
+    assert repr(state) == "<fusedcomm.CommState: wire int8, sum two-shot, no backward pass yet>"
+    assert repr(copy.copy(state)).endswith("sum two-shot, a copy without its module>")
+
+
 def test_an_environment_variable_out_of_range_is_named(monkeypatch):
     from fusedcomm import config
 
     monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "many")
     with pytest.raises(ValueError, match="FUSEDCOMM_CODEC_THREADS='many'"):
+        config.choose_codec_threads(None, 2)
+    monkeypatch.setenv("FUSEDCOMM_CODEC_THREADS", "1000")
+    with pytest.raises(ValueError, match="FUSEDCOMM_CODEC_THREADS=1000 is not possible: use a whole number from 1 to"):
         config.choose_codec_threads(None, 2)
     monkeypatch.setenv("FUSEDCOMM_ISA", "sse9")
     with pytest.raises(ValueError, match="FUSEDCOMM_ISA='sse9' is not known: use one of 'auto'"):

@@ -179,6 +179,31 @@ std::vector<ObservedBucket> PassObserver::take() {
   return taken;
 }
 
+ReducerNodes::ReducerNodes(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {
+  nodes_.reserve(parameters_.size());
+  for (const at::Tensor& parameter : parameters_) {
+    nodes_.push_back(torch::autograd::impl::try_get_grad_accumulator(parameter));
+  }
+}
+
+std::vector<int64_t> ReducerNodes::missing() const {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (!nodes_[i]) indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
+std::vector<int64_t> ReducerNodes::replaced() const {
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < nodes_.size(); ++i) {
+    if (nodes_[i] && torch::autograd::impl::try_get_grad_accumulator(parameters_[i]) != nodes_[i]) {
+      indices.push_back(static_cast<int64_t>(i));
+    }
+  }
+  return indices;
+}
+
 bool remove_hook(c10d::Reducer& reducer) {
 #ifdef FUSEDCOMM_REDUCER_HAS_COMM_HOOK
   auto& hook = hook_of(reducer);

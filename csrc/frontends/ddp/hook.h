@@ -2,12 +2,15 @@
 // still waits for the GIL once if torch's flight recorder is on (see submit_mutex_ in engine.h).
 #pragma once
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <utility>
 #include <vector>
 
 #include "gradients/synchroniser.h"
@@ -92,6 +95,25 @@ class DdpHook : public c10d::CppCommHookInterface<std::shared_ptr<HookSwitch>> {
  public:
   using CppCommHookInterface::CppCommHookInterface;
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override { return state_->run(bucket); }
+};
+
+// The autograd nodes at which DDP's reducer has its hooks, one for each parameter. torch gives a parameter another node
+// when it converts the parameter in place, as Module.to(dtype) does, and the reducer hears nothing of the new one.
+class ReducerNodes {
+ public:
+  explicit ReducerNodes(std::vector<at::Tensor> parameters);
+
+  // The indices of parameters that had no node, so that no reducer made before has a hook there.
+  std::vector<int64_t> missing() const;
+  // The indices of parameters that have another node now. Those that had none are not among them.
+  std::vector<int64_t> replaced() const;
+
+ private:
+  // A shared pointer of one kind or another, depending on torch's version.
+  using NodePtr = decltype(torch::autograd::impl::try_get_grad_accumulator(std::declval<const at::Tensor&>()));
+
+  const std::vector<at::Tensor> parameters_;
+  std::vector<NodePtr> nodes_;
 };
 
 // Removes a DdpHook from the reducer, which then works as without a hook: it also divides again when it copies

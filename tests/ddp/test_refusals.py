@@ -1,0 +1,111 @@
+"""What fusedcomm cannot take of a DDP module or a process group: refused by name, before a gradient is wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Gradients, integers, mean_of_integers, synchronise
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+
+SHAPE = (80, 64)
+
+
+def under_join(rank, world_size, wire):
+    """Errors under a Join that divides by the ranks that still have inputs, and gradients under the usual Join."""
+    ddp = DistributedDataParallel(Gradients(SHAPE))
+    comm = fusedcomm.attach(ddp, wire=wire, quiet=True)
+    gradients = [integers(rank, SHAPE)]
+    texts = []
+    with pytest.raises(RuntimeError) as error, Join([ddp], divide_by_initial_world_size=False):
+        for _ in range(2 + rank):  # the ranks have different numbers of inputs
+            synchronise(ddp, gradients)
+    texts.append(str(error.value))
+    comm.detach()
+    with Join([ddp], divide_by_initial_world_size=False):
+        with pytest.raises(RuntimeError) as error:
+            fusedcomm.attach(ddp, wire=wire, quiet=True)
+    texts.append(str(error.value))
+    with Join([ddp], enable=False, divide_by_initial_world_size=False):
+        comm = fusedcomm.attach(ddp, wire="fp32", quiet=True)
+        texts.append(torch.equal(synchronise(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
+    with Join([ddp]):
+        texts.append(torch.equal(synchronise(ddp, gradients)[0], mean_of_integers(world_size, SHAPE)))
+    return texts
+
+
+@pytest.mark.parametrize("wire", ["int8", "auto"])
+def test_a_join_that_divides_by_the_ranks_that_are_left_is_refused(ranks, wire):
+    for in_step, attaching, without_join, with_join in ranks.run(under_join, wire, world_size=2):
+        assert in_step == attaching and in_step.startswith("fusedcomm: Join(…, divide_by_initial_world_size=False)")
+        assert "leave the option out, or use fusedcomm.DataParallel(model)" in in_step
+        assert without_join and with_join
+
+
+class Wrapped(dist.ProcessGroup):
+    """A process group in Python that hands its calls to another one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def allreduce(self, tensors, options=None):
+        return self.inner.allreduce(tensors, options)
+
+    def broadcast(self, tensors, options):
+        return self.inner.broadcast(tensors, options)
+
+    def size(self):
+        return self.inner.size()
+
+    def getBackendName(self):
+        return "wrapped-gloo"
+
+
+def with_a_comm_state(ddp, group):
+    ddp.register_comm_hook(fusedcomm.CommState(wire="int8", process_group=group), fusedcomm.comm_hook)
+    synchronise(ddp, [torch.ones(SHAPE)])
+
+
+FRONT_ENDS = {
+    "attach": lambda ddp, group: fusedcomm.attach(ddp, wire="int8", quiet=True),
+    "auto": lambda ddp, group: fusedcomm.attach(ddp, wire="auto", quiet=True),
+    "off": lambda ddp, group: fusedcomm.attach(ddp, wire="off", quiet=True),
+    "CommState": with_a_comm_state,
+    "GradReducer": lambda ddp, group: fusedcomm.GradReducer(Gradients(SHAPE), "int8", process_group=group),
+    "DataParallel": lambda ddp, group: fusedcomm.DataParallel(Gradients(SHAPE), wire="int8", process_group=group),
+}
+
+
+def over(rank, world_size, make_group):
+    """Each front end's error over a group that torch.distributed does not know."""
+    texts = []
+    for front_end in FRONT_ENDS.values():
+        group = make_group()
+        ddp = DistributedDataParallel(Gradients(SHAPE), process_group=group, init_sync=False)
+        if not isinstance(group, Wrapped):
+            dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError) as error:
+            front_end(ddp, group)
+        texts.append(str(error.value))
+    return texts
+
+
+def written_in_python():
+    return Wrapped(dist.new_group([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("make_group", "words"),
+    [
+        (written_in_python, "is a test_refusals.Wrapped, which torch.distributed did not make"),
+        (dist.new_group, "has been destroyed, or was not made by torch.distributed"),
+    ],
+    ids=["in Python", "destroyed"],
+)
+def test_a_group_that_torch_distributed_does_not_know_is_refused_by_every_front_end(ranks, make_group, words):
+    for texts in ranks.run(over, make_group, world_size=2):
+        assert len(set(texts)) == 1, texts
+        assert texts[0].startswith(f"fusedcomm: the process group {words}. fusedcomm connects")
+        assert "new_group(), and give that one to DistributedDataParallel, GradReducer, DataParallel" in texts[0]
