@@ -31,7 +31,7 @@ def attach(
     model: nn.Module,
     config: Config | None = None,
     *,
-    wire: Wire | None = None,
+    wire: Wire | Off | None = None,
     local: LocalOptions | None = None,
     quiet: bool = False,
 ) -> "Handle | FsdpHandle": ...
@@ -53,23 +53,24 @@ def attach(
             a DistributedDataParallel module, with its parameters on cpu over a gloo group, or on one cuda device over
             an NCCL group;
             a model with modules of FSDP2 (``fully_shard``, or ``replicate`` of torch's replicate_with_fsdp), on cpu
-            over a gloo group: every such module's reduce-scatter, and the all-reduce of replicas;
+            over a gloo group, or on one cuda device over an NCCL group: every such module's reduce-scatter, and the
+            all-reduce of replicas;
             a module given to the older ``replicate`` of torch.distributed._composable, which makes a
             DistributedDataParallel inside, if need be now: parameters are named by their numbers in it;
             what ``torch.compile`` or Lightning Fabric has made of one of these.
         config: how gradients are sent: a :class:`fusedcomm.Config`, or, for DDP, a :class:`fusedcomm.Auto`, which
             searches for the fastest way in the first steps. None: ``Config()``.
-        wire: short for ``Config(wire)``. For DDP also "auto", short for ``Auto()``, which chooses DDP's own all-reduce,
-            "fp32" or "bf16" (``Auto(("fp32", "bf16", "int8"))`` may also choose int8), or "off": DDP stays as it comes,
-            without a hook, and the handle says so; for comparisons, where only this word changes.
+        wire: short for ``Config(wire)``, or "off": DDP or FSDP2 stays as it comes, and the handle says so; for
+            comparisons, where only this word changes. For DDP also "auto", short for ``Auto()``, which chooses DDP's
+            own all-reduce, "fp32" or "bf16" (``Auto(("fp32", "bf16", "int8"))`` may also choose int8).
         local: a :class:`fusedcomm.LocalOptions`: options that may differ from rank to rank. They have no effect on
             DDP's own all-reduce.
         quiet: whether rank 0 does not report the plan. Reports go through ``logging.getLogger("fusedcomm")``, and are
             printed if that has no handler (fusedcomm/log.py).
 
     Returns:
-        A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()`` and ``detach()``; for DDP also with
-        ``tuning()``, ``state_dict()``, ``load_state_dict()``, ``grad_norm()`` and ``clip_grad_norm_()``.
+        A handle with ``stats()``, ``plan()``, ``trace()``, ``nonfinite_report()``, ``state_dict()``,
+        ``load_state_dict()``, ``grad_norm()``, ``clip_grad_norm_()`` and ``detach()``; for DDP also with ``tuning()``.
 
     On cuda this compiles the kernels, which takes some seconds the first time. A training step cannot be captured into
     a CUDA graph: the hook raises RuntimeError under capture.

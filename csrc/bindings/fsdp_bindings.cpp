@@ -18,13 +18,13 @@ namespace fusedcomm {
 void bind_fsdp(pybind11::module_& m) {
   namespace py = pybind11;
   py::class_<ReduceScatter, std::shared_ptr<ReduceScatter>>(m, "ReduceScatter")
-      .def(py::init([](std::shared_ptr<Synchroniser> hook, size_t index, bool is_last,
+      .def(py::init([](std::shared_ptr<Synchroniser> hook, size_t index,
                        const std::vector<std::tuple<std::string, int64_t, int>>& row) {
              std::vector<RowPiece> pieces;
              for (const auto& [name, numel, wire] : row) pieces.push_back({name, numel, wire});
-             return std::make_shared<ReduceScatter>(std::move(hook), index, is_last, std::move(pieces));
+             return std::make_shared<ReduceScatter>(std::move(hook), index, std::move(pieces));
            }),
-           py::kw_only(), py::arg("hook"), py::arg("index"), py::arg("is_last"), py::arg("row"))
+           py::kw_only(), py::arg("hook"), py::arg("index"), py::arg("row"))
       .def_property_readonly("row_numel", &ReduceScatter::row_numel)
       .def_property_readonly("sent_nbytes", &ReduceScatter::sent_nbytes)
       .def_property_readonly("padding_numel", &ReduceScatter::padding_numel)
@@ -35,15 +35,16 @@ void bind_fsdp(pybind11::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def(
           "run",
-          [](ReduceScatter& of, const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call) {
+          [](ReduceScatter& of, const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call,
+             bool is_last) {
             FuturePtr future;
             {
               const py::gil_scoped_release no_gil;
-              future = of.run(output, input, factor, call);
+              future = of.run(output, input, factor, call, is_last);
             }
             return torch::jit::toPyObject(std::move(future));
           },
-          py::arg("output"), py::arg("input"), py::arg("factor"), py::arg("call"));
+          py::arg("output"), py::arg("input"), py::arg("factor"), py::arg("call"), py::arg("is_last"));
 }
 
 }  // namespace fusedcomm

@@ -122,6 +122,7 @@ void bind_hook(py::module_& m) {
       .def("max_over_ranks", &Synchroniser::max_over_ranks, py::arg("value"), py::arg("what"), NoGil())
       .def("begin_call", &Synchroniser::begin_call, py::arg("what"), NoGil())
       .def("end_call", &Synchroniser::end_call, py::arg("call"), py::arg("all_took_part"), NoGil())
+      .def("explain", &Synchroniser::explain, py::arg("failure"), NoGil())
       .def("adopt_names", &Synchroniser::adopt_names, py::arg("other"), NoGil())
       .def_property_readonly(
           "epilogue", [](Synchroniser& hook) -> PassEpilogue& { return hook.epilogue(); },

@@ -79,8 +79,8 @@ struct Bucket {
   // Called when the bucket is new or has other parameters than before. Throws if the front end finds that these are not
   // the gradients of its parameters. May be empty.
   std::function<void()> check;
-  // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last has no
-  // meaning, and neither norms nor loss scales nor verifications include the bucket.
+  // Whether the bucket is a sum by itself and belongs to no backward pass. Indices then have no order, is_last only
+  // ends a step of the statistics, and neither norms nor loss scales nor verifications include the bucket.
   bool is_alone = false;
   // The result is the mean × factor; see plan_bucket(). Only for a bucket that is alone.
   std::optional<double> factor;

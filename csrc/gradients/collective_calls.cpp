@@ -53,4 +53,9 @@ void Synchroniser::end_call(int64_t call, bool all_took_part) const {
   all_took_part ? engine_->board()->end(call, nullptr) : engine_->board()->withdraw(call);
 }
 
+std::string Synchroniser::explain(const std::string& failure) const {
+  const auto watch = this->watch();
+  return watch ? watch->explain(failure) : std::string();
+}
+
 }  // namespace fusedcomm

@@ -70,6 +70,9 @@ class Synchroniser {
   int64_t begin_call(const std::string& what) const;
   // If not `all_took_part`, the call counts as not made.
   void end_call(int64_t call, bool all_took_part) const;
+  // Returns what the watch knows about the other ranks after a failure outside of the engine, for people; see
+  // Watch::explain(). Empty without a watch. Waits for a roll call.
+  std::string explain(const std::string& failure) const;
   // Waits for the device where it counts non-finite elements.
   EngineStats stats() const;
 

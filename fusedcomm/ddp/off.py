@@ -5,15 +5,13 @@ import os
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm import env
-from fusedcomm.config import OFF, Config, LocalOptions, choose_stall_after
+from fusedcomm.config import Config, LocalOptions
 from fusedcomm.ddp.handle import Handle, handles, let_go, targets
 from fusedcomm.ddp.module import bucket_nbytes_caps
-from fusedcomm.ranks import agreement, groups
-from fusedcomm.ranks.peers import Peers
+from fusedcomm.session.off import agree_on_off
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.plan import Plan, predicted_rows
 from fusedcomm.session.state_dict import VERSION, check
@@ -123,15 +121,5 @@ def attach_off(
 
     Raises: `problem`, if there is one, once the other ranks have been told; and as :class:`Session`.
     """
-    group = ddp.process_group
-    groups.refuse_unknown(group)
-    store = groups.private_store(group)
-    timeout = dist.default_pg_timeout
-    record = {**agreement.versions(), "device": device.type, "world size": group.size(), "wire": OFF}
-    with contextlib.suppress(RuntimeError):  # the group has no backend for the device, which DDP itself reports
-        timeout = groups.group_timeout(group, device)
-    peers = Peers(group, store, timeout, choose_stall_after(local.stall_after, timeout.total_seconds()))
-    peers.doing("attaching: comparing its configuration with the others'")
-    agreement.agree_to_attach(peers, dist.PrefixStore("plan", store), record, problem)
-    peers.doing("in training, with wire='off'")
+    agree_on_off(ddp.process_group, device, local, problem)
     return OffHandle(ddp, parameters, device)

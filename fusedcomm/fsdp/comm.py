@@ -1,13 +1,15 @@
 """The reduce-scatter that FSDP2 calls, and what waits for it."""
 
 import collections
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from fusedcomm.fsdp.all_gather import waiting
 from fusedcomm.fsdp.modules import Sharded, ShardedParameter
 from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
 from fusedcomm.fsdp.verify import Verifier
@@ -33,7 +35,11 @@ class Pending:
         self._futures: list[torch.futures.Future] = []
 
     def add(self, future: torch.futures.Future) -> None:
-        """Call it within a backward pass, which then returns when the future is done."""
+        """Within a backward pass: it returns when the future is done. Elsewhere this waits for it: a pipeline's
+        schedule reduces when all its backward passes have ended."""
+        if torch._C._current_graph_task_id() < 0:
+            future.wait()
+            return
         # Each time: of an earlier pass that failed, futures may be left, and its callback has not run.
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         self._futures.append(future)
@@ -53,6 +59,9 @@ class FusedReduceScatter:
     Args:
         session: of the ranks over which gradients are sharded; None if there is one.
         replicas: None if no all-reduce follows.
+        index: of the module among all of the model.
+        before: the modules on the same mesh that reduce later in a backward pass, which ends with the first module, as
+            a rule the model itself.
         wire_of: the number of a parameter's wire in the reduce-scatter.
     """
 
@@ -62,11 +71,11 @@ class FusedReduceScatter:
         replicas: ReplicaSums | None,
         sharded: Sharded,
         index: int,
-        is_last: bool,
+        before: Sequence[Sharded],
         wire_of: WireOf,
     ) -> None:
         self.sharded = sharded
-        self._session, self._index, self._is_last = session, index, is_last
+        self._session, self._index, self._before = session, index, before
         self._replicas = replicas
         self._wire_of = wire_of
         # Of the parameters with these names, which are trained now: freezing one changes the rows.
@@ -106,14 +115,20 @@ class FusedReduceScatter:
         if not is_known or input_tensor.dtype not in CARRIED:
             self._say_exact(input_tensor.dtype)
             self._pending.finish()
-            return DefaultReduceScatter()(
-                output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
-            )
+            is_waited_for = self.sharded.device.type == "cpu" and not async_op
+            what = f"torch's own reduce-scatter of {self.sharded.title}"
+            with waiting(self._session, what) if is_waited_for else contextlib.nullcontext():
+                return DefaultReduceScatter()(
+                    output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+                )
         is_read_at_once = self.sharded.is_read_at_once(output_tensor)
         self._factor = factor_of(op, self._session.world_size)
         call, self.num_calls = self.num_calls, self.num_calls + 1
-        future = native.run(output_tensor, input_tensor, self._factor, call)
-        if self._verifier.is_due(self._index, call):
+        is_last = self._is_last
+        future = native.run(output_tensor, input_tensor, self._factor, call, is_last)
+        if is_last:
+            self._session.hook.step = self.num_calls
+        if self._verifier.is_due(len(self._before), call):
             self._pending.finish()
             future.wait()
             exact = torch.empty(output_tensor.numel(), device=output_tensor.device)
@@ -134,11 +149,15 @@ class FusedReduceScatter:
         factor, exact = factor_of(op, self._replicas.session.world_size), None
         if self._session is None:  # else the reduce-scatter is verified
             call, self.num_calls = self.num_calls, self.num_calls + 1
-            exact = tensor.float().clone() if self._verifier.is_due(self._index, call) else None
-        self._replicas.all_reduce(tensor, row, factor)
+            exact = tensor.float().clone() if self._verifier.is_due(len(self._before), call) else None
+        self._replicas.all_reduce(tensor, row, factor, self._is_last)
         if exact is not None:
             dist.all_reduce(exact, group=self.sharded.replicas)
             self._verifier.add(call, self.sharded.name, tensor, exact * factor)
+
+    @property
+    def _is_last(self) -> bool:
+        return not any(each.is_trained for each in self._before)
 
     def native(self) -> "_C.ReduceScatter":
         """The reduce-scatter of the parameters that are trained now."""
@@ -151,7 +170,7 @@ class FusedReduceScatter:
                 self._nonfinite += collections.Counter(self._native.nonfinite())
                 kept = self._parked | self._native.residuals()
             row = [(each.name, each.row_numel, self._wire_of(each.name, each.tensor)) for each in trained]
-            self._native = _C.ReduceScatter(hook=self._session.hook, index=self._index, is_last=self._is_last, row=row)
+            self._native = _C.ReduceScatter(hook=self._session.hook, index=self._index, row=row)
             self._native_names = names
             self._restore_rows(kept)
         return self._native
@@ -199,6 +218,7 @@ class FusedReduceScatter:
     def restore(self, rows: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> None:
         """Replaces the residuals of this module: see row_residuals() and sum_residuals()."""
         if self.keeps_row_residuals:
+            self.native()
             self._restore_rows(rows)
         if self._replicas is not None and self._replicas.session.keeps_residuals:
             own = {p.name for p in self.sharded.parameters}

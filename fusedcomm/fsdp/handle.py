@@ -1,145 +1,99 @@
 """The handle of an attachment to an FSDP2 model."""
 
 import contextlib
-import dataclasses
 import os
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import fusedcomm.fsdp.state as state
-from fusedcomm.config import Config
+from fusedcomm.fsdp.all_gather import waiting
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
-from fusedcomm.fsdp.levels import Sums
-from fusedcomm.fsdp.replicas import ReplicaSums
-from fusedcomm.fsdp.verify import Verifier
-from fusedcomm.native import _C
+from fusedcomm.fsdp.mesh import FsdpPlan, MeshSums, together
+from fusedcomm.fsdp.norm import clip, total_norm
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import NonFinite, Stats
 
 
-@dataclasses.dataclass(frozen=True)
-class ModuleRow:
-    """The gradients of one module. `numel`: of all ranks' slices, padding included. `sent_nbytes`: that a rank sends
-    in the reduce-scatter of one step; `fp32_nbytes`: with torch's own in fp32. Both are 0 without a reduce-scatter."""
-
-    module: str
-    num_parameters: int
-    numel: int
-    wires: tuple[str, ...]
-    sent_nbytes: int
-    fp32_nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class FsdpPlan:
-    """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter, in `wire`;
-    `num_replicas`: ranks of the all-reduce that follows, in `wire_of_replicas`; 1 for neither. `residual_nbytes`: of
-    this rank's error feedback in reduce-scatters."""
-
-    wire: str
-    wire_of_replicas: str
-    num_shards: int
-    num_replicas: int
-    codec: str
-    scratch_nbytes: int
-    residual_nbytes: int
-    rows: tuple[ModuleRow, ...]
-
-    def __str__(self) -> str:
-        sums = []
-        if self.num_shards > 1:
-            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
-        if self.num_replicas > 1:
-            sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
-        lines = [
-            f"fusedcomm: FSDP2: {' and '.join(sums)}, codec {self.codec}, buffers {self.scratch_nbytes / 2**20:.1f} MiB"
-        ]
-        if self.residual_nbytes:
-            lines.append(
-                f"  error feedback: each rank keeps {self.residual_nbytes / 2**20:.2f} MiB of residuals of "
-                "reduce-scatters, as many elements as the unsharded parameters that are sent with errors"
-            )
-        sent, exact = sum(row.sent_nbytes for row in self.rows), sum(row.fp32_nbytes for row in self.rows)
-        if exact:
-            lines.append(
-                f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
-            )
-        for row in self.rows:
-            lines.append(
-                f"  {row.module or '(model)'}: {row.num_parameters} parameters, {row.numel:,} elements, "
-                f"{'+'.join(row.wires)}"
-            )
-        return "\n".join(lines)
-
-
 class FsdpHandle:
-    """One attachment of fusedcomm to an FSDP2 model; made by :func:`fusedcomm.attach`."""
+    """One attachment of fusedcomm to an FSDP2 model; made by :func:`fusedcomm.attach`.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        sums: Sums,
-        session: Session | None,
-        replicas: ReplicaSums | None,
-        comms: list[FusedReduceScatter],
-        verifier: Verifier,
-    ) -> None:
-        self._model, self._config, self._sums, self._session, self._replicas = model, config, sums, session, replicas
-        self._comms, self._verifier = comms, verifier
+    With wire="off" torch reduces, as without fusedcomm: nothing is counted or traced, and the state is what was loaded.
+    """
+
+    def __init__(self, model: nn.Module, meshes: list[MeshSums]) -> None:
+        self._model = model
+        # The first mesh is that of the first module which is not left to torch: as a rule the model's own.
+        self._meshes = sorted(meshes, key=lambda mesh: mesh.is_off)
         self._attached = True
         self._pending = Pending()
-        for comm in comms:
-            comm.use(self._pending, verifier)
-            comm.sharded.module.set_custom_reduce_scatter(comm)
+        for mesh in self._meshes:
+            mesh.start(self._pending)
 
     @property
-    def _sessions(self) -> list[Session]:
-        all_reduce = None if self._replicas is None else self._replicas.session
-        return [each for each in (self._session, all_reduce) if each is not None]
+    def _comms(self) -> list[FusedReduceScatter]:
+        return [comm for mesh in self._meshes for comm in mesh.comms]
+
+    @property
+    def _is_off(self) -> bool:
+        return self._meshes[0].is_off
+
+    @property
+    def _session(self) -> Session:
+        return self._meshes[0].sessions[0]
 
     def plan(self) -> FsdpPlan:
-        """How each module's gradients are sent; printable."""
-        num_shards = 1 if self._session is None else self._session.world_size
-        return FsdpPlan(
-            wire=self._config.wire if self._sums.rows is None else self._sums.rows.wire,
-            wire_of_replicas=self._config.wire,
-            num_shards=num_shards,
-            num_replicas=1 if self._replicas is None else self._replicas.session.world_size,
-            codec=self._sessions[0].codec,
-            scratch_nbytes=sum(session.hook.scratch_nbytes for session in self._sessions),
-            residual_nbytes=sum(comm.residual_nbytes for comm in self._comms),
-            rows=tuple(self._row(comm, num_shards) for comm in self._comms),
-        )
-
-    def _row(self, comm: FusedReduceScatter, num_shards: int) -> ModuleRow:
-        trained = [p for p in comm.sharded.parameters if p.is_trained]
-        # With two sums, those of the reduce-scatter.
-        config, wire_of = self._sums.rows or self._config, self._sums.wire_of
-        numbers = [wire_of(p.name, p.tensor) for p in trained]
-        wires = ["fp32" if number == _C.EXACT_WIRE else config.numbered_wires[number] for number in numbers]
-        numel = sum(p.row_numel for p in trained)
-        return ModuleRow(
-            module=comm.sharded.name,
-            num_parameters=len(trained),
-            numel=numel * num_shards,
-            wires=tuple(dict.fromkeys(wires)),
-            sent_nbytes=0 if self._session is None else comm.native().sent_nbytes,
-            fp32_nbytes=4 * numel * (num_shards - 1),
-        )
+        """How each module's gradients are sent; printable. After detach() as before it."""
+        first, *others = self._meshes
+        return first.plan(tuple(mesh.plan() for mesh in others))
 
     def stats(self) -> Stats:
         """Counts and times of this rank since attach. A bucket is the reduce-scatter of one module; with replicate(),
-        which has none, its all-reduce."""
-        found = self._sessions[0].stats()
-        counts = found.nonfinite_by_parameter | self._nonfinite()
-        return dataclasses.replace(found, verified=self._verifier.kept, nonfinite_by_parameter=counts)
+        which has none, its all-reduce. Of modules on several meshes the counts are added up, and the times and steps
+        are those of the model's own mesh. All counts are 0 with wire="off"; `off` is True then."""
+        return together([mesh.stats() for mesh in self._meshes if mesh.is_off == self._is_off])
 
-    def _nonfinite(self) -> dict[str, int]:
-        return {name: count for comm in self._comms for name, count in comm.nonfinite().items()}
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients together, over all shards, the same on every rank: a tensor without dimensions.
+        Call it after a backward pass. torch computes it, from gradients that it reads.
 
-    def state_dict(self) -> dict:
+        Raises:
+            RuntimeError: no parameter has a gradient, as before any backward pass.
+            ValueError: the modules are on meshes of different ranks, so which ranks hold different gradients is not
+                known.
+        """
+        firsts = [mesh.comms[0].sharded for mesh in self._meshes]
+        rows = self._meshes[0].rows
+        is_watched = self._attached and rows is not None and firsts[0].device.type == "cpu"
+        with waiting(rows, "grad_norm()") if is_watched else contextlib.nullcontext():
+            return total_norm(self._model, firsts, norm_type)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients down to `max_norm` if their norm is greater, and returns the norm before: the bits of
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, which does the same.
+
+        Args:
+            error_if_nonfinite: whether a NaN or infinite norm is an error. If not, it makes the gradients NaN or 0, as
+                in torch.
+
+        Raises as :meth:`grad_norm`. Also:
+
+        Raises:
+            RuntimeError: error_if_nonfinite, and the norm is not finite.
+        """
+        norm = self.grad_norm(norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"fusedcomm: the norm of the gradients is {norm.item()}, so they cannot be clipped. To clip anyway: "
+                "error_if_nonfinite=False"
+            )
+        clip(self._model, max_norm, norm)
+        return norm
+
+    def state_dict(self, consolidated: bool = False) -> dict:
         """What error feedback has left out so far, and what numbers random roundings. A collective call, between steps.
 
         The residuals are DTensors with the placements of their parameters: the means over ranks. Save the state with
@@ -147,12 +101,16 @@ class FsdpHandle:
         given, and load it on any number of ranks. Nothing that was left out is lost; the bits of the next steps differ
         from an uninterrupted run's, because every rank then has the mean as its residual. Without error feedback
         training goes on with the same bits.
+
+        Args:
+            consolidated: whether to return whole tensors on cpu instead, the same on every rank, for a file that one
+                rank writes. Each rank then holds all residuals in fp32.
         """
         self._pending.finish()
-        return state.state_dict(self._comms)
+        return state.state_dict(self._comms, consolidated)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Replaces the state. A collective call, between steps.
+        """Replaces the state, of either form. A collective call, between steps.
 
         Raises:
             ValueError: `state_dict` is of another model, or of a configuration with other residuals.
@@ -162,30 +120,56 @@ class FsdpHandle:
 
     def nonfinite_report(self) -> list[NonFinite]:
         """NaN and Inf counts of every rank; see :meth:`fusedcomm.Handle.nonfinite_report`. With HSDP, of the ranks with
-        the shards of this rank's copy. A bucket is a module. A collective call."""
-        session = self._sessions[0]
-        if self._session is None:
-            return session.nonfinite_report()
-        module_of = {p.name: comm.sharded.name for comm in self._comms for p in comm.sharded.parameters}
+        the shards of this rank's copy. A bucket is a module. Empty with wire="off". A collective call."""
+        if self._is_off:
+            return []
         rank = dist.get_rank()
-        own = [NonFinite(rank, module_of[name], name, count) for name, count in self._nonfinite().items()]
-        return session.everybodys(own)
+        module_of = {p.name: comm.sharded.name for comm in self._comms for p in comm.sharded.parameters}
+        own = [
+            NonFinite(rank, module_of[name], name, count)
+            for mesh in self._meshes
+            for name, count in mesh.stats().nonfinite_by_parameter.items()
+        ]
+        return self._session.everybodys(own)
 
     def trace(self, path: str | os.PathLike, all_ranks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Records when each stage ran, of what :meth:`stats` counts. See :meth:`fusedcomm.Handle.trace`."""
+        """Records when each stage ran, of the modules on the model's own mesh. See :meth:`fusedcomm.Handle.trace`."""
         if not self._attached:
             raise RuntimeError("fusedcomm: this handle is detached, so there is nothing to trace: attach again")
-        return self._sessions[0].recorder.record(path, all_ranks, self._model)
+        if self._is_off:
+            raise RuntimeError(
+                "fusedcomm: wire='off' leaves the sums to torch, so fusedcomm has nothing to trace. Use "
+                "torch.profiler, or attach with the wire that you want to trace, wire='bf16' for example"
+            )
+        return self._session.recorder.record(path, all_ranks, self._model)
 
     def detach(self) -> None:
         """Stops the engines and restores torch's own collectives. Call it on every rank between steps. Idempotent."""
         if not self._attached:
             return
         self._attached = False
-        for comm in self._comms:
-            comm.sharded.restore()
-        for session in self._sessions:
-            session.stop("fusedcomm was detached")
+        for mesh in self._meshes:
+            mesh.stop("fusedcomm was detached")
+
+    def __repr__(self) -> str:
+        """One line, which waits for nothing: ``<fusedcomm.FsdpHandle: wire int8, 2 ranks, 5 modules, 10 steps>``."""
+        if not self._attached:
+            return "<fusedcomm.FsdpHandle: detached>"
+        first = self._meshes[0]
+        shards, replicas = first.num_shards, first.num_replicas
+        ranks = f"{shards * replicas} ranks"
+        if replicas > 1:
+            ranks += f" ({shards} shards × {replicas} replicas)" if shards > 1 else f" ({replicas} replicas)"
+        ranks += f", {len(self._meshes)} meshes" if len(self._meshes) > 1 else ""
+        how = "off, torch's own sums" if self._is_off else f"wire {first.config.wire}"
+        steps = "" if self._is_off else f", {first.num_steps} steps"
+        return f"<fusedcomm.FsdpHandle: {how}, {ranks}, {len(self._comms)} modules{steps}>"
+
+    def __str__(self) -> str:
+        """How gradients are sent now, in one line, and the statistics as a table."""
+        if not self._attached:
+            return repr(self)
+        return f"fusedcomm: {self.plan().headline}\n{self.stats()}"
 
     def __enter__(self) -> "FsdpHandle":
         return self

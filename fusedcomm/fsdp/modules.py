@@ -11,16 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """A module with parameters that FSDP2 shards. `name`: in the model; empty for the model itself."""
+    """Parameters that FSDP2 reduces together: those of one module, or of several that were given to fully_shard as a
+    list. A module with parameters on several meshes has one of these for each.
 
-    module: FSDPModule
+    `name`: of the module in the model, of several the first; empty for the model itself. With a number if the module
+    has several of these.
+    """
+
     name: str
     group: Any
     parameters: tuple["ShardedParameter", ...]
@@ -66,8 +71,23 @@ class Sharded:
         """Whether an all-reduce follows: HSDP, and replicate()."""
         return isinstance(self.group.mesh_info, DDPMeshInfo)
 
-    def restore(self) -> None:
-        self.module.set_custom_reduce_scatter(DefaultReduceScatter())
+    @property
+    def title(self) -> str:
+        """What people read: a name is never empty here."""
+        return self.name or "(model)"
+
+    @property
+    def is_trained(self) -> bool:
+        return any(each.is_trained for each in self.parameters)
+
+    def use(self, reduce_scatter: ReduceScatter, all_gather: AllGather) -> None:
+        # As set_custom_reduce_scatter() and set_custom_all_gather() do, which refuse a module with several groups.
+        self.group._reduce_scatter_comm, self.group._all_gather_comm = reduce_scatter, all_gather
+
+    @property
+    def all_gather(self) -> AllGather:
+        """What gathers the parameters: torch's own, unless the user has replaced it."""
+        return self.group._all_gather_comm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +120,24 @@ class ShardedParameter:
         )
 
     def row(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, with zeros as padding: fp32 [row_numel]. whole: from dtensor(), perhaps loaded since."""
-        local = whole.to_local() if isinstance(whole, DTensor) else whole
+        """This rank's slice, with zeros as padding: fp32 [row_numel]. whole: from dtensor(), perhaps loaded since, or
+        the whole tensor."""
+        if not isinstance(whole, DTensor):
+            like = self.tensor
+            whole = distribute_tensor(
+                whole.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
+            )
+        local = whole.to_local()
         row = torch.zeros(self.row_numel, device=local.device)
         row[: local.numel()] = local.detach().float().flatten()
         return row
 
 
 def sharded_modules(model: nn.Module) -> tuple[list[Sharded], ValueError | None]:
-    """The model's modules with a parameter group, in the order of model.modules(), and why one's reduce-scatter cannot
-    be replaced: it has parameter groups on several meshes, or its reduce-scatter has been replaced already."""
+    """The model's parameter groups, in the order of model.modules(), and why a reduce-scatter cannot be replaced: it
+    has been replaced already."""
     found: list[Sharded] = []
+    seen: set[int] = set()
     problem = None
     modules = {id(module): (index, name) for index, (name, module) in enumerate(model.named_modules())}
     for name, module in model.named_modules():
@@ -120,14 +147,13 @@ def sharded_modules(model: nn.Module) -> tuple[list[Sharded], ValueError | None]
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-        if len(groups) > 1:
-            problem = problem or ValueError(
-                f"fusedcomm: {name or 'the model'} has {len(groups)} parameter groups, on meshes of their own, and "
-                "torch allows no other reduce-scatter there: call fully_shard on the modules of each mesh alone"
-            )
-        for group in groups:
+        for number, group in enumerate(groups):
+            if id(group) in seen:  # of a module before, which was given to fully_shard together with this one
+                continue
+            seen.add(id(group))
             parameters = tuple(ShardedParameter(_name_of(each, modules), each) for each in group.fsdp_params)
-            sharded = Sharded(module, name, group, parameters)
+            own_name = name if len(groups) == 1 else f"{name or 'model'} [{number}]"
+            sharded = Sharded(own_name, group, parameters)
             if sharded.has_own_comm:
                 problem = problem or ValueError(
                     f"fusedcomm: the reduce-scatter of {name or 'the model'} is "

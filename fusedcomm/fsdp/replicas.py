@@ -54,10 +54,12 @@ class ReplicaSums:
         """The number of a parameter's wire."""
         return self._wires[name]
 
-    def all_reduce(self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float) -> None:
+    def all_reduce(self, tensor: torch.Tensor, row: list[tuple[str, int]], factor: float, is_last: bool) -> None:
         """Replaces `tensor`, which has the gradients of `row`, one after another, by the sum × factor. Waits.
 
-        row: names and numels.
+        Args:
+            row: names and numels.
+            is_last: whether no other module's all-reduce follows in the backward pass.
         """
         names, parts, begin = [], [], 0
         for name, numel in row:
@@ -68,4 +70,5 @@ class ReplicaSums:
         if not names:
             return
         factor *= self.session.world_size
-        self._sum.run(names=names, tensors=parts, factor=factor).wait()  # on cuda only the current stream waits
+        sum_ = self._sum.run(names=names, tensors=parts, factor=factor, ends_step=is_last)
+        sum_.wait()  # on cuda only the current stream waits

@@ -17,12 +17,18 @@ from fusedcomm.fsdp.comm import FusedReduceScatter
 VERSION = 1
 
 
-def state_dict(comms: list[FusedReduceScatter]) -> dict[str, Any]:
+def state_dict(comms: list[FusedReduceScatter], consolidated: bool) -> dict[str, Any]:
     """See :meth:`fusedcomm.fsdp.handle.FsdpHandle.state_dict`. A collective call."""
+    residuals: dict[str, torch.Tensor] = {}
+    # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        for comm in comms:
+            for name, mean in _means(comm).items():
+                residuals[name] = mean.full_tensor().cpu() if consolidated else mean
     return {
         "version": VERSION,
-        "calls": {comm.sharded.name or "(model)": comm.num_calls for comm in comms},
-        "residuals": {name: mean for comm in comms for name, mean in _means(comm).items()},
+        "calls": {comm.sharded.title: comm.num_calls for comm in comms},
+        "residuals": residuals,
     }
 
 
@@ -30,16 +36,17 @@ def load_state_dict(comms: list[FusedReduceScatter], state: dict[str, Any]) -> N
     """See :meth:`fusedcomm.fsdp.handle.FsdpHandle.load_state_dict`. A collective call."""
     _check(comms, state)
     residuals = state["residuals"]
-    for comm in comms:
-        comm.num_calls = state["calls"][comm.sharded.name or "(model)"]
-        own = {p.name: p.row(residuals[p.name]) for p in comm.with_residuals()}
-        if not own:
-            continue
-        if comm.keeps_row_residuals:
-            group = comm.sharded.process_group
-            comm.restore({name: _rows(row, group) for name, row in own.items()}, {})
-        else:
-            comm.restore({}, own)
+    with torch.inference_mode(False), torch.no_grad():
+        for comm in comms:
+            comm.num_calls = state["calls"][comm.sharded.title]
+            own = {p.name: p.row(residuals[p.name]) for p in comm.with_residuals()}
+            if not own:
+                continue
+            if comm.keeps_row_residuals:
+                group = comm.sharded.process_group
+                comm.restore({name: _rows(row, group) for name, row in own.items()}, {})
+            else:
+                comm.restore({}, own)
 
 
 def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
@@ -77,7 +84,7 @@ def _check(comms: list[FusedReduceScatter], state: dict[str, Any]) -> None:
         raise ValueError(f"fusedcomm: this state has no {sorted(missing)}: give what state_dict() has returned")
     if state["version"] != VERSION:
         raise ValueError(f"fusedcomm: this state has version {state['version']}, and this is for version {VERSION}")
-    names = {comm.sharded.name or "(model)" for comm in comms}
+    names = {comm.sharded.title for comm in comms}
     if names != state["calls"].keys():
         different = sorted(names ^ state["calls"].keys())
         raise ValueError(

@@ -3,6 +3,7 @@
 Importing this module imports no Accelerate: it uses the Accelerator that it is given.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     import accelerate
 
     from fusedcomm.fsdp.handle import FsdpHandle
+
+
+ASKED_FOR_FSDP = (
+    "Accelerate was asked for FSDP and has made a DistributedDataParallel, as it does on CPU: there it leaves out "
+    "fsdp_plugin= and ACCELERATE_USE_FSDP"
+)
 
 
 class CheckpointedState:
@@ -55,11 +62,18 @@ def attach(
 
     Raises:
         TypeError: ``prepare`` has not wrapped the model.
+        ValueError: every_rank=True, and the model is sharded by FSDP2.
         RuntimeError: this version of Accelerate has no ``register_for_checkpointing``. Also as
             :func:`fusedcomm.attach`.
     """
     need(accelerator, ("num_processes", "register_for_checkpointing"), "Accelerate", "Accelerate 1.15")
     attachment = Attachment(config, wire=wire, local=local, quiet=quiet, every_rank=every_rank)
-    attachment.attach(model, accelerator.num_processes, "Accelerate does with model = accelerator.prepare(model)")
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # set by fsdp_plugin=, too
+    attachment.attach(
+        model,
+        accelerator.num_processes,
+        "Accelerate does with model = accelerator.prepare(model)",
+        asked_for_fsdp=ASKED_FOR_FSDP if asked else "",
+    )
     accelerator.register_for_checkpointing(CheckpointedState(attachment))
     return attachment.handle

@@ -28,7 +28,7 @@ class Attachment:
         config, wire, local, quiet: as for :func:`fusedcomm.attach`.
         every_rank: what :meth:`state_dict` returns with error feedback. False: the mean of the residuals, which any
             number of ranks can load. True: every rank's, with which training goes on bit by bit; the file then has the
-            size of a model in fp32 for each rank.
+            size of a model in fp32 for each rank. FSDP2 has the mean alone, and refuses True.
     """
 
     def __init__(
@@ -46,17 +46,22 @@ class Attachment:
         self._loaded: dict | None = None  # a state to load once there is a handle
         self.handle: Handle | FsdpHandle | None = None
 
-    def attach(self, model: nn.Module, world_size: int, how: str) -> None:
+    def attach(self, model: nn.Module, world_size: int, how: str, *, asked_for_fsdp: str = "") -> None:
         """Attaches to the model that the trainer has wrapped, and loads the state that it has restored.
 
         Args:
             world_size: the trainer's number of ranks. With one rank and no DDP there is nothing to send: this is
                 reported, and nothing is attached.
             how: how to have the trainer wrap the model, for errors.
+            asked_for_fsdp: how the trainer was asked for FSDP, and when it uses DDP instead without a word; empty if it
+                was not asked. If it has used DDP, this warns.
+
+        Raises:
+            ValueError: every_rank=True, and the model is sharded by FSDP2. Also as :func:`fusedcomm.attach`.
         """
         self.detach()
         inner = unwrapped(model)
-        group = getattr(inner, "process_group", None)  # DDP's; FSDP2's handles have no state
+        group = getattr(inner, "process_group", None)  # DDP's
         if group is None and world_size == 1:
             self._loaded = None
             quiet = self._options["quiet"]
@@ -67,6 +72,16 @@ class Attachment:
         except TypeError as error:
             raise TypeError(f"{error}. {how}") from error
         self._group = group
+        if self._every_rank and not isinstance(self.handle, Handle):
+            self.detach()
+            raise ValueError(
+                "fusedcomm: every_rank=True is not possible with FSDP2, whose state is the mean of the ranks' "
+                "residuals: leave it out"
+            )
+        if asked_for_fsdp and isinstance(self.handle, Handle):
+            warnings.warn(
+                f"fusedcomm: {asked_for_fsdp}. The model is not sharded, and fusedcomm is attached to DDP", stacklevel=3
+            )
         if self._loaded is not None:
             state, self._loaded = self._loaded, None
             self.load_state_dict(state)
@@ -78,12 +93,14 @@ class Attachment:
         self.handle = self._group = None
 
     def state_dict(self) -> dict:
-        """The state for a checkpoint that one file holds; empty if nothing is attached or the handle has no state.
+        """The state for a checkpoint that one file holds; empty if nothing is attached.
 
         With error feedback a collective call. Rank 0's state is complete; save that one.
         """
-        if self.handle is None or not hasattr(self.handle, "state_dict"):
+        if self.handle is None:
             return {}
+        if not isinstance(self.handle, Handle):
+            return self.handle.state_dict(consolidated=True)
         mine = self.own_state()
         if mine["error_feedback"] is None:
             return mine
@@ -94,10 +111,8 @@ class Attachment:
         return {RANKS: everybodys or [mine]}
 
     def own_state(self) -> dict:
-        """This rank's state, without a collective; empty as :meth:`state_dict`."""
-        if self.handle is None or not hasattr(self.handle, "state_dict"):
-            return {}
-        return self.handle.state_dict()
+        """With DDP this rank's state, without a collective; empty if nothing is attached."""
+        return {} if self.handle is None else self.handle.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Loads what :meth:`state_dict` returned on rank 0. Before :meth:`attach` it only keeps `state`.
@@ -108,14 +123,15 @@ class Attachment:
             self._loaded = state
         elif not state:
             pass
-        elif not hasattr(self.handle, "load_state_dict"):
+        elif is_of_fsdp2(state) == isinstance(self.handle, Handle):
+            saved, found = ("FSDP2", "DDP") if is_of_fsdp2(state) else ("DDP", "FSDP2")
             warnings.warn(
-                "fusedcomm: the checkpoint has the state of an attachment to DDP, which FSDP2 cannot use: it is left "
-                "out. At most the rounding of one step is lost",
+                f"fusedcomm: the checkpoint has the state of an attachment to {saved}, which {found} cannot use: it is "
+                "left out. At most the rounding of one step is lost",
                 stacklevel=2,
             )
         else:
-            self.handle.load_state_dict(self._for_this_rank(state))
+            self.handle.load_state_dict(state if is_of_fsdp2(state) else self._for_this_rank(state))
 
     def _for_this_rank(self, state: dict) -> dict:
         """Of `state`, what this rank loads."""
@@ -133,6 +149,11 @@ class Attachment:
             state = mean_of(saved)
         # Counts of NaN and Inf are one rank's, and rank 0 has saved them.
         return state if rank == 0 else {**state, "nonfinite": {}}
+
+
+def is_of_fsdp2(state: dict) -> bool:
+    """Whether a saved state is that of an attachment to FSDP2. It is the same on every rank."""
+    return "calls" in state
 
 
 def mean_of(states: list[dict]) -> dict:

@@ -57,7 +57,10 @@ class FusedCommCallback(pl.Callback):
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         need(trainer, ("strategy", "world_size"), _NAME, _TESTED)
         need(trainer.strategy, ("model",), _NAME, _TESTED)
-        how = f'Lightning wraps it with Trainer(strategy="ddp"), and this strategy is {type(trainer.strategy).__name__}'
+        how = (
+            'Lightning wraps it with Trainer(strategy="ddp"), or with ModelParallelStrategy and fully_shard() in '
+            f"configure_model(), and this strategy is {type(trainer.strategy).__name__}"
+        )
         self._attachment.attach(trainer.strategy.model, trainer.world_size, how)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:

@@ -15,6 +15,7 @@ from fusedcomm import files
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
 from fusedcomm.ddp.handle import Handle
+from fusedcomm.integrations.accelerate import ASKED_FOR_FSDP
 from fusedcomm.integrations.attachment import RANKS, Attachment, need
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 _TESTED = "Transformers 5.24"
 _NAME = f"Transformers {transformers.__version__}"
-_FILE = "fusedcomm_{rank}.pt"
+# With DDP one file for each rank; with FSDP2 one for all, which is the same whatever their number.
+_FILE, _FILE_OF_ALL = "fusedcomm_{rank}.pt", "fusedcomm.pt"
 _HOW = "Transformers wraps it when the script runs under torchrun"
 
 
@@ -35,7 +37,7 @@ class FusedCommCallback(transformers.TrainerCallback):
         config, wire, local, quiet: as for :func:`fusedcomm.attach`.
 
     The attribute `handle` is what :func:`fusedcomm.attach` has returned; None outside training. A checkpoint's folder
-    has one file for each rank, ``fusedcomm_0.pt`` and so on.
+    has one file for each rank, ``fusedcomm_0.pt`` and so on; with FSDP2 ``fusedcomm.pt`` alone.
 
     Raises:
         RuntimeError: this version of Transformers lacks something that is needed.
@@ -70,15 +72,18 @@ class FusedCommCallback(transformers.TrainerCallback):
         trainer = self._trainer()
         if self._resumed_from is not None:
             self._attachment.load_state_dict(_saved_in(Path(self._resumed_from), args))
-        self._attachment.attach(trainer.model_wrapped, args.world_size, _HOW)
+        asked = ASKED_FOR_FSDP if getattr(args, "fsdp", None) else ""
+        self._attachment.attach(trainer.model_wrapped, args.world_size, _HOW, asked_for_fsdp=asked)
 
     def on_save(self, args, state, control, **_) -> None:
-        own = self._attachment.own_state()
-        if own:
+        is_of_all = not isinstance(self.handle, Handle)
+        saved = self._attachment.state_dict() if is_of_all else self._attachment.own_state()
+        if saved and (args.should_save or not is_of_all):
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)  # on a host without rank 0, and without a shared file system
-            with files.replacing(folder / _FILE.format(rank=args.process_index)) as file:
-                torch.save(own, file)
+            name = _FILE_OF_ALL if is_of_all else _FILE.format(rank=args.process_index)
+            with files.replacing(folder / name) as file:
+                torch.save(saved, file)
 
     def on_train_end(self, args, state, control, **_) -> None:
         self._attachment.detach()
@@ -104,7 +109,11 @@ def _see_training(trainer: "transformers.Trainer", callback: FusedCommCallback) 
 
 
 def _saved_in(folder: Path, args: "transformers.TrainingArguments") -> dict:
-    """This rank's state in a checkpoint's folder; after a change of the number of ranks every rank's; else empty."""
+    """The state of all ranks in a checkpoint's folder, or this rank's; after a change of the number of ranks every
+    rank's; else empty."""
+    of_all = folder / _FILE_OF_ALL
+    if of_all.exists():
+        return torch.load(of_all, map_location="cpu", weights_only=True)
     own = folder / _FILE.format(rank=args.process_index)
     states = [torch.load(own, map_location="cpu", weights_only=True)] if own.exists() else []
     if not states or states[0]["world_size"] != args.world_size:

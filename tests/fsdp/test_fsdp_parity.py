@@ -93,8 +93,16 @@ def _bf16(**policy) -> nn.Module:
     return shard(Model(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, **policy))
 
 
+def _listed() -> nn.Module:
+    """Two modules given to fully_shard together, as Accelerate does with the last norm and the head."""
+    model = Model()
+    fully_shard([model.spare, model.head])
+    return shard(model)
+
+
 MODELS = {
     "plain": lambda n: shard(Model()),
+    "a list of modules": lambda n: _listed(),
     "one group": lambda n: fully_shard(Model()),
     "tied": lambda n: fully_shard(Model(tied=True)),
     "checkpointed": lambda n: shard(Model(checkpointed=True)),

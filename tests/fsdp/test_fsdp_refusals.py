@@ -8,14 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocReduceScatter
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fusedcomm
-
-TAKES_SEVERAL_GROUPS = hasattr(_fsdp_common, "ShardPlacementResult")  # of parameters in a module: from torch 2.12 on
 
 
 def _model() -> nn.Module:
@@ -28,7 +24,7 @@ def _options(rank, world_size):
     for options, text in [
         ({"wire": "auto"}, "one wire from the start"),
         ({"config": fusedcomm.Auto()}, "one wire from the start"),
-        ({"wire": "off"}, "leave attach"),
+        ({"config": fusedcomm.Config("int8"), "wire": "off"}, "both say what is sent"),
         ({"config": fusedcomm.Config("int8", sum="one-shot")}, "sum='one-shot' is not possible with FSDP2"),
         ({"config": fusedcomm.Config("int8", feedback=fusedcomm.Feedback())}, r"Feedback\(unsharded=True\)"),
         ({"config": fusedcomm.Config("int8", checks=fusedcomm.Checks(measure_every=2))}, "checks"),
@@ -119,29 +115,6 @@ def _raised(attach, *args, **options) -> str:
 def _plain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
-def _meshes(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    apart = _plain()
-    fully_shard(apart[0], mesh=mesh["a"])
-    fully_shard(apart[1], mesh=mesh["b"])
-    if not TAKES_SEVERAL_GROUPS:
-        return _raised(fusedcomm.attach, apart, wire="bf16"), None
-    biases = _fsdp_common.FSDPMeshInfo(mesh["b"], 0)
-    several = fully_shard(
-        _plain(),
-        mesh=mesh["a"],
-        shard_placement_fn=lambda p: _fsdp_common.ShardPlacementResult(Shard(0), biases) if p.ndim == 1 else Shard(0),
-    )
-    return _raised(fusedcomm.attach, apart, wire="bf16"), _raised(fusedcomm.attach, several, wire="bf16")
-
-
-def test_parameters_on_several_meshes_are_refused(ranks):
-    for apart, several in ranks.run(_meshes, world_size=4):
-        assert apart.startswith("ValueError: fusedcomm: the modules of this model are sharded over different meshes")
-        if TAKES_SEVERAL_GROUPS:
-            assert several.startswith("ValueError: fusedcomm: the model has 2 parameter groups, on meshes of their own")
 
 
 def _own_comm(rank, world_size, rank_with):

@@ -3,11 +3,13 @@
 import logging
 import subprocess
 import sys
+import tempfile
 import types
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
@@ -145,6 +147,49 @@ def test_states_of_every_rank_are_loaded_as_their_mean_on_another_number(ranks):
     assert same_residuals(state, mean_of(saved["ranks"]))
     with pytest.raises(AssertionError, match="has the state of 1 of 2 ranks, and not that of rank 0 of 1"):
         ranks.run(loaded_alone, {"ranks": saved["ranks"][1:]}, world_size=1)
+
+
+def states_of_fsdp2(rank, world_size):
+    """What an attachment to FSDP2 saves and has after loading it; then what DDP and FSDP2 say about each other's."""
+    config = Config("int8", feedback=Feedback(unsharded=True), wires={"1d": "int8"})
+    model = fully_shard(nn.Linear(64, 64))
+    attachment = Attachment(config)
+    attachment.attach(model, world_size, "")
+    step(model, rank)
+    saved = attachment.state_dict()
+    with tempfile.TemporaryFile() as file:  # a trainer's
+        torch.save(saved, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    attachment.detach()
+    again = Attachment(config)
+    again.load_state_dict(saved)
+    again.attach(model, world_size, "")
+    loaded = again.state_dict()
+    ddp = Attachment(FEEDBACK)
+    ddp.attach(DistributedDataParallel(nn.Linear(64, 64)), world_size, "", asked_for_fsdp="")
+    with pytest.warns(UserWarning, match="an attachment to DDP, which FSDP2 cannot use"):
+        again.load_state_dict(ddp.state_dict())
+    with pytest.warns(UserWarning, match="an attachment to FSDP2, which DDP cannot use"):
+        ddp.load_state_dict(saved)
+    again.detach()
+    with pytest.raises(ValueError, match="every_rank=True is not possible with FSDP2"):
+        Attachment(config, every_rank=True).attach(model, world_size, "")
+    with pytest.warns(
+        UserWarning, match="fusedcomm: somebody asked. The model is not sharded, and fusedcomm is attach"
+    ):
+        Attachment(FEEDBACK).attach(
+            DistributedDataParallel(nn.Linear(64, 64)), world_size, "", asked_for_fsdp="somebody asked"
+        )
+    fusedcomm.attach(model, wire="bf16").detach()  # nothing was left attached
+    return same_residuals(saved, loaded), saved["residuals"]["weight"].abs().sum().item(), loaded["calls"]
+
+
+def test_an_attachment_to_fsdp2_is_saved_in_one_file_and_loaded(ranks):
+    one, other = ranks.run(states_of_fsdp2, world_size=2)
+    assert one == other
+    is_same, left_out, calls = one
+    assert is_same and left_out > 0 and calls == {"(model)": 1}
 
 
 def test_the_handle_is_the_one_of_attach(ranks):

@@ -42,11 +42,8 @@ void for_segment(const Row& row, const BucketPlan& plan, size_t payload, bool ex
 
 }  // namespace
 
-ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, bool is_last, Row row)
-    : synchroniser_(std::move(synchroniser)),
-      index_(index),
-      is_last_(is_last),
-      row_(std::make_shared<const Row>(std::move(row))) {
+ReduceScatter::ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, Row row)
+    : synchroniser_(std::move(synchroniser)), index_(index), row_(std::make_shared<const Row>(std::move(row))) {
   std::vector<std::string> names;
   for (const RowPiece& piece : *row_) {
     names.push_back(piece.name);
@@ -252,7 +249,8 @@ std::vector<Payload> ReduceScatter::payloads_of(const at::Tensor& output, const 
   return payloads;
 }
 
-FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call) {
+FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call,
+                             bool is_last) {
   Engine& engine = synchroniser_->engine();
   const int64_t numel = engine.world_size() * row_numel_;
   const c10::Device device = synchroniser_->grad_device();
@@ -271,7 +269,7 @@ FuturePtr ReduceScatter::run(const at::Tensor& output, const at::Tensor& input, 
   auto job = std::make_shared<BucketJob>();
   job->plan = plan;
   job->label = label_;
-  job->is_last = is_last_;
+  job->is_last = is_last;
   job->grad_nbytes = static_cast<int64_t>(input.nbytes());
   job->step = call;
   job->owner = std::make_shared<std::tuple<at::Tensor, at::Tensor, decltype(residuals_)>>(output, input, residuals_);

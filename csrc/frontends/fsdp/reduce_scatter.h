@@ -32,9 +32,8 @@ using Row = std::vector<RowPiece>;
 
 class ReduceScatter {
  public:
-  // index: of the module among those of the synchroniser, the same on every rank. is_last: whether no other module's
-  // reduce-scatter follows in a backward pass.
-  ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, bool is_last, Row row);
+  // index: of the module among those of the synchroniser, the same on every rank.
+  ReduceScatter(std::shared_ptr<Synchroniser> synchroniser, size_t index, Row row);
 
   int64_t row_numel() const { return row_numel_; }
   // That this rank sends in a call.
@@ -58,7 +57,8 @@ class ReduceScatter {
   // on the synchroniser's device, and must live until the future is done; on an accelerator, until the work of the
   // stream that has waited for it is. Every rank must make the same calls in the same order.
   // call: the number of earlier ones; it numbers the noise of stochastic rounding.
-  FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call);
+  // is_last: whether no other module's reduce-scatter follows in the backward pass.
+  FuturePtr run(const at::Tensor& output, const at::Tensor& input, double factor, uint32_t call, bool is_last);
 
  private:
   // The slices of one payload, in elements from the begin of the input or the output, and the piece of the row that
@@ -90,7 +90,6 @@ class ReduceScatter {
 
   const std::shared_ptr<Synchroniser> synchroniser_;
   const size_t index_;
-  const bool is_last_;
   const std::shared_ptr<const Row> row_;  // jobs share it
   int64_t row_numel_ = 0, padding_numel_ = 0;
   std::shared_ptr<const BucketLabel> label_;

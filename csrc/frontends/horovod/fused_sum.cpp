@@ -25,11 +25,11 @@ void check(const std::vector<std::string>& names, const std::vector<at::Tensor>&
 }  // namespace
 
 FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                        IsVoid is_void, Done done) {
+                        IsVoid is_void, Done done, bool ends_step) {
   check(names, tensors);
   auto gradients = std::make_shared<const Gradients>(tensors);
   if (!synchroniser_->engine().config().feedback) {
-    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(done));
+    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(done), ends_step);
   }
   under_way_->begin(names);
   Done ended = [names, done = std::move(done), under_way = under_way_](std::exception_ptr error) {
@@ -37,7 +37,7 @@ FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector
     done(std::move(error));
   };
   try {
-    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(ended));
+    return begin(names, std::move(gradients), factor, std::move(is_void), std::move(ended), ends_step);
   } catch (...) {
     under_way_->end(names);
     throw;
@@ -45,12 +45,12 @@ FuturePtr FusedSum::run(const std::vector<std::string>& names, const std::vector
 }
 
 FuturePtr FusedSum::begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
-                          Done done) {
+                          Done done, bool ends_step) {
   std::vector<at::Tensor> parameters;
   parameters.reserve(names.size());
   for (size_t i = 0; i < names.size(); ++i) parameters.push_back(parameter(names[i], gradients->tensors()[i]));
   const size_t index = index_of(parameters, factor);
-  Bucket bucket(index, /*is_last_of_pass=*/false, std::move(parameters), std::move(gradients));
+  Bucket bucket(index, /*is_last_of_pass=*/ends_step, std::move(parameters), std::move(gradients));
   bucket.is_alone = true;
   bucket.factor = factor;
   bucket.is_void = std::move(is_void);

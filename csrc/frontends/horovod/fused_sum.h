@@ -42,12 +42,13 @@ class FusedSum {
   //   residuals end as they were. May be empty. Only on CPU.
   // done: called once, without the GIL, on a thread of the engine or on this one: with an error, or with null. On an
   //   accelerator the sum has then been enqueued.
+  // ends_step: whether the statistics count a step with this sum.
   //
   // Returns the future of the sum: on an accelerator, a stream that waits for it has the sum.
   //
   // Throws ValueError if the tensors are not as said above.
   FuturePtr run(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors, double factor,
-                IsVoid is_void, Done done);
+                IsVoid is_void, Done done, bool ends_step = false);
 
   const std::shared_ptr<Synchroniser>& synchroniser() const { return synchroniser_; }
 
@@ -55,7 +56,7 @@ class FusedSum {
   using Names = std::unordered_map<std::string, at::Tensor>;
 
   FuturePtr begin(const std::vector<std::string>& names, GradientsPtr gradients, double factor, IsVoid is_void,
-                  Done done);
+                  Done done, bool ends_step);
   // A tensor without memory that stands for the parameter of this name.
   const at::Tensor& parameter(const std::string& name, const at::Tensor& like);
   // The index of the record of these parameters, which stays the same while they come together.

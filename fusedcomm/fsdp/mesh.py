@@ -1,0 +1,273 @@
+"""The sums of the modules that are on one mesh: their sessions, what sends them, and what is told of them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from fusedcomm.config import Config, LocalOptions
+from fusedcomm.fsdp.all_gather import WatchedAllGather
+from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
+from fusedcomm.fsdp.levels import Sums, check_names
+from fusedcomm.fsdp.modules import Sharded
+from fusedcomm.fsdp.replicas import ReplicaSums
+from fusedcomm.fsdp.verify import Verifier
+from fusedcomm.native import _C
+from fusedcomm.session.session import Session
+from fusedcomm.session.stats import Stats, uncounted
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRow:
+    """The gradients of one module. `numel`: of all ranks' slices, padding included. `sent_nbytes`: that a rank sends
+    in the reduce-scatter of one step; `fp32_nbytes`: with torch's own in fp32. Both are 0 without a reduce-scatter.
+    `wires`: empty where torch reduces."""
+
+    module: str
+    num_parameters: int
+    numel: int
+    wires: tuple[str, ...]
+    sent_nbytes: int
+    fp32_nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpPlan:
+    """How gradients are sent; ``str(plan)`` is what rank 0 prints. `num_shards`: ranks of a reduce-scatter, in `wire`;
+    `num_replicas`: ranks of the all-reduce that follows, in `wire_of_replicas`; 1 for neither. `residual_nbytes`: of
+    this rank's error feedback in reduce-scatters. `off`: whether torch reduces, as it does without fusedcomm; `wire` is
+    then "off", too. `others`: plans of modules on further meshes."""
+
+    wire: str
+    wire_of_replicas: str
+    num_shards: int
+    num_replicas: int
+    codec: str
+    scratch_nbytes: int
+    residual_nbytes: int
+    rows: tuple[ModuleRow, ...]
+    off: bool = False
+    others: tuple["FsdpPlan", ...] = ()
+
+    @property
+    def headline(self) -> str:
+        sums = []
+        if self.num_shards > 1:
+            sums.append(f"reduce-scatters in {self.wire} over {self.num_shards} ranks")
+        if self.num_replicas > 1:
+            sums.append(f"all-reduces in {self.wire_of_replicas} over {self.num_replicas} replicas")
+        if self.off:
+            ranks = self.num_shards * self.num_replicas
+            how = "one rank, which sends no gradients" if ranks == 1 else f"torch's own sums over {ranks} ranks"
+            return f"FSDP2: off, {how}"
+        return f"FSDP2: {' and '.join(sums)}, codec {self.codec}, buffers {self.scratch_nbytes / 2**20:.1f} MiB"
+
+    def __str__(self) -> str:
+        lines = [f"fusedcomm: {self.headline}"]
+        if self.residual_nbytes:
+            lines.append(
+                f"  error feedback: each rank keeps {self.residual_nbytes / 2**20:.2f} MiB of residuals of "
+                "reduce-scatters, as many elements as the unsharded parameters that are sent with errors"
+            )
+        sent, exact = sum(row.sent_nbytes for row in self.rows), sum(row.fp32_nbytes for row in self.rows)
+        if exact and not self.off:
+            lines.append(
+                f"  reduce-scatters: a rank sends {sent / 2**20:.2f} MiB in a step, {sent / exact:.3f} of fp32"
+            )
+        for row in self.rows:
+            wires = f", {'+'.join(row.wires)}" if row.wires else ""
+            lines.append(f"  {row.module or '(model)'}: {row.num_parameters} parameters, {row.numel:,} elements{wires}")
+        return "\n".join([*lines, *map(str, self.others)])
+
+
+class MeshSums:
+    """The sums of the modules on one mesh.
+
+    Args:
+        rows: of the reduce-scatter. between: of the all-reduce. Both are None where torch reduces.
+        first_index: the number of the first of these modules among all of the model.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sums: Sums,
+        rows: Session | None,
+        between: ReplicaSums | None,
+        sharded: Sequence[Sharded],
+        first_index: int,
+    ) -> None:
+        self.rows, self.between = rows, between
+        self.config, self._sums = config, sums
+        self.comms = [
+            FusedReduceScatter(rows, between, each, first_index + place, sharded[:place], sums.wire_of)
+            for place, each in enumerate(sharded)
+        ]
+        groups = [session.process_group for session in self.sessions]
+        self._verifier = Verifier(config.checks.verify_every, len(self.comms), groups)
+
+    @staticmethod
+    def attached(
+        config: Config,
+        sums: Sums,
+        sharded: Sequence[Sharded],
+        first_index: int,
+        local: LocalOptions,
+        announce: bool,
+        problem: Exception | None,
+    ) -> "MeshSums":
+        """Connects the ranks of this mesh. Raises this rank's `problem`, or another's, on every rank of it."""
+        group, replicas = sharded[0].process_group, sharded[0].replicas
+        parameters = [p for each in sharded for p in each.parameters]
+        # Every rank decodes what all others have encoded for it, as the owner of a part does in a two-shot.
+        also_agree = {
+            "fsdp": [[p.name, p.row_numel] for p in parameters],
+            "levels": repr(config),  # the two sums have configurations of their own
+        }
+        options = {"announce": announce, "also_agree": also_agree}
+        device = sharded[0].device
+        with contextlib.ExitStack() as made:
+            rows, between = None, None
+            if sums.rows is not None:
+                try:
+                    rows = Session(sums.rows, group, None, local, device, reduces_rows=True, problem=problem, **options)
+                    made.callback(rows.stop, "fusedcomm could not attach")
+                except Exception as error:
+                    if sums.replicas is None:
+                        raise
+                    problem = problem or error  # for the ranks with the same shards, which are told next
+            if sums.replicas is not None:
+                wires = {p.name: config.wire_number(p.name, p.tensor) for p in parameters}
+                session = Session(sums.replicas, replicas, None, local, device, problem=problem, **options)
+                made.callback(session.stop, "fusedcomm could not attach")
+                between = ReplicaSums(session, wires)
+            check_names(config, rows, None if between is None else between.session)
+            attached = MeshSums(config, sums, rows, between, sharded, first_index)
+            made.pop_all()
+        return attached
+
+    @property
+    def sessions(self) -> list[Session]:
+        all_reduce = None if self.between is None else self.between.session
+        return [each for each in (self.rows, all_reduce) if each is not None]
+
+    @property
+    def is_off(self) -> bool:
+        """Whether torch reduces the gradients of these modules."""
+        return not self.sessions
+
+    @property
+    def num_shards(self) -> int:
+        return _size(self.comms[0].sharded.process_group)
+
+    @property
+    def num_replicas(self) -> int:
+        return _size(self.comms[0].sharded.replicas)
+
+    @property
+    def num_steps(self) -> int:
+        """Backward passes that reduced, those before a loaded state included. Waits for nothing."""
+        return next((comm.num_calls for comm in self.comms if comm.sharded.is_trained), 0)
+
+    def start(self, pending: Pending) -> None:
+        """Takes the place of torch's own reduce-scatters, and watches its all-gathers."""
+        for comm in [] if self.is_off else self.comms:
+            comm.use(pending, self._verifier)
+            sharded = comm.sharded
+            all_gather = sharded.all_gather
+            if self.rows is not None and sharded.device.type == "cpu":
+                what = f"the all-gather of the parameters of {sharded.title}"
+                all_gather = WatchedAllGather(self.rows, all_gather, what)
+            sharded.use(comm, all_gather)
+
+    def stop(self, reason: str) -> None:
+        for comm in [] if self.is_off else self.comms:
+            all_gather = comm.sharded.all_gather
+            is_ours = isinstance(all_gather, WatchedAllGather)
+            comm.sharded.use(DefaultReduceScatter(), all_gather.inner if is_ours else all_gather)
+        for session in self.sessions:
+            session.stop(reason)
+
+    def abandon(self) -> None:
+        """Stops what attached() has made, because another mesh could not be attached."""
+        for session in self.sessions:
+            session.stop("fusedcomm could not attach")
+
+    def plan(self, others: tuple[FsdpPlan, ...] = ()) -> FsdpPlan:
+        if self.is_off:
+            wire = wire_of_replicas = "off"
+        else:
+            wire_of_replicas = self.config.wire
+            wire = wire_of_replicas if self._sums.rows is None else self._sums.rows.wire
+        return FsdpPlan(
+            wire=wire,
+            wire_of_replicas=wire_of_replicas,
+            num_shards=self.num_shards,
+            num_replicas=self.num_replicas,
+            codec="none" if self.is_off else self.sessions[0].codec,
+            scratch_nbytes=sum(session.hook.scratch_nbytes for session in self.sessions),
+            residual_nbytes=sum(comm.residual_nbytes for comm in self.comms),
+            rows=tuple(self._row(comm) for comm in self.comms),
+            off=self.is_off,
+            others=others,
+        )
+
+    def _row(self, comm: FusedReduceScatter) -> ModuleRow:
+        trained = [p for p in comm.sharded.parameters if p.is_trained]
+        numel = sum(p.row_numel for p in trained)
+        fp32_nbytes = 4 * numel * (self.num_shards - 1)
+        wires = []
+        if not self.is_off:
+            # With two sums, those of the reduce-scatter.
+            config, wire_of = self._sums.rows or self.config, self._sums.wire_of
+            numbers = [wire_of(p.name, p.tensor) for p in trained]
+            wires = ["fp32" if number == _C.EXACT_WIRE else config.numbered_wires[number] for number in numbers]
+        return ModuleRow(
+            module=comm.sharded.name,
+            num_parameters=len(trained),
+            numel=numel * self.num_shards,
+            wires=tuple(dict.fromkeys(wires)),
+            sent_nbytes=fp32_nbytes if self.rows is None else comm.native().sent_nbytes,
+            fp32_nbytes=fp32_nbytes,
+        )
+
+    def stats(self) -> Stats:
+        if self.is_off:
+            return uncounted()
+        found = self.sessions[0].stats()
+        counts = found.nonfinite_by_parameter | self.nonfinite()
+        return dataclasses.replace(found, verified=self._verifier.kept, nonfinite_by_parameter=counts)
+
+    def nonfinite(self) -> dict[str, int]:
+        return {name: count for comm in self.comms for name, count in comm.nonfinite().items()}
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def by_mesh(sharded: Sequence[Sharded]) -> list[list[Sharded]]:
+    """The modules by the ranks over which their gradients are summed, in the order of their first modules."""
+    meshes: dict[tuple[int, int], list[Sharded]] = {}
+    for each in sharded:
+        meshes.setdefault((id(each.process_group), id(each.replicas)), []).append(each)
+    return list(meshes.values())
+
+
+def together(found: Sequence[Stats]) -> Stats:
+    """The counts of all, and the times of the first."""
+    first = found[0]
+    if len(found) == 1:
+        return first
+    uncompressed = sum(each.sent_nbytes / each.wire_ratio for each in found if each.wire_ratio)
+    sums = ("buckets", "grad_nbytes", "sent_nbytes", "sent_between_hosts_nbytes", "nonfinite")
+    return dataclasses.replace(
+        first,
+        **{name: sum(getattr(each, name) for each in found) for name in sums},
+        wire_ratio=sum(each.sent_nbytes for each in found) / uncompressed if uncompressed else None,
+        nonfinite_by_parameter={k: v for each in found for k, v in each.nonfinite_by_parameter.items()},
+        quantization_error={k: v for each in found for k, v in each.quantization_error.items()},
+        verified=tuple(sorted((v for each in found for v in each.verified), key=lambda v: v.step)),
+    )

@@ -1,0 +1,58 @@
+"""Each trainer with a model that FSDP2 shards, on two real ranks: plain, attached, saved and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_trainers import FOLDER, TRAINERS, need_trainer, torchrun
+
+NUM_LOSSES = 16  # of eight steps with two passes each
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def results(request, made_once) -> list[dict]:
+    """What each rank has found: {name of a run: {"losses", "digest", …}}."""
+    need_trainer(request.param)
+    folder = made_once(f"sharded-by-{request.param}", lambda folder: _train(request.param, folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def _train(trainer: str, folder: Path) -> None:
+    run = torchrun(FOLDER / "fsdp2_job.py", trainer, folder)
+    (folder / "stderr").write_text(run.stderr)
+
+
+def test_the_model_is_sharded_and_attached_as_fsdp2(results):
+    for each in results:
+        assert len(each) == 8
+        for name, run in each.items():
+            assert run["sharded"]
+            if not name.startswith("plain"):
+                num_steps = 4 if name.endswith("resumed") else 8
+                # Lightning's strategy reduces in every pass that it accumulates.
+                assert run["synchronized"] == num_steps * (2 if "lightning" in run["by"] else 1)
+                assert run["handle"].startswith("<fusedcomm.FsdpHandle: wire ")
+
+
+def test_fp32_trains_as_without_fusedcomm(results):
+    for each in results:
+        for suffix in ("", ", resumed"):
+            assert each["fp32" + suffix]["losses"] == each["plain" + suffix]["losses"]
+            assert each["fp32" + suffix]["digest"] == each["plain" + suffix]["digest"]
+        assert len(each["plain"]["losses"]) == NUM_LOSSES
+
+
+@pytest.mark.parametrize("name", ["plain", "fp32", "at random"])
+def test_a_resumed_training_has_the_bits_of_one_that_did_not_stop(results, name):
+    """Random roundings go on where the checkpoint was saved."""
+    for each in results:
+        assert each[f"{name}, resumed"]["losses"] == each[name]["losses"][NUM_LOSSES // 2 :]
+        assert each[f"{name}, resumed"]["digest"] == each[name]["digest"]
+    assert results[0][name]["digest"] == results[1][name]["digest"]
+
+
+def test_with_the_mean_of_residuals_it_trains_on_within_their_noise(results):
+    for each in results:
+        whole, resumed = each["feedback"]["losses"][NUM_LOSSES // 2 :], each["feedback, resumed"]["losses"]
+        assert 0 < max(abs(a - b) for a, b in zip(whole, resumed, strict=True)) < 0.01
+        assert each["feedback"]["digest"] != each["plain"]["digest"]
