@@ -35,7 +35,7 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
             raise UsageError(
                 f"{option} {path}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
             )
-        if path.is_dir():
+        if os.path.isdir(path):
             raise UsageError(f"{option} {path} is a folder; name a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +43,25 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
             is_file = path.parent.exists() and not path.parent.is_dir()
             reason = f"{path.parent} is no folder" if is_file else error.strerror
             raise UsageError(f"{option} {path}: its folder cannot be made ({reason}); name another file") from error
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UsageError(f"{option} {path} cannot be written: no permission; name another file")
+        if reason := _why_not_writable(path):
+            raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
+
+
+def _why_not_writable(path: Path) -> str:
+    """Why the file cannot be written; empty if it can. A file that does not exist is made and removed again: root has
+    every permission, even for folders of the kernel, file systems that are full and names that are too long."""
+    exists = os.path.exists(path)  # Path.exists() raises an error for a name that is too long
+    if not os.access(path if exists else path.parent, os.W_OK):
+        return "no permission"
+    if exists:
+        return ""
+    path = Path(os.path.realpath(path))  # of a link to nowhere, the file that it names
+    try:
+        path.write_bytes(b" ")
+        path.unlink()
+    except OSError as error:
+        return error.strerror
+    return ""
 
 
 def check_readable(option: str, paths: Iterable[Path]) -> None:
