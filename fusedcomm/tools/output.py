@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".pdf", ".svg")
 BLACK, GREY = "#000000", "#8a8a8a"
-PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
-"""Okabe and Ito's colors, which color-blind readers can tell apart."""
+PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#8c510a", "#999933")
+"""Okabe and Ito's colors, which color-blind readers can tell apart; brown and olive in the place of a yellow that is
+faint on white."""
 
 
 def check(files: Iterable[tuple[str, Path | None]]) -> None:
