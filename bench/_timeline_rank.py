@@ -50,14 +50,14 @@ class Training:
 
 
 def record(arguments: argparse.Namespace, name: str, path: Path, traced: Callable[[Training], None]) -> None:
-    """Trains, lets `traced` take a trace, and has rank 0 add a title with the time of a step without a trace."""
+    """Trains, lets `traced` take a trace, and has rank 0 add the name and the time of a step without a trace."""
     training = Training(arguments)
     training.steps(WARMUP_STEPS)
     traced(training)
     step_s = training.median_s(arguments.steps)
     if dist.get_rank() == 0:
         document = json.loads(path.read_text())
-        document["title"] = f"{name}: {step_s * 1e3:.0f} ms a step"
+        document |= {"name": name, "untraced_ms": step_s * 1e3}
         path.write_text(json.dumps(document))
 
 

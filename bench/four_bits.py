@@ -4,7 +4,7 @@
     training   as in bench/accuracy.py, four simulated ranks and a two-shot sum: int4's code and those that it had
                before, and equal steps with 5, 4 or 3 bits by energy, with and without error feedback
 
-bench/_codes.py has the codes; docs/low-bit.md and docs/accuracy.md discuss the figures.
+bench/_codes.py has the codes; docs/notes/int4.md and docs/accuracy.md discuss the figures.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     python bench/timeline.py --hosts 2 --link 500mbit      # trains, takes both traces, and draws; hosts need root
     python bench/timeline.py --traces ddp.json ours.json   # draws traces that were taken before
 
-Of DDP it takes a trace of torch.profiler, of fusedcomm one of comm.trace, both of rank 0. Drawn is the step of median
-length among --steps. The times in the titles are medians of steps of which no trace was taken.
+Of DDP it takes a trace of torch.profiler, of fusedcomm one of comm.trace, both of rank 0 and in one run. Drawn is the
+step of median length among --steps, and the times in its title are those of its bars. Taking a trace takes time, of
+torch.profiler more; medians of as many steps without a trace are printed beside.
 
 A bucket's bar ends when its mean is there. Of fusedcomm it begins when DDP hands the bucket over; of DDP when the
 backend begins the all-reduce, because torch.profiler does not show how long a bucket waits before that. Buckets that
@@ -13,6 +14,7 @@ are under way at the same time are in several rows.
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,13 +50,21 @@ class Bar(NamedTuple):
 
 
 class Step(NamedTuple):
-    title: str
+    name: str
     bars: list[Bar]
     """Times since the step began."""
+    untraced_ms: float | None = None
+    """The median step without a trace in the same run; None: the trace does not say."""
 
     @property
     def length_ms(self) -> float:
         return max(bar.end_ms for bar in self.bars)
+
+    @property
+    def title(self) -> str:
+        """The way, and the times of the bars. Never empty."""
+        waited_ms = sum(bar.end_ms - bar.begin_ms for bar in self.bars if bar.kind == "wait")
+        return f"{self.name}: {self.length_ms:.0f} ms a step, of which it waits for buckets {waited_ms:.0f} ms"
 
 
 # ---- reading traces
@@ -70,8 +80,8 @@ def read_step(path: Path) -> Step:
     if not steps:
         raise SystemExit(f"timeline.py: {path} has no whole step: a forward pass, a bucket and an optimizer's step")
     steps.sort(key=lambda step: max(bar.end_ms for bar in step))
-    title = document.get("title", "fusedcomm" if is_ours else "DDP")
-    return Step(title, steps[len(steps) // 2])
+    name = document.get("name", "fusedcomm" if is_ours else "DDP")
+    return Step(name, steps[len(steps) // 2], document.get("untraced_ms"))
 
 
 def bar_of(kind: str, event: dict) -> Bar:
@@ -138,7 +148,7 @@ def plot(steps: list[Step], title: str, path: Path) -> None:
         len(steps),
         1,
         sharex=True,
-        figsize=(10, 2.2 + 0.3 * sum(heights)),
+        figsize=(8, 2.2 + 0.28 * sum(heights)),  # inches: its text can be read where it is 800 pixels wide
         height_ratios=heights,
         layout="constrained",
     )
@@ -151,15 +161,15 @@ def plot(steps: list[Step], title: str, path: Path) -> None:
         axis.set_yticks(range(len(of_step)), [label for label, _ in of_step])
         axis.tick_params(axis="y", length=0)
         axis.set_ylim(len(of_step) - 0.4, -0.6)
-        axis.set_title(step.title, loc="left", fontsize=10)
+        axis.set_title(step.title, loc="left", fontsize=11)
         axis.spines[["top", "right", "left"]].set_visible(False)
     axes[-1].set_xlim(0, 1.01 * max(step.length_ms for step in steps))
     axes[-1].set_xlabel("ms since the step began")
     patches = [Patch(color=color, label=NAMES.get(kind, kind)) for kind, color in COLORS.items()]
     figure.suptitle(title, fontsize=11)
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
 
 
 # ---- the command
@@ -213,7 +223,8 @@ def record(arguments: argparse.Namespace) -> tuple[Path, Path]:
 
 def title_of(arguments: argparse.Namespace) -> str:
     ranks = max(arguments.hosts, 1) * arguments.ranks_per_host
-    where = f"{arguments.hosts} hosts, {arguments.link}/s each" if arguments.hosts else "loopback"
+    speed = re.sub(r"^([\d.]+)(.)bit$", lambda found: f"{found[1]} {found[2].upper()}bit/s", arguments.link or "")
+    where = f"{arguments.hosts} hosts, {speed} each" if arguments.hosts else "loopback"
     return f"{arguments.model} of {arguments.params / 1e6:g} M parameters, {ranks} ranks, {where}"
 
 
@@ -222,10 +233,7 @@ def main() -> None:
     steps = [read_step(path) for path in arguments.traces or record(arguments)]
     plot(steps, "rank 0" if arguments.traces else title_of(arguments), arguments.plot)
     for step in steps:
-        waited_ms = sum(bar.end_ms - bar.begin_ms for bar in step.bars if bar.kind == "wait")
-        print(
-            f"{step.title}; drawn is one of {step.length_ms:.1f} ms, of which it waits for buckets {waited_ms:.1f} ms"
-        )
+        print(step.title + ("" if step.untraced_ms is None else f" ({step.untraced_ms:.0f} ms without a trace)"))
     print(f"drawn in {arguments.plot}")
 
 

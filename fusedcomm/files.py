@@ -30,7 +30,7 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
         with open(path, "wb") as file:
             yield file
         return
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    unfinished = _beside(path)
     try:
         raw = _File(unfinished, "xb", opener=_create)
     except OSError as error:
@@ -65,15 +65,33 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_dir() and (is_open_file or not path.is_file())
 
 
-def is_writable(path: Path) -> bool:
-    """Whether :func:`replacing` may write `path`, whose folder exists."""
-    return os.access(path if is_stream(path) else path.parent, os.W_OK)
+def why_not_writable(path: Path) -> str:
+    """Why :func:`replacing` cannot write `path`, whose folder exists; empty if it can. A file beside it is made and
+    removed again: root has every permission, also for folders of the kernel and disks that are full."""
+    try:
+        if not os.access(path if is_stream(path) else path.parent, os.W_OK):
+            return "no permission"
+        if is_stream(path):
+            return ""
+        unfinished = _beside(path)
+        try:
+            with open(unfinished, "xb", opener=_create) as file:
+                file.write(b" ")
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        return error.strerror
+    return ""
 
 
 def told(error: OSError, path: Path) -> OSError:
     """`error` of writing `path`, which it then names; if the disk is the reason, the text says how much is free."""
     where = _disk_of(path) if error.errno in _OF_DISKS else ""
     return OSError(error.errno, f"{error.strerror}{where}", str(path))
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 
 def _create(path: str, flags: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fusedcomm.files import is_writable, replacing
+from fusedcomm.files import replacing, why_not_writable
 from fusedcomm.tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".pdf", ".svg")
 BLACK, GREY = "#000000", "#8a8a8a"
-PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442")
-"""Okabe and Ito's colors, which color-blind readers can tell apart."""
+PALETTE = ("#e69f00", "#009e73", "#0072b2", "#cc79a7", "#d55e00", "#56b4e9", "#8c510a", "#999933")
+"""Okabe and Ito's colors, which color-blind readers can tell apart; brown and olive in the place of a yellow that is
+faint on white."""
 
 
 def check(files: Iterable[tuple[str, Path | None]]) -> None:
@@ -37,7 +38,7 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
             raise UsageError(
                 f"{option} {path}: a picture's name ends in one of {', '.join(PICTURES)}; use another name"
             )
-        if path.is_dir():
+        if os.path.isdir(path):
             raise UsageError(f"{option} {path} is a folder; name a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +46,8 @@ def check(files: Iterable[tuple[str, Path | None]]) -> None:
             is_file = path.parent.exists() and not path.parent.is_dir()
             reason = f"{path.parent} is no folder" if is_file else error.strerror
             raise UsageError(f"{option} {path}: its folder cannot be made ({reason}); name another file") from error
-        if not is_writable(path):
-            raise UsageError(f"{option} {path} cannot be written: no permission; name another file")
+        if reason := why_not_writable(path):
+            raise UsageError(f"{option} {path} cannot be written: {reason}; name another file")
 
 
 def check_readable(option: str, paths: Iterable[Path]) -> None:

@@ -149,8 +149,8 @@ def check(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a trace is a file, and this is a folder", str(path))
-    if not files.is_writable(path):
-        raise PermissionError(errno.EACCES, "a trace cannot be written there", str(path))
+    if reason := files.why_not_writable(path):
+        raise PermissionError(errno.EACCES, f"a trace cannot be written there: {reason}", str(path))
 
 
 def write(path: Path, document: dict[str, object]) -> None:

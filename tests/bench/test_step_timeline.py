@@ -48,7 +48,11 @@ def test_the_step_of_median_length_is_drawn_of_a_profile_of_ddp(tmp_path):
     events = [*of_profiler(0, 300), *of_profiler(300, 100), *of_profiler(400, 200)]
     path.write_text(json.dumps({"traceEvents": events}))
     step = timeline.read_step(path)
-    assert step.title == "DDP" and step.length_ms == pytest.approx(200)
+    assert step.title == "DDP: 200 ms a step, of which it waits for buckets 60 ms" and step.untraced_ms is None
+    assert step.length_ms == pytest.approx(200)
+    # The title has the times of what is drawn, whatever other steps took.
+    path.write_text(json.dumps({"traceEvents": events, "name": "DDP, tuned", "untraced_ms": 150.0}))
+    assert timeline.read_step(path).title == step.title.replace("DDP", "DDP, tuned")
     assert lengths(step) == {"forward": 40, "optimizer": 20, "bucket": 140, "backward": 80, "wait": 60}
     assert [(label, len(bars)) for label, bars in timeline.rows_of(step)] == [("model", 4), ("buckets", 1), ("", 1)]
 
@@ -70,7 +74,8 @@ def test_the_plot_is_made_of_real_steps(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     for name in ("ddp", "fusedcomm"):
         step = timeline.read_step(plot.with_name(f"timeline-{name}.json"))
-        assert step.title.lower().startswith(name) and step.title.endswith(" ms a step")
+        assert step.title.lower().startswith(name) and f": {step.length_ms:.0f} ms a step, " in step.title
+        assert step.untraced_ms > 0
         assert {"forward", "backward", "bucket", "optimizer"} <= lengths(step).keys()
         assert len([bar for bar in step.bars if bar.kind == "bucket"]) > 1
 

@@ -2,7 +2,7 @@
 itself, and a scene with simulated streams must find it.
 
 A removal is an edit of the product's source (tests/helpers/event_mutations.py). The program of the scenes is built with
-all of them at once, and an environment variable chooses one. docs/mutations.md has the table of them.
+all of them at once, and an environment variable chooses one. docs/notes/mutations.md has the table of them.
 """
 
 import os
@@ -18,7 +18,7 @@ from lane_mutations import LANE_MUTATIONS
 from patience import HANG_S
 from scripts import ROOT, cxx
 
-DOCUMENT = ROOT / "docs" / "mutations.md"
+DOCUMENT = ROOT / "docs" / "notes" / "mutations.md"
 
 
 def build_streams(folder: Path) -> None:

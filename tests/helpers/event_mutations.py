@@ -49,7 +49,7 @@ class Mutation:
 
 
 def table(mutations: list[Mutation]) -> str:
-    """The table of docs/mutations.md."""
+    """The table of docs/notes/mutations.md."""
     head = ["| what is removed | what goes wrong | scene | what it says |", "|---|---|---|---|"]
     return "\n".join([*head, *(mutation.row() for mutation in mutations)]) + "\n"
 

@@ -2,7 +2,7 @@
 
 A fault is one edit of a copy of kernels/, which is compiled for the real tile. The check named beside it must then
 fail: the bytes differ from the oracle's, or the execution is a fault of memory or a race.
-tests/kernels/test_executed_ptx.py removes barriers. docs/mutations.md lists the faults and what showed them.
+tests/kernels/test_executed_ptx.py removes barriers. docs/notes/mutations.md lists the faults and what showed them.
 """
 
 import shutil
@@ -226,7 +226,7 @@ def test_a_constant_that_the_oldest_triton_loads_wrongly_is_found(request, tmp_p
 
 
 def test_the_document_lists_every_fault():
-    document = (KERNELS.parent / "docs" / "mutations.md").read_text()
+    document = (KERNELS.parent / "docs" / "notes" / "mutations.md").read_text()
     rows = [f"| {name} | {file} | {check} | " for name, file, _, _, check in FAULTS]
     assert [row for row in rows if row not in document] == []
     assert document.partition("## Kernels")[2].partition("\n## ")[0].count("\n| ") == len(rows) + 2  # title, constant

@@ -12,7 +12,7 @@ import pytest
 from patience import HANG_S
 
 import fusedcomm
-from fusedcomm.tools import arguments, cli
+from fusedcomm.tools import arguments, cli, output
 
 NUMBERS = ("nan", "inf", "-1", "many")
 """What no option with a number takes. Those that take 0 and those that do not have another row for it."""
@@ -111,6 +111,7 @@ WRONG: dict[str, dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]]] 
         "--json": [
             (("/dev/null/plan.json",), TWO, "its folder cannot be made (/dev/null is no folder); name another file"),
             (("/",), TWO, "--json / is a folder; name a file"),
+            (("/proc/plan.json",), TWO, "--json /proc/plan.json cannot be written: "),
         ],
         "--plot": [(("plan.txt",), TWO, "a picture's name ends in one of .png, .pdf, .svg; use another name")],
     },
@@ -118,7 +119,9 @@ WRONG: dict[str, dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]]] 
         "--script": [
             (("no.py",), (), "there is no file no.py: name a Python file"),
             (("no",), (), "there is no file no: name a Python file"),
-            (("{trace}:make",), (), "its name must end in .py"),
+            (("{trace}:make",), (), "{trace} is not a Python file: its name must end in .py"),
+            (("{trace}",), (), "{trace} is not a Python file: its name must end in .py"),
+            (("/",), (), "/ is a folder: name a Python file, PATH.py or PATH.py:FUNCTION"),
             (("no.py",), ("--params", "1e6"), "--params 1e+06 describes the synthetic step, and --script no.py"),
             (("no.py",), ("--backward-ms", "0"), "--backward-ms 0 describes the synthetic step"),
         ],
@@ -135,8 +138,13 @@ WRONG: dict[str, dict[str, list[tuple[tuple[str, ...], tuple[str, ...], str]]]] 
         "--json": [
             (("/dev/null/probe.json",), (), "its folder cannot be made (/dev/null is no folder); name another file"),
             (("/",), (), "--json / is a folder; name a file"),
+            (("/proc/probe.json",), (), "--json /proc/probe.json cannot be written: "),
+            ((f"{'n' * 300}.json",), (), "cannot be written: File name too long; name another file"),
         ],
-        "--plot": [(("probe.txt",), (), "a picture's name ends in one of .png, .pdf, .svg; use another name")],
+        "--plot": [
+            (("probe.txt",), (), "a picture's name ends in one of .png, .pdf, .svg; use another name"),
+            (("/proc/probe.png",), (), "--plot /proc/probe.png cannot be written: "),
+        ],
     },
     "doctor": {},
     "run": {
@@ -216,6 +224,14 @@ def test_a_wrong_value_is_named_with_the_reason_and_the_remedy(capsys, trace, co
     named = what.removeprefix(f"fusedcomm {command}: ")
     assert option in named and values[-1] in named
     assert "_" not in named.replace(trace, ""), "the user's names have no underscores"
+
+
+def test_a_check_leaves_files_as_they_are(tmp_path):
+    old, new, link = (tmp_path / name for name in ("old.json", "new.json", "link.json"))
+    old.write_text("old")
+    link.symlink_to(new)
+    output.check((("--json", path) for path in (old, new, link)))
+    assert old.read_text() == "old" and link.is_symlink() and not new.exists()
 
 
 @pytest.mark.parametrize("command", commands())

@@ -10,9 +10,10 @@ import termios
 import types
 
 import pytest
+import torch
 
+from fusedcomm.tools.probe import local, run, workload
 from fusedcomm.tools.probe import progress as progress_module
-from fusedcomm.tools.probe import run
 from fusedcomm.tools.probe.progress import STAGES, Progress
 from fusedcomm.tools.probe.run import PARTS, Budget
 
@@ -41,7 +42,7 @@ def clock(monkeypatch):
 
 def given(clock, seconds, takes):
     """The seconds that each part is given. takes: seconds that a part takes, by what it is given."""
-    budget, budgets_s = Budget(ALONE, seconds, Progress(seconds, shown=False)), []
+    budget, budgets_s = Budget(ALONE, seconds, Progress(0.0, seconds, shown=False)), []
 
     def measure(part, budget_s):
         budgets_s.append(budget_s)
@@ -78,27 +79,79 @@ def test_without_any_time_left_parts_are_given_none(clock):
 
 
 def test_parts_come_in_their_order(clock):
-    budget = Budget(ALONE, 60.0, Progress(60.0, shown=False))
+    budget = Budget(ALONE, 60.0, Progress(0.0, 60.0, shown=False))
     with pytest.raises(AssertionError, match="network is not the next part: workload is"):
         budget.run("network", lambda budget_s: None)
+
+
+@pytest.mark.parametrize(("step_s", "num_steps"), [(5.0, 1), (0.75, 2), (0.5, 4), (0.125, 16), (2**-10, 3 + 50)])
+def test_steps_alone_take_the_time_that_they_are_given(clock, monkeypatch, step_s, num_steps):
+    """One step has to be, however long it is."""
+    began_s, taken = clock.now_s, []
+
+    def take(team, model, step, optimizer, ready, num_ready, num_steps):
+        taken.append(num_steps)
+        clock.now_s += num_steps * step_s
+        return [[0.0, step_s, 0.0, step_s, *[step_s] * num_ready]] * num_steps
+
+    monkeypatch.setattr(workload, "time", clock)
+    monkeypatch.setattr(workload, "_steps", take)
+    alone = types.SimpleNamespace(**vars(ALONE), mean=lambda values: values)
+    found = workload.measure_workload(alone, (torch.nn.Linear(2, 2), None, None), 2.0)
+    assert found.backward_s == pytest.approx(step_s) and sum(taken) == num_steps
+    assert clock.now_s - began_s <= max(2.0, step_s) + 1e-9
+
+
+def test_a_wire_that_takes_long_leaves_less_to_the_ones_after_it(clock, monkeypatch):
+    budgets_s = {}
+
+    def stages(team, codec, buckets, wire, s_per_byte, budget_s):
+        budgets_s[wire] = budget_s
+        clock.now_s += 3.0 if wire == "int8" else budget_s
+        return {"pack": [(1, 1.0)]}
+
+    monkeypatch.setattr(local, "time", clock)
+    monkeypatch.setattr(local, "_stages", stages)
+    monkeypatch.setattr(local, "_copy_s_per_byte", lambda team, budget_s: 1e-9)
+    monkeypatch.setattr(local, "_agreed_cores", lambda team, cores: cores)
+    alone = types.SimpleNamespace(**vars(ALONE), world_size=2, device=torch.device("cpu"))
+    local.measure_local(alone, ("int8", "bf16", "int4"), 1.0, None, 4.0)
+    assert budgets_s == {"fp32": 1.0, "int8": 1.0, "bf16": 0.0, "int4": 0.0}
+
+
+@pytest.mark.parametrize(("start_s", "measuring_s"), [(0.0, 20.0), (4.0, 16.0), (6.0, 14.0), (40.0, 14.0)])
+def test_starting_counts_and_a_long_one_is_said_before_measuring(clock, monkeypatch, capsys, start_s, measuring_s):
+    def probed(team, settings, task, budget):
+        assert f"starting took {start_s:.0f} s, measuring takes {measuring_s:.0f} s" in capsys.readouterr().err
+        clock.now_s += 10.0
+        return run.Findings(*[None] * 11, seconds={"all": budget.elapsed_s()})
+
+    monkeypatch.setattr(run, "Team", lambda group, device: types.SimpleNamespace(**vars(ALONE)))
+    monkeypatch.setattr(run, "agreed_task", lambda team, settings, task: task)
+    monkeypatch.setattr(run, "synchronised", lambda *arguments: contextlib.nullcontext())
+    monkeypatch.setattr(run, "_probe", probed)
+    settings, began = run.Settings(seconds=20.0), clock.now_s - start_s
+    found = run.probe(settings, None, torch.device("cpu"), shows_progress=True, began=began)
+    assert found.seconds == {"start": start_s, "all": start_s + 10.0}
 
 
 # ---- progress
 
 
 def test_without_a_terminal_each_stage_is_a_line(capsys, clock):
-    shown = Progress(60.0, shown=True)
+    shown = Progress(0.0, 60.0, shown=True)
     for stage in STAGES:
         shown.begin(stage)
         clock.now_s += 10
         shown.tick()
     shown.end()
-    lines = capsys.readouterr().err.splitlines()
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "about 60 s: starting took 0 s, measuring takes 60 s"
     assert lines == [f"{10 * index:4.0f} of 60 s: {name}" for index, name in enumerate(STAGES.values())]
 
 
 def test_other_ranks_show_nothing(capsys):
-    shown = Progress(60.0, shown=False)
+    shown = Progress(0.0, 60.0, shown=False)
     shown.begin("network")
     shown.tick()
     shown.end()
@@ -119,7 +172,7 @@ def terminal(monkeypatch):
 def test_on_a_terminal_a_bar_has_the_stages_name(monkeypatch, clock):
     pytest.importorskip("tqdm")
     with terminal(monkeypatch) as written:
-        shown = Progress(60.0, shown=True)
+        shown = Progress(0.0, 60.0, shown=True)
         shown._bar.mininterval = 0
         shown.begin("network")
         clock.now_s += 30
@@ -136,8 +189,8 @@ def test_on_a_terminal_a_bar_has_the_stages_name(monkeypatch, clock):
 def test_without_tqdm_a_terminal_has_lines(monkeypatch, clock):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     with terminal(monkeypatch) as written:
-        shown = Progress(60.0, shown=True)
+        shown = Progress(0.0, 60.0, shown=True)
         shown.begin("check")
         shown.tick()
         shown.end()
-        assert written().splitlines() == [f"   0 of 60 s: {STAGES['check']}"]
+        assert written().splitlines()[1:] == [f"   0 of 60 s: {STAGES['check']}"]

@@ -7,7 +7,8 @@ import torch
 from test_probe_choices import cluster, workload
 
 from fusedcomm.tools.probe import check as module
-from fusedcomm.tools.probe.check import MIN_NUMEL, MIN_TURNS, STEPS_OF_A_TURN, SURE_SHARE, check
+from fusedcomm.tools.probe import run
+from fusedcomm.tools.probe.check import MIN_NUMEL, MIN_TURNS, STEPS_OF_A_TURN, SURE_SHARE, Check, check
 from fusedcomm.tools.probe.choices import OFF, options
 from fusedcomm.tools.probe.steps import WARMUP_STEPS
 
@@ -71,3 +72,48 @@ def test_of_the_two_that_are_left_one_is_ours(taken):
     for chosen, left in (([*offs, bf16], [offs[0], bf16]), (offs, offs), (offs[:1], offs[:1])):
         budget_s = 1.01 * len(left) * (WARMUP_STEPS + MIN_TURNS * (1 + STEPS_OF_A_TURN)) * longest_s / SURE_SHARE
         assert [one.option for one in check(TEAM, USERS, of_user, cluster(1e8), chosen, budget_s)] == left
+
+
+@pytest.mark.parametrize(
+    ("off_s", "ours_s", "said"),
+    [
+        ([0.010, 0.011] * 2, [0.005, 0.006] * 2, None),
+        (
+            [0.010, 0.0108] * 2,
+            [0.0119, 0.0119] * 2,
+            "but real steps took longer: int8 11.9 ms, off 10.4 ms (with 5,000",
+        ),
+        ([0.010, 0.011] * 2, [0.005, 0.012] * 2, "but real steps overlap: int8 8.5 ms, off 10.5 ms (with 5,000"),
+    ],
+    ids=["faster", "slower", "noise"],
+)
+def test_steps_of_a_smaller_model_can_speak_against_what_was_predicted(monkeypatch, off_s, ours_s, said):
+    """A whole probe whose measurements are given: on this link int8 is predicted to take a third of the time."""
+    of_user, small, ranks = workload(0.0), workload(0.0, 5_000), cluster(1e8)
+
+    def of_a_smaller_model(team, task, workload, cluster, chosen, budget_s):
+        assert [option.name for option in chosen[:2]] == [OFF, "int8"]
+        smaller = options(small, cluster, ("int8",), (25.0,))
+        return [Check(option, 5_000, sum(s) / 4, s) for option, s in zip(smaller, (off_s, ours_s), strict=True)]
+
+    network = types.SimpleNamespace(s_per_byte=None)
+    given = {
+        "measure_workload": lambda team, task, budget_s: of_user,
+        "hosts_of": lambda team: (None, ""),
+        "measure_network": lambda team, hosts, budget_s: network,
+        "measure_local": lambda *arguments: types.SimpleNamespace(cores=None),
+        "with_cpu_of_steps": lambda team, cluster, wires, budget_s: cluster,
+        "_cluster": lambda world_size, network, local: ranks,
+        "check": of_a_smaller_model,
+        "describe": lambda *arguments: {},
+    }
+    for name, function in given.items():
+        monkeypatch.setattr(run, name, function)
+    alone = types.SimpleNamespace(world_size=2, slowest=lambda numbers: numbers, gather=lambda value: [value, value])
+    settings = run.Settings(wires=("bf16", "int8"), caps_mb=(25.0,))
+    found = run._probe(alone, settings, USERS, run.Budget(alone, 60.0, run.Progress(0.0, 60.0, False))).recommendation
+    assert found.baseline.wire == OFF and not found.measured
+    if said is None:
+        assert found.option.name == "int8" and found.gain > 0.6
+    else:
+        assert found.option == found.baseline and said in found.reason and found.faster is None and found.gain == 0

@@ -84,7 +84,7 @@ def test_what_was_measured_decides_among_those_that_may_be_fastest():
     bf16 = next(option for option in chosen if option.wire == "bf16")
 
     def settled(**steps_s: float):
-        return recommend(found, accepted, {option: steps_s.get(option.wire, 0.5) for option in chosen})
+        return recommend(found, accepted, {option: [steps_s.get(option.wire, 0.5)] * 4 for option in chosen})
 
     other = settled(bf16=0.3, off=0.6)
     assert other.option == bf16 and other.measured and (other.step_s, other.baseline_s, other.gain) == (0.3, 0.6, 0.5)
@@ -93,6 +93,33 @@ def test_what_was_measured_decides_among_those_that_may_be_fastest():
     assert settled(bf16=0.5, off=0.6).option == bf16
     none = settled(off=0.4)
     assert none.leave_off and none.option == none.baseline and "off 400.0 ms" in none.reason
+
+
+@pytest.mark.parametrize(
+    ("off_s", "int8_s", "reason"),
+    [
+        ([1.0, 1.1, 1.0, 1.1], [0.7, 0.8, 0.7, 0.8], None),
+        ([1.0, 1.1, 1.0, 1.1], [1.2, 1.3, 1.2, 1.3], "steps would be longer: int8 1250.0 ms, off 1050.0 ms"),
+        ([1.0, 1.01, 1.0, 1.01], [0.99, 1.0, 0.99, 1.0], "too little would be saved: int8 995.0 ms, off 1005.0 ms"),
+        # A quarter of the steps with int8 are as long as most of the others.
+        (
+            [1.0, 1.1, 1.0, 1.1],
+            [0.7, 0.8, 1.2, 0.7],
+            "the measured steps do not show that anything is saved, because they overlap: int8 750.0 ms, off 1050.0 ms",
+        ),
+    ],
+    ids=["faster", "slower", "as fast", "noise"],
+)
+def test_what_real_steps_do_not_show_to_be_faster_is_not_recommended(off_s, int8_s, reason):
+    off, int8 = options(workload(0.0), cluster(1e8), ("int8",), (25.0,))
+    found = recommend([off, int8], ("int8",), {off: off_s, int8: int8_s})
+    assert found.option == (int8 if reason is None else off) and (reason is None or found.reason == reason)
+
+
+def test_other_buckets_of_ddp_have_to_be_shown_to_be_faster_too():
+    usual, others = (options(workload(0.4), cluster(1e8), (), (cap,))[0] for cap in (25.0, 1.0))
+    for others_s, option in (([0.7, 0.8, 0.7, 0.8], others), ([0.7, 0.8, 1.2, 0.7], usual)):
+        assert recommend([usual, others], (), {usual: [1.0, 1.1, 1.0, 1.1], others: others_s}).option == option
 
 
 def test_ddp_itself_with_better_buckets_is_tried():
@@ -194,5 +221,6 @@ def test_no_step_waits_for_less_than_nothing():
     """A measured step can be shorter than its computation was alone."""
     found = options(workload(0.3), cluster(2e10), ("int8",), (25.0,))
     assert min(option.prediction.compute_s for option in found) == pytest.approx(0.3)
-    decided = recommend(found, ("int8",), {option: 0.299 for option in found})
+    decided = recommend(found, ("int8",), {option: [0.299] for option in found})
     assert decided.leave_off and "a step waits 0.0 ms of 299.0 ms" in decided.reason
+    assert decided.reason.endswith("(int8 299.0 ms, off 299.0 ms)")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from test_probe_choices import cluster, workload
 
-from fusedcomm.tools.probe import report
-from fusedcomm.tools.probe.check import Check
+from fusedcomm.tools import output
+from fusedcomm.tools.probe import plot, report
+from fusedcomm.tools.probe.check import Check, borne_out
 from fusedcomm.tools.probe.choices import options, recommend
 from fusedcomm.tools.probe.run import Findings, Settings
 from fusedcomm.tools.probe.speed import Speed
@@ -60,7 +61,7 @@ def findings(bytes_s: float, backward_s: float, measured: dict[str, list[float]]
         checks, decides = [Check(off, 100, off.prediction.step_s, [off.prediction.step_s] * 9)], None
     else:
         checks = [Check(by_name[name], step.numel, statistics.median(taken), taken) for name, taken in measured.items()]
-        decides = {check.option: check.measured_s for check in checks}
+        decides = {check.option: check.steps_s for check in checks}
     values = {
         "settings": Settings(wires=("bf16", "int8", "int4"), accept=ACCEPTED, caps_mb=(25.0,)),
         "environment": {"cores_of_a_rank": 8.0},
@@ -71,7 +72,7 @@ def findings(bytes_s: float, backward_s: float, measured: dict[str, list[float]]
         "crossovers": {"bf16": 1e8, "int8": 1e11, "int4": None},
         "checks": checks,
         "speed": Speed(),
-        "seconds": {"all": 60.0},
+        "seconds": {"start": 6.0, "all": 60.0},
     }
     return types.SimpleNamespace(**{**values, **changes})
 
@@ -128,6 +129,20 @@ def test_where_it_is_left_off_no_faster_row_is_without_a_word():
     assert "int8" not in report._crossovers(found)[0] and "int4 never" in report._crossovers(found)[0]
 
 
+def test_where_a_smaller_model_speaks_against_it_rows_say_what_was_not_borne_out():
+    found = findings(1e8, 0.0, None)
+    off, int8 = (next(o for o in found.options if o.name == name) for name in ("off", "int8"))
+    checks = [Check(option, 100, seconds, [seconds] * 9) for option, seconds in ((off, 0.01), (int8, 0.012))]
+    found.checks, found.recommendation = checks, borne_out(found.recommendation, checks)
+    assert report._recommended(found)[0].startswith(
+        "Leave it off: int8 was predicted to be faster, but real steps took"
+    )
+    said = notes(found)
+    assert said["off"][1] == "<- recommended" and said["int8"] == ("predicted", "real steps do not show it")
+    assert said["bf16"] == ("predicted", "not measured: may be faster") and said["int4"][1] == "not accepted"
+    assert "and the table is predicted" in report._confidence(found)
+
+
 @pytest.mark.parametrize(
     ("measured", "changes", "words"),
     [
@@ -144,7 +159,7 @@ def test_where_it_is_left_off_no_faster_row_is_without_a_word():
         (
             {"off": [0.05] * 3 + as_predicted()["off"], "int8": as_predicted()["int8"] + [0.9] * 3},
             {},
-            ("medium", "those of int8 and of off overlap"),
+            ("medium", "those of off and of int8 overlap"),
         ),
     ],
     ids=["high", "smaller model", "off", "cores", "both", "few", "overlap"],
@@ -160,3 +175,23 @@ def test_a_backward_pass_that_was_asked_for_and_not_reached_is_said():
         found.settings = dataclasses.replace(found.settings, backward_s=asked_s)
         assert bool(report._not_reached(found)) == is_said
     assert "--backward-ms 100 was not reached" in report._not_reached(found)[0]
+
+
+def test_the_picture_has_the_recommended_way_on_top_and_names_every_line(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pyplot = output.pyplot()
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    found = findings(1e8, 0.0, {"off": steps(0.8), "bf16 direct": steps(0.3), "int8": steps(0.7)})
+    assert found.recommendation.option.name == "bf16 direct"
+    plot.picture(found, tmp_path / "probe.png")
+    (axes,) = figures[0].axes
+    monkeypatch.undo()
+    pyplot.close(figures[0])
+    named = {line.get_label(): line for line in axes.lines}
+    assert len(named) == len(axes.lines) and not any(name.startswith("_") for name in named)
+    ways = {"off", "bf16", "int8", "int4", "bf16 direct (recommended)"}
+    measured = {"off measured, 800.0 ms", "int8 measured, 700.0 ms", "bf16 direct measured, 300.0 ms"}
+    assert set(named) == ways | measured | {"measured link, 0.8 Gbit/s"}
+    assert max(ways, key=lambda name: named[name].get_linewidth()) == "bf16 direct (recommended)"
+    assert [line for line in axes.lines if line.get_label() in ways][-1] is named["bf16 direct (recommended)"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fusedcomm.tools.cluster import Cluster
 from fusedcomm.tools.cost_model import Workload
-from fusedcomm.tools.probe.choices import OFF, Option, predict_option
+from fusedcomm.tools.probe.choices import OFF, Option, Recommendation, are_apart, ms, predict_option
 from fusedcomm.tools.probe.steps import WARMUP_STEPS, synchronised, take_steps
 from fusedcomm.tools.probe.team import Team
 from fusedcomm.tools.probe.workload import Task, measure_workload, synthetic
@@ -81,6 +81,28 @@ def check(
         group = chosen[first : first + together]
         seconds.update(zip(group, in_turns(team, task, group, budget_s * len(group) / len(chosen)), strict=True))
     return [Check(option, workload.numel, statistics.median(taken), taken) for option, taken in seconds.items()]
+
+
+def borne_out(recommendation: Recommendation, checks: Sequence[Check]) -> Recommendation:
+    """The predicted `recommendation`, unless a smaller model's steps contradict it: to leave fusedcomm off if they do
+    not show the recommended choice to be faster.
+
+    Args:
+        checks: steps of the smaller model, the baseline's first.
+    """
+    wanted, (off, *others) = recommendation.option, checks
+    ours = next((c for c in others if (c.option.way, c.option.cap_mb) == (wanted.way, wanted.cap_mb)), None)
+    if ours is None or are_apart(ours.steps_s, off.steps_s):
+        return recommendation
+    seen = "took longer" if ours.measured_s > off.measured_s else "overlap"
+    return dataclasses.replace(
+        recommendation,
+        option=recommendation.baseline,
+        reason=f"{wanted.name} was predicted to be faster, but real steps {seen}: {wanted.name} {ms(ours.measured_s)}, "
+        f"off {ms(off.measured_s)} (with {ours.numel:,} parameters, to save time)",
+        faster=None,
+        step_s=recommendation.baseline_s,
+    )
 
 
 def in_turns(team: Team, task: Task, chosen: Sequence[Option], budget_s: float) -> list[list[float]]:

@@ -1,6 +1,7 @@
 """The choices that a user has, how long a step takes with each, and which one to recommend."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
@@ -149,17 +150,24 @@ class Recommendation:
 
 
 def recommend(
-    found: Sequence[Option], accepted: Sequence[str], measured: Mapping[Option, float] | None = None
+    found: Sequence[Option], accepted: Sequence[str], measured: Mapping[Option, Sequence[float]] | None = None
 ) -> Recommendation:
     """Recommends the fastest option whose wire is accepted, unless DDP's own all-reduce is as good.
 
     Args:
         found: all options.
         accepted: wires that may be recommended.
-        measured: seconds of real steps by option. Only these options are candidates; DDP's own all-reduce must be among
-            them. None: all options are candidates, by their predictions.
+        measured: seconds of each real step by option. Only these options are candidates; DDP's own all-reduce must be
+            among them. Medians decide; a choice whose steps overlap with another's is not faster. None: all options are
+            candidates, by their predictions.
     """
-    step_s = _predicted_s if measured is None else measured.__getitem__
+
+    def step_s(option: Option) -> float:
+        return _predicted_s(option) if measured is None else statistics.median(measured[option])
+
+    def is_shown(faster: Option, slower: Option) -> bool:
+        return measured is None or are_apart(measured[faster], measured[slower])
+
     candidates = found if measured is None else list(measured)
     offs = [option for option in candidates if option.wire == OFF]
     baseline = min(offs, key=lambda option: abs(option.cap_mb * MIB - DEFAULT_CAP_NBYTES))
@@ -167,10 +175,11 @@ def recommend(
     best_off, best = _best(offs, step_s), _best(ours, step_s) if ours else None
     all_ours = [option for option in found if option.wire != OFF]
     fastest = min(all_ours, key=_predicted_s, default=None)
-    if best is None or step_s(best) > (1 - WORTHWHILE) * step_s(best_off):
+    if best is None or step_s(best) > (1 - WORTHWHILE) * step_s(best_off) or not is_shown(best, best_off):
         # Another bucket size, too, has to be worth the change.
-        chosen = best_off if step_s(best_off) < (1 - WORTHWHILE) * step_s(baseline) else baseline
-        reason = why_off(chosen, best, step_s)
+        is_better = step_s(best_off) < (1 - WORTHWHILE) * step_s(baseline) and is_shown(best_off, baseline)
+        chosen = best_off if is_better else baseline
+        reason = why_off(chosen, best, step_s, is_shown=best is None or is_shown(best, best_off))
     else:
         chosen = best
         waits_s = _exposed_s(baseline, step_s)
@@ -185,22 +194,35 @@ def recommend(
     )
 
 
-def why_off(off: Option, best: Option | None, step_s: StepTime) -> str:
-    """Why fusedcomm is better left off. Never empty. best: the best choice with an accepted wire, if any."""
+def are_apart(faster_s: Sequence[float], slower_s: Sequence[float]) -> bool:
+    """Whether real steps show one choice to be faster than another: three quarters of its steps are shorter than three
+    quarters of the other's. One step of each is compared as it is."""
+    if min(len(faster_s), len(slower_s)) < 2:
+        return statistics.median(faster_s) < statistics.median(slower_s)
+    return statistics.quantiles(faster_s)[2] < statistics.quantiles(slower_s)[0]
+
+
+def why_off(off: Option, best: Option | None, step_s: StepTime, is_shown: bool = True) -> str:
+    """Why fusedcomm is better left off. Never empty.
+
+    Args:
+        best: the best choice with an accepted wire, if any.
+        is_shown: real steps show, if there are any, that `best` is faster.
+    """
     if best is None:
         return "no fusedcomm wire was accepted"
     exposed_s = _exposed_s(off, step_s)
+    figures = f"{best.name} {ms(step_s(best))}, off {ms(step_s(off))}"
+    if step_s(best) <= (1 - WORTHWHILE) * step_s(off) and not is_shown:
+        return f"the measured steps do not show that anything is saved, because they overlap: {figures}"
     if exposed_s < WORTHWHILE * step_s(off):
         return (
             f"communication is hidden behind the backward pass: a step waits {ms(exposed_s)} of {ms(step_s(off))} "
-            "for it, so sending fewer bytes cannot make it shorter"
+            f"for it, so sending fewer bytes cannot make it shorter ({figures})"
         )
     if best.prediction.bound in ("cores", "codec"):
-        return (
-            f"bytes are nearly free here: encoding them would take as long as sending them ({best.name} "
-            f"{ms(step_s(best))}, off {ms(step_s(off))})"
-        )
-    return f"too little would be saved: {best.name} {ms(step_s(best))}, off {ms(step_s(off))}"
+        return f"bytes are nearly free here: encoding them would take as long as sending them ({figures})"
+    return f"{'too little would be saved' if step_s(best) < step_s(off) else 'steps would be longer'}: {figures}"
 
 
 def finalists(found: Sequence[Option], recommendation: Recommendation, accepted: Sequence[str]) -> list[Option]:

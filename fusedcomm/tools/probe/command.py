@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 from fusedcomm import env
@@ -47,7 +48,8 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
         metavar="N",
         type=number(least=MIN_SECONDS, below=1e6),
         default=DEFAULT_SECONDS,
-        help=f"time to measure for, once ranks and model are there, at least {MIN_SECONDS} ({DEFAULT_SECONDS:g})",
+        help=f"about how long it may take, at least {MIN_SECONDS}; where starting the ranks takes long it is longer, "
+        f"which is said first ({DEFAULT_SECONDS:g})",
     )
     add_wires_to(probe)
     probe.add_argument(
@@ -74,6 +76,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    began = time.monotonic()
     for option, value in (("--params", args.params), ("--backward-ms", args.backward_ms)):
         if args.script is not None and value is not None:
             raise UsageError(
@@ -111,4 +114,4 @@ def _run(args: argparse.Namespace) -> int:
         caps_mb=tuple(dict.fromkeys(args.caps)),
         cores=args.cores,
     )
-    return launch(Options(settings, args.json, plot))
+    return launch(Options(settings, args.json, plot, began))

@@ -26,6 +26,8 @@ class Options:
     settings: Settings
     json: Path
     plot: Path
+    # When the command began, by time.monotonic().
+    began: float
 
 
 def launch(options: Options) -> int:
@@ -61,7 +63,7 @@ def _run(options: Options, device: torch.device) -> int:
     """Runs the probe on one rank. Returns the exit status. Rank 0 prints, or the first rank whose script failed."""
     is_first = dist.get_rank() == 0
     try:
-        findings = probe(options.settings, dist.group.WORLD, device, shows_progress=is_first)
+        findings = probe(options.settings, dist.group.WORLD, device, shows_progress=is_first, began=options.began)
     except ScriptError as error:
         _fail_alone(error)
     except ProbeError as error:

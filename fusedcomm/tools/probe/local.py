@@ -34,8 +34,6 @@ NUM_STAGES, NUM_PASSES = 3, 3
 """Codec stages of a wire, and passes over a bucket that measuring one takes at least."""
 MIN_BUCKET_SHARE = 1 / 8
 """Buckets are no smaller than this share of DDP's, however small the budget is: caches would hold them."""
-STAGE_OF_A_COPY = 0.5
-"""A stage takes about this share of the time of a copy of the same gradients."""
 # Repetitions of each measurement.
 MIN_ROUNDS, MAX_ROUNDS = 1, 40
 
@@ -71,15 +69,18 @@ def measure_local(
     """
     on_cpu = team.device.type == "cpu"
     codec = _C.Codec(choose_isa(None), choose_codec_threads(None, team.world_size))
+    began = time.perf_counter()
     copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
     cores = _agreed_cores(team, cores) if on_cpu else None
     points, codecs = {}, {}
-    parts, share = _fitting(team, len(wires) + 1, copy_s_per_byte, 0.9 * budget_s)
-    first = torch.randn(int(share * DEFAULT_CAP_NBYTES) // 4)
+    first = torch.randn(DEFAULT_CAP_NBYTES // 4)
     buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
-    for wire in dict.fromkeys(("fp32", *wires)):
+    wires = tuple(dict.fromkeys(("fp32", *wires)))
+    for index, wire in enumerate(wires):
         if on_cpu:
-            points[wire] = _stages(team, codec, buckets, wire, parts, s_per_byte, 0.9 * budget_s / (len(wires) + 1))
+            # A wire has an equal part of the time that the ones before it left.
+            (left_s,) = team.slowest([budget_s - (time.perf_counter() - began)])
+            points[wire] = _stages(team, codec, buckets, wire, s_per_byte, max(left_s, 0.0) / (len(wires) - index))
         else:
             points[wire] = stage_points(team, wire)
         codecs[wire] = Codec(**{stage: theil_sen(of_stage) for stage, of_stage in points[wire].items()})
@@ -87,17 +88,32 @@ def measure_local(
     return MeasuredLocal(codecs, points, copy_s_per_byte, cores, what)
 
 
-def _fitting(team: Team, num_wires: int, copy_s_per_byte: float, budget_s: float) -> tuple[tuple[int, ...], float]:
-    """(the entry of CHUNK_PARTS that fits the budget, the share of DDP's bucket size that does). On a busy machine
-    ranks wait long for each other. A collective call."""
-    began = time.perf_counter()
-    for _ in range(NUM_PASSES):
-        team.barrier()
-    barrier_s = (time.perf_counter() - began) / NUM_PASSES
-    pass_s = barrier_s + STAGE_OF_A_COPY * copy_s_per_byte * DEFAULT_CAP_NBYTES
-    (of_a_size_s,) = team.slowest([num_wires * NUM_STAGES * NUM_PASSES * pass_s])
+def _plan(team: Team, wire: str, gradient: torch.Tensor, parts: int, s_per_byte: float | None) -> "_C.BucketPlan":
+    """The plan of a bucket with this gradient, in chunks that are `parts` times smaller than the engine's."""
+    default = chunks.resolved(Config(wire), team.world_size, team.device.type, s_per_byte).chunks.nbytes
+    config = Config(wire, wires={ONE_DIMENSIONAL: wire}, chunks=Chunks(max(default // parts, 4096)))
+    return _C.plan_bucket(chunks.native(config, team.world_size), team.world_size, gradient[:0], 0, gradient.numel())
+
+
+def _fitting(
+    team: Team, codec: "_C.Codec", bucket: torch.Tensor, wire: str, s_per_byte: float | None, budget_s: float
+) -> tuple[tuple[int, ...], int]:
+    """(the entry of CHUNK_PARTS that fits the budget, the elements of a bucket that do). A collective call.
+
+    Packing the smallest bucket shows what a pass takes, on this machine and as busy as it is.
+    """
+    smallest = bucket[: int(MIN_BUCKET_SHARE * bucket.numel())]
+    layout = _plan(team, wire, smallest, 1, s_per_byte).layout
+    message = torch.zeros(layout.chunk_nbytes, dtype=torch.uint8)
+
+    def pack() -> None:
+        for chunk in range(layout.num_chunks):
+            codec.pack(layout, chunk, [smallest], [], 1.0, message)
+
+    (pass_s,) = team.time(pack, 1)
+    of_a_size_s = NUM_STAGES * NUM_PASSES * pass_s / MIN_BUCKET_SHARE
     parts = next((parts for parts in CHUNK_PARTS if len(parts) * of_a_size_s <= budget_s), CHUNK_PARTS[-1])
-    return parts, min(1.0, max(budget_s / of_a_size_s, MIN_BUCKET_SHARE))
+    return parts, int(bucket.numel() * min(1.0, max(budget_s / of_a_size_s, MIN_BUCKET_SHARE)))
 
 
 def _stages(
@@ -105,7 +121,6 @@ def _stages(
     codec: "_C.Codec",
     buckets: list[torch.Tensor],
     wire: str,
-    chunk_parts: Sequence[int],
     s_per_byte: float | None,
     budget_s: float,
 ) -> dict[str, list[Point]]:
@@ -113,13 +128,12 @@ def _stages(
     if wire == "fp32":
         return _exact(team, codec, buckets[0], budget_s)
     points: dict[str, list[Point]] = {"pack": [], "unpack": []}
-    default = chunks.resolved(Config(wire), team.world_size, team.device.type, s_per_byte).chunks.nbytes
+    chunk_parts, bucket_numel = _fitting(team, codec, buckets[0], wire, s_per_byte, budget_s)
+    buckets = [bucket[:bucket_numel] for bucket in buckets]
     gradient = buckets[0]
     turn = itertools.cycle(buckets)
     for parts in chunk_parts:
-        config = Config(wire, wires={ONE_DIMENSIONAL: wire}, chunks=Chunks(max(default // parts, 4096)))
-        native = chunks.native(config, team.world_size)
-        plan = _C.plan_bucket(native, team.world_size, gradient[:0], 0, gradient.numel())
+        plan = _plan(team, wire, gradient, parts, s_per_byte)
         layout, num_messages = plan.layout, plan.steps[-1].num_ranks  # the last step unpacks this many
         slots = [torch.zeros(num_messages * layout.chunk_nbytes, dtype=torch.uint8) for _ in range(NUM_WORKSPACES)]
         sums = torch.zeros(layout.part_stride, dtype=torch.uint8)

@@ -17,19 +17,26 @@ STAGES = {
 
 
 class Progress:
-    """The stages so far. Does nothing unless `shown`.
+    """The stages so far. Does nothing unless `shown`. First says how long the whole takes, and why.
 
     Args:
-        seconds: what the whole probe may take.
+        start_s: what starting the ranks took.
+        measuring_s: what the stages may take.
     """
 
-    def __init__(self, seconds: float, shown: bool) -> None:
-        self._began = time.monotonic()
-        self._seconds, self._shown, self._bar = seconds, shown, None
+    def __init__(self, start_s: float, measuring_s: float, shown: bool) -> None:
+        self._began = time.monotonic() - start_s
+        self._seconds, self._shown, self._bar = start_s + measuring_s, shown, None
+        if shown:
+            print(
+                f"about {self._seconds:.0f} s: starting took {start_s:.0f} s, measuring takes {measuring_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         if shown and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s"
-                self._bar = output.bar(total=seconds, leave=False, bar_format=form)
+                self._bar = output.bar(total=self._seconds, leave=False, bar_format=form)
 
     def begin(self, stage: str) -> None:
         """Says that `stage`, a key of STAGES, begins."""

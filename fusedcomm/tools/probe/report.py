@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 
 from fusedcomm import files
 from fusedcomm.config import Config
 from fusedcomm.tools.cluster import Cluster, Cost
-from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES
+from fusedcomm.tools.cost_model import DEFAULT_CAP_NBYTES, WORTHWHILE
 from fusedcomm.tools.probe.check import WARN_ERROR, Check
-from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, link_bytes_s, ms
+from fusedcomm.tools.probe.choices import FASTEST_BYTES_S, OFF, Option, are_apart, link_bytes_s, ms
 from fusedcomm.tools.probe.network import BETWEEN, WITHIN
 from fusedcomm.tools.probe.run import Findings
 
@@ -139,8 +138,12 @@ def _note(row: _Row, findings: Findings) -> str:
         return "not accepted"
     if row.step_s >= found.step_s:
         return ""
-    if found.measured and not row.measured:
+    is_checked = any(check.option.way == row.option.way for check in findings.checks)
+    is_worthwhile = row.step_s < (1 - WORTHWHILE) * found.step_s
+    if not row.measured and (found.measured or is_worthwhile and not is_checked):
         return "not measured: may be faster"
+    if is_worthwhile and is_checked:
+        return "real steps do not show it"
     return "too little is gained" if found.leave_off or row.option.wire == OFF else "hardly faster"
 
 
@@ -150,7 +153,7 @@ def _confidence(findings: Findings) -> str:
     if not found.measured:
         return (
             f"Confidence: low. {findings.settings.seconds:g} s were too few for real steps of this model, so a smaller "
-            "model took them, and this is predicted: --seconds gives more time"
+            "model took them, and the table is predicted: --seconds gives more time"
         )
     worst = max(abs(check.ratio - 1) for check in findings.checks)
     doubts = []
@@ -180,7 +183,7 @@ def _overlap(findings: Findings) -> str:
     faster, slower = (off, ours) if leave_off else (ours, off)
     if min(len(faster.steps_s), len(slower.steps_s)) < MIN_STEPS_TO_TELL:
         return "that is few: --seconds gives more time"
-    if statistics.quantiles(faster.steps_s)[2] < statistics.quantiles(slower.steps_s)[0]:
+    if are_apart(faster.steps_s, slower.steps_s):
         return ""
     return f"those of {faster.option.name} and of {slower.option.name} overlap"
 
@@ -239,7 +242,8 @@ def _checked(findings: Findings) -> list[str]:
         lines.append(
             f"  Core time in these steps, x that measured outside a step: {', '.join(changed)}; the table includes it"
         )
-    lines.append(f"took {findings.seconds['all']:.0f} of {findings.settings.seconds:g} s")
+    took = f"took {findings.seconds['all']:.0f} s, {findings.seconds['start']:.0f} of them to start"
+    lines.append(f"{took} (--seconds {findings.settings.seconds:g})")
     return lines
 
 

@@ -18,7 +18,7 @@ from fusedcomm.tools.arguments import ACCEPT
 from fusedcomm.tools.cluster import Cluster
 from fusedcomm.tools.cost_model import Workload
 from fusedcomm.tools.errors import ProbeError
-from fusedcomm.tools.probe.check import Check, check
+from fusedcomm.tools.probe.check import Check, borne_out, check
 from fusedcomm.tools.probe.choices import (
     OFF,
     Option,
@@ -52,11 +52,16 @@ PARTS = (
 left, so a part that takes less leaves more to the later ones, and a part that takes more leaves less."""
 
 
+MIN_SHARE = 0.7
+"""Share of the given time that the measurements have at least, however long starting the ranks took."""
+
+
 class Budget:
     """Divides the given time among PARTS, and measures what they take.
 
     Args:
         team: its ranks agree on every part's time.
+        seconds: what all parts may take.
     """
 
     def __init__(self, team: Team, seconds: float, progress: Progress) -> None:
@@ -94,7 +99,7 @@ class Settings:
     params: float = 25_000_000
     backward_s: float = 0.0
     """Without a script: seconds of the synthetic model's backward pass."""
-    # About how long the probe may take.
+    # About how long the probe may take, with starting its ranks. Measuring has at least MIN_SHARE of it.
     seconds: float = 60.0
     wires: tuple[str, ...] = ("bf16", "int8", "fp8", "int4")
     accept: tuple[str, ...] = ACCEPT
@@ -123,7 +128,7 @@ class Findings:
     speed: Speed
     """How much longer things take in these steps. `options` are predicted with it."""
     seconds: dict[str, float]
-    """Seconds that each part took, and "all" of them."""
+    """Seconds that each part took, "start" before them, and "all" of these."""
 
 
 def probe(
@@ -132,12 +137,14 @@ def probe(
     device: torch.device,
     task: Task | None = None,
     shows_progress: bool = False,
+    began: float | None = None,
 ) -> Findings:
     """Measures, predicts, recommends and checks. A collective call of all ranks of `group`.
 
     Args:
         device: the gradients' device.
         task: takes the place of a script.
+        began: since when `settings.seconds` count, by time.monotonic(); None: since the call.
         shows_progress: whether this rank shows how far the probe is.
 
     Raises:
@@ -145,18 +152,23 @@ def probe(
             what it returns.
         ScriptError: on this rank alone, if a later step of the script fails.
     """
+    began = time.monotonic() if began is None else began
     team = Team(group, device)
     task = agreed_task(team, settings, task)
-    # The first DDP of a process imports a large part of torch, for seconds. The probe's time begins after that.
+    # The first DDP of a process imports a large part of torch, for seconds.
     with synchronised(team, torch.nn.Linear(1, 1, device=device), Way("bf16"), None):
         pass
-    progress = Progress(settings.seconds, shows_progress)
+    (start_s,) = team.slowest([time.monotonic() - began])
+    measuring_s = max(settings.seconds - start_s, MIN_SHARE * settings.seconds)
+    progress = Progress(start_s, measuring_s, shows_progress)
     team.on_barrier = progress.tick
     try:
         with naming_the_line(settings.script):
-            return _probe(team, settings, task, Budget(team, settings.seconds, progress))
+            findings = _probe(team, settings, task, Budget(team, measuring_s, progress))
     finally:
         progress.end()
+    seconds = {"start": start_s, **findings.seconds, "all": start_s + findings.seconds["all"]}
+    return dataclasses.replace(findings, seconds=seconds)
 
 
 def _probe(team: Team, settings: Settings, task: Task, budget: Budget) -> Findings:
@@ -188,9 +200,11 @@ def _probe(team: Team, settings: Settings, task: Task, budget: Budget) -> Findin
         speed = speed_of(workload, cluster, checks)
         in_steps = speed.of(workload, cluster)
         found = options(*in_steps, settings.wires, settings.caps_mb)
-        measured_s = {(check.option.way, check.option.cap_mb): check.measured_s for check in checks}
+        steps_s = {(check.option.way, check.option.cap_mb): check.steps_s for check in checks}
         by_key = {(option.way, option.cap_mb): option for option in found}
-        recommendation = recommend(found, settings.accept, {by_key[key]: taken for key, taken in measured_s.items()})
+        recommendation = recommend(found, settings.accept, {by_key[key]: taken for key, taken in steps_s.items()})
+    else:
+        recommendation = borne_out(recommendation, checks)
     crossovers = _crossovers(found, recommendation.option.cap_mb, in_steps)
     environment = describe(team, local, network, uneven)
     return Findings(

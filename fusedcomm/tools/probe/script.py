@@ -19,15 +19,19 @@ def script_path(script: str) -> tuple[str, str]:
     """(path, name of the function) of `PATH` or `PATH:FUNCTION`. Without FUNCTION it is make().
 
     Raises:
-        ProbeError: there is no such file, or it is no Python file.
+        ProbeError: there is no such file, it is no Python file, or a colon has no function after it.
     """
-    path, name = (script, "make") if script.endswith(".py") else script.rpartition(":")[::2]
+    is_path = script.endswith(".py") or ":" not in script or Path(script).exists()
+    path, name = (script, "make") if is_path else script.rpartition(":")[::2]
+    wanted = "name a Python file, PATH.py or PATH.py:FUNCTION"
+    if Path(path).is_dir():
+        raise ProbeError(f"--script {script}: {path} is a folder: {wanted}")
     if not Path(path).is_file():
-        raise ProbeError(
-            f"--script {script}: there is no file {path or script}: name a Python file, PATH.py or PATH.py:FUNCTION"
-        )
+        raise ProbeError(f"--script {script}: there is no file {path or script}: {wanted}")
     if not path.endswith(".py"):
         raise ProbeError(f"--script {script}: {path} is not a Python file: its name must end in .py")
+    if not name:
+        raise ProbeError(f"--script {script}: no function is named after the colon: {wanted}")
     return path, name
 
 

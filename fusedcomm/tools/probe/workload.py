@@ -190,14 +190,15 @@ def _timed_work(team: Team) -> float:
 # ---- measuring
 
 
-MIN_STEPS, MAX_STEPS = 3, 50
-"""Steps that are timed, if the first one fits the budget."""
+MAX_STEPS = 50
+"""Steps that count: at most; there are as many as fit the budget, and at least one."""
 
 
 def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
     """Measures steps without synchronization, on all ranks at once. A collective call.
 
-    A step is as long as the slowest rank's. The shares of its parts are means over ranks.
+    The first three steps do not count, except the last one if there is no time for more. A step is as long as the
+    slowest rank's. The shares of its parts are means over ranks.
     """
     model, step, optimizer = task
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -212,13 +213,18 @@ def measure_workload(team: Team, task: Task, budget_s: float) -> Workload:
     def timed(num_steps: int) -> list[list[float]]:
         return _steps(team, model, step, optimizer, ready, len(parameters), num_steps)
 
+    began = time.perf_counter()
+
+    def fitting(last: list[list[float]]) -> int:
+        """How many steps as long as the `last` one fit what is left of the budget."""
+        left_s, last_s = team.slowest([budget_s - (time.perf_counter() - began), sum(last[-1][:3])])
+        return int(max(left_s, 0.0) / max(last_s, 1e-6))
+
     try:
-        rows = timed(1)  # does not count if there is time for more
-        (first_s,) = team.slowest([sum(rows[0][:3])])
-        if first_s < budget_s:
-            timed(1)  # does not count
-            (first_s,) = team.slowest([sum(timed(1)[0][:3])])
-            rows = timed(min(max(int(budget_s / max(first_s, 1e-6)) - 2, MIN_STEPS), MAX_STEPS))
+        rows = timed(1)
+        for most in (1, 1, MAX_STEPS):
+            if (fits := fitting(rows)) > 0:
+                rows = timed(min(fits, most))
     finally:
         for handle in handles:
             handle.remove()
