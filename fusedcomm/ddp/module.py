@@ -162,7 +162,7 @@ class SameParameters:
 
 def refuse_unhooked(parameters: list[NamedParameter]) -> None:
     """Raises RuntimeError if DDP's reducer has no hook at a parameter that requires gradients; names it."""
-    now = trainable(parameters)
+    now = [p for p in trainable(parameters) if not p.tensor.is_meta]  # the session refuses that device
     names = [now[index].name for index in _C.ReducerNodes([p.tensor for p in now]).missing()]
     if names:
         shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
