@@ -13,8 +13,6 @@ from _steps_report import README, RESULTS, between_marks, processor
 DOCUMENT = RESULTS / "accuracy.md"
 WIRES = "wires"
 """The table in README.md. The others are in DOCUMENT."""
-REMOVED = ("fp8_e5m2", "fp8_e5m2 rotated", "int4, feedback in int8")
-"""Ways that the JSON has and fusedcomm no longer does; docs/low-bit.md says why."""
 RANKS = (2, 512, 4096)
 """The numbers of ranks that the first table shows."""
 _WIRES = {
@@ -45,7 +43,7 @@ def wires_table(document: dict) -> str:
 
 
 def error_table(document: dict) -> str:
-    rows = [row for row in document["error_by_ranks"] if row["way"] not in REMOVED]
+    rows = document["error_by_ranks"]
     kinds = list(dict.fromkeys(row["gradients"] for row in rows))
     found = {(row["way"], row["gradients"], row["ranks"]): row["vnmse"] for row in rows}
     body = [
@@ -67,8 +65,6 @@ def training_table(document: dict) -> str:
     heading = ["model", "wire", "final loss, mean (range)", "less fp32's, each seed", "accuracy"]
     body = []
     for row in document["training_summary"]:
-        if row["way"] in REMOVED:
-            continue
         digits = 5 if row["model"] == "digits" else 4
         losses, differences = row["loss"], row["loss_difference"]
         mean = f"{statistics.mean(losses):.{digits}f} ({min(losses):.{digits}f} to {max(losses):.{digits}f})"
@@ -87,8 +83,13 @@ TABLES: dict[str, Callable[[dict], str]] = {
 
 
 def machine(document: dict) -> str:
-    env = document["env"]
-    return f"{processor(env)}, {env['num_cpus']} cores, torch {env['torch']}, commit {env['commit']}"
+    """A line for each machine that the figures are of. int4's have been measured again, with its present levels."""
+    machines = {"": document["env"], "int4: ": document.get("env_int4")}
+    return "\n".join(
+        f"- {what}{processor(env)}, {env['num_cpus']} cores, torch {env['torch']}, commit {env['commit']}"
+        for what, env in machines.items()
+        if env is not None
+    )
 
 
 def write(document: dict) -> None:

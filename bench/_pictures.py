@@ -132,6 +132,8 @@ def errors(rows: Sequence[dict], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, color=color, marker=".", label=label)
         axes.set(yscale="log", xlabel="ranks", title=title)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter(lambda error, place: f"{100 * error:g}%")
         axes.grid(alpha=0.25, lw=0.5)
     all_axes[0].set_ylabel("relative error of the mean")
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)

@@ -222,7 +222,7 @@ def why_off(off: Option, best: Option | None, step_s: StepTime, is_shown: bool =
         )
     if best.prediction.bound in ("cores", "codec"):
         return f"bytes are nearly free here: encoding them would take as long as sending them ({figures})"
-    return f"{'too little would be saved' if step_s(best) < step_s(off) else 'steps would be longer'}: {figures}"
+    return f"{'steps would be longer' if step_s(best) > step_s(off) else 'too little would be saved'}: {figures}"
 
 
 def finalists(found: Sequence[Option], recommendation: Recommendation, accepted: Sequence[str]) -> list[Option]:
