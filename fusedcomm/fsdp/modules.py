@@ -102,7 +102,7 @@ class ShardedParameter:
     def row(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's slice, with zeros as padding: fp32 [row_numel]. whole: from dtensor(), perhaps loaded since."""
         local = whole.to_local() if isinstance(whole, DTensor) else whole
-        row = torch.zeros(self.row_numel, device=local.device)
+        row = torch.zeros(self.row_numel, dtype=torch.float32, device=local.device)
         row[: local.numel()] = local.detach().float().flatten()
         return row
 

@@ -13,16 +13,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fusedcomm.fsdp.comm import FusedReduceScatter
+from fusedcomm.ranks.groups import all_gather_single, reduce_scatter_single
 
 VERSION = 1
 
 
 def state_dict(comms: list[FusedReduceScatter]) -> dict[str, Any]:
     """See :meth:`fusedcomm.fsdp.handle.FsdpHandle.state_dict`. A collective call."""
+    # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        residuals = {name: mean for comm in comms for name, mean in _means(comm).items()}
     return {
         "version": VERSION,
         "calls": {comm.sharded.name or "(model)": comm.num_calls for comm in comms},
-        "residuals": {name: mean for comm in comms for name, mean in _means(comm).items()},
+        "residuals": residuals,
     }
 
 
@@ -30,16 +34,17 @@ def load_state_dict(comms: list[FusedReduceScatter], state: dict[str, Any]) -> N
     """See :meth:`fusedcomm.fsdp.handle.FsdpHandle.load_state_dict`. A collective call."""
     _check(comms, state)
     residuals = state["residuals"]
-    for comm in comms:
-        comm.num_calls = state["calls"][comm.sharded.name or "(model)"]
-        own = {p.name: p.row(residuals[p.name]) for p in comm.with_residuals()}
-        if not own:
-            continue
-        if comm.keeps_row_residuals:
-            group = comm.sharded.process_group
-            comm.restore({name: _rows(row, group) for name, row in own.items()}, {})
-        else:
-            comm.restore({}, own)
+    with torch.inference_mode(False), torch.no_grad():
+        for comm in comms:
+            comm.num_calls = state["calls"][comm.sharded.name or "(model)"]
+            own = {p.name: p.row(residuals[p.name]) for p in comm.with_residuals()}
+            if not own:
+                continue
+            if comm.keeps_row_residuals:
+                group = comm.sharded.process_group
+                comm.restore({name: _rows(row, group) for name, row in own.items()}, {})
+            else:
+                comm.restore({}, own)
 
 
 def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
@@ -49,12 +54,14 @@ def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
     means = {}
     for parameter in comm.with_residuals():
         name = parameter.name
-        mean = sums.get(name, torch.zeros(parameter.row_numel, device=comm.sharded.device))
+        mean = sums.get(name, torch.zeros(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device))
         if comm.keeps_row_residuals:
             # A parameter that has been frozen from the start has none.
-            of_ranks = rows.get(name, torch.zeros(group.size(), parameter.row_numel, device=comm.sharded.device))
-            own = torch.empty(parameter.row_numel, device=comm.sharded.device)
-            dist.reduce_scatter_tensor(own, of_ranks.flatten(), group=group)
+            of_ranks = rows.get(
+                name, torch.zeros(group.size(), parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
+            )
+            own = torch.empty(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
+            reduce_scatter_single(own, of_ranks.flatten(), group=group)
             mean = mean + own / group.size()
         if replicas is not None and replicas.size() > 1:
             dist.all_reduce(mean, group=replicas)
@@ -65,8 +72,8 @@ def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
 
 def _rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The slices of all ranks: fp32 [world_size, row_numel]."""
-    rows = torch.empty(group.size(), row.numel(), device=row.device)
-    dist.all_gather_into_tensor(rows.flatten(), row, group=group)
+    rows = torch.empty(group.size(), row.numel(), dtype=torch.float32, device=row.device)
+    all_gather_single(rows.flatten(), row, group=group)
     return rows
 
 

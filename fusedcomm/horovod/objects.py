@@ -174,7 +174,7 @@ def broadcast_object(
     name = "broadcast_object" if name is None else name
     is_root = found.rank == root_rank
     data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    nbytes = torch.tensor([data.numel()])
+    nbytes = torch.tensor([data.numel()], dtype=torch.int64)
     synchronize(async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set))
     if not is_root:
         data = torch.empty(int(nbytes.item()), dtype=torch.uint8)
@@ -186,7 +186,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Every rank's object, in rank order. They are pickled, with cloudpickle if that is installed."""
     name = "allgather_object" if name is None else name
     data = _pickled(obj)
-    sizes = async_ops.allgather_async(torch.tensor([data.numel()]), f"{name}.sz", process_set)
+    sizes = async_ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
     gathered = async_ops.allgather_async(data, f"{name}.t", process_set)
     nbytes = synchronize(sizes).tolist()
     return [_unpickled(part) for part in synchronize(gathered).split(nbytes)]

@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
-from fusedcomm import files
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.config import Config, LocalOptions, Off, Search, Wire
 from fusedcomm.ddp.handle import Handle
@@ -77,8 +76,7 @@ class FusedCommCallback(transformers.TrainerCallback):
         if own:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)  # on a host without rank 0, and without a shared file system
-            with files.replacing(folder / _FILE.format(rank=args.process_index)) as file:
-                torch.save(own, file)
+            torch.save(own, folder / _FILE.format(rank=args.process_index))
 
     def on_train_end(self, args, state, control, **_) -> None:
         self._attachment.detach()

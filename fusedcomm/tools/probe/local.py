@@ -75,7 +75,7 @@ def measure_local(
     cores = _agreed_cores(team, cores) if on_cpu else None
     points, codecs = {}, {}
     parts, share = _fitting(team, len(wires) + 1, copy_s_per_byte, 0.9 * budget_s)
-    first = torch.randn(int(share * DEFAULT_CAP_NBYTES) // 4)
+    first = torch.randn(int(share * DEFAULT_CAP_NBYTES) // 4, dtype=torch.float32)
     buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
     for wire in dict.fromkeys(("fp32", *wires)):
         if on_cpu:
@@ -169,7 +169,10 @@ def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: floa
 def _copy_s_per_byte(team: Team, budget_s: float) -> float:
     """Seconds per byte of a copy that is as long as one of DDP's buckets."""
     shape = (DEFAULT_CAP_NBYTES // 4,)
-    pairs = [[torch.full(shape, value, device=team.device) for value in (0.0, 1.0)] for _ in range(NUM_BUCKETS)]
+    pairs = [
+        [torch.full(shape, value, dtype=torch.float32, device=team.device) for value in (0.0, 1.0)]
+        for _ in range(NUM_BUCKETS)
+    ]
     turn = itertools.cycle(pairs)
 
     def copy() -> None:

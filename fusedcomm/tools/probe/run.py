@@ -148,7 +148,7 @@ def probe(
     team = Team(group, device)
     task = agreed_task(team, settings, task)
     # The first DDP of a process imports a large part of torch, for seconds. The probe's time begins after that.
-    with synchronised(team, torch.nn.Linear(1, 1, device=device), Way("bf16"), None):
+    with synchronised(team, torch.nn.Linear(1, 1, dtype=torch.float32, device=device), Way("bf16"), None):
         pass
     progress = Progress(settings.seconds, shows_progress)
     team.on_barrier = progress.tick
