@@ -158,6 +158,8 @@ void bind_epilogue(py::module_& m) {
       .def("want_squares", &PassEpilogue::want_squares, py::arg("in_unpack"), NoGil())
       .def("set_unscale", &PassEpilogue::set_unscale, py::arg("unscale"), NoGil())
       .def("require_unscale", &PassEpilogue::require_unscale, py::arg("required"), NoGil())
+      .def("take_over", &PassEpilogue::take_over, py::arg("source"), NoGil())
+      .def("parameters", &PassEpilogue::parameters, NoGil())
       .def("take_unscaled", &PassEpilogue::take_unscaled, NoGil())
       .def_property_readonly("unscaled", py::cpp_function(&PassEpilogue::unscaled, NoGil()))
       .def_property_readonly("has_unchanged", py::cpp_function(&PassEpilogue::has_unchanged, NoGil()))

@@ -12,42 +12,49 @@ uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0
 
 void PassEpilogue::want_squares(bool in_unpack) {
   std::lock_guard<std::mutex> lock(mutex_);
-  wants_squares_ = true;
-  in_unpack_ = in_unpack;
+  wanted_.squares = true;
+  wanted_.in_unpack = in_unpack;
 }
 
 void PassEpilogue::set_unscale(float unscale) {
   std::lock_guard<std::mutex> lock(mutex_);
-  next_unscale_ = unscale;
+  wanted_.next_unscale = unscale;
 }
 
 void PassEpilogue::require_unscale(bool required) {
   std::lock_guard<std::mutex> lock(mutex_);
-  requires_unscale_ = required;
-  if (!required) next_unscale_.reset();
+  wanted_.requires_unscale = required;
+  if (!required) wanted_.next_unscale.reset();
+}
+
+void PassEpilogue::take_over(PassEpilogue& from) {
+  std::scoped_lock lock(mutex_, from.mutex_);
+  wanted_ = from.wanted_;
+  from.wanted_.requires_unscale = false;
+  from.wanted_.next_unscale.reset();
 }
 
 PassEpilogue::Task PassEpilogue::begin_bucket(size_t index, bool is_last, const std::vector<at::Tensor>& parameters) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (index == 0) {
-    TORCH_CHECK(next_unscale_ || !requires_unscale_,
+    TORCH_CHECK(wanted_.next_unscale || !wanted_.requires_unscale,
                 "fusedcomm: a backward pass began whose loss GradScaler.scale() has not scaled since the last pass, so "
                 "the gradients would be a mixture of scaled and unscaled ones. Call backward() once for each "
                 "scaler.scale(loss), and all but the last of a step within no_sync(). For passes without a loss scale: "
                 "scaler.release()");
-    unscale_ = next_unscale_.value_or(1.0f);
-    next_unscale_.reset();
+    unscale_ = wanted_.next_unscale.value_or(1.0f);
+    wanted_.next_unscale.reset();
     unscaled_ = 1;
     ++pass_;
     buckets_.clear();
   }
   if (is_last) unscaled_ = unscale_;
   // The parameters are kept only if somebody may ask for their norm.
-  if (wants_squares_) {
+  if (wanted_.squares) {
     buckets_.resize(index + 1);
     buckets_[index].parameters = parameters;
   }
-  return {wants_squares_ && in_unpack_, unscale_, pass_};
+  return {wanted_.squares && wanted_.in_unpack, unscale_, pass_};
 }
 
 void PassEpilogue::set_squares(int64_t pass, size_t index, double squares) {
@@ -78,7 +85,7 @@ void PassEpilogue::note_gradients() {
 
 bool PassEpilogue::is_on() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return wants_squares_;
+  return wanted_.squares;
 }
 
 bool PassEpilogue::OfBucket::is_unchanged(size_t i) const {
@@ -119,6 +126,13 @@ float PassEpilogue::unscaled() const {
 float PassEpilogue::take_unscaled() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(unscaled_, 1.0f);
+}
+
+std::vector<at::Tensor> PassEpilogue::parameters() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<at::Tensor> all;
+  for (const OfBucket& bucket : buckets_) all.insert(all.end(), bucket.parameters.begin(), bucket.parameters.end());
+  return all;
 }
 
 bool PassEpilogue::has_unchanged() const {

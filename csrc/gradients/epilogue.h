@@ -27,6 +27,9 @@ class PassEpilogue {
   void set_unscale(float unscale);
   // Whether a pass without set_unscale() is an error, because a loss scale would stay in its gradients.
   void require_unscale(bool required);
+  // Takes over what the calls above have asked `from` for. Call it before a pass which `from` would have had; `from`
+  // then unscales nothing.
+  void take_over(PassEpilogue& from);
 
   // Call for each bucket, in order. `parameters`: of the bucket, in any order. Throws if a needed set_unscale() is
   // missing.
@@ -50,6 +53,8 @@ class PassEpilogue {
   // The factor that the means of the last pass were multiplied by; 1 if there was none, or after take_unscaled().
   float unscaled() const;
   float take_unscaled();
+  // Those of all buckets of the last pass. Empty if want_squares() was not called before it.
+  std::vector<at::Tensor> parameters() const;
   // Whether some gradient is still as the last pass has left it.
   bool has_unchanged() const;
 
@@ -69,9 +74,14 @@ class PassEpilogue {
     bool is_unchanged(size_t i) const;
   };
 
+  // What was asked for.
+  struct Wanted {
+    bool squares = false, in_unpack = false, requires_unscale = false;
+    std::optional<float> next_unscale;
+  };
+
   mutable std::mutex mutex_;  // guards the members below
-  bool wants_squares_ = false, in_unpack_ = false, requires_unscale_ = false;
-  std::optional<float> next_unscale_;
+  Wanted wanted_;
   float unscale_ = 1;   // of the pass under way
   float unscaled_ = 1;  // of the last pass that has ended
   int64_t pass_ = 0;

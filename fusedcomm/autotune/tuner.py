@@ -153,6 +153,12 @@ class Tuner:
         return self._running == OFF
 
     @property
+    def uses_engine(self) -> bool:
+        """Whether this pass, or between two passes the last one, goes through the engine. It does once after off was
+        chosen, if the engine has residuals to send."""
+        return not self.is_off or self._delivering
+
+    @property
     def is_searching(self) -> bool:
         return self._tuning is None
 
@@ -270,15 +276,14 @@ class Tuner:
         self._set_hook()
 
     def _set_hook(self) -> None:
-        uses_engine = not self.is_off or self._delivering
         # DDP's own all-reduce is not watched. At the end of its trial, however, ranks wait for each other.
-        is_watched = uses_engine or (self._search is not None and not self._search.finished)
+        is_watched = self.uses_engine or (self._search is not None and not self._search.finished)
         for session in {*self._sessions.values(), self.session}:
             if session is not self.session or not is_watched:
                 session.unwatch()
         if is_watched:
             self.session.watch()
-        self._target.set(self.session.hook if uses_engine else None, self.session.process_group)
+        self._target.set(self.session.hook if self.uses_engine else None, self.session.process_group)
         if self._running.bucket_mib is not None:
             self._target.set_bucket_mib(self._running.bucket_mib)
 

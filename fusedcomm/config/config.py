@@ -288,7 +288,7 @@ class Config(Options):
     @property
     def wire_number_1d(self) -> int:
         """The number of the wire of a parameter with at most one dimension and an unknown name."""
-        return self.wire_number("", torch.empty(0))
+        return self.wire_number("", torch.empty(0, dtype=torch.float32))
 
     def refuse_unsharded(self) -> None:
         """Raises ValueError if an option is set that only a reduce-scatter of FSDP2 has."""
@@ -348,7 +348,7 @@ class Config(Options):
     def plan_of_large_buckets(self, world_size: int) -> "_C.BucketPlan":
         """The plan of a large bucket of fp32 gradients, all in `wire`, on one level."""
         numels = [_C.SMALL_BUCKET_NBYTES] + [0] * (len(self.numbered_wires) - 1)
-        return _C.plan_bucket(self.native(_ANY_CHUNKS), world_size, torch.empty(0), 0, numels)
+        return _C.plan_bucket(self.native(_ANY_CHUNKS), world_size, torch.empty(0, dtype=torch.float32), 0, numels)
 
     def record(self) -> dict[str, object]:
         """The whole configuration, JSON-serializable, for ranks to compare. Equivalent configurations are equal."""

@@ -18,6 +18,7 @@ from fusedcomm.ddp.module import (
     native_hook,
     options_to_agree,
     refuse_join,
+    synchronised_tensors,
 )
 from fusedcomm.native import _C
 from fusedcomm.session.norm import GradientNorms
@@ -196,12 +197,14 @@ class Handle(GradientNorms):
 
     def _hook_now(self) -> "_C.Synchroniser | None":
         self._refuse_detached("no gradients are synchronized")
-        if self._tuner is not None and self._tuner.is_off:
-            return None
+        return None if self._tuner is not None and not self._tuner.uses_engine else self._session.hook
+
+    def _next_hook(self) -> "_C.Synchroniser | None":
+        self._refuse_detached("no gradients are synchronized")
         return self._session.hook
 
     def _want_squares(self) -> None:
-        hook, ddp = self._hook_now(), self._ddp()
+        hook, ddp = self._next_hook(), self._ddp()
         if hook is not None:
             # DDP leaves the gradient of a parameter that no rank has used as it was, whatever its bucket holds.
             hook.epilogue.want_squares(in_unpack=ddp is not None and not ddp.find_unused_parameters)
@@ -209,7 +212,7 @@ class Handle(GradientNorms):
     def _parameters_now(self) -> list[torch.Tensor]:
         self._refuse_detached("no gradients are synchronized")
         ddp = self._ddp()
-        return [] if ddp is None else list(ddp.parameters())
+        return [] if ddp is None else synchronised_tensors(ddp)
 
     def _refuse_detached(self, consequence: str) -> None:
         """Raises RuntimeError if this handle is detached or a copy."""

@@ -101,6 +101,9 @@ class OffHandle(Handle):
     def _hook_now(self) -> None:
         self._refuse_detached("no gradients are synchronized")
 
+    def _next_hook(self) -> None:
+        return self._hook_now()
+
     def __repr__(self) -> str:
         state = "off, DDP's own all-reduce" if self._attached else "detached"
         return f"<fusedcomm.Handle: {state}>"

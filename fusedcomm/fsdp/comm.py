@@ -14,6 +14,7 @@ from fusedcomm.fsdp.modules import Sharded, ShardedParameter
 from fusedcomm.fsdp.replicas import ReplicaSums, plain, reduced
 from fusedcomm.fsdp.verify import Verifier
 from fusedcomm.native import _C
+from fusedcomm.ranks.groups import reduce_scatter_single
 from fusedcomm.session.session import Session
 
 CARRIED = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,8 +132,8 @@ class FusedReduceScatter:
         if self._verifier.is_due(len(self._before), call):
             self._pending.finish()
             future.wait()
-            exact = torch.empty(output_tensor.numel(), device=output_tensor.device)
-            dist.reduce_scatter_tensor(exact, input_tensor.float(), group=group)
+            exact = torch.empty(output_tensor.numel(), dtype=torch.float32, device=output_tensor.device)
+            reduce_scatter_single(exact, input_tensor.float(), group=group)
             self._verifier.add(call, self.sharded.name, output_tensor, exact * self._factor)
         elif is_read_at_once or async_op or self.sharded.device.type != "cpu":
             future.wait()  # on cuda only the current stream waits

@@ -128,7 +128,7 @@ class ShardedParameter:
                 whole.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
             )
         local = whole.to_local()
-        row = torch.zeros(self.row_numel, device=local.device)
+        row = torch.zeros(self.row_numel, dtype=torch.float32, device=local.device)
         row[: local.numel()] = local.detach().float().flatten()
         return row
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fusedcomm.fsdp.comm import FusedReduceScatter
+from fusedcomm.ranks.groups import all_gather_single, reduce_scatter_single
 
 VERSION = 1
 
@@ -56,12 +57,14 @@ def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
     means = {}
     for parameter in comm.with_residuals():
         name = parameter.name
-        mean = sums.get(name, torch.zeros(parameter.row_numel, device=comm.sharded.device))
+        mean = sums.get(name, torch.zeros(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device))
         if comm.keeps_row_residuals:
             # A parameter that has been frozen from the start has none.
-            of_ranks = rows.get(name, torch.zeros(group.size(), parameter.row_numel, device=comm.sharded.device))
-            own = torch.empty(parameter.row_numel, device=comm.sharded.device)
-            dist.reduce_scatter_tensor(own, of_ranks.flatten(), group=group)
+            of_ranks = rows.get(
+                name, torch.zeros(group.size(), parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
+            )
+            own = torch.empty(parameter.row_numel, dtype=torch.float32, device=comm.sharded.device)
+            reduce_scatter_single(own, of_ranks.flatten(), group=group)
             mean = mean + own / group.size()
         if replicas is not None and replicas.size() > 1:
             dist.all_reduce(mean, group=replicas)
@@ -72,8 +75,8 @@ def _means(comm: FusedReduceScatter) -> dict[str, DTensor]:
 
 def _rows(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The slices of all ranks: fp32 [world_size, row_numel]."""
-    rows = torch.empty(group.size(), row.numel(), device=row.device)
-    dist.all_gather_into_tensor(rows.flatten(), row, group=group)
+    rows = torch.empty(group.size(), row.numel(), dtype=torch.float32, device=row.device)
+    all_gather_single(rows.flatten(), row, group=group)
     return rows
 
 

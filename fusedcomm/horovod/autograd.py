@@ -40,7 +40,9 @@ class GroupedAllreduce(torch.autograd.Function):
 def _own_rows(grads: list[torch.Tensor], num_rows: list[int], process_set: ProcessSet) -> list[torch.Tensor]:
     """The averages of gradients of gathered tensors, narrowed to the rows that this rank gave. `num_rows`: of each."""
     _, rank = member_of(process_set)
-    counts = synchronize(async_ops.allgather_async(torch.tensor([num_rows]), process_set=process_set))
+    counts = synchronize(
+        async_ops.allgather_async(torch.tensor([num_rows], dtype=torch.int64), process_set=process_set)
+    )
     begins = counts[:rank].sum(0).tolist()
     handles = [async_ops.allreduce_async(grad.contiguous(), op=Average, process_set=process_set) for grad in grads]
     averages = [synchronize(handle) for handle in handles]

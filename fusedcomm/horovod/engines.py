@@ -48,7 +48,8 @@ def open_session(group: OwnGroup, wire: str) -> Session:
     session = Session(config, group, None, LocalOptions(), torch.device("cpu"), watched=False)
     if config.name_patterns:
         session.hook.choose_wires(
-            lambda name, num_dims: config.wire_number(name, torch.empty([0] * num_dims))  # reads only the dimensions
+            # It reads only the dimensions.
+            lambda name, num_dims: config.wire_number(name, torch.empty([0] * num_dims, dtype=torch.float32)),
         )
     return session
 

@@ -199,7 +199,7 @@ def broadcast_object(
     is_root = found.rank == root_rank
     purpose = [*_purpose(f"broadcast_object {name}", process_set), root_rank]
     data = _signed(_pickled(obj), purpose) if is_root else torch.empty(0, dtype=torch.uint8)
-    nbytes = torch.tensor([data.numel()])
+    nbytes = torch.tensor([data.numel()], dtype=torch.int64)
     size = async_ops.broadcast_async_(nbytes, root_rank, f"{name}.sz", process_set)
     _count(purpose)
     synchronize(size)
@@ -215,7 +215,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     found, _ = member_of(process_set)
     purpose = _purpose(f"allgather_object {name}", process_set)
     data = _signed(_pickled(obj), [*purpose, found.rank])
-    sizes = async_ops.allgather_async(torch.tensor([data.numel()]), f"{name}.sz", process_set)
+    sizes = async_ops.allgather_async(torch.tensor([data.numel()], dtype=torch.int64), f"{name}.sz", process_set)
     _count(purpose)
     gathered = async_ops.allgather_async(data, f"{name}.t", process_set)
     nbytes = synchronize(sizes).tolist()

@@ -16,6 +16,10 @@ from fusedcomm.ranks.own_group import OwnGroup
 
 Group = dist.ProcessGroup | OwnGroup
 
+# torch 2.13 has given these new names, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 # Threads of one channel's gloo context: as many of its all-reduces run at once. One all-reduce of 8 to 32 MiB uses half
 # of a link; four chunks under way fill it.
 GLOO_THREADS = 4

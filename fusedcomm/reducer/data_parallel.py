@@ -275,13 +275,13 @@ class DataParallel(nn.Module, Joinable):
 
     def _highest_rank(self, is_candidate: bool) -> int:
         """The highest rank that is a candidate. A collective call."""
-        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self._device)
+        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], dtype=torch.int64, device=self._device)
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())
 
     def _count_active(self, syncs: bool) -> int:
         """Returns how many ranks will synchronize gradients in the next backward pass. A collective call."""
-        count = torch.tensor([1.0 if syncs else 0.0], device=self._device)
+        count = torch.tensor([1.0 if syncs else 0.0], dtype=torch.float32, device=self._device)
         dist.all_reduce(count, group=self.process_group)
         num_active = int(count.item())
         if syncs and self._divides_by_active:

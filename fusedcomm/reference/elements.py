@@ -122,13 +122,18 @@ def _nibble_scales(absmax: torch.Tensor, is_negative: torch.Tensor | None) -> to
     return round_to(torch.where(is_negative, absmax, -absmax) / 8, torch.bfloat16).float()
 
 
+def _levels(like: torch.Tensor) -> torch.Tensor:
+    """fp32 [16]: what the codes of int4 stand for, from -8 on."""
+    return torch.tensor(LEVELS, dtype=torch.float32, device=like.device)
+
+
 def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
     """fp32: each element of `v` (fp32) rounded to a value that the wire has a code for."""
     least, greatest = LEAST_CODE[wire], GREATEST_CODE[wire]
     if wire == "int4":
         # Hardly ever another level than the nearest; NaNs get any.
         code = (v * (9856 / 8192 - v * v * (29 / 8192))).round().clamp(-8, 7).nan_to_num()
-        return torch.tensor(LEVELS, device=v.device)[(code + 8).long()]
+        return _levels(v)[(code + 8).long()]
     if wire == "int8":
         return v.round().clamp(least, greatest)
     return v.clamp(least, greatest).to(WIRE_DTYPES[wire]).float()
@@ -137,7 +142,7 @@ def _nearest_code(v: torch.Tensor, wire: str) -> torch.Tensor:
 def _stochastic_code(v: torch.Tensor, u: torch.Tensor, wire: str) -> torch.Tensor:
     """Like `_nearest_code`, but rounds up with a probability equal to the distance, in steps, from the value below."""
     if wire == "int4":
-        levels = torch.tensor(LEVELS, device=v.device)
+        levels = _levels(v)
         v = v.clamp(levels[0], levels[-1])
         below = (torch.bucketize(v, levels, right=True) - 1).clamp(0, 14)
         low, high = levels[below], levels[below + 1]
@@ -168,7 +173,7 @@ def _stored(codes: torch.Tensor, wire: str) -> torch.Tensor:
     if wire not in _NIBBLES:
         return codes.to(WIRE_DTYPES[wire])
     codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
-    nibbles = (torch.bucketize(codes, torch.tensor(LEVELS, device=codes.device)) - 8).to(torch.uint8) & 0xF
+    nibbles = (torch.bucketize(codes, _levels(codes)) - 8).to(torch.uint8) & 0xF
     return nibbles[0::2] | nibbles[1::2] << 4
 
 
@@ -177,7 +182,7 @@ def values_of_codes(codes: torch.Tensor, wire: str) -> torch.Tensor:
     if wire not in _NIBBLES:
         return codes.float()
     nibbles = torch.stack([codes & 0xF, codes >> 4], dim=1).view(-1).long()
-    return torch.tensor(LEVELS, device=codes.device)[(nibbles + 8) % 16]
+    return _levels(codes)[(nibbles + 8) % 16]
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, wire: str, block: int = _C.DEFAULT_BLOCK_NUMEL) -> torch.Tensor:
@@ -206,7 +211,7 @@ def unrotate(y: torch.Tensor) -> torch.Tensor:
 def _signs(like: torch.Tensor) -> torch.Tensor:
     """fp32 [32] of ±1. Without these signs, a rotation would put a constant run, which is common, into one element."""
     bits = [_C.ROTATION_SIGNS >> i & 1 for i in range(_C.ROTATION_NUMEL)]
-    return torch.tensor([-1.0 if bit else 1.0 for bit in bits], device=like.device)
+    return torch.tensor([-1.0 if bit else 1.0 for bit in bits], dtype=torch.float32, device=like.device)
 
 
 def _butterfly(runs: torch.Tensor) -> torch.Tensor:

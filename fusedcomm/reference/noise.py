@@ -29,7 +29,7 @@ def noise(key: NoiseKey, first: int, numel: int, device: torch.device | None = N
     (low word of the seed, high word of the seed), its counter (element // 8, parameter, step, source). One counter
     gives 128 bits. An element takes 16 of them, from bit 16·(element % 8) on.
     """
-    group = torch.arange(first // 8, -(-(first + numel) // 8), device=device)
+    group = torch.arange(first // 8, -(-(first + numel) // 8), dtype=torch.int64, device=device)
     words = [group & _WORD, *(torch.full_like(group, word) for word in (key.parameter, key.step, key.source))]
     low, high = key.seed & _WORD, key.seed >> 32
     for _ in range(10):

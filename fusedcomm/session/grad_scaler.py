@@ -31,7 +31,8 @@ class GradScaler(torch.amp.GradScaler):
     within ``no_sync()``.
 
     Args:
-        comms: what :func:`fusedcomm.attach` returned, or a :class:`fusedcomm.GradReducer`, or several of them.
+        comms: what :func:`fusedcomm.attach` returned for a DDP module, a :class:`fusedcomm.GradReducer`, a
+            :class:`fusedcomm.DataParallel`, or several of them. For an FSDP2 model use ``torch.amp.GradScaler``.
 
     Other arguments are torch's. ``scale()`` raises RuntimeError if the gradients of the pass before are still there,
     unscaled, and no step has used them. ``backward()`` raises RuntimeError if it would add scaled gradients to them.
@@ -39,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        comms: GradientNorms | Sequence[GradientNorms],
+        comms: GradientNorms | torch.nn.Module | Sequence[GradientNorms | torch.nn.Module],
         device: str = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -47,15 +48,9 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        comms = [comms] if isinstance(comms, GradientNorms) else list(comms)
-        for comm in comms:
-            if not isinstance(comm, GradientNorms):
-                raise TypeError(
-                    f"fusedcomm.GradScaler takes what fusedcomm.attach returns, or a GradReducer, not "
-                    f"{type(comm).__name__}"
-                )
+        comms = list(comms) if isinstance(comms, Sequence) else [comms]
+        self._comms = [_unscaler(comm) for comm in comms]
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._comms = comms
         self._is_used = True  # whether a step has used the gradients of the last pass
         self._on_host: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
@@ -74,6 +69,7 @@ class GradScaler(torch.amp.GradScaler):
                     "step but the last, or zero_grad() before a new step"
                 )
             hook.epilogue.take_unscaled()
+        for hook in self._next_hooks():
             hook.epilogue.require_unscale(True)
             hook.epilogue.set_unscale(inverse)
         self._is_used = False
@@ -94,18 +90,23 @@ class GradScaler(torch.amp.GradScaler):
         self._is_used = True
         if self._scale is not None and self._scale.device.type == "cuda":
             # Copied now, so that scale() need not wait for what is enqueued after this.
-            copy = torch.empty((), pin_memory=True).copy_(self._scale.reshape(()), non_blocking=True)
+            copy = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(
+                self._scale.reshape(()), non_blocking=True
+            )
             event = torch.cuda.Event()
             event.record()
             self._on_host = copy, event
 
     def release(self) -> None:
         """Ends the unscaling by unpack: backward passes without ``scale()`` are possible again."""
-        for hook in self._hooks():
+        for hook in self._next_hooks():
             hook.epilogue.require_unscale(False)
 
     def _hooks(self) -> "list[_C.Synchroniser]":
         return [hook for comm in self._comms if (hook := comm._hook_now()) is not None]
+
+    def _next_hooks(self) -> "list[_C.Synchroniser]":
+        return [hook for comm in self._comms if (hook := comm._next_hook()) is not None]
 
     def _inverse(self) -> float:
         """1 / scale as torch computes it: in fp64, rounded to fp32."""
@@ -123,28 +124,45 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         mine = [p for group in optimizer.param_groups for p in group["params"]]
-        scaled, finite, found = {id(p): p for p in mine}, True, {}
+        scaled, finite = {id(p): p for p in mine}, True
         unread: list[torch.Tensor] = []
         for comm in self._comms:
             hook = comm._hook_now()
             if hook is None or hook.epilogue.unscaled == 1:
                 continue
             self._is_used = True
-            unscaled = [p for p in comm._parameters_now() if scaled.pop(id(p), None) is not None]
+            unscaled = [p for p in hook.epilogue.parameters() if scaled.pop(id(p), None) is not None]
             if not allow_fp16 and any(p.grad is not None and p.grad.dtype == torch.float16 for p in unscaled):
                 raise ValueError("Attempting to unscale FP16 gradients.")
             # A bucket counts only if all its parameters are in the optimizer.
             total, others = hook.epilogue.squares(unscaled)
             finite = finite and total - total == 0
             unread += others
+        found: dict[torch.device, torch.Tensor] = {}
         one = torch.ones_like(inv_scale)
         for parameters, factor in ((list(scaled.values()), inv_scale), (unread, one)):
-            if parameters:
-                found.update(super()._unscale_grads_(_only(parameters), factor, found_inf, allow_fp16))
+            # These flags are copies of found_inf, one for each device, even for its own.
+            flags = super()._unscale_grads_(_only(parameters), factor, found_inf, allow_fp16)
+            for device, flag in flags.items():
+                found[device] = torch.maximum(found.get(device, flag), flag)
         if not finite:
             found_inf.fill_(1.0)
-        found[found_inf.device] = found_inf
+        device = found_inf.device
+        found[device] = torch.maximum(found.get(device, found_inf), found_inf)
         return found
+
+
+def _unscaler(comm: object) -> GradientNorms:
+    """What unscales gradients: `comm`, or that of a :class:`fusedcomm.DataParallel`. Raises TypeError."""
+    found = getattr(comm, "comm", comm)
+    if isinstance(found, GradientNorms):
+        return found
+    raise TypeError(
+        "fusedcomm.GradScaler takes the handle of fusedcomm.attach(ddp), a fusedcomm.GradReducer or a "
+        f"fusedcomm.DataParallel, not {type(comm).__name__}. For an FSDP2 model use torch.amp.GradScaler, which reads "
+        "only this rank's shards and tells the other ranks of an Inf; for a model in DistributedDataParallel pass what "
+        "fusedcomm.attach(ddp) returns"
+    )
 
 
 def _only(parameters: list[torch.Tensor]) -> SimpleNamespace:

@@ -103,8 +103,12 @@ class GradientNorms:
         return norm
 
     def _hook_now(self) -> "_C.Synchroniser | None":
-        """What synchronizes the gradients; None for DDP's own all-reduce."""
+        """What has synchronized the gradients of the last pass; None for DDP's own all-reduce."""
         raise NotImplementedError
+
+    def _next_hook(self) -> "_C.Synchroniser | None":
+        """What is asked for the next pass. If a search gives that pass to another hook, it passes the requests on."""
+        return self._hook_now()
 
     def _parameters_now(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are synchronized, and perhaps frozen ones."""
@@ -112,7 +116,7 @@ class GradientNorms:
 
     def _want_squares(self) -> None:
         """From the next pass on Σg² is known, as far as unpack writes the gradients."""
-        hook = self._hook_now()
+        hook = self._next_hook()
         if hook is not None:
             hook.epilogue.want_squares(in_unpack=True)
 

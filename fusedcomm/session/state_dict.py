@@ -15,7 +15,11 @@ KEYS = {"version", "rank", "world_size", "step", "nonfinite", "error_feedback", 
 
 def state_dict(session: Session, consolidated: bool) -> dict:
     """See :meth:`fusedcomm.ddp.handle.Handle.state_dict`."""
-    residuals = session.hook.residuals()
+    # A tensor made in inference mode, as in a trainer's evaluation, could not be changed outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        residuals = session.hook.residuals()
+        if consolidated:
+            residuals = _mean_over_ranks(session, residuals)
     return {
         "version": VERSION,
         "rank": None if consolidated else session.rank,
@@ -23,7 +27,7 @@ def state_dict(session: Session, consolidated: bool) -> dict:
         "step": session.hook.step,
         "nonfinite": session.hook.nonfinite_by_parameter(),
         "error_feedback": session.config.residual_format,
-        "residuals": _mean_over_ranks(session, residuals) if consolidated else residuals,
+        "residuals": residuals,
     }
 
 
@@ -40,13 +44,17 @@ def load_state_dict(session: Session, state: dict) -> None:
         )
         residuals = {}
     # Each call checks its names before it changes anything. check() has checked everything else.
-    session.hook.restore_residuals(residuals)
+    with torch.inference_mode(False), torch.no_grad():
+        session.hook.restore_residuals(residuals)
     session.hook.restore_nonfinite(state["nonfinite"])
     session.hook.step = state["step"]
 
 
 def take_over(session: Session, old: Session) -> None:
-    """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes."""
+    """Copies the state of `old`, on another group or with another wire, into `session`. Between backward passes.
+
+    `session` also does to the next pass what `old` was asked to do: adds up squares, takes out a loss scale.
+    """
     known = {parameter.name for parameter in session.parameters or []}
 
     def is_known(name: str) -> bool:
@@ -57,6 +65,7 @@ def take_over(session: Session, old: Session) -> None:
     counts = old.hook.nonfinite_by_parameter()
     session.hook.restore_nonfinite({name: count for name, count in counts.items() if is_known(name)})
     session.hook.step = old.hook.step
+    session.hook.epilogue.take_over(old.hook.epilogue)
     # In the mean a gradient has weight 1 / world_size. The factor keeps the weight of the residual as it was.
     ratio = session.world_size / old.world_size
     residuals = old.hook.residuals()

@@ -253,7 +253,9 @@ class _Simulation:
             stages = self._all_reduce(4 * numel, self.cluster.num_hosts, self.cluster.ranks_per_host)
             self._chunks.append(_Chunk(index, ready_s, stages, takes_slot=False))
             return
-        plan = _C.plan_bucket(self._native, self.cluster.world_size, torch.empty(0), exempt, [numel - exempt])
+        plan = _C.plan_bucket(
+            self._native, self.cluster.world_size, torch.empty(0, dtype=torch.float32), exempt, [numel - exempt]
+        )
         if plan.num_chunks == 0:
             return  # the bucket is empty
         stages = [stage for step in plan.steps for stage in self._stages(plan, step, numel / plan.num_chunks)]

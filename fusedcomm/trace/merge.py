@@ -74,7 +74,7 @@ def _bounds(documents: Sequence[dict]) -> torch.Tensor:
     num_ranks = len(documents)
     bounds = torch.full((num_ranks, num_ranks), torch.inf, dtype=torch.float64)
     for times in _collectives(documents).values():
-        ranks = torch.tensor([rank for rank, _, _ in times])
+        ranks = torch.tensor([rank for rank, _, _ in times], dtype=torch.int64)
         begin = torch.tensor([begin for _, begin, _ in times], dtype=torch.float64)
         end = torch.tensor([end for _, _, end in times], dtype=torch.float64)
         index = (ranks[:, None], ranks[None, :])

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from models import Mlp, Sparse, reducer_of
+from models import Gradients, Mlp, Sparse, integers, mean_of_integers, reducer_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
+from fusedcomm.config import Checks, Config
 
 NUM_STEPS = 8
 CLIP = 0.05
@@ -107,6 +108,138 @@ def test_training_is_that_of_torchs_scaler_bit_for_bit(ranks, front_end, name):
     assert [scale for scale, _, _ in ours[0]] == [scale for scale, _, _ in ours[1]]
 
 
+# --- a gradient that is not finite, wherever it is, whoever finds it ------------------------------------------------
+
+WIRES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
+SHAPES = ((40, 50), (300,), (7,))
+# Parameter of rank 1 that is not finite, its value, and whether unscale_() is called before step().
+STEPS = (
+    (None, 0.0, False),
+    (0, math.inf, False),
+    (1, math.nan, True),
+    (None, 0.0, True),
+    (2, math.inf, True),
+    (0, math.nan, True),
+    (1, -math.inf, False),
+    (2, math.nan, False),
+    (None, 0.0, False),
+)
+# Ways in which the scaler finds it: in the sum of squares of unpack, or in gradients that it reads itself.
+WAYS = ("plain", "two optimizers", "fused", "edited", "verified", "unused", "float64", "not synchronized")
+OF_DDP = ("off", "thawed")
+FINDINGS = [
+    *((front_end, way, wire) for front_end in ("hook", "reducer", "DataParallel") for way in WAYS for wire in WIRES),
+    *(("hook", way, wire) for way in OF_DDP for wire in WIRES if way != "off" or wire == "fp32"),
+]
+
+
+def front_end_of(model, front_end, way, wire, checks):
+    """What runs the forward pass, and what the scaler takes. `way` decides which parameters are synchronized."""
+    config = Config(wire, wires={"1d": wire}, checks=checks)
+    if way == "not synchronized" and front_end != "reducer":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["weights.1"])
+    options = {"find_unused_parameters": way == "unused"}
+    if front_end == "DataParallel":
+        forward = fusedcomm.DataParallel(model, wire=config, quiet=True, **options)
+        return forward, forward, forward.comm
+    if front_end == "reducer":
+        named = [pair for pair in model.named_parameters() if way != "not synchronized" or pair[0] != "weights.1"]
+        comm = reducer_of(model if way != "not synchronized" else named, config, **options)
+        return model, comm, comm
+    model.weights[1].requires_grad_(way != "thawed")
+    forward = DistributedDataParallel(model, **options)
+    given = {"wire": "off"} if way == "off" else {"config": config}
+    comm = fusedcomm.attach(forward, quiet=True, **given)
+    model.weights[1].requires_grad_(True)
+    return forward, comm, comm
+
+
+def findings(rank, world_size, front_end, way, wire):
+    model = Gradients(*SHAPES, dtype=torch.float64 if way == "float64" else torch.float32)
+    checks = Checks(verify_every=1 if way == "verified" else 0)
+    forward, taken, comm = front_end_of(model, front_end, way, wire, checks)
+    scaler = fusedcomm.GradScaler(taken, "cpu", init_scale=2.0**10, growth_interval=1000)
+    parts = [model.weights[:2], model.weights[2:]] if way == "two optimizers" else [model.weights]
+    optimizers = [torch.optim.SGD(part, 1.0, fused=way == "fused") for part in parts]
+    own = 1 if way in ("not synchronized", "thawed") else None  # a parameter of which each rank has its own gradient
+    for bad, value, unscales in STEPS:
+        model.zero_grad()
+        scale, before = scaler.get_scale(), [p.detach().clone() for p in model.weights]
+        gradients = [integers(rank, shape, p.dtype) for shape, p in zip(SHAPES, model.weights, strict=True)]
+        if bad is not None and (rank == 1 or bad == own):
+            gradients[bad].view(-1)[-2] = value
+        scaler.scale(forward(gradients)).backward()
+        if way == "edited":
+            with torch.no_grad():
+                for p in model.weights:
+                    p.grad.mul_(1.0)
+        if unscales:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            if bad is None or len(optimizers) == 1:  # a norm that is not finite makes all gradients NaN
+                comm.clip_grad_norm_(1e6)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (scale if bad is None else scale / 2), (bad, value)
+        for i, (p, old) in enumerate(zip(model.weights, before, strict=True)):
+            if bad is not None:
+                # Torch, too, lets an optimizer step whose own gradients are finite.
+                is_skipped = len(optimizers) == 1 or (i < 2) == (bad < 2)
+                assert torch.equal(p, old) if is_skipped else p.isfinite().all(), (bad, value, i)
+                continue
+            expected = integers(rank, SHAPES[i]) if i == own else mean_of_integers(world_size, SHAPES[i])
+            # int4's step is a seventh of 8, and a mean is rounded twice.
+            torch.testing.assert_close(old - p, expected.to(p.dtype), rtol=0, atol=2.5 if wire == "int4" else 0.6)
+    comm.detach()
+
+
+@pytest.mark.sampled(strength=2, by=lambda found: dict(zip(("front end", "way", "wire"), found, strict=True)))
+@pytest.mark.parametrize("found", FINDINGS, ids=", ".join)
+def test_a_gradient_that_is_not_finite_skips_the_step_whoever_finds_it(ranks, found):
+    ranks.run(findings, *found, world_size=2)
+
+
+def searched(rank, world_size, front_end):
+    """The scale doubles in every step, so that a gradient that an earlier scale was taken out of is seen."""
+    model = Gradients(*SHAPES)
+    auto = fusedcomm.Auto(("bf16", "int8"), base=Config(feedback=fusedcomm.Feedback()))
+    if front_end == "hook":
+        forward = DistributedDataParallel(model)
+        comm = fusedcomm.attach(forward, auto, quiet=True)
+    else:
+        forward, comm = model, reducer_of(model, auto)
+    scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=2.0**-60, growth_interval=1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    gradients, num_after = [integers(rank, shape) for shape in SHAPES], 0
+    for step in range(300):
+        model.zero_grad()
+        before, scale = [p.detach().clone() for p in model.weights], scaler.get_scale()
+        is_bad = step % 5 == 3
+        used = [g.clone() for g in gradients]
+        if is_bad and rank == 1:
+            used[0][-1, -1] = math.inf
+        scaler.scale(forward(used)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (scale / 2 if is_bad else scale * 2), step
+        if scale > 2.0**60:
+            scaler.update(2.0**-60)
+        for p, old, shape in zip(model.weights, before, SHAPES, strict=True):
+            mean = mean_of_integers(world_size, shape) if not is_bad else torch.zeros(shape)
+            torch.testing.assert_close(old - p, mean, rtol=0, atol=1.5)  # with the residual of the step before
+        num_after += comm.tuning().finished
+        if num_after == 12:
+            break
+    assert num_after == 12
+    comm.detach()
+
+
+@pytest.mark.parametrize("front_end", ["hook", "reducer"])
+def test_a_search_takes_each_scale_out_of_the_gradients_that_have_it(ranks, front_end):
+    ranks.run(searched, front_end, world_size=2)
+
+
 def test_sparse_gradients(ranks):
     ranks.run(sparse_steps, world_size=2)
 
@@ -165,7 +298,7 @@ def refusals(rank, world_size):
     model = Mlp()
     comm = reducer_of(model, "fp32")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(TypeError, match="takes what fusedcomm.attach returns, or a GradReducer, not Linear"):
+    with pytest.raises(TypeError, match=r"fusedcomm.attach\(ddp\), .*, not Linear\. .*torch.amp.GradScaler"):
         fusedcomm.GradScaler([comm, nn.Linear(2, 2)], "cpu")
     scaler = fusedcomm.GradScaler(comm, "cpu")
     scaler.scale(loss_of(model, rank, 0, 0)).backward()

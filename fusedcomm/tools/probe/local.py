@@ -73,7 +73,7 @@ def measure_local(
     copy_s_per_byte = _copy_s_per_byte(team, 0.1 * budget_s)
     cores = _agreed_cores(team, cores) if on_cpu else None
     points, codecs = {}, {}
-    first = torch.randn(DEFAULT_CAP_NBYTES // 4)
+    first = torch.randn(DEFAULT_CAP_NBYTES // 4, dtype=torch.float32)
     buckets = [first, *(first.clone() for _ in range(NUM_BUCKETS - 1))]
     wires = tuple(dict.fromkeys(("fp32", *wires)))
     for index, wire in enumerate(wires):
@@ -183,7 +183,10 @@ def _exact(team: Team, codec: "_C.Codec", gradient: torch.Tensor, budget_s: floa
 def _copy_s_per_byte(team: Team, budget_s: float) -> float:
     """Seconds per byte of a copy that is as long as one of DDP's buckets."""
     shape = (DEFAULT_CAP_NBYTES // 4,)
-    pairs = [[torch.full(shape, value, device=team.device) for value in (0.0, 1.0)] for _ in range(NUM_BUCKETS)]
+    pairs = [
+        [torch.full(shape, value, dtype=torch.float32, device=team.device) for value in (0.0, 1.0)]
+        for _ in range(NUM_BUCKETS)
+    ]
     turn = itertools.cycle(pairs)
 
     def copy() -> None:

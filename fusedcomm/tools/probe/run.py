@@ -156,7 +156,7 @@ def probe(
     team = Team(group, device)
     task = agreed_task(team, settings, task)
     # The first DDP of a process imports a large part of torch, for seconds.
-    with synchronised(team, torch.nn.Linear(1, 1, device=device), Way("bf16"), None):
+    with synchronised(team, torch.nn.Linear(1, 1, dtype=torch.float32, device=device), Way("bf16"), None):
         pass
     (start_s,) = team.slowest([time.monotonic() - began])
     measuring_s = max(settings.seconds - start_s, MIN_SHARE * settings.seconds)

@@ -33,7 +33,7 @@ class Team:
     def barrier(self) -> None:
         """Returns when all ranks have called it and this rank's accelerator is idle."""
         self.on_barrier()
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group=self.group)
         self.settle()
 
     def settle(self) -> None:

@@ -113,7 +113,7 @@ class Layer(torch.autograd.Function):
 
 def work(num_repeats: int, device: torch.device) -> None:
     """Keeps a core busy, with little reading and writing of memory."""
-    values = torch.ones(1 << 14, device=device)
+    values = torch.ones(1 << 14, dtype=torch.float32, device=device)
     for _ in range(num_repeats):
         values.mul_(1.0)
 
@@ -128,15 +128,17 @@ class Synthetic(nn.Module):
         if numel % PARAMETER_NUMEL or not numels:
             numels.append(numel % PARAMETER_NUMEL or 1)
         # Two dimensions: parameters of one dimension are exempt from wires with scales.
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(1, numel, device=device)) for numel in numels)
-        self._gradients = [torch.randn(1, numel, device=device) for numel in numels]
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.zeros(1, numel, dtype=torch.float32, device=device)) for numel in numels
+        )
+        self._gradients = [torch.randn(1, numel, dtype=torch.float32, device=device) for numel in numels]
         self.num_repeats, self._device = 0, device
 
     def _compute(self) -> None:
         work(self.num_repeats, self._device)
 
     def forward(self) -> Tensor:
-        value = torch.zeros((), requires_grad=True, device=self.weights[0].device)
+        value = torch.zeros((), dtype=torch.float32, requires_grad=True, device=self.weights[0].device)
         for weight, gradient in zip(self.weights, self._gradients, strict=True):
             value = Layer.apply(value, weight, gradient, self._compute)
         return value

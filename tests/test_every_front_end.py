@@ -1,0 +1,254 @@
+"""What holds for every front end: it heeds neither torch's default dtype nor inference mode, and calls nothing of torch
+by a deprecated name."""
+
+import ast
+import re
+import warnings
+
+import pytest
+import torch
+from models import Gradients, integers, reducer_of
+from scripts import ROOT
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedcomm
+import fusedcomm.horovod as hvd
+from fusedcomm.config import Checks, Config, Feedback
+from fusedcomm.simulation import simulate
+
+MAKERS = {
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randn"),
+    *("range", "scalar_tensor", "tensor", "zeros"),
+}
+"""Functions of torch that take the default dtype, or perhaps do, unless they are given one."""
+
+
+def without_dtype(source: str) -> list[int]:
+    """The lines of a Python source in which a tensor is made without a dtype."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and (node.func.attr == "Tensor" or node.func.attr in MAKERS)
+        and not any(keyword.arg == "dtype" for keyword in node.keywords)
+    ]
+
+
+def without_options(source: str) -> list[int]:
+    """The same of a C++ source: the arguments name neither a dtype nor options, which need a dtype themselves."""
+    found = []
+    named = "|".join(["at::k[A-Z]", "[oO]ptions", *re.findall(r"(\w+) = at::TensorOptions\(\)\.dtype\(", source)])
+    for call in re.finditer(rf"\b(?:at|torch)::({'|'.join(MAKERS)}|from_blob)\(|\bTensorOptions\(\)", source):
+        end, depth = call.end(), 1
+        while call[1] and depth:
+            depth += {"(": 1, ")": -1}.get(source[end], 0)
+            end += 1
+        has_dtype = re.search(named, source[call.end() : end])
+        if not (has_dtype if call[1] else source.startswith(".dtype(", end)):
+            found.append(source.count("\n", 0, call.start()) + 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "suffix", "lines"),
+    [("fusedcomm", ".py", without_dtype), ("kernels", ".py", without_dtype), ("csrc", ".[ch]*", without_options)],
+)
+def test_no_tensor_is_made_without_a_dtype(folder, suffix, lines):
+    sources = [path for path in (ROOT / folder).rglob(f"*{suffix}") if path.is_file()]
+    assert len(sources) > 10
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in sources for line in lines(path.read_text())]
+    assert not found, f"{', '.join(found)}: give a dtype, or the user's default applies"
+
+
+def test_calls_without_a_dtype_are_found():
+    python = "torch.empty(3)\ntorch.zeros(3, dtype=x)\nf(torch.tensor([1.0], device=d))\nx.new_empty(3)"
+    assert without_dtype(python) == [1, 3]
+    cpp = "at::empty({n});\nat::full({1}, 2, at::kDouble);\nat::zeros(f(x), y.options());\nTensorOptions().device(d);"
+    assert without_options(cpp) == [1, 4]
+
+
+# --- front ends -----------------------------------------------------------------------------------------------------
+
+SHAPES = ((96, 64), (64,))
+
+
+def model() -> Gradients:
+    return Gradients(*SHAPES, dtype=torch.float32)
+
+
+def gradients(rank):
+    return [integers(rank, shape) for shape in SHAPES]
+
+
+def backward(forward, rank, trained):
+    """Three passes. Returns the last gradients, of DTensors this rank's part."""
+    for _ in range(3):
+        trained.zero_grad()
+        forward(gradients(rank)).backward()
+    return [getattr(p.grad, "_local_tensor", p.grad).clone() for p in trained.parameters()]
+
+
+def with_ddp(rank, config):
+    ddp = DistributedDataParallel(model())
+    comm = fusedcomm.attach(ddp, config, quiet=True)
+    found = backward(ddp, rank, ddp)
+    comm.load_state_dict(comm.state_dict(consolidated=True))
+    str(comm), comm.stats().scalars(), comm.nonfinite_report()
+    comm.detach()
+    return found
+
+
+def with_data_parallel(rank, config):
+    wrapped = fusedcomm.DataParallel(model(), wire=config, quiet=True)
+    found = backward(wrapped, rank, wrapped)
+    with wrapped.join():
+        found += backward(wrapped, rank, wrapped)
+    wrapped.comm.detach()
+    return found
+
+
+def with_fsdp(rank, config):
+    sharded = model()
+    fully_shard(sharded)
+    comm = fusedcomm.attach(sharded, config, quiet=True)
+    found = backward(sharded, rank, sharded)
+    comm.load_state_dict(comm.state_dict())
+    comm.detach()
+    return found
+
+
+def with_scaler(rank, config):
+    trained = model()
+    comm = reducer_of(trained, config)
+    scaler = fusedcomm.GradScaler(comm, "cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(trained(gradients(rank))).backward()
+        scaler.unscale_(optimizer)
+        norms += [comm.grad_norm(), comm.clip_grad_norm_(1.0), comm.grad_norm(1.0)]
+        scaler.step(optimizer)
+        scaler.update()
+    comm.detach()
+    return [*norms, *(p.detach() for p in trained.parameters())]
+
+
+def with_horovod(rank, config):
+    hvd.init()
+    trained = model()
+    hvd.broadcast_parameters(trained.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), 0.1), trained.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        trained(gradients(rank)).backward()
+        optimizer.step()
+    found = [p.detach() for p in trained.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    own = gradients(rank)[1]
+    sparse = torch.sparse_coo_tensor([[0, rank]], own[:2], (5,))
+    found += [hvd.allreduce(own), hvd.allgather(own), hvd.broadcast(own, 0), hvd.alltoall(own)]
+    found += [hvd.sparse_allreduce_async(sparse, "sparse", hvd.Average)().to_dense()]
+    assert hvd.broadcast_object([rank], 0) == [0] and hvd.allgather_object(rank) == [0, 1]
+    hvd.barrier()
+    hvd.shutdown()
+    return found
+
+
+def with_simulation(rank, config):
+    return [simulate([gradients(other)[0].flatten() for other in range(2)], wire=wire) for wire in ("int8", "int4")]
+
+
+WAYS = {
+    "DDP": (with_ddp, Config("int8", feedback=Feedback(), checks=Checks(verify_every=1))),
+    "DDP, int4": (with_ddp, Config("int4")),
+    "DataParallel": (with_data_parallel, Config("int8", checks=Checks(measure_every=1))),
+    "FSDP2, verified": (with_fsdp, Config("int8", checks=Checks(verify_every=1))),
+    "FSDP2, feedback": (with_fsdp, Config("int8", feedback=Feedback(unsharded=True))),
+    "GradScaler": (with_scaler, Config("bf16")),
+    "Horovod": (with_horovod, None),
+    "simulation": (with_simulation, None),
+}
+
+
+def with_default(rank, world_size, way, dtype):
+    function, config = WAYS[way]
+    torch.set_default_dtype(dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            return function(rank, config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_default_dtype_changes_nothing_and_no_call_is_deprecated(ranks, way):
+    expected = ranks.run(with_default, way, torch.float32, world_size=2)
+    for dtype in (torch.float64, torch.bfloat16):
+        for ours, theirs in zip(ranks.run(with_default, way, dtype, world_size=2), expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+# --- inference mode -------------------------------------------------------------------------------------------------
+
+
+def stateful(kind):
+    """A front end with error feedback: what runs the forward pass, what is trained, and what has the state."""
+    trained, config = model(), Config("int4", feedback=Feedback(unsharded=kind == "FSDP2"))
+    if kind == "FSDP2":
+        fully_shard(trained)
+        return trained, fusedcomm.attach(trained, config, quiet=True)
+    if kind == "GradReducer":
+        return trained, reducer_of(trained, config)
+    if kind == "DataParallel":
+        wrapped = fusedcomm.DataParallel(trained, wire=config, quiet=True)
+        return wrapped, wrapped.comm
+    ddp = DistributedDataParallel(trained)
+    if kind == "handle":
+        return ddp, fusedcomm.attach(ddp, config, quiet=True)
+    state = fusedcomm.CommState(config, module=trained)
+    ddp.register_comm_hook(state, fusedcomm.comm_hook)
+    return ddp, state
+
+
+def in_inference_mode(rank, world_size, kind, consolidated):
+    """State saved in inference mode, and loaded there and outside, beside that of a run without it."""
+    found = []
+    for mode in (False, True):
+        forward, comm = stateful(kind)
+        backward(forward, rank, forward)
+        with torch.inference_mode(mode):
+            state = comm.state_dict(**({"consolidated": True} if consolidated else {}))
+            comm.load_state_dict(state)
+        comm.load_state_dict(state)
+        # A tensor that somebody else has made there.
+        with torch.inference_mode(mode):
+            state["residuals"] = {name: values.clone() for name, values in state["residuals"].items()}
+        comm.load_state_dict(state)
+        assert any(values.abs().max() > 0 for values in state["residuals"].values())
+        found.append(backward(forward, rank, forward))
+        if kind != "CommState":
+            comm.detach()
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "consolidated"),
+    [
+        ("handle", False),
+        ("handle", True),
+        ("GradReducer", False),
+        ("DataParallel", True),
+        ("CommState", False),
+        ("FSDP2", False),
+    ],
+)
+def test_state_may_be_saved_and_loaded_in_inference_mode(ranks, kind, consolidated):
+    ranks.run(in_inference_mode, kind, consolidated, world_size=2)
