@@ -11,7 +11,7 @@ import fusedcomm.fsdp.state as state
 from fusedcomm.fsdp.all_gather import waiting
 from fusedcomm.fsdp.comm import FusedReduceScatter, Pending
 from fusedcomm.fsdp.mesh import FsdpPlan, MeshSums, together
-from fusedcomm.fsdp.norm import clip, total_norm
+from fusedcomm.fsdp.norm import clip, gradients_by_mesh, total_norm
 from fusedcomm.session.session import Session
 from fusedcomm.session.stats import NonFinite, Stats
 
@@ -64,10 +64,10 @@ class FsdpHandle:
                 known.
         """
         firsts = [mesh.comms[0].sharded for mesh in self._meshes]
-        rows = self._meshes[0].rows
+        gradients, rows = gradients_by_mesh(self._model, firsts), self._meshes[0].rows
         is_watched = self._attached and rows is not None and firsts[0].device.type == "cpu"
         with waiting(rows, "grad_norm()") if is_watched else contextlib.nullcontext():
-            return total_norm(self._model, firsts, norm_type)
+            return total_norm(gradients, norm_type)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

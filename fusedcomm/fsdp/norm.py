@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 from fusedcomm.fsdp.modules import Sharded
 
 
-def total_norm(model: nn.Module, firsts: Sequence[Sharded], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients. A collective call.
+def gradients_by_mesh(model: nn.Module, firsts: Sequence[Sharded]) -> list[list[torch.Tensor]]:
+    """The gradients, those on one mesh together. Raises RuntimeError if there are none, and ValueError if no norm of
+    them all is known.
 
     firsts: a module of each mesh over which fusedcomm sums.
     """
@@ -25,7 +26,12 @@ def total_norm(model: nn.Module, firsts: Sequence[Sharded], norm_type: float) ->
     for gradient in gradients:
         of_meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
     _refuse_unknown(firsts, [mesh for mesh in of_meshes if mesh is not None])
-    norms = [torch.nn.utils.get_total_norm(each, norm_type) for each in of_meshes.values()]
+    return list(of_meshes.values())
+
+
+def total_norm(gradients: Sequence[Sequence[torch.Tensor]], norm_type: float) -> torch.Tensor:
+    """The norm of gradients_by_mesh(). A collective call."""
+    norms = [torch.nn.utils.get_total_norm(each, norm_type) for each in gradients]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole), norm_type)
 
