@@ -25,7 +25,7 @@ GRACE_S = 2.0
 END_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 SSH_OPTIONS = ("-tt", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
-"""With a terminal, the remote process ends with this one. A host that is cut off counts as lost after three intervals."""
+"""With a terminal, the remote process ends with this one. A host that is cut off is lost after three intervals."""
 FORWARDED = ("HOROVOD_", "FUSEDCOMM_", "GLOO_", "NCCL_", "OMP_", "PYTHON", "TORCH_")
 
 
