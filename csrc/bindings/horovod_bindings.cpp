@@ -19,8 +19,10 @@ namespace py = pybind11;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using horovod::Coordinator;
 
-// The end joins threads, which may be waiting for the GIL.
+// The end joins threads, which may be waiting for the GIL. A child of fork() has none of them, and the connections are
+// its parent's.
 void end_without_gil(Coordinator* coordinator) {
+  if (coordinator->is_in_fork()) return;
   if (!PyGILState_Check()) {
     delete coordinator;
     return;
@@ -48,7 +50,8 @@ std::shared_ptr<Coordinator> make_coordinator(
 
 int submit(Coordinator& coordinator, const std::string& kind, std::string name, std::vector<at::Tensor> inputs,
            std::vector<at::Tensor> outputs, int op, double prescale, double postscale, int root,
-           std::vector<int64_t> splits, int set, std::string wire, std::vector<std::string> tensor_names) {
+           std::vector<int64_t> splits, int set, std::string wire, std::vector<std::string> tensor_names,
+           std::string problem) {
   const py::gil_scoped_release no_gil;
   auto request = std::make_shared<horovod::Request>();
   horovod::Signature& as = request->signature;
@@ -61,6 +64,7 @@ int submit(Coordinator& coordinator, const std::string& kind, std::string name, 
   as.wire = std::move(wire);
   as.splits = std::move(splits);
   as.tensor_names = std::move(tensor_names);
+  as.problem = std::move(problem);
   horovod::describe(inputs, &as);
   request->inputs = std::move(inputs);
   request->outputs = std::move(outputs);
@@ -98,7 +102,7 @@ void bind_horovod(pybind11::module_& m) {
       .def("submit", &submit, py::kw_only(), py::arg("kind"), py::arg("name"), py::arg("inputs"), py::arg("outputs"),
            py::arg("op") = 1, py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, py::arg("root") = 0,
            py::arg("splits") = std::vector<int64_t>(), py::arg("set_id") = 0, py::arg("wire") = "",
-           py::arg("tensor_names") = std::vector<std::string>())
+           py::arg("tensor_names") = std::vector<std::string>(), py::arg("problem") = "")
       .def("poll", &Coordinator::poll, py::arg("handle"), NoGil())
       .def("wait", &Coordinator::wait, py::arg("handle"), NoGil())
       .def("shutdown", &Coordinator::shutdown, NoGil())

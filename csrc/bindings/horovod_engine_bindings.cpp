@@ -1,4 +1,4 @@
-// Binds what Horovod's front end does with the engine, for tests.
+// Binds FusedSum, which sums the copies' shards of FSDP2 too, and GradientSubmitter.
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 

@@ -1,7 +1,7 @@
 """The collectives that return a handle. None of them is seen by autograd; see ops.py for those that are.
 
-Every function checks its arguments, gives the operation a name that all ranks share, and hands it to the coordinator. P
-= `process_set`: the ranks that take part. `name`: the operation's name on every rank; without one, all ranks must call
+Every function checks its arguments, gives the operation a name that all ranks share, and hands it to the coordinator.
+`process_set`: the ranks that take part. `name`: the operation's name on every rank; without one, all ranks must call
 unnamed operations of a kind in the same order."""
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from fusedcomm.horovod.checks import (
     parse_op,
     parse_splits,
 )
-from fusedcomm.horovod.handles import next_name, submit
+from fusedcomm.horovod.handles import next_name, refuse, submit
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of, root_in_set
 from fusedcomm.horovod.world import World
 
@@ -233,12 +233,20 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Sends splits[r] rows of `tensor` to rank r of the set, in rank order. The result is a pair: the received rows in
-    rank order, and how many came from each rank, int32 of shape (ranks of the set,), on the device of `splits`."""
+    """Sends splits[r] rows of `tensor` to rank r of the set, in rank order; rows beyond their sum are not sent. Where
+    `splits` are wrong, this rank gets a ValueError, and the others a HorovodInternalError.
+
+    The result is a pair: the received rows in rank order, and how many came from each rank, int32 of shape (ranks of
+    the set,), on the device of `splits`."""
     found, _ = member_of(process_set)
     check_tensor("alltoall", tensor, MOVED)
     check_has_rows("alltoall", tensor)
-    parsed = parse_splits(splits, tensor.shape[0], len(process_set.ranks))
+    name = _name(name, "alltoall", process_set)
+    try:
+        parsed = parse_splits(splits, tensor.shape[0], len(process_set.ranks))
+    except ValueError as error:
+        refuse(found, "alltoall", name, str(error), process_set.process_set_id)
+        raise
     device = splits.device if isinstance(splits, torch.Tensor) else "cpu"
 
     def finish(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,7 +255,7 @@ def alltoall_async(
         return output, torch.tensor(result.received_splits[0], dtype=torch.int32, device=device)
 
     rows = _as_moved(tensor)[: sum(parsed)]
-    return submit(found, kind="alltoall", name=_name(name, "alltoall", process_set), inputs=[rows], outputs=[],
+    return submit(found, kind="alltoall", name=name, inputs=[rows], outputs=[],
                   finish=finish, splits=parsed, set_id=process_set.process_set_id)  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def parse_splits(splits: object, num_rows: int, size: int) -> list[int]:
             )
         splits = splits.tolist()
     listed = list(splits) if isinstance(splits, Sequence) and not isinstance(splits, (str, bytes)) else None
-    if listed is None or not all(isinstance(rows, int) for rows in listed):
+    if listed is None or not all(isinstance(rows, int) and not isinstance(rows, bool) for rows in listed):
         raise ValueError(
             f"alltoall: splits={splits!r} is not possible: pass a list of whole numbers, or an int32 tensor"
         )

@@ -96,6 +96,26 @@ class Compression:
         return compressor
 
 
+def check_compression(compression: Any) -> Any:
+    """`compression`, which must be able to compress() and decompress(). Raises TypeError that says what to pass."""
+    if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
+        return compression
+    names = [name for name in vars(Compression) if not name.startswith("_") and name != "of"]
+    if isinstance(compression, str) and compression in names:
+        cure = f"pass hvd.Compression.{compression}"
+    elif isinstance(compression, Config):
+        cure = "pass hvd.Compression.of(config)"
+    elif compression is None:
+        cure = "pass hvd.Compression.none"
+    else:
+        cure = (
+            f"pass one of {', '.join(f'hvd.Compression.{name}' for name in names)}, or "
+            "hvd.Compression.of(fusedcomm.Config(wire=…)), or a class with compress() and decompress()"
+        )
+    kind = type(compression).__name__
+    raise TypeError(f"fusedcomm.horovod: compression={compression!r}, of type {kind}, is no compressor: {cure}")
+
+
 def wire_of(compression: Any, tensor: torch.Tensor) -> str:
     """The wire in which the engine sums `tensor`; see wire_texts.py. Empty: it travels as compress() returns it.
 

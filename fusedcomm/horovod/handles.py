@@ -1,7 +1,7 @@
 """Operations under way: what Python keeps of each, by handle, until it is synchronised."""
 
+import contextlib
 import dataclasses
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ class Pending:
 
 
 _pending: dict[int, Pending] = {}
-_numbers = itertools.count()
+_num_handles = 0
 # The handle of the last operation of each name, by process set and key.
 _last_of_name: dict[tuple[int, str], int] = {}
 # Unnamed operations are counted for each process set and kind; see next_name().
@@ -87,7 +87,9 @@ def submit(
     except (ValueError, RuntimeError) as error:
         reraise(error, coordinator)
     versions = [each._version for each in inputs] if found.settings.check else None
-    handle = next(_numbers)
+    global _num_handles
+    with _lock:
+        handle, _num_handles = _num_handles, _num_handles + 1
     _pending[handle] = Pending(found, native, key, inputs, written or [], finish, versions)
     _last_of_name[place] = handle
     return handle
@@ -95,9 +97,9 @@ def submit(
 
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once. Raises ValueError for a handle that is not under way."""
-    pending = _pending.get(handle)
+    pending = _pending.get(_checked(handle))
     if pending is None:
-        raise ValueError(f"handle {handle} is not under way: it was synchronised before, or is none of this process")
+        raise ValueError(f"poll: handle {handle} was synchronised before, so it is no longer under way")
     try:
         pending.is_seen_done = pending.world.coordinator.poll(pending.native)
         return pending.is_seen_done
@@ -105,12 +107,30 @@ def poll(handle: int) -> bool:
         reraise(error, pending.world.coordinator)
 
 
-def synchronize(handle: int) -> Any:
-    """Waits for an operation and returns its result; None for a handle that is not under way.
+def refuse(found: World, kind: str, name: str, problem: str, set_id: int) -> None:
+    """Tells the ranks that submit the operation why this one does not: they get it as a HorovodInternalError."""
+    with contextlib.suppress(ValueError, RuntimeError):  # its name is pending, or the job has failed
+        found.coordinator.submit(kind=kind, name=name, inputs=[], outputs=[], set_id=set_id, problem=problem)
 
-    Raises HorovodInternalError if the ranks disagreed about the operation, or the job has failed or was shut down.
+
+def _checked(handle: int) -> int:
+    """The handle. Raises ValueError if no operation of this process has returned it."""
+    if isinstance(handle, int) and not isinstance(handle, bool) and 0 <= handle < _num_handles:
+        return handle
+    given = f"the handles 0 to {_num_handles - 1}" if _num_handles else "no handle"
+    raise ValueError(
+        f"handle {handle!r} is not possible: this process has been given {given} so far; pass what allreduce_async() "
+        "and the like have returned"
+    )
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an operation and returns its result; None for a handle that was synchronised before.
+
+    Raises ValueError for what is no handle of this process, and HorovodInternalError if the ranks disagreed about the
+    operation, or the job has failed or was shut down.
     """
-    pending = _pending.pop(handle, None)
+    pending = _pending.pop(_checked(handle), None)
     if pending is None:
         return None
     coordinator = pending.world.coordinator
@@ -135,6 +155,12 @@ def _check_versions(pending: Pending) -> None:
                 "place after it was submitted and before it was synchronised, so the result may hold old or new "
                 "values. Submit a clone, or change it after synchronize()"
             )
+
+
+def leave_to_parent() -> None:
+    """In a child of fork(): a thread that the child does not have may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
 
 
 def forget_all() -> None:

@@ -1,6 +1,6 @@
 """The collectives that wait for their result. Those that return a new tensor can be differentiated; see autograd.py.
 
-P = `process_set`: the ranks that take part. `name`: the operation's name on every rank; without one, all ranks must
+`process_set`: the ranks that take part. `name`: the operation's name on every rank; without one, all ranks must
 call unnamed operations of a kind in the same order. `compression`: how gradients travel; see compression.py."""
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 import fusedcomm.horovod.async_ops as async_ops
 import fusedcomm.horovod.autograd as autograd
 from fusedcomm.horovod.checks import REDUCED, Average, check_group, parse_op
-from fusedcomm.horovod.compression import Compression, wire_of
+from fusedcomm.horovod.compression import Compression, check_compression, wire_of
 from fusedcomm.horovod.handles import joined, submit, synchronize
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set, member_of
 from fusedcomm.horovod.world import world
@@ -36,7 +36,7 @@ def allreduce(
     """Reduces tensors of one shape and dtype over the ranks into a new tensor."""
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
-    if wire := wire_of(compression, tensor):
+    if wire := wire_of(check_compression(compression), tensor):
         return _allreduce(tensor, name, {**how, "wire": wire})
     compressed, context = compression.compress(tensor)
     return compression.decompress(_allreduce(compressed, name, how), context)
@@ -76,7 +76,7 @@ def grouped_allreduce(
     how = dict(op=parse_op(op, average), prescale_factor=prescale_factor, postscale_factor=postscale_factor,
                process_set=process_set)  # fmt: skip
     tensors = check_group("allreduce", tensors, REDUCED)
-    if wire := wire_of(compression, tensors[0]):
+    if wire := wire_of(check_compression(compression), tensors[0]):
         return _grouped_allreduce(tensors, name, {**how, "wire": wire})
     pairs = [compression.compress(tensor) for tensor in tensors]
     reduced = _grouped_allreduce([compressed for compressed, _ in pairs], name, how)
@@ -163,7 +163,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Sums tensors of one shape; each rank keeps its share of the rows. The first `rows % ranks` ranks get one more."""
     how = dict(op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set)
-    compressed, context = compression.compress(tensor)
+    compressed, context = check_compression(compression).compress(tensor)
     if _is_differentiated(compressed):
         reduced = autograd.Reducescatter.apply(compressed, name, how)
     else:
@@ -182,6 +182,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Scatters several sums as one operation."""
     how = dict(op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set)
+    check_compression(compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
     compressed = [each for each, _ in pairs]
     if _is_differentiated(*compressed):

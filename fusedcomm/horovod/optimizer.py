@@ -8,7 +8,7 @@ import torch
 
 from fusedcomm.horovod.adasum_optimizer import AdasumOptimizer, name_of_place
 from fusedcomm.horovod.checks import Adasum, Average, check_adasum
-from fusedcomm.horovod.compression import Compression
+from fusedcomm.horovod.compression import Compression, check_compression
 from fusedcomm.horovod.process_sets import ProcessSet, global_process_set
 from fusedcomm.horovod.reduced_optimizer import ReducedOptimizer
 from fusedcomm.horovod.world import world
@@ -41,9 +41,11 @@ def DistributedOptimizer(
     sparse_as_dense: sparse gradients travel as dense ones.
     process_set: the ranks that take part; on others the optimizer is as it was.
 
-    Raises ValueError for arguments that are not possible, NotImplementedError for Adasum over some of the ranks or a
+    Raises TypeError for a `compression` that is none, ValueError for other arguments that are not possible,
+    NotImplementedError for Adasum over some of the ranks or a
     number of ranks that is no power of 2.
     """
+    check_compression(compression)
     if gradient_predivide_factor != 1.0 and (op != Average):
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} is possible with op=hvd.Average only")
     if num_groups != 0:

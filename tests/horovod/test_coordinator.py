@@ -3,10 +3,13 @@
 import os
 import random
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from patience import patient
 from star import star
 
 from fusedcomm.native import _C
@@ -289,6 +292,38 @@ def _stall(rank, size):
 def test_a_rank_that_does_not_submit_is_named_with_the_tensor(ranks):
     said = ranks.run(_stall, world_size=2)
     assert any("rank 1" in text and "allreduce.late" in text for text in said[0])
+
+
+def _stopped(rank, size, wire, stall_warning_s):
+    said = []
+    _, store = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
+    with star(rank, size, 2, said=said, stall_warning_s=stall_warning_s) as c:
+        for _ in range(20):
+            c.wait(_sum(c, "x", torch.ones(4), wire=wire))
+        assert c.stats().num_planned_buckets > 0
+        if rank == 2:
+            store.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        stopped = int(store.get("stopped"))
+        while Path(f"/proc/{stopped}/stat").read_text().rsplit(") ", 1)[1][0] != "T":
+            time.sleep(0.01)
+        time.sleep(1.5 * stall_warning_s)  # without a control message, as under any plan
+        handles = [_sum(c, "x", torch.ones(4), wire=wire), _sum(c, "not of the plan", torch.ones(4), wire=wire)]
+        if rank == 0:
+            while not said:
+                time.sleep(0.01)
+            os.kill(stopped, signal.SIGKILL)
+        assert all(c.wait(handle).error for handle in handles)
+    return said
+
+
+@pytest.mark.parametrize("wire", ["", "int8"])
+def test_under_a_plan_the_rank_that_is_stopped_is_named_alone(ranks, wire):
+    """The others answer, although a bucket of theirs waits for it."""
+    outcomes = ranks.outcomes(_stopped, wire, patient(0.5), world_size=3, lost=2)
+    kind, said = outcomes[0]
+    assert kind == "value", said
+    assert "connections stand: 2. " in said[0] and not any("rank 1" in text for text in said), said
 
 
 def _shutdown(rank, size):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from jobs import job, raised, values
 
+import fusedcomm
 import fusedcomm.horovod as hvd
 
 LOCAL = {
@@ -29,7 +30,12 @@ LOCAL = {
     "splits of floats": (lambda: hvd.alltoall(torch.zeros(2), torch.ones(hvd.size())), "int32"),
     "no group": (lambda: hvd.grouped_allreduce([]), "no tensors"),
     "a tensor as group": (lambda: hvd.grouped_allreduce(torch.zeros(2)), "list of tensors"),
-    "an unknown handle": (lambda: hvd.poll(123456), "handle 123456"),
+    "splits of flags": (lambda: hvd.alltoall(torch.zeros(2), [True] * hvd.size()), "whole numbers"),
+    "an unknown handle polled": (lambda: hvd.poll(123456), "handle 123456"),
+    "an unknown handle": (lambda: hvd.synchronize(123456), "handle 123456"),
+    "a negative handle": (lambda: hvd.synchronize(-1), "handle -1"),
+    "a tensor as handle": (lambda: hvd.synchronize(torch.zeros(1)), "what allreduce_async()"),
+    "no handle": (lambda: hvd.poll(None), "handle None"),
     "a dense sparse": (lambda: hvd.sparse_allreduce_async(torch.zeros(2), "x"), "sparse_coo"),
     "no timeline": (lambda: hvd.start_timeline("/tmp/none"), "HOROVOD_TIMELINE"),
     "mpi": (hvd.mpi_threads_supported, "MPI"),
@@ -49,6 +55,59 @@ def check_local(rank, size):
 
 def test_a_wrong_argument_is_a_value_error_that_names_it(ranks):
     ranks.run(check_local, world_size=2)
+
+
+COMPRESSED = {
+    "allreduce": lambda compression: hvd.allreduce(torch.zeros(2), compression=compression),
+    "grouped_allreduce": lambda compression: hvd.grouped_allreduce([torch.zeros(2)], compression=compression),
+    "reducescatter": lambda compression: hvd.reducescatter(torch.zeros(2), compression=compression),
+    "grouped_reducescatter": lambda compression: hvd.grouped_reducescatter([torch.zeros(2)], compression=compression),
+    "DistributedOptimizer": lambda compression: hvd.DistributedOptimizer(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1), compression=compression
+    ),
+    "Adasum": lambda compression: hvd.DistributedOptimizer(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1), compression=compression, op=hvd.Adasum
+    ),
+}
+
+
+def check_compressions(rank, size):
+    with job():
+        for what, call in COMPRESSED.items():
+            for wrong, text in (
+                ("int8", "pass hvd.Compression.int8"),
+                ("int3", "hvd.Compression.of(fusedcomm.Config(wire=…))"),
+                (None, "pass hvd.Compression.none"),
+                (hvd.Compression, "hvd.Compression.int4"),
+                (fusedcomm.Config("int8"), "pass hvd.Compression.of(config)"),
+                (8, "compression=8, of type int, is no compressor"),
+            ):
+                kind, said = raised(call, wrong)
+                assert kind == "TypeError" and text in said, f"{what}({wrong!r}): {kind}: {said}"
+        assert torch.equal(hvd.allreduce(torch.ones(2), op=hvd.Sum), torch.full((2,), float(size)))
+
+
+def test_what_is_no_compression_is_a_type_error_that_says_what_to_pass(ranks):
+    ranks.run(check_compressions, world_size=2)
+
+
+def check_splits_of_one_rank(rank, size):
+    with job():
+        said = []
+        for name in (None, "named"):
+            splits = [1] * size if rank != 1 else [-1] * size
+            said.append(raised(hvd.alltoall, torch.zeros(size), splits, name))
+            rows, _ = hvd.alltoall(torch.full((size,), float(rank)), [1] * size)
+            assert rows.tolist() == [float(other) for other in range(size)]
+        return said
+
+
+def test_splits_that_are_wrong_on_one_rank_are_an_error_on_all(ranks):
+    for rank, said in enumerate(ranks.run(check_splits_of_one_rank, world_size=3)):
+        for kind, text in said:
+            assert kind == ("ValueError" if rank == 1 else "HorovodInternalError"), text
+            assert "splits=[-1, -1, -1] are not possible for 3 rows and 3 ranks" in text
+            assert rank == 1 or "rank 1 cannot take part" in text
 
 
 INTS = (torch.int32, torch.int64)

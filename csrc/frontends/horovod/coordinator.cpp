@@ -204,7 +204,7 @@ void Coordinator::run() {
     }
     if (negotiator_ && !has_ended_) {
       const double now_s = seconds_since(began_);
-      negotiator_->emit(now_s);
+      negotiator_->emit();
       negotiator_->look_for_stalls(now_s);
     }
     if (has_ended_) break;
@@ -238,7 +238,8 @@ void Coordinator::send_outbox() {
   lock.unlock();
   if (negotiator_) {
     for (const SetChange& change : changes) {
-      change.ranks.empty() ? negotiator_->remove_set(change.set) : negotiator_->add_set(change.set, change.ranks);
+      change.ranks.empty() ? negotiator_->remove_set(change.set)
+                           : negotiator_->add_set(change.set, change.ranks, seconds_since(began_));
     }
     for (const auto& [set, ids] : done) negotiator_->on_done(set, ids);
     for (const auto& [set, when] : cycles) {
@@ -276,7 +277,7 @@ void Coordinator::handle_message(int from, const std::string& message) {
     case MessageType::kReady:
       return negotiator_->on_ready(from, Ready::read(in), now_s);
     case MessageType::kDeviate:
-      return negotiator_->on_deviate(from, Deviate::read(in));
+      return negotiator_->on_deviate(Deviate::read(in), now_s);
     case MessageType::kStopped:
       return negotiator_->on_stopped(from, Stopped::read(in));
     case MessageType::kLeaving:

@@ -13,6 +13,8 @@
 // Without requests under way the thread sleeps. With some, it wakes when a message comes, or when a stall is due.
 #pragma once
 
+#include <unistd.h>
+
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -68,6 +70,8 @@ class Coordinator {
   // Every rank's requests fail from then on. Idempotent.
   void shutdown();
   std::string failure() const;
+  // Whether this process is a child, by fork(), of the one that made it. Nothing else may be called then.
+  bool is_in_fork() const { return getpid() != process_; }
   int64_t num_pending() const;
   CoordinatorStats stats() const;
 
@@ -135,6 +139,7 @@ class Coordinator {
   const Say say_;
   const OpenWire open_wire_;
   const Clock::time_point began_ = Clock::now();
+  const pid_t process_ = getpid();
 
   mutable std::mutex mutex_;  // guards the members below; nobody who holds it waits for the GIL
   std::condition_variable changed_;
@@ -158,10 +163,10 @@ class Coordinator {
   bool keeps_events_ = false, marks_cycles_ = false;
   std::vector<Event> events_;
 
-  // Of the thread that issues.
+  // Used only by the thread that issues; see is_issuing_.
   std::map<std::pair<int, std::string>, std::shared_ptr<FusedSum>> wires_;
 
-  // Of the thread alone, but for wake() and num_messages().
+  // Used only by thread_, except wake() and num_messages(), and the question whether there is a negotiator.
   Links links_;
   std::unique_ptr<Negotiator> negotiator_;  // on rank 0
   std::deque<std::string> inbox_;           // rank 0's messages to itself

@@ -1,5 +1,8 @@
 #include "frontends/horovod/current.h"
 
+#include <unistd.h>
+
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -10,10 +13,13 @@ namespace {
 struct Current {
   std::mutex mutex;
   std::weak_ptr<Coordinator> coordinator;
+  const pid_t process = getpid();
 };
 
 Current& current() {
-  static Current* const only = new Current;  // hooks may still use it while the process ends
+  static std::atomic<Current*> only{new Current};  // never freed: hooks may still use it while the process ends
+  // In a child of fork() the parent's mutex may be held by a thread that the child does not have.
+  if (only.load()->process != getpid()) only = new Current;
   return *only;
 }
 
@@ -30,7 +36,8 @@ int submit_to_current(Submission submission) {
   lock.unlock();
   if (!coordinator) {
     throw std::runtime_error("fusedcomm: the gradient of " + submission.name +
-                             " is ready, and hvd.init() has not been called since hvd.shutdown()");
+                             " is ready, and this process has no job: hvd.init() was not called since "
+                             "hvd.shutdown(), or was called before the process was forked");
   }
   try {
     return coordinator->submit(request_of(std::move(submission)));

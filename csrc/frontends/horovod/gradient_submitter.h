@@ -66,8 +66,8 @@ class GradientSubmitter : public std::enable_shared_from_this<GradientSubmitter>
   size_t outstanding() const;
   // Parameters whose unit has not been submitted.
   std::vector<size_t> missing() const;
-  // Submits the units that are missing, in their order. A gradient that there is none of counts as zeros, and becomes
-  // the parameter's. Units with a sparse gradient are left out.
+  // Submits the units that are missing, in their order, except those with a sparse gradient. A missing gradient is sent
+  // as zeros; the result becomes the parameter's `.grad`.
   void submit_missing();
   // Returns the operations in the order in which they were submitted, and begins the next step: every parameter has all
   // its passes again.

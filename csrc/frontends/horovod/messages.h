@@ -100,8 +100,8 @@ struct Stop {
   static Stop read(Reader& in);
 };
 
-// Buckets of the plan are counted from its begin. Those before `num_valid` have every rank's values. Of those from
-// there to `num_entered` some ranks have sent zeros, so they are void.
+// Buckets of the plan are counted from its begin. [0, num_valid): every rank has sent its values. [num_valid,
+// num_entered): void, because some ranks have sent zeros.
 struct Resume {
   int32_t set = 0;
   uint32_t epoch = 0;

@@ -35,7 +35,7 @@ Negotiator::Negotiator(int size, const NegotiatorOptions& options, Send send, Sa
       is_busy_(std::move(is_busy)),
       joined_(static_cast<size_t>(size)) {}
 
-void Negotiator::add_set(int number, std::vector<int> ranks) {
+void Negotiator::add_set(int number, std::vector<int> ranks, double now_s) {
   Set set;
   set.ranks = std::move(ranks);
   if (std::find(set.ranks.begin(), set.ranks.end(), 0) != set.ranks.end()) {
@@ -47,7 +47,7 @@ void Negotiator::add_set(int number, std::vector<int> ranks) {
   if (early == early_.end()) return;
   const auto messages = std::move(early->second);
   early_.erase(early);
-  for (const auto& [rank, ready] : messages) on_ready(rank, ready, now_s_);
+  for (const auto& [rank, ready] : messages) on_ready(rank, ready, now_s);
 }
 
 void Negotiator::remove_set(int set) { sets_.erase(set); }
@@ -62,7 +62,6 @@ Negotiator::Set* Negotiator::find(int set) {
 }
 
 void Negotiator::on_ready(int rank, const Ready& ready, double now_s) {
-  now_s_ = now_s;
   if (has_ended_) return;
   Set* const set = find(ready.set);
   if (!set) {
@@ -90,6 +89,9 @@ void Negotiator::add(Set& set, int rank, const Ready::Entry& entry, double now_s
     pending.since_s = now_s;
     const auto known = set.ids.find(key);
     if (known != set.ids.end() && signatures_[known->second] == signature) pending.id = known->second;
+  }
+  if (pending.problem.empty() && !signature.problem.empty()) {
+    pending.problem = "fusedcomm: rank " + std::to_string(rank) + " cannot take part: " + signature.problem;
   } else if (pending.problem.empty()) {
     pending.problem = mismatch(pending.first, pending.first_rank, signature, rank);
   }
@@ -151,8 +153,7 @@ std::string Negotiator::missing_text(const Set& set, const Pending& pending) con
   return (count == 1 ? "rank " : "ranks ") + text.str();
 }
 
-void Negotiator::emit(double now_s) {
-  now_s_ = now_s;
+void Negotiator::emit() {
   if (has_ended_) return;
   for (auto& [number, set] : sets_) {
     if (set.ready.empty() || set.has_plan) continue;
@@ -253,30 +254,29 @@ void Negotiator::on_done(int number, const std::vector<Id>& ids) {
   if (set && set->planner && !set->has_plan) set->planner->note_done(ids);
 }
 
-void Negotiator::on_deviate(int, const Deviate& deviate) {
+void Negotiator::on_deviate(const Deviate& deviate, double now_s) {
   Set* const set = find(deviate.set);
   if (has_ended_ || !set || !set->has_plan || deviate.epoch != set->epoch) return;
   set->planner->note_deviation(deviate.missing);
   set->is_tuned = false;
-  if (!set->is_stopping) stop_plan(deviate.set, *set);
+  if (!set->is_stopping) stop_plan(deviate.set, *set, now_s);
 }
 
-void Negotiator::stop_plan(int number, Set& set) {
+void Negotiator::stop_plan(int number, Set& set, double now_s) {
   set.is_stopping = true;
-  set.stopping_since_s = now_s_;
+  set.stopping_since_s = now_s;
   set.was_reported = false;
   send_to_all(set, Stop{number, set.epoch}.message());
 }
 
 void Negotiator::on_cycle(int number, double now_s) {
-  now_s_ = now_s;
   Set* const set = find(number);
   if (has_ended_ || !set || !set->has_plan || set->is_stopping) return;
   const double began_s = std::exchange(set->cycle_began_s, now_s);
   if (began_s < 0 || !set->tuner->note_cycle(now_s - began_s)) return;
   set->planner->set_nbytes(set->tuner->nbytes());
   set->is_tuned = true;
-  stop_plan(number, *set);
+  stop_plan(number, *set, now_s);
 }
 
 void Negotiator::on_stopped(int rank, const Stopped& stopped) {
@@ -325,7 +325,6 @@ double Negotiator::next_look_s(double now_s) const {
 }
 
 void Negotiator::look_for_stalls(double now_s) {
-  now_s_ = now_s;
   std::string fatal;
   for (auto& [number, set] : sets_) {
     std::vector<std::pair<std::string, std::string>> lines;  // what misses, names

@@ -3,9 +3,8 @@
 //
 //   cold    a rank sends a request's signature. When every member has, they are compared, and the collective begins
 //   warm    the signature has a number by then, and a rank sends that
-//   steady  the same names have come in the last cycles: rank 0 publishes a plan, and ranks send nothing until one of
-//   them
-//           cannot follow it
+//   steady  the same names have come in the last cycles: rank 0 publishes a plan, and ranks send nothing until one
+//           cannot follow the plan
 #pragma once
 
 #include <cstdint>
@@ -37,11 +36,11 @@ class Negotiator {
   // is_busy: whether buckets of a set are under way here; what becomes ready then is sent together.
   Negotiator(int size, const NegotiatorOptions& options, Send send, Say say, std::function<bool(int set)> is_busy);
 
-  void add_set(int set, std::vector<int> ranks);
+  void add_set(int set, std::vector<int> ranks, double now_s);
   void remove_set(int set);
 
   void on_ready(int rank, const Ready& ready, double now_s);
-  void on_deviate(int rank, const Deviate& deviate);
+  void on_deviate(const Deviate& deviate, double now_s);
   void on_stopped(int rank, const Stopped& stopped);
   // Ends everything: after this nothing more is sent.
   void end(const std::string& why);
@@ -52,7 +51,7 @@ class Negotiator {
   void on_cycle(int set, double now_s);
 
   // Sends what is due. Call it after all messages that have come.
-  void emit(double now_s);
+  void emit();
   // Seconds until look_for_stalls() should be called; negative: nothing waits.
   double next_look_s(double now_s) const;
   void look_for_stalls(double now_s);
@@ -96,7 +95,7 @@ class Negotiator {
   Response response_of(Set& set, const std::string& key, Pending& pending);
   // Publishes the planner's plan, unless ranks have joined.
   void publish_plan(int number, Set& set);
-  void stop_plan(int number, Set& set);
+  void stop_plan(int number, Set& set, double now_s);
   void send_to_all(const Set& set, const std::string& message) const;
   std::string missing_text(const Set& set, const Pending& pending) const;
 
@@ -110,7 +109,6 @@ class Negotiator {
   std::map<int, std::vector<std::pair<int, Ready>>> early_;
   std::vector<Signature> signatures_;  // by id
   std::vector<bool> joined_;           // by rank
-  double now_s_ = 0;
   bool has_ended_ = false;
 };
 

@@ -17,7 +17,7 @@ inline constexpr int64_t kFirstBucketNbytes = 1 << 20;
 // A cycle is what is executed until a name comes again. After enough cycles of the same names there is a plan.
 class Planner {
  public:
-  // cycles: that must be equal before there is a plan; 0: there never is. nbytes: of a bucket.
+  // cycles: equal cycles in a row before a plan; 0: plans are off. nbytes: most bytes of a bucket.
   Planner(int64_t cycles, int64_t nbytes) : cycles_(cycles), nbytes_(nbytes) {}
 
   // Notes that every member has submitted `id`; after_wait: one of them after it had waited for a result. Returns

@@ -101,6 +101,7 @@ void Signature::write(Writer& out) const {
     out.text(i < dtype_names.size() ? dtype_names[i] : "");
   }
   out.numbers(splits);
+  out.text(problem);
   out.number<uint32_t>(static_cast<uint32_t>(tensor_names.size()));
   for (const std::string& each : tensor_names) out.text(each);
 }
@@ -122,6 +123,7 @@ Signature Signature::read(Reader& in) {
     of.dtype_names.push_back(in.text());
   }
   of.splits = in.numbers<int64_t>();
+  of.problem = in.text();
   of.tensor_names.resize(in.number<uint32_t>());
   for (std::string& each : of.tensor_names) each = in.text();
   return of;

@@ -37,6 +37,7 @@ struct Signature {
   std::vector<TensorMeta> tensors;
   std::vector<std::string> dtype_names;  // of the tensors, for people; not compared
   std::vector<int64_t> splits;           // alltoall: rows to each rank of the set
+  std::string problem;  // why this rank cannot take part: every rank gets it as an error. Empty: it can
   // What the wires of a configuration know the tensors by; empty: by `name`, and its number in a group.
   std::vector<std::string> tensor_names;
 
