@@ -1,6 +1,7 @@
 """The parameters that an engine synchronizes: their names and their wires."""
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -83,3 +84,46 @@ def synchronised_parameters(
     if len(devices) > 1:
         raise RuntimeError(f"fusedcomm: the gradients are on several devices, {devices}; one is supported")
     return named_parameters(named, configs)
+
+
+class ParameterWatch:
+    """Notices that a module has other parameters than when this object was made: ``load_state_dict(assign=True)``, and
+    whoever assigns a parameter or a module, puts them in the place of those that are synchronized."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # Kept, so that no other tensor gets the address of one.
+        self._known = {id(parameter): parameter for parameter in module.parameters()}
+        self._look_at(module)
+
+    def unknown(self) -> str:
+        """The name of a parameter that requires a gradient and is new in the module; empty if there is none."""
+        module = self._module()
+        if module is None or self._ids() == self._seen:
+            return ""
+        has_unknown = False
+        for name, parameter in module.named_parameters():
+            # functional_call() puts tensors of other types in place of parameters for the time of a call.
+            if id(parameter) in self._known or not isinstance(parameter, torch.nn.Parameter):
+                continue
+            has_unknown = True
+            if parameter.requires_grad:
+                return name
+        if not has_unknown:
+            self._look_at(module)
+        return ""
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        self._inside = [weakref.ref(each) for each in module.modules()]
+        self._seen = self._ids()
+
+    def _ids(self) -> list[int] | None:
+        """The ids of all parameters and modules, as they are now; None if a module is gone."""
+        held: list[object] = []
+        for reference in self._inside:
+            inside = reference()
+            if inside is None:
+                return None
+            held += inside._parameters.values()
+            held += inside._modules.values()
+        return list(map(id, held))
