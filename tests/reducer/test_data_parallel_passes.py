@@ -74,12 +74,6 @@ def several_passes(rank, world_size):
     output.backward(retain_graph=True)
     output.backward()
     found["one graph twice"] = gradient()
-    with model.no_sync():
-        first = model(x)
-    second = model(2 * x)
-    second.sum().backward()
-    first.sum().backward()
-    found["the one in no_sync last"] = gradient()
     kept = model(x)
     torch.autograd.grad(model(x).sum(), module.weight)
     kept.sum().backward()
@@ -88,9 +82,7 @@ def several_passes(rank, world_size):
 
 
 def test_every_pass_through_an_output_is_synchronized(ranks):
-    of_all = ranks.run(several_passes, world_size=2)
-    for rank, found in enumerate(of_all):
-        assert found.pop("the one in no_sync last") == 3.0 + (rank + 1)
+    for found in ranks.run(several_passes, world_size=2):
         assert found == {
             "three forward passes first": 10.5,
             "two in one backward pass": 5.0,

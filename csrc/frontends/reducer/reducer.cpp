@@ -259,13 +259,15 @@ Flags GradReducer::look_at_parameters() {
 }
 
 std::string GradReducer::lost_text() const {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
+  for (size_t i = parameters_.size(); i-- > 0;) {  // the model's first parameter is the last here
     const at::Tensor& tensor = parameters_[i].tensor;
     if (!tensor.requires_grad() || accumulators_->sees(i, tensor)) continue;
-    return c10::str("the parameter ", parameters_[i].name, " was given another dtype or device, and is now ",
+    return c10::str("the gradient of ", parameters_[i].name,
+                    " no longer comes to the reducer, so it would not be synchronized: another dtype or device, or a "
+                    "parametrization, takes hooks away. (It is now ",
                     tensor.scalar_type(), " on ", tensor.device(),
-                    ": its gradient no longer comes to the reducer, so it would not be synchronized. Convert the model "
-                    "before it is wrapped: make the GradReducer or DataParallel again, on every rank");
+                    ".) Change the model before it is wrapped: make the GradReducer or DataParallel again, on every "
+                    "rank");
   }
   return "";
 }
