@@ -18,6 +18,7 @@ from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
+from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
 from fusedcomm.session.parameters import ParameterWatch, device_of, synchronised_parameters
@@ -147,7 +148,7 @@ class GradReducer(GradientNorms):
         if isinstance(module_or_named_parameters, nn.Module):
             _of_modules[module_or_named_parameters] = self
             self._module = weakref.ref(module_or_named_parameters)
-            self._watch = ParameterWatch(module_or_named_parameters)
+            self._watch = ParameterWatch(module_or_named_parameters, ignored_names(module_or_named_parameters))
         if self._session.rank == 0:
             log.report(self.plan, quiet)
 

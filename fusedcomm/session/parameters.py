@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -88,10 +88,14 @@ def synchronised_parameters(
 
 class ParameterWatch:
     """Notices that a module has other parameters than when this object was made: ``load_state_dict(assign=True)``, and
-    whoever assigns a parameter or a module, puts them in the place of those that are synchronized."""
+    whoever assigns a parameter or a module, puts them in the place of those that are synchronized.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
+    Args:
+        ignored: names of parameters that may be replaced.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str] = ()) -> None:
+        self._module, self._ignored = weakref.ref(module), ignored
         # Kept, so that no other tensor gets the address of one.
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._look_at(module)
@@ -104,7 +108,7 @@ class ParameterWatch:
         has_unknown = False
         for name, parameter in module.named_parameters():
             # functional_call() puts tensors of other types in place of parameters for the time of a call.
-            if id(parameter) in self._known or not isinstance(parameter, torch.nn.Parameter):
+            if id(parameter) in self._known or name in self._ignored or not isinstance(parameter, torch.nn.Parameter):
                 continue
             has_unknown = True
             if parameter.requires_grad:
