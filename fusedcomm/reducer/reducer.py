@@ -76,9 +76,10 @@ class GradReducer(GradientNorms):
         RuntimeError: the gradients are on several devices, fusedcomm has no path for the device or backend, or the
             ranks do not agree (the same text on every rank).
 
-    ``backward()`` raises RuntimeError on every rank if a rank cannot go on: the text names the rank and the reason, for
-    example the parameters that got no gradient. The gradients are not valid then. Call :meth:`detach`, and make a new
-    object to go on.
+    An optimizer's step raises RuntimeError on every rank if parameters were replaced, or given another dtype or device,
+    since this object was made. ``backward()`` raises it on every rank if a rank cannot go on: the text names the
+    rank and the reason, for example the parameters that got no gradient. The gradients are not valid then. Call
+    :meth:`detach`, and make a new object to go on.
     """
 
     def __init__(
