@@ -39,6 +39,7 @@ from fusedcomm.ddp.module import (
 )
 from fusedcomm.ddp.off import attach_off
 from fusedcomm.native import _C
+from fusedcomm.reducer.data_parallel import DataParallel
 from fusedcomm.session.parameters import NamedParameter, device_of, synchronised_parameters
 from fusedcomm.session.session import Session
 
@@ -166,6 +167,11 @@ def _check_module(ddp: DistributedDataParallel) -> None:
         raise TypeError(
             f"fusedcomm.attach takes a DistributedDataParallel module, not {type(ddp).__name__}: wrap the model first, "
             "ddp = DistributedDataParallel(model), or shard it with torch.distributed.fsdp.fully_shard(model)"
+        )
+    if isinstance(ddp, DataParallel):
+        raise TypeError(
+            "fusedcomm.attach takes torch's DistributedDataParallel, and this is a fusedcomm.DataParallel, which sends "
+            "its gradients itself: DataParallel(model, wire=…) chooses how, and model.comm tells what it does"
         )
     if ddp in handles:
         raise RuntimeError(

@@ -1,38 +1,50 @@
 """``fusedcomm.DataParallel``: the surface of DistributedDataParallel on top of a GradReducer."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.utils import _to_kwargs
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _sync_module_states, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from fusedcomm.autotune.auto import Auto
 from fusedcomm.config import Config, LocalOptions, Search, Wire
+from fusedcomm.ranks.peers import warn_alone
 from fusedcomm.reducer import replicas
-from fusedcomm.reducer.ddp_arguments import check_devices, check_flags, check_module, refuse_given
+from fusedcomm.reducer.ddp_arguments import check_devices, check_flags, check_module, group_of, refuse_given
+from fusedcomm.reducer.ddp_surface import DdpReducer, refused
 from fusedcomm.reducer.reducer import GradReducer, release
 
+_MIB = 1 << 20
+_living: "weakref.WeakSet[DataParallel]" = weakref.WeakSet()
 
-class DataParallel(nn.Module, Joinable):
+
+class DataParallel(DistributedDataParallel):
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel``; gradients go through a :class:`GradReducer`.
 
     ::
 
         model = fusedcomm.DataParallel(model, wire="bf16")  # was: DistributedDataParallel(model)
 
-    Names in ``state_dict()`` begin with ``module.``, as in DDP, so checkpoints of either load into the other. What has
-    gradients, when they are synchronized, and what is broadcast is as in DDP:
+    It is a DistributedDataParallel for ``isinstance``, and shares its methods, but not its reducer: the class's
+    ``__init__`` is not called. Names in ``state_dict()`` begin with ``module.``, as in DDP, so checkpoints of either
+    load into the other. What has gradients, when they are synchronized, and what is broadcast is as in DDP:
 
     - Construction compares the module's parameters and buffers on all ranks, and gives every rank those of rank 0.
-    - A backward pass synchronizes gradients if it is the first after a forward pass outside of :meth:`no_sync`.
-      ``backward()`` returns when the gradients are means over the ranks.
+    - A backward pass through an output of a forward pass outside of :meth:`no_sync` synchronizes gradients.
+      ``backward()`` returns when they are means over the ranks. DDP synchronizes only the first backward pass after a
+      forward pass, also where several forward passes come first.
+    - Outside of :meth:`no_sync` a backward pass that bypasses the wrapper is an error; DDP leaves its gradients alone.
     - A forward pass before which gradients were synchronized, and the first one, broadcast rank 0's buffers.
     - Parameters and buffers that ``module._ddp_params_and_buffers_to_ignore`` names are left alone.
+    - A module that is wrapped again belongs to the new wrapper. The old one's forward passes raise then.
+    - A copy, made with ``copy`` or ``pickle``, needs the default process group, and makes its reducer in its first
+      forward pass with gradients.
 
     Args:
         module: the model, in its dtype and on its device. Parameters that are frozen now may be thawed later.
@@ -56,12 +68,14 @@ class DataParallel(nn.Module, Joinable):
         quiet: whether rank 0 does not report the plan.
         forward_sync_buffers: whether buffers are broadcast before forward passes; construction then always broadcasts
             them. None: as `broadcast_buffers` says.
-        mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce, device_mesh,
-            skip_all_reduce_unused_params, bucket_cap_mb_list, batched_grad_copy: refused with the reason.
+        device_mesh: in place of `process_group`: a DeviceMesh with one dimension, whose group is used.
+        mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce, skip_all_reduce_unused_params,
+            bucket_cap_mb_list, batched_grad_copy: refused with the reason.
 
     Attributes:
         module: the model.
         comm: the :class:`GradReducer`: ``stats()``, ``plan()``, ``trace()``, ``state_dict()`` …
+        reducer: what pipelines and trainers call on DDP's; see ddp_surface.py.
         process_group, device_ids, output_device, dim, broadcast_buffers, forward_sync_buffers, broadcast_bucket_size,
             find_unused_parameters, static_graph, gradient_as_bucket_view, parameters_to_ignore: as in DDP.
         require_backward_grad_sync: False within :meth:`no_sync`.
@@ -69,9 +83,11 @@ class DataParallel(nn.Module, Joinable):
     Raises:
         TypeError: `module` is no module, or is a DistributedDataParallel.
         ValueError: an argument is out of range or cannot apply, or something else synchronizes one of the parameters.
-        RuntimeError: no parameter requires a gradient, a parameter is not initialized, or one of the reasons of
-            :class:`GradReducer`; if the ranks do not agree, the same text on every rank, with the rank that differs.
+        RuntimeError: no parameter requires a gradient, a parameter is not initialized, `device_mesh` has more than one
+            dimension or comes with a `process_group`, or one of the reasons of :class:`GradReducer`; if the ranks do
+            not agree, the same text on every rank, with the rank that differs.
 
+    A forward pass raises RuntimeError if parameters were replaced or given another dtype or device since construction.
     ``backward()`` raises RuntimeError as with a :class:`GradReducer`. To go on then, call ``comm.detach()`` and wrap
     ``module`` again, on every rank.
     """
@@ -98,18 +114,17 @@ class DataParallel(nn.Module, Joinable):
         mixed_precision: object = None,
         delay_all_reduce_named_params: object = None,
         param_to_hook_all_reduce: object = None,
-        device_mesh: object = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: object = None,
         batched_grad_copy: bool = False,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
         refuse_given(
             mixed_precision=mixed_precision,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
             batched_grad_copy=batched_grad_copy,
@@ -122,36 +137,68 @@ class DataParallel(nn.Module, Joinable):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-        if process_group is None and not dist.is_initialized():
-            raise RuntimeError("fusedcomm.DataParallel needs ranks: call torch.distributed.init_process_group first")
-        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        self.process_group = group_of(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.parameters_to_ignore = replicas.ignored_names(module)
-        self._device = check_module(module, self.parameters_to_ignore)
-        self.device_ids, self.output_device = check_devices(self._device, device_ids, output_device)
+        self.device = check_module(module, self.parameters_to_ignore)
+        self.device_ids, self.output_device = check_devices(self.device, device_ids, output_device)
         self.dim, self.module = dim, module
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.forward_sync_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.broadcast_bucket_size = replicas.BROADCAST_NBYTES
-        self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self._divides_by_active = False
-        self._authoritative_rank: int | None = None  # whose parameters all ranks got at the end of join()
-        self.comm = GradReducer(
-            module,
-            wire,
-            bucket_mib=bucket_cap_mb,
-            process_group=self.process_group,
-            find_unused_parameters=find_unused_parameters or static_graph,
-            local=local,
-            quiet=quiet,
-        )
-        release(module)  # the hooks end with this object, as those of DDP do
+        self._options = {"wire": wire, "bucket_mib": bucket_cap_mb, "local": local, "quiet": quiet}
+        self._set_what_ddp_has()
+        self._make_comm()
         try:
             self._begin_equal(init_sync, broadcast_buffers or forward_sync_buffers is not None)
         except BaseException:
             self.comm.detach()
             raise
+
+    def _set_what_ddp_has(self) -> None:
+        """Attributes that methods of DDP, torch and trainers read."""
+        self.device_type, self.is_multi_device_module = self.device.type, False
+        self.broadcast_bucket_size = 250 * _MIB
+        cap_mib = self._options["bucket_mib"]
+        # dynamo splits compiled graphs at so many bytes of gradients, so that sending begins before the graph ends.
+        self.bucket_bytes_cap = int((cap_mib if isinstance(cap_mib, (int, float)) else 25) * _MIB)
+        self.use_side_stream_for_tensor_copies = True
+        self.logger = self.mixed_precision = None
+        self._use_python_reducer = self.batched_grad_copy = self.skip_all_reduce_unused_params = False
+        self.require_forward_param_sync = self._requires_sync = True
+        self._last_was_local = False  # whether the last forward pass with gradients was in no_sync()
+        self._divides_by_active = self._was_taken_over = False
+        self._assign_modules_buffers()
+
+    def _make_comm(self) -> None:
+        """Makes the reducer. Every rank must call it at the same point."""
+        self._take_over()
+        self.comm = GradReducer(
+            self.module,
+            process_group=self.process_group,
+            find_unused_parameters=self.find_unused_parameters or self.static_graph,
+            **self._options,
+        )
+        release(self.module)  # the hooks end with this object, as those of DDP do
+        self.reducer = DdpReducer(self.comm)
         self.comm._reducer.is_on = False  # until a forward pass
+        self._tell_whether_local()
+        _living.add(self)
+
+    def _take_over(self) -> None:
+        """Detaches the older wrappers of the module's parameters."""
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for other in list(_living):
+            if not other.comm._attached or own.isdisjoint(map(id, other.comm._parameters_now())):
+                continue
+            other.comm.detach()
+            other._was_taken_over = True
+            warn_alone(
+                "fusedcomm: the module is wrapped in a DataParallel again while an older one still exists: the older "
+                "one was detached, and its forward passes raise from now on",
+                stacklevel=5,
+            )
 
     def _begin_equal(self, init_sync: bool, with_buffers: bool) -> None:
         """Compares the ranks. With `init_sync`, gives them rank 0's parameters, and its buffers if `with_buffers`."""
@@ -162,13 +209,14 @@ class DataParallel(nn.Module, Joinable):
         }
         replicas.compare(self.comm._of_original(), self.module, self.parameters_to_ignore, options)
         if init_sync:
-            self._broadcast_state(0, with_buffers)
-
-    def _broadcast_state(self, source: int, with_buffers: bool) -> None:
-        tensors = replicas.parameters(self.module, self.parameters_to_ignore)
-        if with_buffers:
-            tensors += replicas.buffers(self.module, self.parameters_to_ignore)
-        replicas.broadcast(self.process_group, tensors, source)
+            _sync_module_states(
+                module=self.module,
+                process_group=self.process_group,
+                broadcast_bucket_size=self.broadcast_bucket_size,
+                src=0,
+                params_and_buffers_to_ignore=self.parameters_to_ignore,
+                broadcast_buffers=with_buffers,
+            )
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -179,109 +227,102 @@ class DataParallel(nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether forward passes announce backward passes that are synchronized. False within ``no_sync()``."""
+        return self._requires_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._requires_sync = value
+        self._tell_whether_local()
+
+    def _tell_whether_local(self) -> None:
+        if self.comm._attached:
+            self.comm._reducer.refuse_local_passes(self._requires_sync and not self._last_was_local)
+
+    # As for DDP's forward(), torch.compile compiles what this function calls.
+    @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """Calls the module, and prepares the synchronization of the backward pass that follows."""
         with torch.autograd.profiler.record_function("fusedcomm.DataParallel.forward"):
             inputs, kwargs = self._before_forward(inputs, kwargs)
-            output = self.module(*inputs, **kwargs)
-            self._after_forward()
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            self._after_forward(output)
             return output
 
     @torch.compiler.disable
     def _before_forward(self, inputs: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if torch.is_grad_enabled():
+            self._check_comm()
         Join.notify_join_context(self)
-        if self._syncs_buffers():
-            source = self._highest_rank(is_candidate=True) if self._join_config.enable else 0
-            self._broadcast_buffers(source)
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
         if self._join_config.enable:
             self._count_active(self._syncs_gradients())
         if self.device_ids:
-            moved = _to_kwargs(inputs, kwargs, self._device, True)
+            moved = _to_kwargs(inputs, kwargs, self.device, True)
             inputs, kwargs = moved[0][0], moved[1][0]
         return inputs, kwargs
 
+    def _check_comm(self) -> None:
+        """Makes a copy's reducer. Raises RuntimeError if gradients would not be synchronized."""
+        if self.comm._session is None:
+            self._make_comm()
+        elif self._was_taken_over:
+            raise RuntimeError(
+                "fusedcomm: this DataParallel was detached when its module was wrapped in another one: use the newer "
+                "one, or wrap the module again, on every rank"
+            )
+        elif self.comm._attached and (why := self.comm._why_local()):
+            self.comm._reducer.refuse(why)
+
     @torch.compiler.disable
-    def _after_forward(self) -> None:
+    def _after_forward(self, output: object) -> None:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
         self.require_forward_param_sync = self._syncs_gradients()
-        if self.require_forward_param_sync:
+        if not torch.is_grad_enabled() or not self.comm._attached:
+            return
+        if self._last_was_local == self._requires_sync:
+            self._last_was_local = not self._requires_sync
+            self._tell_whether_local()
+        if self._requires_sync:
             self.comm._reducer.turn_on_once()
+            # In join() the other ranks send zeros once for each forward pass, so no further pass may be synchronized.
+            if not self._join_config.enable:
+                self.comm._reducer.synchronize_passes_of(list(_find_tensors(output)))
 
     def _syncs_gradients(self) -> bool:
         """Whether the backward pass of a forward pass under way will synchronize gradients."""
-        return torch.is_grad_enabled() and self.require_backward_grad_sync
+        return torch.is_grad_enabled() and self._requires_sync
 
-    def _syncs_buffers(self) -> bool:
-        if not (self.require_forward_param_sync and self.forward_sync_buffers):
-            return False
-        return bool(replicas.buffers(self.module, self.parameters_to_ignore))
+    # ---- copies
 
-    def _broadcast_buffers(self, source: int) -> None:
-        # The module may have replaced buffers since the last pass.
-        buffers = replicas.buffers(self.module, self.parameters_to_ignore)
-        # As in DDP, a graph of an earlier forward pass may still be used for a backward pass.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            replicas.broadcast(self.process_group, buffers, source)
+    def __getstate__(self) -> dict:
+        """As DDP: raises RuntimeError for another group than the default one."""
+        state = super().__getstate__()
+        state.pop("broadcast_buffers", None)  # a property
+        return state
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which gradients add up on this rank. Enter it on every rank.
-
-        As in DDP the forward pass decides: the block must contain it and ``backward()``. The first forward and backward
-        pass after the block synchronize the sums.
-        """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
+    def __setstate__(self, state: dict) -> None:
+        self.process_group = group_of(None, None)
+        nn.Module.__setstate__(self, state)
+        self.logger, self.reducer = None, DdpReducer(self.comm)
+        self._was_taken_over = False
 
     # ---- uneven inputs
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Context for ranks that have different numbers of inputs; see ``DistributedDataParallel.join``.
-
-        A rank that has reached the end of the block sends zeros in the backward passes of the others. When all have
-        reached it, every rank gets the parameters of a rank that was last.
-
-        Args:
-            divide_by_initial_world_size: whether such ranks count in the mean, as zeros. If not, the mean is that of
-                the other ranks: the mean of all is multiplied when it has arrived, so its last bit may differ from
-                DDP's.
-            enable: False: the context does nothing.
-            throw_on_early_termination: whether the end of one rank's inputs raises RuntimeError on every rank.
-        """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """For ``torch.distributed.algorithms.join.Join``. ``divide_by_initial_world_size``: see :meth:`join`. Other
-        keywords are meant for other objects in the same context."""
+        """For :meth:`join` and ``torch.distributed.algorithms.join.Join``. ``divide_by_initial_world_size=False``: the
+        mean of all ranks is multiplied when it has arrived, so its last bit may differ from DDP's. Other keywords are
+        meant for other objects in the same context."""
         self._divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         return _Shadow(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self._device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
-
-    def _highest_rank(self, is_candidate: bool) -> int:
-        """The highest rank that is a candidate. A collective call."""
-        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], dtype=torch.int64, device=self._device)
-        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
-        return int(rank.item())
-
     def _count_active(self, syncs: bool) -> int:
         """Returns how many ranks will synchronize gradients in the next backward pass. A collective call."""
-        count = torch.tensor([1.0 if syncs else 0.0], dtype=torch.float32, device=self._device)
+        count = torch.tensor([1.0 if syncs else 0.0], dtype=torch.float32, device=self.device)
         dist.all_reduce(count, group=self.process_group)
         num_active = int(count.item())
         if syncs and self._divides_by_active:
@@ -290,25 +331,17 @@ class DataParallel(nn.Module, Joinable):
 
     # ---- what cannot be
 
-    def register_comm_hook(self, state: object, hook: Callable) -> NoReturn:
-        """Raises RuntimeError: a communication hook works on DDP's buckets."""
-        raise RuntimeError(
-            "fusedcomm.DataParallel takes no communication hooks, because it has no buckets in memory to give them: "
-            "DataParallel(module, wire=…) chooses how gradients are sent"
-        )
-
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
-        raise TypeError(
-            "fusedcomm.DataParallel can be neither copied nor pickled: its process group, threads and connections stay "
-            "with the original. Save state_dict(), whose names are those of DDP's; or copy .module, and wrap the copy "
-            "in a DataParallel of its own"
-        )
-
-    # DDP's way to name parameters and buffers that it shall leave alone, and to list the others.
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    register_comm_hook = refused(
+        "communication hooks",
+        "it keeps no buckets in memory to give them. DataParallel(module, wire=…) chooses how gradients are sent",
     )
-    _get_data_parallel_params = staticmethod(DistributedDataParallel._get_data_parallel_params)
+    _register_builtin_comm_hook = register_comm_hook
+    _register_fused_optim = refused("optimizers within backward()", "call optimizer.step() after it")
+    _get_ddp_logging_data = refused("logging data", "model.comm.stats() and model.comm.plan() tell what it does")
+    _set_ddp_runtime_logging_sample_rate = _get_ddp_logging_data
+    _set_static_graph = refused("static graph that is set later", "give DataParallel(module, static_graph=True)")
+    _set_sparse_metadata = refused("sparse metadata", "sparse gradients are sent with the indices that they have")
+    _update_process_group = refused("change of the group", "wrap the module again, with the new process_group")
 
 
 class _Shadow(JoinHook):
@@ -320,14 +353,12 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         model = self._model
-        if model._syncs_buffers():
-            model._broadcast_buffers(model._highest_rank(is_candidate=False))
+        model._assign_modules_buffers()  # the module may have replaced them
+        model._check_and_sync_module_buffers()
         model.require_forward_param_sync = model._count_active(False) > 0
         if model.require_forward_param_sync:
             model.comm.shadow_pass()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        model = self._model
-        model.comm._reducer.scale_means(1)
-        model._authoritative_rank = model._highest_rank(is_last_joiner)
-        model._broadcast_state(model._authoritative_rank, model.forward_sync_buffers)
+        self._model.comm._reducer.scale_means(1)
+        self._model._sync_final_model(is_last_joiner)

@@ -3,7 +3,9 @@
 from collections.abc import Collection, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.config import check
@@ -14,7 +16,6 @@ _REASONS = {
     "in which dtype gradients are sent",
     "delay_all_reduce_named_params": "gradients are sent as soon as their bucket is complete: leave it out",
     "param_to_hook_all_reduce": "gradients are sent as soon as their bucket is complete: leave it out",
-    "device_mesh": "give process_group=device_mesh.get_group()",
     "skip_all_reduce_unused_params": "freeze parameters that are never used, with requires_grad_(False): they are left "
     "out",
     "bucket_cap_mb_list": "all buckets after the first have the same cap: use bucket_cap_mb=",
@@ -30,6 +31,22 @@ def refuse_given(**given: object) -> None:
         is_default = value is None or value is False or (type(value) is int and value == 0)
         if not is_default:
             raise ValueError(f"fusedcomm.DataParallel does not take {name}={value!r}: {_REASONS[name]}")
+
+
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """The group that is given; the default group if none is. Raises RuntimeError as DDP does."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("fusedcomm.DataParallel: Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(
+                f"fusedcomm.DataParallel: Only 1D device mesh is supported, but got {device_mesh}. Give it one "
+                "dimension, for example device_mesh['dp']"
+            )
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is None and not dist.is_initialized():
+        raise RuntimeError("fusedcomm.DataParallel needs ranks: call torch.distributed.init_process_group first")
+    return process_group if process_group is not None else dist.group.WORLD
 
 
 def check_flags(**flags: object) -> None:
@@ -50,8 +67,8 @@ def check_module(module: object, ignored: Collection[str]) -> torch.device:
         raise TypeError(f"fusedcomm.DataParallel takes a torch.nn.Module, not a {type(module).__name__}")
     if isinstance(module, DistributedDataParallel):
         raise TypeError(
-            "fusedcomm.DataParallel takes a model that is not wrapped in DistributedDataParallel: give it ddp.module, "
-            "and use it in place of ddp"
+            f"fusedcomm.DataParallel takes a model that is not wrapped, and this is a {type(module).__name__}: give it "
+            "ddp.module, and use it in place of ddp"
         )
     parameters = [(name, p) for name, p in module.named_parameters() if not is_ignored(name, ignored)]
     for name, parameter in parameters:

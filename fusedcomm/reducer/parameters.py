@@ -27,7 +27,7 @@ def named_tensors(module_or_named_parameters: nn.Module | Iterable[tuple[str, to
     if isinstance(given, DistributedDataParallel):
         raise TypeError(
             "fusedcomm.GradReducer takes a model that is not wrapped in DistributedDataParallel: give it ddp.module, "
-            "and use it in place of ddp; or call fusedcomm.attach(ddp)"
+            "and use it in place of ddp; or call fusedcomm.attach(ddp). A fusedcomm.DataParallel has one: model.comm"
         )
     pairs = given
     if isinstance(given, nn.Module):

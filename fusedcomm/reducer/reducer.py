@@ -16,11 +16,12 @@ from fusedcomm.autotune.tuner import Tuner
 from fusedcomm.config import Config, LocalOptions, Search, Wire, check, local_options
 from fusedcomm.native import _C
 from fusedcomm.ranks.peers import warn_alone
-from fusedcomm.reducer.early_step import allow_early_steps, refuse_early_steps
+from fusedcomm.reducer.before_step import ignore_steps, watch_steps
 from fusedcomm.reducer.parameters import ids_of_sparse, named_tensors, refuse, strides_to_agree
+from fusedcomm.reducer.replicas import ignored_names
 from fusedcomm.reducer.tuning import BucketMib, Choice, ReducerTarget, make_tuner
 from fusedcomm.session.norm import GradientNorms
-from fusedcomm.session.parameters import device_of, synchronised_parameters
+from fusedcomm.session.parameters import ParameterWatch, device_of, synchronised_parameters
 from fusedcomm.session.plan import Plan
 from fusedcomm.session.session import Session
 from fusedcomm.session.state_dict import load_state_dict, state_dict
@@ -75,9 +76,10 @@ class GradReducer(GradientNorms):
         RuntimeError: the gradients are on several devices, fusedcomm has no path for the device or backend, or the
             ranks do not agree (the same text on every rank).
 
-    ``backward()`` raises RuntimeError on every rank if a rank cannot go on: the text names the rank and the reason, for
-    example the parameters that got no gradient. The gradients are not valid then. Call :meth:`detach`, and make a new
-    object to go on.
+    An optimizer's step raises RuntimeError on every rank if parameters were replaced, or given another dtype or device,
+    since this object was made. ``backward()`` raises it on every rank if a rank cannot go on: the text names the
+    rank and the reason, for example the parameters that got no gradient. The gradients are not valid then. Call
+    :meth:`detach`, and make a new object to go on.
     """
 
     def __init__(
@@ -140,11 +142,14 @@ class GradReducer(GradientNorms):
         if self._tuner is not None:
             self._tuner.start(ReducerTarget(self._reducer, self._size))
         self._attached = True
-        refuse_early_steps(self)
+        watch_steps(self)
+        self._prepared = False  # whether prepare_for_backward() announced a pass; see DdpReducer
         self._module: Callable[[], nn.Module | None] = lambda: None
+        self._watch: ParameterWatch | None = None
         if isinstance(module_or_named_parameters, nn.Module):
             _of_modules[module_or_named_parameters] = self
             self._module = weakref.ref(module_or_named_parameters)
+            self._watch = ParameterWatch(module_or_named_parameters, ignored_names(module_or_named_parameters))
         if self._session.rank == 0:
             log.report(self.plan, quiet)
 
@@ -222,7 +227,7 @@ class GradReducer(GradientNorms):
         if not self._attached:
             return
         self._attached = False
-        allow_early_steps(self)
+        ignore_steps(self)
         self._reducer.detach()
         self._runs.stop("fusedcomm.GradReducer was detached")
         for module in [module for module, reducer in _of_modules.items() if reducer is self]:
@@ -262,11 +267,48 @@ class GradReducer(GradientNorms):
             )
         return self._session
 
+    def _why_local(self) -> str:
+        """Why gradients of this rank are not synchronized although they should be; empty if all is well."""
+        name = "" if self._watch is None else self._watch.unknown()
+        if name:
+            return (
+                f"the parameter {name} is not the one that the reducer was given, so its gradient would not be "
+                "synchronized: load_state_dict(assign=True) puts others in the place of parameters, and a module may "
+                "have been replaced or added. Make the GradReducer or DataParallel again, on every rank"
+            )
+        if self._prepared and self._reducer.waits_for_pass():
+            return (
+                "the last backward pass was prepared with prepare_for_backward() and brought no gradients to the "
+                "reducer, so they are those of this rank. Schedules that compute the gradients of weights apart, as "
+                "zero-bubble schedules do, bypass it, as they bypass DDP: take GPipe, 1F1B or Interleaved1F1B"
+            )
+        self._prepared = False
+        return self._reducer.lost_parameter()
+
+    def _parameters_of_module(self) -> list[torch.Tensor]:
+        """Those of the module as it is now; without a module, those that were given."""
+        module = self._module()
+        return self._parameters_now() if module is None else list(module.parameters())
+
     def _refuse_detached(self, consequence: str) -> None:
         """Raises RuntimeError if this object is detached or a copy."""
         self._of_original()
         if not self._attached:
             raise RuntimeError(f"fusedcomm: this GradReducer is detached, so {consequence}: make a new one")
+
+    def __repr__(self) -> str:
+        """One line: ``<fusedcomm.GradReducer: wire int8, 2 ranks, 12 parameters, 30 steps>``."""
+        if self._session is None:
+            return "<fusedcomm.GradReducer: a copy, without parameters>"
+        session = self._session
+        parts = [
+            f"wire {session.config.wire}",
+            f"{session.world_size} ranks",
+            f"{len(session.parameters)} parameters",
+            f"{session.hook.step} steps",
+            *([] if self._attached else ["detached"]),
+        ]
+        return f"<fusedcomm.GradReducer: {', '.join(parts)}>"
 
     def __reduce__(self) -> tuple:
         # Hooks, process groups, threads and connections stay with the original.

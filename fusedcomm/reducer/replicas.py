@@ -1,29 +1,17 @@
-"""The parameters and buffers of a DataParallel's module: compared on all ranks, and broadcast."""
+"""The parameters and buffers of a DataParallel's module, compared on all ranks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from fusedcomm.reducer.parameters import is_ignored
 from fusedcomm.session.session import Session
 
-BROADCAST_NBYTES = 250 << 20
-"""Tensors are broadcast together up to this many bytes, as in DDP."""
-
 
 def ignored_names(module: nn.Module) -> set[str]:
     """Parameters and buffers that DDP would leave alone; see _set_params_and_buffers_to_ignore_for_model."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-def parameters(module: nn.Module, ignored: Collection[str]) -> list[torch.Tensor]:
-    return [p.detach() for name, p in module.named_parameters() if not is_ignored(name, ignored)]
-
-
-def buffers(module: nn.Module, ignored: Collection[str]) -> list[torch.Tensor]:
-    return [buffer for name, buffer in module.named_buffers() if not is_ignored(name, ignored)]
+    given = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return given | {name.removeprefix(".") for name in given}
 
 
 def compare(session: Session, module: nn.Module, ignored: Collection[str], options: dict[str, object]) -> None:
@@ -54,10 +42,3 @@ def _difference(what: str, of_rank_0: object, rank: int, of_rank: object) -> str
         f"fusedcomm.DataParallel: the ranks have different {what}: rank 0 has {of_rank_0}, and rank {rank} has "
         f"{of_rank}. Give DataParallel the same module and arguments on every rank"
     )
-
-
-def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Gives every rank of the group the tensors of the rank `source` of the group."""
-    if tensors:
-        with torch.no_grad():
-            dist._broadcast_coalesced(group, list(tensors), BROADCAST_NBYTES, source)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -144,3 +145,50 @@ def synchronised_parameters(
             "device on each rank"
         )
     return named_parameters(named, configs)
+
+
+class ParameterWatch:
+    """Notices that a module has other parameters than when this object was made: ``load_state_dict(assign=True)``, and
+    whoever assigns a parameter or a module, puts them in the place of those that are synchronized.
+
+    Args:
+        ignored: names of parameters that may be replaced.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: Collection[str] = ()) -> None:
+        self._module, self._ignored = weakref.ref(module), ignored
+        # Kept, so that no other tensor gets the address of one.
+        self._known = {id(parameter): parameter for parameter in module.parameters()}
+        self._look_at(module)
+
+    def unknown(self) -> str:
+        """The name of a parameter that requires a gradient and is new in the module; empty if there is none."""
+        module = self._module()
+        if module is None or self._ids() == self._seen:
+            return ""
+        has_unknown = False
+        for name, parameter in module.named_parameters():
+            # functional_call() puts tensors of other types in place of parameters for the time of a call.
+            if id(parameter) in self._known or name in self._ignored or not isinstance(parameter, torch.nn.Parameter):
+                continue
+            has_unknown = True
+            if parameter.requires_grad:
+                return name
+        if not has_unknown:
+            self._look_at(module)
+        return ""
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        self._inside = [weakref.ref(each) for each in module.modules()]
+        self._seen = self._ids()
+
+    def _ids(self) -> list[int] | None:
+        """The ids of all parameters and modules, as they are now; None if a module is gone."""
+        held: list[object] = []
+        for reference in self._inside:
+            inside = reference()
+            if inside is None:
+                return None
+            held += inside._parameters.values()
+            held += inside._modules.values()
+        return list(map(id, held))

@@ -313,3 +313,21 @@ def threads_of_engine() -> int:
             names.append(file.read())
     of_channels = ("fc-post", "fc-wait")
     return sum(name.startswith("fc-") and name.strip() not in of_channels for name in names)
+
+
+def wrapped(ours: bool, module: nn.Module, **kwargs) -> nn.Module:
+    """The module in a DataParallel that has DDP's bits, or in DDP."""
+    if ours:
+        return fusedcomm.DataParallel(module, wire="fp32", quiet=True, **kwargs)
+    return DistributedDataParallel(module, **kwargs)
+
+
+class Normalised(nn.Module):
+    """Buffers: running means and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)

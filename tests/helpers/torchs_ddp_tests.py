@@ -32,17 +32,13 @@ _ON_CPU = [
     (r"\bdevice=(self\.rank|rank|self\.device|torch\.device\(rank\)|\"cuda\")", 'device="cpu"'),
     (r"\.to\((self\.rank|rank|device)\)", '.to("cpu")'),
     (r"(?m)^( *)(device|device_id) = (self\.rank|rank|torch\.device\(.*\))$", r'\1\2 = "cpu"'),
-    # A module is wrapped again: the first wrapper ends before. Once torch wraps a wrapper, where it means a copy.
-    (r"(?m)^( +)(ddp = DistributedDataParallel\()", r"\1ddp = None\n\1\2"),
+    # Once torch wraps a wrapper, where it means a copy.
     (rf"(model_static_graph = torch\.nn\.parallel\.{WRAPPER}\(\n +)model,", r"\1model_static_graph,"),
     # test_ddp_uneven_inputs also runs without a communication hook, and without DDP's logging data.
     (r"if test_case\.hook is not None:", "if False:"),
     (r"ddp_logging_data = net\._get_ddp_logging_data\(\)\n.*\n", "pass\n"),
     # Its images of a million points are smaller on a CPU.
     (r"torch\.ones\(batch, batch, dim, dim,", "torch.ones(batch, batch, 20, 20,"),
-    # A copy in a file is made through the state.
-    (r"torch\.save\(model_DDP, tmp_file\)", "torch.save(model_DDP.state_dict(), tmp_file)"),
-    (r"saved_model\.state_dict\(\)", "saved_model"),
 ]
 
 

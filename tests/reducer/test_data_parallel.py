@@ -11,32 +11,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches, Mlp, Sparse
+from models import Branches, Mlp, Normalised, Sparse, wrapped
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 
 NUM_STEPS = 4
-
-
-def wrapped(ours: bool, module: nn.Module, **kwargs) -> nn.Module:
-    if ours:
-        return fusedcomm.DataParallel(module, wire="fp32", quiet=True, **kwargs)
-    return DistributedDataParallel(module, **kwargs)
-
-
-class Normalised(nn.Module):
-    """Buffers: running means and a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
 
 
 class Ignoring(nn.Module):
@@ -161,58 +143,6 @@ def test_sparse_gradients_are_close_to_dense_ones_in_ddp(ranks):
     assert differences(ours[0], ours[1]) == []
 
 
-# ---- when gradients are synchronized
-
-
-def synchronised_passes(rank, world_size, ours):
-    """Whether the gradient is the mean after backward(), and what it is, in several orders of calls."""
-    module = nn.Linear(1, 1, bias=False)
-    model, x = wrapped(ours, module), torch.tensor([[float(rank + 1)]])
-
-    def gradient() -> float:
-        value, module.weight.grad = module.weight.grad.item(), None
-        return value
-
-    seen = {}
-    model(x).sum().backward()
-    seen["forward and backward"] = gradient()
-    with model.no_sync():
-        model(x).sum().backward()
-    seen["both in no_sync"] = gradient()
-    with model.no_sync():
-        output = model(x)
-    output.sum().backward()
-    seen["only the forward pass in no_sync"] = gradient()
-    output = model(x)
-    with model.no_sync():
-        output.sum().backward()
-    seen["only backward() in no_sync"] = gradient()
-    output = model(x).sum()
-    output.backward(retain_graph=True)
-    output.backward()
-    seen["backward() twice"] = gradient()
-    module(x).sum().backward()
-    seen["without the wrapper"] = gradient()
-    with torch.no_grad():
-        model(x)
-    module(x).sum().backward()
-    seen["after a forward pass without gradients"] = gradient()
-    model.require_backward_grad_sync = False  # as some trainers do
-    model(x).sum().backward()
-    model.require_backward_grad_sync = True
-    seen["require_backward_grad_sync"] = gradient()
-    return seen
-
-
-def test_the_same_passes_are_synchronized_as_in_ddp(ranks):
-    ours, theirs = (ranks.run(synchronised_passes, ours, world_size=2) for ours in (True, False))
-    assert ours == theirs
-    assert {name for name in ours[0] if ours[0][name] == ours[1][name]} == {
-        "forward and backward",
-        "only backward() in no_sync",
-    }
-
-
 # ---- uneven inputs
 
 
@@ -323,39 +253,3 @@ def checkpoints(rank, world_size, path):
 def test_checkpoints_load_both_ways(ranks, tmp_path):
     for names in ranks.run(checkpoints, str(tmp_path / "state.pt"), world_size=2):
         assert len(names) == 9 and all(name.startswith("module.layers.") for name in names)
-
-
-# ---- life
-
-
-def wrapped_again(rank, world_size):
-    module = nn.Linear(1, 1, bias=False)
-    for step in range(3):
-        model = wrapped(True, module)
-        module.weight.grad = None
-        model(torch.tensor([[float(rank + step)]])).sum().backward()
-        assert module.weight.grad.item() == step + 0.5
-        assert model.comm.stats().steps == 1 and "fp32" in str(model.comm.plan())
-        del model
-    module.weight.grad = None
-    module(torch.tensor([[float(rank)]])).sum().backward()
-    return module.weight.grad.item()
-
-
-def test_a_module_can_be_wrapped_again_when_its_wrapper_is_gone(ranks):
-    assert ranks.run(wrapped_again, world_size=2) == [0.0, 1.0]
-
-
-def thawed(rank, world_size):
-    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    module[0].requires_grad_(False)
-    model, x = wrapped(True, module), torch.tensor([[1.0 + rank, -2.0]])
-    model(x).sum().backward()
-    module[0].requires_grad_(True)
-    model(x).sum().backward()
-    return [p.grad.tolist() for p in module.parameters()]
-
-
-def test_a_parameter_that_is_thawed_takes_part(ranks):
-    first, second = ranks.run(thawed, world_size=2)
-    assert first == second and first[0][0] != [0.0, 0.0]

@@ -78,6 +78,10 @@ std::string Accumulators::taken_by(size_t index) {
   return taken_by_hook(*hooked.node, hooked.key);
 }
 
+bool Accumulators::sees(size_t index, const at::Tensor& parameter) const {
+  return torch::autograd::impl::try_get_grad_accumulator(parameter) == hooked_[index].node;
+}
+
 void Accumulators::remove() {
   for (const Hooked& hooked : hooked_) hooked.node->del_post_hook(hooked.key);
   hooked_.clear();

@@ -32,6 +32,8 @@ class Accumulators {
   // What synchronizes the parameter beside this reducer; empty if nothing does. Cheap unless hooks have been added
   // since the last call.
   std::string taken_by(size_t index);
+  // Whether the parameter's gradients still come to its hook. Another dtype or device gives a parameter a new node.
+  bool sees(size_t index, const at::Tensor& parameter) const;
   void remove();
 
  private:

@@ -101,7 +101,13 @@ void GradReducer::on_gradient(size_t index, const at::Tensor& added) {
   // autograd adds nothing to the gradient of a parameter that has been frozen since the forward pass.
   if (!accumulators_ || !parameter.requires_grad()) return;
   if (parameter.grad().defined()) used_.set(index);
-  if (!is_on_) return;
+  if (!is_synchronizing()) {
+    if (!refuses_local_passes_) return;
+    TORCH_CHECK(failure_.empty(), failure_);
+    fail(c10::str(rank_text(), "a backward pass outside of no_sync() brought the gradient of ", parameters_[index].name,
+                  " past the DataParallel, so each rank would have its own. Call the DataParallel, not its module, and "
+                  "backward() on what it returns. For gradients that stay on this rank: within no_sync()"));
+  }
   TORCH_CHECK(failure_.empty(), failure_);
   if (!in_pass_) {
     if (only_adds_up(index)) return;
@@ -241,6 +247,7 @@ Flags GradReducer::trained_now() const {
 
 Flags GradReducer::look_at_parameters() {
   Flags trained = trained_now();
+  if (const std::string lost = lost_text(); !lost.empty()) fail(rank_text() + lost);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const std::string other = accumulators_->taken_by(i);
     if (!other.empty()) {
@@ -249,6 +256,20 @@ Flags GradReducer::look_at_parameters() {
     }
   }
   return trained;
+}
+
+std::string GradReducer::lost_text() const {
+  for (size_t i = parameters_.size(); i-- > 0;) {  // the model's first parameter is the last here
+    const at::Tensor& tensor = parameters_[i].tensor;
+    if (!tensor.requires_grad() || accumulators_->sees(i, tensor)) continue;
+    return c10::str("the gradient of ", parameters_[i].name,
+                    " no longer comes to the reducer, so it would not be synchronized: another dtype or device, or a "
+                    "parametrization, takes hooks away. (It is now ",
+                    tensor.scalar_type(), " on ", tensor.device(),
+                    ".) Change the model before it is wrapped: make the GradReducer or DataParallel again, on every "
+                    "rank");
+  }
+  return "";
 }
 
 Buckets GradReducer::cut_for(const std::vector<size_t>& order) const {
@@ -274,6 +295,10 @@ void GradReducer::follow_task(std::function<void(GradReducer&, bool)> on_end) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (std::find(tasks_.rbegin(), tasks_.rend(), task) != tasks_.rend()) return;
   tasks_.push_back(task);
+  at_task_end(std::move(on_end));
+}
+
+void GradReducer::at_task_end(std::function<void(GradReducer&, bool)> on_end) {
   const auto end = std::make_shared<TaskEnd>(weak_from_this(), std::move(on_end));
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->call(); });
 }

@@ -64,6 +64,17 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void turn(bool on);
   // The next backward pass synchronizes gradients, and those after it do not until this is called again.
   void turn_on_once();
+  // Backward passes through one of these outputs of a forward pass synchronize gradients, also those that turn()
+  // switches off.
+  void synchronize_passes_of(const std::vector<at::Tensor>& outputs);
+  // Whether a backward pass that is not synchronized is an error.
+  void refuse_local_passes(bool refuse);
+  // Whether turn_on_once() still waits for its backward pass.
+  bool waits_for_pass() const;
+  // Why the gradient of a parameter no longer comes to this reducer; empty if all come.
+  std::string lost_parameter() const;
+  // Publishes `why` and throws it, on every rank that uses this reducer from now on.
+  [[noreturn]] void refuse(const std::string& why);
   // Takes part in the other ranks' backward pass without one of its own: sends zeros for every parameter, and leaves
   // this rank's gradients as they are. Call it between backward passes, without the GIL.
   void shadow_pass();
@@ -111,7 +122,14 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // The same for a task of a pass that only adds up; `has_ended`: not given up.
   void on_adding_task_end(int64_t adding_pass, bool has_ended);
 
+  // Makes the calling thread's task of autograd's engine synchronize gradients until it ends.
+  void synchronize_task();
+
   // Call the functions below with mutex_ held.
+  // Whether gradients that arrive now are synchronized.
+  bool is_synchronizing() const { return is_on_ || !synchronized_tasks_.empty(); }
+  // Names the first parameter that requires a gradient and no longer has this reducer's hook; empty if there is none.
+  std::string lost_text() const;
   // Whether the pass of parameter `index`, whose gradient has arrived, only adds up.
   bool only_adds_up(size_t index);
   // Releases the lock during the observer's call.
@@ -126,6 +144,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void cut_buckets();
   // Makes the task of the calling thread call `on_end` when it ends, with true, or is given up, with false.
   void follow_task(std::function<void(GradReducer&, bool)> on_end);
+  void at_task_end(std::function<void(GradReducer&, bool)> on_end);
   // Hands over all buckets that are complete, in their order.
   void hand_over_complete(const at::Tensor& added);
   void hand_over(size_t bucket, const at::Tensor& added);
@@ -169,6 +188,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Problem problem_;
   bool is_on_ = true;
   bool is_on_once_ = false;  // whether the end of the pass turns it off
+  bool refuses_local_passes_ = false;
+  std::vector<int> synchronized_tasks_;  // of autograd's engine, from synchronize_task() until they end
   double mean_factor_ = 1;
   std::string failure_;  // empty until fail()
   int64_t num_copied_ = 0;

@@ -1,0 +1,45 @@
+"""What torch and trainers touch of a DistributedDataParallel beyond its module, on a DataParallel."""
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch.futures import Future
+
+from fusedcomm.reducer.reducer import GradReducer
+
+
+class DdpReducer:
+    """``model.reducer``: what pipelines and trainers call on DDP's Reducer to prepare a backward pass."""
+
+    def __init__(self, comm: GradReducer) -> None:
+        self._comm = comm
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The next backward pass synchronizes gradients. `outputs`: DDP looks for unused parameters from there."""
+        self._comm._prepared = True
+        self._comm._reducer.turn_on_once()
+
+    def prepare_for_forward(self) -> None:
+        """Nothing: buckets are prepared when the first gradient arrives."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether buckets were cut again: never here: the backward pass does it."""
+        return False
+
+    def _install_post_backward_futures(self, futures: Sequence[Future]) -> None:
+        """For hooks that send buffers: waits for them."""
+        torch.futures.wait_all(list(futures))
+
+    def _remove_autograd_hooks(self) -> None:
+        self._comm.detach()
+
+
+def refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    """A method of DDP that raises RuntimeError with the reason."""
+
+    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(f"fusedcomm.DataParallel has no {name}: {instead}")
+
+    method.__name__, method.__doc__ = name, f"Refused: {instead}."
+    return method
