@@ -194,7 +194,7 @@ def findings(rank, world_size, front_end, way, wire):
     comm.detach()
 
 
-@pytest.mark.sampled(strength=2, by=lambda found: dict(zip(("front end", "way", "wire"), found, strict=True)))
+@pytest.mark.sampled(by=lambda found: {"way of a front end": found[:2], "wire": found[2]})
 @pytest.mark.parametrize("found", FINDINGS, ids=", ".join)
 def test_a_gradient_that_is_not_finite_skips_the_step_whoever_finds_it(ranks, found):
     ranks.run(findings, *found, world_size=2)
