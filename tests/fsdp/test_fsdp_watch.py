@@ -88,8 +88,7 @@ def _die_before_an_all_gather(rank: int, world_size: int, victim: int, is_backwa
     return ""
 
 
-@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("victim", "is_backward"), [(0, False), (2, True)], ids=["0 in forward", "2 in backward"])
 def test_a_rank_that_dies_before_an_all_gather_is_named(ranks, victim, is_backward):
     pid = ranks.processes[victim].pid
     outcomes = ranks.outcomes(_die_before_an_all_gather, victim, is_backward, world_size=3, lost=victim)

@@ -198,9 +198,13 @@ def with_transformers(config: Config | None, folder: Path, resumed: bool) -> dic
 
 def main() -> None:
     train = {"lightning": with_lightning, "accelerate": with_accelerate, "transformers": with_transformers}[TRAINER]
-    if TRAINER != "lightning":
-        _sharding_on_cpu()
     results = {}
+    if TRAINER != "lightning":
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results["DDP instead"] = train(Config("fp32"), FOLDER / "DDP", resumed=False)
+        results["warned"] = [str(each.message) for each in caught if "asked for FSDP" in str(each.message)]
+        _sharding_on_cpu()
     for name, config in {
         "plain": None,
         "fp32": Config("fp32"),

@@ -24,14 +24,24 @@ def _train(trainer: str, folder: Path) -> None:
 
 def test_the_model_is_sharded_and_attached_as_fsdp2(results):
     for each in results:
-        assert len(each) == 8
-        for name, run in each.items():
+        sharded = {name: run for name, run in each.items() if name not in ("DDP instead", "warned")}
+        assert len(sharded) == 8
+        for name, run in sharded.items():
             assert run["sharded"]
             if not name.startswith("plain"):
                 num_steps = 4 if name.endswith("resumed") else 8
                 # Lightning's strategy reduces in every pass that it accumulates.
                 assert run["synchronized"] == num_steps * (2 if "lightning" in run["by"] else 1)
                 assert run["handle"].startswith("<fusedcomm.FsdpHandle: wire ")
+
+
+def test_a_trainer_that_makes_ddp_instead_is_named(results):
+    for each in results:
+        if "warned" in each:
+            assert not each["DDP instead"]["sharded"]
+            assert each["DDP instead"]["handle"].startswith("<fusedcomm.Handle: wire fp32")
+            (text,) = each["warned"]
+            assert text.startswith("fusedcomm: Accelerate was asked for FSDP and has made a DistributedDataParallel")
 
 
 def test_fp32_trains_as_without_fusedcomm(results):
