@@ -207,6 +207,37 @@ def test_demo(tmp_path, demo_packages, wires):
     assert ratios["fusedcomm bf16 reducer"] == pytest.approx(ratios["fusedcomm bf16"], rel=0.01)
 
 
+def test_the_demos_picture_has_a_color_for_each_way_and_nothing_is_cut_off(tmp_path, demo_packages, monkeypatch):
+    import numpy as np
+
+    from fusedcomm.tools.demo import picture, results, training
+
+    made = [
+        results.RunResult(spec, 0.98, 0.008 + 1e-4 * index, 1e6, np.ones(1), np.ones(1), [2.3] * 10 + [0.01] * 10, True)
+        for index, spec in enumerate(training.run_specs(2, fusedcomm.WIRES))
+    ]
+    figures = []
+    monkeypatch.setattr(picture.plt, "close", figures.append)
+    picture.picture(made, results.summaries(made), tmp_path / "demo.png")
+    (figure,) = figures
+    monkeypatch.undo()
+    losses, finals, nbytes = figure.axes
+    names = list(dict.fromkeys(run.spec.name for run in made))
+    assert len(names) == len(losses.lines) == len({line.get_color() for line in losses.lines}) == 9
+    assert [line.get_label() for line in losses.lines][-1] == "fusedcomm bf16"
+    assert [label.get_text() for label in finals.get_yticklabels()] == names
+    assert {axes.get_xscale() for axes in figure.axes} == {losses.get_yscale()} == {"linear"}
+    titles = [axes._left_title for axes in figure.axes]
+    shown = [*titles, *(axes.xaxis.label for axes in figure.axes), *finals.get_yticklabels()]
+    width, height = figure.bbox.size
+    for text in shown:
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text.get_text()
+    boxes = [title.get_window_extent() for title in titles]
+    assert all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:], strict=False))
+    picture.plt.close(figure)
+
+
 @pytest.mark.parametrize(("wires", "expected"), [(("int8", "bf16"), "bf16"), (("int8", "int4"), "int8")])
 def test_one_wire_of_the_demo_has_a_reducer(demo_packages, wires, expected):
     from fusedcomm.tools.demo.training import run_specs

@@ -84,7 +84,9 @@ def test_the_json_has_everything(probed):
     if recommendation["measured"]:
         measured_s = {row["name"]: row["measured_s"] for row in document["check"]}
         assert recommendation["step_s"] == measured_s[recommendation["option"]["name"]]
-        assert recommendation["step_s"] <= 1.05 * min(measured_s.values())
+        # DDP's own all-reduce is kept unless the steps are apart, which depends on what else the machine does.
+        best_s = measured_s[OFF] if recommendation["leave_off"] else min(measured_s.values())
+        assert recommendation["step_s"] <= 1.05 * best_s
     assert document["environment"]["world_size"] == 2 and document["environment"]["device"] == "cpu"
     # Everything that decides is the same on every rank.
     for key in ("predictions", "recommendation", "crossover_bytes_s", "workload"):
