@@ -1,6 +1,7 @@
 """The process-wide state: init, shutdown, ranks, and what is built in."""
 
 import atexit
+import ctypes
 import dataclasses
 import os
 import socket
@@ -192,10 +193,16 @@ def _leave_to_parent() -> None:
     timeline.leave_to_parent()
     if (old := world_if_any()) is None or isinstance(old.coordinator, Ended):
         return
+    import fusedcomm.horovod.engines as engines
+
     old.coordinator = Ended(
         f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
         "its job"
     )
+    # The end of an engine waits for threads. These references are never given back.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+    for opened in list(engines._open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
     # Otherwise the other ranks would not notice the parent's end while the child lives.
     for descriptor in old.sockets:
         os.close(descriptor)

@@ -192,7 +192,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 """
 
 
-@pytest.mark.parametrize("wire", ["none"])
+@pytest.mark.parametrize("wire", ["none", "int8"])
 def test_a_forked_child_ends_with_its_status_and_the_job_goes_on(wire, tmp_path):
     timeline = tmp_path / "timeline.json"
     ended = run_with_horovods_variables(FORKS, 2, tmp_path, WIRE=wire, HOROVOD_TIMELINE=str(timeline))
