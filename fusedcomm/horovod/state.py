@@ -1,6 +1,7 @@
 """The process-wide state: init, shutdown, ranks, and what is built in."""
 
 import atexit
+import ctypes
 import dataclasses
 import os
 import socket
@@ -45,6 +46,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | 
     asked_for = (_parse_comm(comm), tuple(tuple(process_set.ranks) for process_set in sets), process_sets == "dynamic")
     with _lock:
         if (old := world_if_any()) is not None:
+            if isinstance(old.coordinator, Ended):
+                raise ValueError(f"{old.coordinator.failure}. For a job of its own call hvd.shutdown() first")
             if asked_for != old.asked_for and (comm is not None or process_sets is not None):
                 raise ValueError(
                     f"hvd.init() was called before with {_said(old.asked_for)}, now with {_said(asked_for)}: call "
@@ -99,6 +102,7 @@ def _connect(found: Launch, settings: environment.Settings, asked_for: tuple) ->
         timeout=found.timeout,
         settings=settings,
         asked_for=asked_for,
+        sockets=star.sockets,
     )
 
     # The coordinator must not keep alive what keeps it alive: its sockets are closed when it is freed.
@@ -167,17 +171,46 @@ def shutdown() -> None:
         old = world_if_any()
         if old is None:
             return
-        timeline.stop()
-        import fusedcomm.horovod.engines as engines
+        if not isinstance(old.coordinator, Ended):  # this process is no child of fork()
+            timeline.stop()
+            import fusedcomm.horovod.engines as engines
 
-        if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
-            engines.close_engines(old, old.coordinator.failure)
-        old.coordinator.shutdown()
-        engines.close_engines(old, "hvd.shutdown() was called")
-        old.coordinator = Ended(old.coordinator.failure)
+            if old.coordinator.failure:  # its thread may wait for a sum that no longer ends
+                engines.close_engines(old, old.coordinator.failure)
+            old.coordinator.shutdown()
+            engines.close_engines(old, "hvd.shutdown() was called")
+            old.coordinator = Ended(old.coordinator.failure)
         forget_sets(old)
         set_world(None)
     handles.forget_all()
+
+
+def _leave_to_parent() -> None:
+    """In a child of fork(), which has none of the threads: it is no rank of its parent's job, and ends by itself. It
+    still knows the rank and the size, for workers that load data."""
+    global _lock
+    _lock = threading.RLock()
+    handles.leave_to_parent()
+    timeline.leave_to_parent()
+    if (old := world_if_any()) is None or isinstance(old.coordinator, Ended):
+        return
+    import fusedcomm.horovod.engines as engines
+
+    old.coordinator = Ended(
+        f"fusedcomm.horovod: process {os.getpid()} was forked from rank {old.rank} after hvd.init(), and is no rank of "
+        "its job"
+    )
+    # The end of an engine waits for threads. These references are never given back.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
+    for opened in list(engines._open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
+    # Otherwise the other ranks would not notice the parent's end while the child lives.
+    for descriptor in old.sockets:
+        os.close(descriptor)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def is_initialized() -> bool:

@@ -64,6 +64,14 @@ def stop() -> None:
         ended.end()
 
 
+def leave_to_parent() -> None:
+    """In a child of fork(): what the file still holds back is written by the parent alone."""
+    global _writer
+    if _writer is not None:
+        _writer.leave_file()
+        _writer = None
+
+
 class Writer:
     """Moves a coordinator's events into a file, on a thread of its own. Raises OSError if the file cannot be opened.
 
@@ -103,6 +111,11 @@ class Writer:
             self._is_broken = True
             where = files.told(error, self._path)
             warn_alone(f"fusedcomm: the timeline ends early, and may be cut off: {where}", stacklevel=2)
+
+    def leave_file(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())
+        os.close(nowhere)
 
     def end(self) -> None:
         self._is_ended.set()

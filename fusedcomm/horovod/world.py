@@ -15,7 +15,7 @@ from fusedcomm.native import _C
 @dataclasses.dataclass
 class World:
     """What one hvd.init() has made. `store` belongs to this init alone. `hosts`: the host name of each rank. `token`:
-    rank 0's random name for this init."""
+    rank 0's random name for this init. `sockets`: the coordinator's, as file descriptors."""
 
     rank: int
     size: int
@@ -29,6 +29,7 @@ class World:
     timeout: datetime.timedelta
     settings: Settings
     asked_for: tuple
+    sockets: list[int]
     coordinator: Any = None
     # Process sets by id; 0 is every rank. Their backends must live as long as the coordinator.
     sets: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -39,10 +40,14 @@ class World:
 
 
 class Ended:
-    """Stands in a coordinator's place after shutdown(), for handles that have not been synchronised."""
+    """Stands in a coordinator's place after shutdown(), for handles that have not been synchronised, and in a child of
+    fork(), which has no part in its parent's job."""
 
     def __init__(self, failure: str) -> None:
         self.failure = failure or "fusedcomm.horovod was shut down"
+
+    def submit(self, **_: Any) -> int:
+        raise RuntimeError(self.failure)
 
     def poll(self, handle: int) -> bool:
         return True

@@ -1,5 +1,6 @@
 """Init, ranks and shutdown, however the processes were launched."""
 
+import json
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import job, raised
+from patience import HANG_S
 
 import fusedcomm
 import fusedcomm.horovod as hvd
@@ -122,25 +124,109 @@ def test_a_process_without_a_launcher_is_a_job_of_one_rank(tmp_path):
     assert run.stdout.splitlines() == expected_lines(1)
 
 
-def test_horovods_variables_start_a_job(tmp_path):
-    size, port = 3, free_port()
+def run_with_horovods_variables(script: str, size: int, folder: Path, **more: str) -> list[tuple[int, str]]:
+    """What each rank returns, and what it prints."""
+    port = free_port()
     processes = []
     for rank in range(size):
         variables = dict(HOROVOD_RANK=str(rank), HOROVOD_SIZE=str(size), HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1",
                          HOROVOD_GLOO_RENDEZVOUS_PORT=port)  # fmt: skip
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT],
-                env=clean_environment(**variables),
+                [sys.executable, "-c", script],
+                env=clean_environment(**variables, **more),
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
-                cwd=tmp_path,
+                cwd=folder,
             )
         )
-    outputs = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0] * size, [errors for _, errors in outputs]
-    assert [output.strip() for output, _ in outputs] == expected_lines(size)
+    outputs = [process.communicate(timeout=HANG_S)[0] for process in processes]
+    return [(process.returncode, output.strip()) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_horovods_variables_start_a_job(tmp_path):
+    size = 3
+    assert run_with_horovods_variables(SCRIPT, size, tmp_path) == [(0, line) for line in expected_lines(size)]
+
+
+FORKS = """
+import os, sys, torch
+import fusedcomm.horovod as hvd
+hvd.init()
+rank = hvd.rank()
+model = torch.nn.Linear(64, 64)
+compression = getattr(hvd.Compression, os.environ["WIRE"])
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters(), compression)
+
+def steps(count):
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+
+def refusal(call):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+steps(8)
+for code in (0, 7):
+    child = os.fork()
+    if child == 0:
+        assert (hvd.rank(), hvd.size()) == (rank, 2), "for workers that load data"
+        assert "was forked from rank" in refusal(lambda: hvd.allreduce(torch.ones(1)))
+        assert "hvd.shutdown() first" in refusal(hvd.init)
+        assert "before the process was forked" in refusal(lambda: model(torch.ones(1, 64)).sum().backward())
+        sys.exit(code)
+    steps(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+    steps(3)
+print("through", flush=True)
+hvd.shutdown()
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+"""
+
+
+@pytest.mark.parametrize("wire", ["none", "int8"])
+def test_a_forked_child_ends_with_its_status_and_the_job_goes_on(wire, tmp_path):
+    timeline = tmp_path / "timeline.json"
+    ended = run_with_horovods_variables(FORKS, 2, tmp_path, WIRE=wire, HOROVOD_TIMELINE=str(timeline))
+    assert ended == [(0, "through")] * 2
+    assert json.loads(timeline.read_text())
+
+
+OUTLIVED = """
+import os, signal, torch
+import fusedcomm.horovod as hvd
+hvd.init()
+hvd.barrier()
+child = 0
+if hvd.rank() == 1 and (child := os.fork()) == 0:
+    os.closerange(0, 3)
+    signal.pause()
+    os._exit(0)
+child = int(hvd.allreduce(torch.tensor([child]), op=hvd.Sum))
+if hvd.rank() == 1:
+    os._exit(5)
+try:
+    hvd.allreduce(torch.ones(1))
+except hvd.HorovodInternalError as error:
+    print(error, flush=True)
+finally:
+    os.kill(child, signal.SIGKILL)
+os._exit(0)
+"""
+
+
+def test_a_rank_is_lost_although_its_child_lives(tmp_path):
+    (status, said), lost = run_with_horovods_variables(OUTLIVED, 2, tmp_path)
+    assert status == 0 and "rank 1 ended its connection" in said, said
+    assert lost == (5, "")
 
 
 def test_torchrun_starts_a_job(tmp_path):
