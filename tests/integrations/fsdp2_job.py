@@ -110,6 +110,7 @@ def _sharding_on_cpu() -> None:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training, which was not sharded
     original = AcceleratorState.__init__
 
     def init(self, *args, fsdp_plugin=None, **kwargs) -> None:
@@ -131,7 +132,7 @@ def with_accelerate(config: Config | None, folder: Path, resumed: bool) -> dict:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
     )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=training.ACCUMULATED, fsdp_plugin=plugin)
-    model = Classifier()
+    model = inner = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=training.LEARNING_RATE, momentum=0.9)
     loader = torch.utils.data.DataLoader(Rows(), training.BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -146,7 +147,7 @@ def with_accelerate(config: Config | None, folder: Path, resumed: bool) -> dict:
                 optimizer.zero_grad()
         if epoch == 0:
             accelerator.save_state(folder)
-    found = result(model, model.losses, comm)
+    found = result(model, inner.losses, comm)
     if comm is not None:
         comm.detach()
     accelerator.free_memory()
