@@ -124,7 +124,6 @@ def attach_off(
     Raises: `problem`, if there is one, once the other ranks have been told; and as :class:`Session`.
     """
     group = ddp.process_group
-    store = groups.private_store(group)
     timeout, stall_after_s = dist.default_pg_timeout, STALL_AFTER_S
     record = {**agreement.versions(), "device": device.type, "world size": group.size(), "wire": OFF}
     try:
@@ -133,8 +132,9 @@ def attach_off(
         stall_after_s = choose_stall_after(local.stall_after, timeout.total_seconds())
     except ValueError as error:
         problem = problem or error
+    store = groups.private_store(group, timeout)
     peers = Peers(group, store, timeout, stall_after_s)
     peers.doing("attaching: comparing its configuration with the others'")
-    agreement.agree_to_attach(peers, dist.PrefixStore("plan", store), record, problem)
+    agreement.agree_to_attach(peers, store.under("plan"), record, problem)
     peers.doing("in training, with wire='off'")
     return OffHandle(ddp, parameters, device)
