@@ -107,13 +107,13 @@ void bind_hook(py::module_& m) {
       .def("run", [](Synchroniser& hook, const Bucket& bucket) { return returned(&Synchroniser::run, hook, bucket); })
       .def(
           "watch",
-          [](Synchroniser& hook, const StorePtr& store, double stall_after_s, double timeout_s,
+          [](Synchroniser& hook, const StorePtr& store, double stall_after_s, double timeout_s, int store_port,
              const std::string& store_text) {
             const int rank = hook.engine().rank(), world_size = hook.engine().world_size();
-            hook.watch(store, {rank, world_size, stall_after_s, timeout_s, store_text});
+            hook.watch(store, {rank, world_size, stall_after_s, timeout_s, store_port, store_text});
           },
-          py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_text"),
-          NoGil())
+          py::kw_only(), py::arg("store"), py::arg("stall_after_s"), py::arg("timeout_s"), py::arg("store_port"),
+          py::arg("store_text"), NoGil())
       .def("unwatch", &Synchroniser::unwatch, NoGil())
       .def("stop", &Synchroniser::stop, py::arg("reason"), NoGil())
       .def("leave", &Synchroniser::leave, py::arg("reason"), NoGil())

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "lanes/threads.h"
+
 namespace fusedcomm {
 
 // Runs jobs of numbered items. The caller works on its own job too, so a job never waits for another job to end.
@@ -19,7 +21,7 @@ class ThreadPool {
   // Throws std::system_error if the system cannot start another thread.
   explicit ThreadPool(int num_workers) {
     try {
-      for (int i = 0; i < num_workers; ++i) workers_.emplace_back([this] { loop(); });
+      for (int i = 0; i < num_workers; ++i) workers_.push_back(start_thread("codec-pool", [this] { loop(); }));
     } catch (...) {
       join();
       throw;

@@ -1,9 +1,9 @@
 #include "lanes/cpu_lane.h"
 
-#include <pthread.h>
-
 #include <stdexcept>
 #include <utility>
+
+#include "lanes/threads.h"
 
 namespace fusedcomm {
 
@@ -80,10 +80,7 @@ std::exception_ptr CpuLaneQueue::stop_reason() const {
 
 CpuLane::CpuLane(const std::string& worker) : queue_(std::make_shared<CpuLaneQueue>(!worker.empty())) {
   if (worker.empty()) return;
-  worker_ = std::thread([queue = queue_] { queue->work(); });
-#if defined(__linux__)
-  pthread_setname_np(worker_.native_handle(), worker.substr(0, 15).c_str());
-#endif
+  worker_ = start_thread(worker.substr(0, 15), [queue = queue_] { queue->work(); });
 }
 
 CpuLane::~CpuLane() { stop(std::make_exception_ptr(std::runtime_error("fusedcomm: the lane was destroyed"))); }

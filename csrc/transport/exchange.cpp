@@ -1,7 +1,5 @@
 #include "transport/exchange.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cstring>
 #include <iomanip>
@@ -11,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "lanes/threads.h"
 #include "transport/wire_tensor.h"
 
 namespace fusedcomm {
@@ -25,12 +24,6 @@ constexpr std::chrono::milliseconds kBetweenLooks{500}, kAtOnce{1}, kLong{5000};
 constexpr char kClosed[] = "its channel has been closed";
 // An error names at most this many peers beside the first.
 constexpr size_t kNamedPeers = 8;
-
-void name_thread(std::thread* thread, const char* name) {
-#if defined(__linux__)
-  pthread_setname_np(thread->native_handle(), name);
-#endif
-}
 
 }  // namespace
 
@@ -79,12 +72,10 @@ void Exchange::start(const WireSpan& send, const WireSpan& receive, Lane::Comple
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (!poster_.joinable()) {
-    poster_ = std::thread([this] { post(); });
-    name_thread(&poster_, "fc-post");
+    poster_ = start_thread("fc-post", [this] { post(); });
   }
   if (!waiter_.joinable()) {  // an earlier call may have failed to start the second thread
-    waiter_ = std::thread([this] { wait(); });
-    name_thread(&waiter_, "fc-wait");
+    waiter_ = start_thread("fc-wait", [this] { wait(); });
   }
   item.tag = next_tag_ = next_tag_ % kNumTags + 1;  // never kSentinelTag
   started_.push_back(std::move(item));

@@ -14,6 +14,9 @@ namespace {
 constexpr int64_t kMinUnsentNbytes = 64 << 10;
 constexpr double kDominantShare = 0.75, kSameShare = 0.05;
 
+// Below kMinCutMs milliseconds, a busy link may just have dropped the same packet a few times.
+constexpr int64_t kMinCutMs = 2000;
+
 bool is_loopback(const std::string& address) { return address.rfind("127.", 0) == 0 || address == "::1"; }
 
 // Maps ranks to hosts and adds up the unsent bytes between each pair of hosts.
@@ -34,6 +37,26 @@ class Traffic {
         }
       }
     }
+  }
+
+  std::vector<Cut> cuts(const std::map<int, RankState>& answers) const {
+    std::map<std::pair<size_t, size_t>, Cut> found;
+    for (const auto& [rank, state] : answers) {
+      for (const auto& [end, ms] : state.unacked_ms) {
+        const auto to = host_of_.find(end);
+        const size_t from = host_of_rank_.at(rank);
+        if (ms < kMinCutMs || to == host_of_.end() || to->second == from) continue;
+        const auto [one, other] = std::minmax(from, to->second);
+        Cut& cut = found[{one, other}];
+        cut.one = ranks_[one];
+        cut.other = ranks_[other];
+        double& longest_s = from == one ? cut.by_one_s : cut.by_other_s;
+        longest_s = std::max(longest_s, static_cast<double>(ms) * 1e-3);
+      }
+    }
+    std::vector<Cut> cuts;
+    for (auto& [hosts, cut] : found) cuts.push_back(std::move(cut));
+    return cuts;
   }
 
   std::optional<Congestion> congestion() const {
@@ -91,6 +114,8 @@ class Traffic {
 };
 
 }  // namespace
+
+std::vector<Cut> find_cuts(const std::map<int, RankState>& answers) { return Traffic(answers).cuts(answers); }
 
 std::optional<Congestion> find_congestion(const std::map<int, RankState>& answers) {
   return Traffic(answers).congestion();

@@ -1,4 +1,4 @@
-// Finds the slow part of a network from the unsent bytes of each rank's connections.
+// Finds the slow or cut part of a network from the unsent and unacknowledged bytes of each rank's connections.
 //
 // What ranks wait for does not tell where the network is slow: a rank that waits for a slow rank becomes late itself.
 // But unsent bytes pile up before the slow part, and few of them arrive.
@@ -21,6 +21,16 @@ struct Congestion {
   int64_t arriving_nbytes_per_s = 0;  // of that traffic
   int64_t elsewhere_nbytes = 0;       // unsent bytes of all other traffic between hosts
 };
+
+// Two hosts between which bytes do not arrive in one direction at least.
+struct Cut {
+  std::vector<int> one, other;  // the ranks of the two hosts
+  // Seconds for which the other host has acknowledged nothing of what these ranks sent; 0: that is not known.
+  double by_one_s = 0, by_other_s = 0;
+};
+
+// Returns the cuts between ranks that have answered, each pair of hosts once.
+std::vector<Cut> find_cuts(const std::map<int, RankState>& answers);
 
 // Returns nothing if few bytes are unsent or if no host holds most of them.
 std::optional<Congestion> find_congestion(const std::map<int, RankState>& answers);

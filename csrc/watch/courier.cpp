@@ -1,11 +1,11 @@
 #include "watch/courier.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <utility>
+
+#include "lanes/threads.h"
 
 namespace fusedcomm {
 
@@ -24,7 +24,11 @@ struct Courier::Desk {
   bool was_renewed = false;
 
   void work() {
+    std::optional<std::string> no_clone = run([this] { store = store->clone(); });
     std::unique_lock<std::mutex> lock(mutex);
+    loss = problem = std::move(no_clone);
+    if (loss) errand = nullptr;
+    changed.notify_all();
     for (;;) {
       changed.wait(lock, [this] { return stopping || errand; });
       if (stopping) break;
@@ -68,10 +72,7 @@ struct Courier::Desk {
 
 Courier::Courier(StorePtr store) : desk_(std::make_shared<Desk>()) {
   desk_->store = std::move(store);
-  thread_ = std::thread([desk = desk_] { desk->work(); });
-#if defined(__linux__)
-  pthread_setname_np(thread_.native_handle(), "fc-courier");
-#endif
+  thread_ = start_thread("fc-courier", [desk = desk_] { desk->work(); });
 }
 
 std::optional<StoreProblem> Courier::send(Errand errand, std::chrono::duration<double> timeout) {

@@ -23,7 +23,9 @@ class Courier {
   // returned.
   using Errand = std::function<void(c10d::Store&)>;
 
-  // Only the courier may use `store`, because a blocking call of a client delays all other calls of that client.
+  // The courier uses a clone of `store`, because a blocking call of a client delays all other calls of that client. Its
+  // thread makes the clone: if the host of a TCPStore is gone, that waits for the store's whole timeout. Errands that
+  // are sent meanwhile wait for the clone; if it fails, they fail.
   explicit Courier(StorePtr store);
   ~Courier() { stop(); }
   Courier(const Courier&) = delete;
@@ -34,8 +36,8 @@ class Courier {
   // more, on a new clone of the store, because a failed connection does not recover by itself. An errand must therefore
   // be safe to run twice.
   std::optional<StoreProblem> send(Errand errand, std::chrono::duration<double> timeout);
-  // Why no more errands are run: one threw although the store had been cloned after an earlier error. Nothing while
-  // errands are run.
+  // Why no more errands are run: the store could not be cloned, or an errand threw although the store had been cloned
+  // after an earlier error. Nothing while errands are run.
   std::optional<std::string> loss() const;
   // Ends the thread, or detaches it if a request blocks. A send() under way returns.
   void stop();

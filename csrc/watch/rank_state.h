@@ -51,6 +51,9 @@ struct RankState {
   // By remote address: unsent bytes, and bytes per second that arrive there. Set only while this rank waits for others.
   std::map<std::string, int64_t> unsent, per_s;
 
+  // By remote address: milliseconds for which nothing that was sent there has been acknowledged (connections.h).
+  std::map<std::string, int64_t> unacked_ms;
+
   std::optional<std::string> failure;  // nothing if this rank has not failed
 
   // Whether the job is in a stage that needs no other rank: pack, reduce or unpack.
@@ -76,6 +79,7 @@ struct RankState {
     archive("own", self.own);
     archive("unsent", self.unsent, Limits{0, kMaxConnectionNbytes});
     archive("per_s", self.per_s, Limits{0, kMaxConnectionNbytes});
+    archive("unacked_ms", self.unacked_ms, Limits{0, kMaxCount});
     archive("failure", self.failure);
   }
 };

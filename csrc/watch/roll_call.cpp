@@ -11,6 +11,9 @@ namespace {
 // others waiting.
 constexpr double kBusyS = 0.5;
 
+// Bytes that came from a rank's host within this many seconds show that the rank is not cut off.
+constexpr double kHeardS = 1;
+
 // Returns a state with the oldest job of all ranks, which holds up all later jobs; null if no rank has a job.
 const RankState* find_awaited(const std::map<int, RankState>& answers) {
   const RankState* oldest = nullptr;
@@ -42,6 +45,39 @@ class Groups {
   using Place = std::tuple<int64_t, std::string, RankState::Job, int64_t, Board::View::At, Stage, int64_t>;
   std::map<Place, RankGroup> groups_;
 };
+
+// Returns the addresses of an absent rank that belong to no rank that has answered.
+std::vector<std::string> addresses_of(int absent, const RollCall& call) {
+  std::vector<std::string> addresses;
+  const auto own = call.absent_own.find(absent);
+  if (own == call.absent_own.end()) return addresses;
+  for (const std::string& address : own->second) {
+    const auto has = [&](const auto& answer) { return answer.second.own.count(address) != 0; };
+    if (std::none_of(call.answers.begin(), call.answers.end(), has)) addresses.push_back(address);
+  }
+  return addresses;
+}
+
+// Fills in `missing` and those of `slow` that have not answered.
+void sort_absent(const RollCall& call, Conclusion* conclusion) {
+  for (const auto& [rank, who] : call.absent) {
+    int64_t unacked_ms = 0;
+    bool is_heard = false;
+    for (const std::string& address : addresses_of(rank, call)) {
+      const auto heard = call.heard_s.find(address);
+      is_heard = is_heard || (heard != call.heard_s.end() && heard->second <= kHeardS);
+      for (const auto& [other, state] : call.answers) {
+        const auto unacked = state.unacked_ms.find(address);
+        if (unacked != state.unacked_ms.end()) unacked_ms = std::max(unacked_ms, unacked->second);
+      }
+    }
+    if (is_heard) {
+      conclusion->slow.push_back({rank, Conclusion::Slow::How::kHeard});
+    } else {
+      conclusion->missing.push_back({rank, static_cast<double>(unacked_ms) * 1e-3});
+    }
+  }
+}
 
 // Fills in `slow`, `at_work` and `waiting`.
 void sort_ranks(const RollCall& call, const RankState* awaited, Conclusion* conclusion) {
@@ -75,16 +111,17 @@ void find_reason(const RollCall& call, Conclusion* conclusion) {
       !std::all_of(conclusion->slow.begin(), conclusion->slow.end(), is_late)) {
     return;
   }
-  conclusion->congestion = find_congestion(call.answers);
+  // Bytes that pile up before a cut say nothing more.
+  if (conclusion->cuts.empty()) conclusion->congestion = find_congestion(call.answers);
   if (!call.late_s.empty()) {
     // A late rank may be the only reason. The network is named only if bytes pile up as well.
-    if (conclusion->congestion) conclusion->reason = Reason::kNetwork;
+    if (conclusion->congestion || !conclusion->cuts.empty()) conclusion->reason = Reason::kNetwork;
   } else if (!conclusion->awaited) {
     conclusion->reason = Reason::kOver;
   } else if (conclusion->awaited->job == RankState::Job::kCall) {
     conclusion->reason = Reason::kCall;
   } else {
-    const bool is_network = conclusion->congestion || conclusion->at_work.empty();
+    const bool is_network = conclusion->congestion || !conclusion->cuts.empty() || conclusion->at_work.empty();
     conclusion->reason = is_network ? Reason::kNetwork : Reason::kAtWork;
   }
 }
@@ -94,8 +131,8 @@ void find_reason(const RollCall& call, Conclusion* conclusion) {
 Concern concern_of(const Opening& opening, const OwnWait& own, double stall_after_s) {
   const double half_s = stall_after_s / 2;
   const bool is_crawl = opening.why == Opening::Why::kCrawling;
-  const bool waits =
-      own.has_job && (opening.why == Opening::Why::kFailed || (is_crawl ? own.under_way_s : own.stalled_s) > half_s);
+  const bool is_sure = opening.why == Opening::Why::kFailed || opening.why == Opening::Why::kCut;
+  const bool waits = own.has_job && (is_sure || (is_crawl ? own.under_way_s : own.stalled_s) > half_s);
   if (!own.has_failed && !waits) return Concern::kNone;
   return is_crawl && own.stalled_s < half_s ? Concern::kCrawl : Concern::kStall;
 }
@@ -158,10 +195,13 @@ Conclusion conclude(const RollCall& call) {
   }
   const RankState* awaited = find_awaited(call.answers);
   if (awaited) conclusion.awaited = *awaited;
+  sort_absent(call, &conclusion);
   sort_ranks(call, awaited, &conclusion);
+  conclusion.cuts = find_cuts(call.answers);
   find_reason(call, &conclusion);
   const bool is_all_read = call.unread.empty() && call.unreadable.empty();
-  conclusion.is_conclusive = is_all_read && (!call.absent.empty() || !conclusion.failed.empty());
+  const bool is_heard = conclusion.missing.size() < call.absent.size();
+  conclusion.is_conclusive = is_all_read && !is_heard && (!conclusion.missing.empty() || !conclusion.failed.empty());
   return conclusion;
 }
 

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -29,12 +30,13 @@ struct Opening {
   enum class Why : uint8_t {
     kStalled,   // its oldest job does not move
     kCrawling,  // its oldest job moves, but has been under way for long
-    kFailed     // one of its stages threw
+    kFailed,    // one of its stages threw
+    kCut        // its oldest job does not move, and some host acknowledges nothing
   };
 
   int64_t rank = 0;
   Why why = Why::kStalled;
-  double stalled_s = 0;    // kStalled: seconds since the job last moved
+  double stalled_s = 0;    // kStalled, kCut: seconds since the job last moved
   double under_way_s = 0;  // kCrawling: seconds since the job became the oldest
   int64_t step = 0;        // kCrawling: the job's step
   std::string label;       // kCrawling: the job's label, for people
@@ -43,7 +45,7 @@ struct Opening {
   template <typename Archive, typename Self>
   static void fields(Archive& archive, Self& self) {
     archive("rank", self.rank, Limits{0, kMaxCount});
-    archive("why", self.why, Why::kFailed);
+    archive("why", self.why, Why::kCut);
     archive("stalled_s", self.stalled_s);
     archive("under_way_s", self.under_way_s);
     archive("step", self.step, Limits{0, kMaxCount});
@@ -66,7 +68,7 @@ enum class Concern : uint8_t {
   kStall,  // this rank stands still as well, or either rank has failed
   kCrawl   // this rank's job moves slowly as well
 };
-// A wait counts from half of `stall_after_s` on. After the opener's failure any job under way counts.
+// A wait counts from half of `stall_after_s` on. If the opener has failed or is cut off, any job under way counts.
 Concern concern_of(const Opening& opening, const OwnWait& own, double stall_after_s);
 
 // The result of a roll call. The opener collects the answers and writes the result to the store for the others.
@@ -91,11 +93,14 @@ struct Finding {
 struct RollCall {
   int64_t number = 0;
   int world_size = 0;
-  std::optional<Opening> opening;         // nothing if the opener's text cannot be decoded
-  double waited_s = 0;                    // seconds spent collecting answers
-  std::map<int, RankState> answers;       // by rank
-  std::map<int, double> late_s;           // by rank: seconds until its answer was read, only for late answers
-  std::map<int, std::string> absent;      // by rank: what its process is and where; empty if it has no watch
+  std::optional<Opening> opening;     // nothing if the opener's text cannot be decoded
+  double waited_s = 0;                // seconds spent collecting answers
+  std::map<int, RankState> answers;   // by rank
+  std::map<int, double> late_s;       // by rank: seconds until its answer was read, only for late answers
+  std::map<int, std::string> absent;  // by rank: what its process is and where; empty if it has no watch
+  // By absent rank: its addresses. By address: seconds since the rank that collects has last got bytes from there.
+  std::map<int, std::set<std::string>> absent_own;
+  std::map<std::string, double> heard_s;
   std::map<int, std::string> unreadable;  // by rank: why its answer cannot be decoded
   std::vector<int> unread;                // ranks whose answers were not read from the store in time
   std::optional<StoreProblem> store_problem;
@@ -150,6 +155,7 @@ struct Conclusion {
   struct Slow {
     int rank;
     enum class How : uint8_t {
+      kHeard,   // has not answered, but bytes from its host still come
       kLate,    // took long to answer
       kBehind,  // has not handed over the job that others wait for
       kBusy     // has been in a stage of its own for long
@@ -158,7 +164,15 @@ struct Conclusion {
 
   std::optional<RankState> awaited;  // state of a rank that has the oldest job of all ranks; nothing: no rank waits
   std::vector<int> failed;           // empty if ranks are missing, because losing a peer makes other ranks fail
+  // Ranks that have not answered. Those from which bytes still come are slow instead.
+  struct Missing {
+    int rank;
+    double unacked_s;  // seconds for which its host has acknowledged nothing; 0: that is not known
+  };
+
+  std::vector<Missing> missing;
   std::vector<Slow> slow;
+  std::vector<Cut> cuts;
   std::vector<RankGroup> at_work, waiting;
   Reason reason = Reason::kUnknown;
   std::optional<Congestion> congestion;  // for kNetwork: where the network is slow; nothing if that was not found

@@ -33,12 +33,48 @@ std::string behind_text(const RankState& state, const RankState& awaited) {
          (state.last_step < 0 ? ", since it attached" : ", since step " + std::to_string(state.last_step));
 }
 
+// "rank 2 (process 12 on node)"
+std::string absent_text(const RollCall& call, int rank) {
+  const std::string& who = call.absent.at(rank);
+  return rank_text(rank) + " (" + (who.empty() ? "which has no watch" : who) + ")";
+}
+
+std::string missing_text(const RollCall& call, const Conclusion::Missing& missing) {
+  const std::string head =
+      absent_text(call, missing.rank) + " is missing: no answer within " + seconds_text(call.waited_s);
+  if (missing.unacked_s == 0) return head + ". It is stopped, was killed, has left, or is cut off";
+  return head + ", and its host has not acknowledged for " + seconds_text(missing.unacked_s) +
+         " what was sent to it. That host is down or cut off";
+}
+
+// "the link between rank 1 and rank 2 carries nothing: …"
+std::string cut_text(const Cut& cut) {
+  const std::string one = ranks_text(cut.one), other = ranks_text(cut.other);
+  const auto unacked = [](const std::string& sender, double seconds) {
+    return "what " + sender + " sent has not been acknowledged for " + seconds_text(seconds);
+  };
+  std::string text = "the link between " + one + " and " + other + " carries nothing: ";
+  if (cut.by_one_s > 0) text += unacked(one, cut.by_one_s);
+  if (cut.by_one_s > 0 && cut.by_other_s > 0) text += ", and ";
+  return cut.by_other_s > 0 ? text + unacked(other, cut.by_other_s) : text;
+}
+
 std::string slow_text(const RollCall& call, const Conclusion& conclusion, const Conclusion::Slow& slow) {
   using How = Conclusion::Slow::How;
+  if (slow.how == How::kHeard) {
+    return absent_text(call, slow.rank) + " is slow: no answer within " + seconds_text(call.waited_s) +
+           ", but bytes from its host still arrive. Its link may be full, so that its answer waits behind them";
+  }
   const std::string head = rank_text(slow.rank) + " is slow: ";
   if (slow.how == How::kLate) {
-    return head + "it took " + seconds_text(call.late_s.at(slow.rank)) +
-           " to answer, as if its process had been stopped";
+    const auto answer = call.answers.find(slow.rank);  // an answer that cannot be read is late, too
+    int64_t unsent = 0;
+    if (answer != call.answers.end()) {
+      for (const auto& [end, nbytes] : answer->second.unsent) unsent += nbytes;
+    }
+    return head + "it took " + seconds_text(call.late_s.at(slow.rank)) + " to answer, " +
+           (unsent == 0 ? "as if its process had been stopped"
+                        : "while " + kb_text(unsent) + " of what it sends had not left");
   }
   const RankState& state = call.answers.at(slow.rank);
   if (slow.how == How::kBehind) return head + behind_text(state, *conclusion.awaited);
@@ -120,12 +156,8 @@ class Lines {
 };
 
 // Adds a line for each rank whose answer is not known, with the reason.
-void add_unknown(const RollCall& call, Lines* lines) {
-  for (const auto& [rank, who] : call.absent) {
-    lines->list(rank_text(rank) + " (" + (who.empty() ? "which has no watch" : who) +
-                ") is missing: no answer within " + seconds_text(call.waited_s) +
-                ". It is stopped, was killed, has left, or is cut off");
-  }
+void add_unknown(const RollCall& call, const Conclusion& conclusion, Lines* lines) {
+  for (const Conclusion::Missing& missing : conclusion.missing) lines->list(missing_text(call, missing));
   lines->end_list("missing");
   for (const auto& [rank, problem] : call.unreadable) {
     lines->list(rank_text(rank) + " answered, but its answer cannot be read: " + problem);
@@ -146,13 +178,15 @@ void add_unknown(const RollCall& call, Lines* lines) {
 std::string report_text(const RollCall& call, const Conclusion& conclusion) {
   Lines lines("fusedcomm: roll call " + std::to_string(call.number) + " of " + std::to_string(call.world_size) +
               " ranks, " + opening_text(call.opening));
-  add_unknown(call, &lines);
+  add_unknown(call, conclusion, &lines);
   for (const int rank : conclusion.failed) {
     lines.list(rank_text(rank) + " has failed: " + one_line(*call.answers.at(rank).failure));
   }
   lines.end_list("failed");
   for (const Conclusion::Slow& slow : conclusion.slow) lines.list(slow_text(call, conclusion, slow));
   lines.end_list("slow");
+  for (const Cut& cut : conclusion.cuts) lines.list(cut_text(cut));
+  lines.end_list("without a link");
   if (const std::string reason = reason_text(call, conclusion); !reason.empty()) lines.add(reason);
   for (const RankGroup& group : conclusion.at_work) {
     lines.list(group_text(group, /*is_at_work=*/true), group.ranks.size());
@@ -172,6 +206,9 @@ std::string why_text(const Opening& opening) {
     case Opening::Why::kCrawling:
       return "where " + opening.label + " of step " + std::to_string(opening.step) +
              " moves, but has been under way for " + seconds_text(opening.under_way_s);
+    case Opening::Why::kCut:
+      return "where nothing has moved for " + seconds_text(opening.stalled_s) +
+             " and a host no longer acknowledges what it gets";
     case Opening::Why::kFailed:
       return "after a failure: " + opening.failure;
   }

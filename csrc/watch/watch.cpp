@@ -1,14 +1,14 @@
 #include "watch/watch.h"
 
 #include <c10/util/Exception.h>
-#include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
-#include <map>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "lanes/threads.h"
+#include "watch/call_keys.h"
 #include "watch/connections.h"
 #include "watch/roll_call_text.h"
 
@@ -29,6 +29,9 @@ constexpr Seconds kPause{0.5};
 // of 1 Gbit/s carries 25 MB in it.
 constexpr Seconds kMoment{0.2};
 
+// A job that has not moved for this long is looked at: does a host no longer acknowledge what it gets?
+constexpr double kCutS = 5;
+
 // On a slow link every bucket crawls. A bucket is reported only if it takes this many times as long as any bucket
 // reported before.
 constexpr double kSlower = 2;
@@ -45,28 +48,20 @@ double after_polls_s(WatchOptions options, int num_polls) {
   return num_polls * poll_s(options) + std::min(1.0, options.timeout_s / 6);
 }
 
-std::string call_key(int64_t number) { return "call/" + std::to_string(number); }
-std::string report_key(int64_t number) { return "report/" + std::to_string(number); }
-std::string answer_key(int64_t number, int rank) {
-  return "answer/" + std::to_string(number) + "/" + std::to_string(rank);
-}
-
-std::optional<std::string> read_key(c10d::Store& store, const std::string& key) {
-  if (!store.check({key})) return std::nullopt;
-  return store.get_to_str(key);
-}
-
-template <typename Struct>
-std::optional<Struct> decode_if_readable(const std::string& text) {
-  try {
-    return decode<Struct>(text);
-  } catch (const UnreadableError&) {
-    return std::nullopt;
-  }
-}
-
 int64_t clamped_nbytes(double nbytes) {
   return static_cast<int64_t>(std::clamp(nbytes, 0.0, static_cast<double>(kMaxConnectionNbytes)));
+}
+
+// Milliseconds by address, the kMaxListed longest.
+std::map<std::string, int64_t> longest_unacked(const Connections& found) {
+  std::vector<std::pair<double, std::string>> longest;
+  for (const auto& [end, seconds] : found.unacked_s) longest.emplace_back(seconds, end);
+  std::sort(longest.rbegin(), longest.rend());
+  std::map<std::string, int64_t> milliseconds;
+  for (size_t i = 0; i < std::min(longest.size(), kMaxListed); ++i) {
+    milliseconds[longest[i].second] = static_cast<int64_t>(longest[i].first * 1e3);
+  }
+  return milliseconds;
 }
 
 }  // namespace
@@ -83,11 +78,10 @@ Watch::Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device,
       request_timeout_(1 + options_.world_size / 1e3),
       silence_timeout_(2 * request_timeout_),
       roll_call_timeout_(answer_deadline_ + 6 * request_timeout_),
-      courier_(store->clone()),
-      thread_([this] { loop(); }) {
-#if defined(__linux__)
-  pthread_setname_np(thread_.native_handle(), "fc-watch");
-#endif
+      courier_(store) {
+  const auto problem = send([](c10d::Store&) {});
+  if (problem && !problem->is_silence()) throw std::runtime_error("no connection to the store: " + problem->text);
+  thread_ = start_thread("fc-watch", [this] { loop(); });
 }
 
 void Watch::stop() {
@@ -120,6 +114,10 @@ void Watch::loop() {
   try {
     device_->enter_watching_thread();
   } catch (const std::exception&) {  // the watch works without it: the call only avoids disturbing other threads
+  }
+  try {
+    send([began = encode(answer()), rank = options_.rank](c10d::Store& store) { store.set(began_key(rank), began); });
+  } catch (const std::exception&) {  // reports then do not tell whether bytes of this rank arrive
   }
   for (;;) {
     bool must_explain;
@@ -163,6 +161,7 @@ RankState Watch::answer() {
   const double passed_s = Seconds(Clock::now() - began).count();
   RankState answer = state();
   answer.own = std::move(now.own);
+  answer.unacked_ms = longest_unacked(now);
   if (!answer.waits_for_others()) return answer;
   std::vector<std::pair<int64_t, std::string>> held;
   for (const auto& [end, nbytes] : now.unsent) {
@@ -256,10 +255,11 @@ void Watch::report_stall() {
   // streams last moved when it was enqueued, so it is never reported as a crawl.
   const bool is_crawl = view.at != Board::View::At::kStream && wait.stalled_s < options_.stall_after_s / 2 &&
                         wait.under_way_s >= std::max(options_.stall_after_s, kSlower * crawled_s_);
-  if (!is_stall && !is_crawl) return;
+  const bool is_cut = !is_stall && cut_job_ != view.num_ended && wait.stalled_s >= kCutS && sees_a_cut();
+  if (!is_stall && !is_crawl && !is_cut) return;
   Opening why;
-  if (is_stall) {
-    why.why = Opening::Why::kStalled;
+  if (is_stall || is_cut) {
+    why.why = is_stall ? Opening::Why::kStalled : Opening::Why::kCut;
     why.stalled_s = wait.stalled_s;
   } else {
     why.why = Opening::Why::kCrawling;
@@ -269,8 +269,19 @@ void Watch::report_stall() {
   }
   std::optional<Finding> finding = call_roll(std::move(why), silence_timeout_);
   if (!finding) return;
-  keep(std::move(*finding), view, is_stall, wait.under_way_s);
+  keep(std::move(*finding), view, is_stall || is_cut, wait.under_way_s);
   warn_of_stall();
+  if (is_cut && !known_->finding.store_is_silent) {
+    cut_job_ = view.num_ended;
+    // The link may recover. If the job then still does not move, that has another reason, and is reported.
+    if (!known_->finding.is_conclusive) reported_job_ = -1;
+  }
+}
+
+bool Watch::sees_a_cut() {
+  const Connections found = connections();
+  return std::any_of(found.unacked_s.begin(), found.unacked_s.end(),
+                     [](const auto& end) { return end.second >= kCutS - kMaxPollS; });
 }
 
 void Watch::warn_of_stall() {
@@ -310,139 +321,6 @@ void Watch::explain_failure() {
 
 void Watch::keep(Finding finding, const Board::View& view, bool is_stall, double under_way_s) {
   known_ = {std::move(finding), view.num_ended, is_stall, under_way_s, Clock::now()};
-}
-
-std::optional<Finding> Watch::call_roll(Opening why, Seconds silence_timeout) {
-  const int64_t number = next_call_;
-  why.rank = options_.rank;
-  const RankState asked = answer();
-  auto opened = std::make_shared<std::string>();
-  const auto open = [=, own = encode(why), text = encode(asked), rank = options_.rank](c10d::Store& store) {
-    *opened = store.compareSet(call_key(number), "", own);
-    store.set(answer_key(number, rank), text);
-  };
-  auto problem = send(open);
-  const auto deadline = Clock::now() + silence_timeout;
-  while (problem && problem->is_silence() && Clock::now() < deadline) {
-    if (!sleep(roll_call_poll_)) return std::nullopt;
-    if (state().failure != asked.failure) break;  // an error waits for its explanation
-    problem = send(open);
-  }
-  if (problem) return without_store(*problem, why_text(why));
-  ++next_call_;
-  return take_part({number, decode_if_readable<Opening>(*opened)});
-}
-
-std::optional<Finding> Watch::take_part(const Call& call) {
-  if (!call.opening) return collect(call);  // the opener is unknown, so no report can be waited for
-  if (call.opening->rank != options_.rank) return wait_for_report(call);
-  std::optional<Finding> finding = collect(call);
-  if (!finding) return std::nullopt;
-  send(
-      [number = call.number, report = encode(*finding)](c10d::Store& store) { store.set(report_key(number), report); });
-  return finding;
-}
-
-std::optional<Finding> Watch::wait_for_report(const Call& call) {
-  const auto deadline = Clock::now() + roll_call_timeout_;
-  auto report = std::make_shared<std::optional<std::string>>();
-  auto is_next_open = std::make_shared<bool>(false);
-  while (Clock::now() < deadline) {
-    const auto problem = send([=, number = call.number](c10d::Store& store) {
-      *is_next_open = store.check({call_key(number + 1)});
-      *report = read_key(store, report_key(number));
-    });
-    if (problem && problem->kind == StoreProblem::Kind::kFailed) break;
-    if (!problem && *report) {
-      std::optional<Finding> finding = decode_if_readable<Finding>(**report);
-      if (!finding) break;
-      return finding;
-    }
-    // The opener could not write its report to a silent store, and now waits for answers to its next call.
-    if (!problem && *is_next_open) return std::nullopt;
-    if (!sleep(roll_call_poll_)) return std::nullopt;
-  }
-  return collect(call);
-}
-
-std::optional<Finding> Watch::collect(const Call& opened) {
-  auto answers = std::make_shared<Answers>(options_.world_size);
-  const auto now_s = [started = Clock::now()] { return Seconds(Clock::now() - started).count(); };
-  // A rank that has not answered by the deadline is missing. If the store cannot be asked for its answer by end_s, the
-  // rank stays unread.
-  const double deadline_s = answer_deadline_.count(), end_s = (answer_deadline_ + request_timeout_).count();
-  RollCall call;
-  for (;;) {
-    auto were_all_asked = std::make_shared<std::atomic<bool>>(false);
-    call.store_problem = send([=, number = opened.number, timeout_s = request_timeout_.count()](c10d::Store& store) {
-      const auto fetch = [&](int rank) { return read_key(store, answer_key(number, rank)); };
-      *were_all_asked = answers->read(fetch, now_s, now_s() + timeout_s / 2);
-    });
-    if (call.store_problem || answers->are_known(deadline_s) || now_s() > end_s) break;
-    if (!sleep(*were_all_asked ? roll_call_poll_ : Seconds{0})) return std::nullopt;
-  }
-  if (!sleep(Seconds{0})) return std::nullopt;
-  call.number = opened.number;
-  call.world_size = options_.world_size;
-  call.opening = opened.opening;
-  call.waited_s = now_s();
-  answers->put_into(&call, late_after_.count(), deadline_s);
-  call.answers[options_.rank] = answer();
-  call.absent.erase(options_.rank);
-  call.unreadable.erase(options_.rank);
-  call.unread.erase(std::remove(call.unread.begin(), call.unread.end(), options_.rank), call.unread.end());
-  if (!call.store_problem) {
-    name_absent(&call);
-  } else if (call.answers.size() == 1) {
-    return without_store(*call.store_problem, opening_text(call.opening));
-  } else {
-    call.store_problem->text += ". The store is " + options_.store_text;
-  }
-  const Conclusion conclusion = conclude(call);
-  return Finding{conclusion.is_conclusive, report_text(call, conclusion),
-                 call.store_problem && call.store_problem->is_silence()};
-}
-
-void Watch::name_absent(RollCall* call) {
-  struct Names {
-    std::mutex mutex;
-    std::map<int, std::string> by_rank;
-  };
-  auto names = std::make_shared<Names>();
-  std::vector<int> ranks;
-  for (const auto& [rank, unknown] : call->absent) {
-    if (ranks.size() < kMaxListed) ranks.push_back(rank);
-  }
-  if (ranks.empty()) return;
-  send([=](c10d::Store& store) {
-    for (const int rank : ranks) {
-      std::optional<std::string> text = read_key(store, "who/" + std::to_string(rank));
-      if (!text) continue;
-      std::lock_guard<std::mutex> lock(names->mutex);
-      names->by_rank[rank] = std::move(*text);
-    }
-  });
-  std::lock_guard<std::mutex> lock(names->mutex);
-  for (const auto& [rank, text] : names->by_rank) call->absent[rank] = text;
-}
-
-std::optional<Finding> Watch::without_store(const StoreProblem& problem, const std::string& why) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (stopping_) return std::nullopt;
-  }
-  const RankState own = state();
-  const bool is_silent = problem.is_silence();
-  std::string text = "fusedcomm: rank " + std::to_string(options_.rank) + " of " + std::to_string(options_.world_size) +
-                     " cannot call the roll (" + why + "): the store " + (is_silent ? "is silent (" : "fails (") +
-                     problem.text + "). The store is " + options_.store_text +
-                     ". The process that hosts it is stopped, was killed, has left, or is cut off" +
-                     (is_silent ? ", or very slow" : "");
-  if (own.job != RankState::Job::kNone) {
-    text += "\n  rank " + std::to_string(options_.rank) + " waits in step " + std::to_string(own.step) + " for " +
-            under_way_text(own) + ", handed over " + seconds_text(own.waits_s) + " ago";
-  }
-  return Finding{/*is_conclusive=*/!is_silent, std::move(text), is_silent};
 }
 
 }  // namespace fusedcomm

@@ -1,6 +1,7 @@
 // Notices that an engine has waited too long or has failed, and finds the rank it waits for with a roll call:
 //
-//   a rank's oldest bucket has not moved for stall_after, or moves but takes longer than that, or a transfer failed
+//   a rank's oldest bucket has not moved for stall_after, or moves but takes longer than that, or has not moved for 5 s
+//   while a host acknowledges nothing, or a transfer failed
 //     ──► the rank opens a roll call in the store
 //     ──► every rank's watch sees the call at its next poll and answers with what it has under way
 //     ──► a rank that does not answer in time is missing; a rank that has not handed over what others wait for is slow
@@ -37,13 +38,14 @@ struct WatchOptions {
   int world_size = 1;
   double stall_after_s = 60;  // a wait this long, in seconds, opens a roll call
   double timeout_s = 1800;    // the process group's timeout, in seconds
+  int store_port = 0;         // if the store is a TCPStore
   std::string store_text;     // what the store is and which process hosts it, for people
 };
 
 class Watch {
  public:
-  // `store`: has a prefix that only the ranks of this engine use, and each rank has set "who/<rank>" in it. The watch
-  // uses a clone.
+  // `store`: has a prefix that only the ranks of this engine use, and each rank has set "who/<rank>" in it.
+  // Throws if the store cannot be cloned. If that takes long, the first report says so.
   Watch(std::shared_ptr<Board> board, std::shared_ptr<const Device> device, const StorePtr& store,
         WatchOptions options);
   ~Watch() { stop(); }
@@ -69,8 +71,10 @@ class Watch {
   void loop();
   // Answers the roll calls that other ranks have opened. If this rank waits as well, it also warns.
   void answer_others();
-  // Opens a roll call if this rank's oldest job stalls or crawls.
+  // Opens a roll call if this rank's oldest job stalls or crawls, or stands still while a host acknowledges nothing.
   void report_stall();
+  // Whether a host has acknowledged nothing that this process sent it for about as long as the job has not moved.
+  static bool sees_a_cut();
   // Sets explanation_, after a roll call unless the last report explains the failure already.
   void explain_failure();
 
@@ -94,7 +98,7 @@ class Watch {
   std::optional<Finding> wait_for_report(const Call& call);
   // Returns the finding of a call that the store did not serve. `why`: the reason of the call, for people.
   std::optional<Finding> without_store(const StoreProblem& problem, const std::string& why);
-  // Asks the store for the processes of the absent ranks, at most kMaxListed of them.
+  // Asks the store for the processes and addresses of the absent ranks, at most kMaxListed of them.
   void name_absent(RollCall* call);
 
   // Remembers a finding about the oldest job in `view`.
@@ -138,6 +142,7 @@ class Watch {
   Clock::time_point awake_since_ = Clock::now();  // earlier waits do not count: the process was stopped
   int64_t next_call_ = 1;                         // the number of the next roll call
   int64_t reported_job_ = -1;                     // the last job for which a stall was reported
+  int64_t cut_job_ = -1;                          // the last job for which a cut was reported
   int64_t silent_job_ = -1;                       // the last job for which a silent store was reported
   double crawled_s_ = 0;                          // the longest time for which a crawling job was reported
   bool has_warned_of_loss_ = false;

@@ -13,10 +13,10 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm import version
 from fusedcomm.native import _C
+from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import GivenUpError, PeerLostError, Peers
 
 # Key of the reason why a rank cannot attach. Such a record has only PROBLEM and AT.
@@ -58,7 +58,7 @@ def versions() -> dict[str, object]:
     }
 
 
-def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:
+def agree(peers: Peers, store: BoundedStore, record: dict, what: str) -> Verdict:
     """Returns the verdict on whether all ranks have published an equal `record` (JSON-serializable, with equal keys).
 
     If not, its text names the first rank that differs, the field and both values; or the ranks that are lost or did not
@@ -90,7 +90,7 @@ def agree(peers: Peers, store: dist.Store, record: dict, what: str) -> Verdict:
     return Verdict(**json.loads(store.get("verdict")))
 
 
-def agree_to_attach(peers: Peers, store: dist.Store, record: dict, problem: Exception | None) -> None:
+def agree_to_attach(peers: Peers, store: BoundedStore, record: dict, problem: Exception | None) -> None:
     """As :func:`agree`, and raises what the verdict says.
 
     Args:
@@ -114,7 +114,7 @@ def agree_to_attach(peers: Peers, store: dist.Store, record: dict, problem: Exce
         raise problem from (None if is_same else error)
 
 
-def gather(peers: Peers, store: dist.Store, record: object, what: str, is_watched: bool = False) -> list[object]:
+def gather(peers: Peers, store: BoundedStore, record: object, what: str, is_watched: bool = False) -> list[object]:
     """Returns every rank's `record` (JSON-serializable), in rank order. A collective call.
 
     Args:
@@ -137,13 +137,13 @@ def gather(peers: Peers, store: dist.Store, record: object, what: str, is_watche
     return [json.loads(store.get(key)) for key in keys.values()]
 
 
-def forget(store: dist.Store, rank: int) -> None:
+def forget(store: BoundedStore, rank: int) -> None:
     """Removes this rank's record of a :func:`gather`, if the store can delete keys."""
     with contextlib.suppress(RuntimeError, NotImplementedError):
         store.delete_key(f"record/{rank}")
 
 
-def _compare(peers: Peers, store: dist.Store, own: dict, what: str) -> Verdict:
+def _compare(peers: Peers, store: BoundedStore, own: dict, what: str) -> Verdict:
     keys = {rank: f"record/{rank}" for rank in range(peers.world_size)}
     # No rank can attach; another rank's problem may be earlier. A rank that only follows waits for that one's record.
     if PROBLEM in own and own[AT] != math.inf:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fusedcomm.native import _C
+from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.hosts import Hosts
 from fusedcomm.ranks.own_group import OwnGroup
 
@@ -106,13 +107,17 @@ def refuse_unknown(process_group: Group) -> None:
     )
 
 
-def private_store(process_group: Group) -> dist.Store:
-    """The group's store under a prefix for this attachment. Every rank must attach in the same order."""
+def private_store(process_group: Group, timeout: datetime.timedelta = dist.default_pg_timeout) -> BoundedStore:
+    """The group's store under a prefix for this attachment. Every rank must attach in the same order.
+
+    timeout: within which each request ends.
+    """
     name = "" if isinstance(process_group, OwnGroup) else process_group.group_name
-    ours = dist.PrefixStore(f"fusedcomm/{name}", _store_of(process_group))
+    store = BoundedStore(_store_of(process_group), timeout, describe_store(process_group))
+    ours = store.under(f"fusedcomm/{name}")
     # Counted in the store, not in this process: a new group begins at 1, also after another of its name was destroyed.
     count = ours.add(f"attachments/{process_group.rank()}", 1)
-    return dist.PrefixStore(str(count), ours)
+    return ours.under(str(count))
 
 
 def _store_of(process_group: Group) -> dist.Store:
@@ -122,18 +127,19 @@ def _store_of(process_group: Group) -> dist.Store:
     return store
 
 
-def own_client(store: dist.Store) -> dist.Store:
-    """The same store over its own connection, if it can be cloned: an endless wait there does not block `store`."""
+def own_client(store: BoundedStore) -> dist.Store:
+    """The same store over its own connection, if it can be cloned: an endless wait there does not block `store`.
+
+    Not for the main thread: a clone of a TCPStore whose host is gone tries to connect for the store's whole timeout.
+    """
     with contextlib.suppress(RuntimeError, NotImplementedError):  # stores written in Python need not have clone()
-        return store.clone()
-    return store
+        return store.native.clone()
+    return store.native
 
 
 def describe_store(process_group: Group) -> str:
     """Says what the group's store is and which process hosts it, if known: the end of "It is …". Never empty."""
-    store = _store_of(process_group)
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = _innermost_store(process_group)
     if isinstance(store, dist.FileStore):
         return f"the file {store.path}"
     if not isinstance(store, dist.TCPStore):
@@ -142,6 +148,19 @@ def describe_store(process_group: Group) -> str:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return where + "hosted by torchrun's agent there"
     return where + "hosted by rank 0 of the job, unless the script has made it elsewhere"
+
+
+def store_port(process_group: Group) -> int:
+    """The port of the group's store if that is a TCPStore, else 0."""
+    store = _innermost_store(process_group)
+    return store.port if isinstance(store, dist.TCPStore) else 0
+
+
+def _innermost_store(process_group: Group) -> dist.Store:
+    store = _store_of(process_group)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def describe_process(process_group: Group) -> str:
@@ -233,7 +252,15 @@ def gloo_backend_over(store: dist.Store, name: str, rank: int, size: int, timeou
 
 
 def _gloo(store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Backend:
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, _gloo_options(timeout))
+    try:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, _gloo_options(timeout))
+    except dist.DistError:
+        raise
+    except RuntimeError as error:  # for example, the system has no thread left
+        raise RuntimeError(
+            f"fusedcomm: gloo's channel {name!r} over {size} ranks, with {GLOO_THREADS} threads and one for each "
+            f"network device, could not be made: {error}"
+        ) from error
 
 
 def _nccl(

@@ -4,7 +4,7 @@ import dataclasses
 import socket
 from collections.abc import Iterable, Sequence
 
-import torch.distributed as dist
+from fusedcomm.ranks.bounded_store import BoundedStore
 
 AUTO = "auto"
 """Value of ``hosts=``: ranks with the same host name share a host. Sums have two levels where that is possible."""
@@ -96,12 +96,12 @@ def advice(ranks_on_host: int | None, world_size: int) -> list[str]:
     ]
 
 
-def publish_name(store: dist.Store, rank: int) -> None:
+def publish_name(store: BoundedStore, rank: int) -> None:
     """Publishes this rank's host name for :func:`published_names`."""
     store.set(f"host/{rank}", socket.gethostname())
 
 
-def published_names(store: dist.Store, world_size: int) -> list[str]:
+def published_names(store: BoundedStore, world_size: int) -> list[str]:
     """Each rank's host name from :func:`publish_name`, which every rank has called. One request to the store."""
     return [name.decode() for name in store.multi_get([f"host/{rank}" for rank in range(world_size)])]
 

@@ -12,12 +12,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from fusedcomm.native import _C
 from fusedcomm.ranks import groups
+from fusedcomm.ranks.bounded_store import BoundedStore, Errand, StoreError
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ later interval also separates two checks of the connections."""
 _POLLS_PER_S = 500
 """Most requests of all waiting ranks together that the store gets in a second, in a long wait."""
 _GRACE_S = 1.0
-"""Seconds that a wait goes on after a rank is lost. The rank may have done its part, which is then still arriving."""
+"""Seconds that a wait goes on after a rank is lost. The rank may have done its part, which is then still arriving. The
+same time passes after the store has failed: a rank whose loss caused that is named."""
 _ANSWER_S = 2.0
 """Seconds that the store has to say what ranks were doing, because it may never answer."""
 
@@ -54,11 +56,11 @@ class Peers:
     """
 
     def __init__(
-        self, process_group: groups.Group, store: dist.Store, timeout: datetime.timedelta, stall_after_s: float
+        self, process_group: groups.Group, store: BoundedStore, timeout: datetime.timedelta, stall_after_s: float
     ) -> None:
         self.rank, self.world_size, self.timeout = process_group.rank(), process_group.size(), timeout
         self.stall_after_s = stall_after_s
-        self._store = dist.PrefixStore("peers", store)
+        self._store = store.under("peers")
         self._connections = _connections_of(process_group)
         self._poll_s = max(_POLL_S, self.world_size / _POLLS_PER_S)
         if self.world_size > 1:
@@ -67,12 +69,11 @@ class Peers:
     def doing(self, what: str) -> None:
         """Publishes what this rank is doing from now on, for the reports of other ranks."""
         if self.world_size > 1:
-            with suppress(RuntimeError):  # the store has failed: its next use reports that
-                self._store.set(f"doing/{self.rank}", what)
+            _answer(lambda: self._store.set(f"doing/{self.rank}", what))  # of a failed store the next use tells
 
     def wait(
         self,
-        store: dist.Store,
+        store: BoundedStore,
         keys: Mapping[int, str],
         what: str,
         timeout: datetime.timedelta | None = None,
@@ -90,7 +91,7 @@ class Peers:
 
         Raises:
             PeerLostError: a rank whose key is missing is lost.
-            RuntimeError: the store has failed.
+            StoreError: the store has failed.
         """
         limit_s = (timeout or self.timeout).total_seconds()
         given_up = threading.Event()
@@ -103,16 +104,10 @@ class Peers:
             began, pause_s = time.monotonic(), _FIRST_POLL_S
             while not given_up.is_set():
                 waited_s = time.monotonic() - began
-                try:
-                    if store.check(list(keys.values())):
-                        return []
-                    if waited_s >= limit_s:
-                        return missing()
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        f"fusedcomm: the process group's store failed after {waited_s:.1f} s: {error}. The process "
-                        "that hosts it may be gone: look at its log, and restart the job"
-                    ) from error
+                if store.check(list(keys.values())):
+                    return []
+                if waited_s >= limit_s:
+                    return missing()
                 given_up.wait(pause_s)
                 pause_s = min(2 * pause_s, self._poll_s)
             return []
@@ -128,7 +123,7 @@ class Peers:
         what: str,
         needed: Callable[[], Collection[int]] | None = None,
         is_watched: bool = False,
-        was_given_up: Callable[[], bool] | None = None,
+        given_up: Callable[[], str] | None = None,
     ) -> T:
         """Returns the result of `function`, which may wait for other ranks and is called on a thread of its own.
 
@@ -137,33 +132,55 @@ class Peers:
         Args:
             needed: returns the ranks that `function` waits for now. None: it waits for all.
             what, is_watched: as for :meth:`wait`.
-            was_given_up: asks the store whether another rank has said that it will not take part.
+            given_up: asks the store why another rank will not take part; "" if none has said so.
 
         Raises:
             PeerLostError: a rank that `function` needs is lost.
             GivenUpError: another rank will not take part.
+            StoreError: the store has failed.
         """
         if self.world_size == 1:
             return function()
-        errand = _Errand(function)
+        errand, question = Errand(function), None
         began, has_said = time.monotonic(), is_watched
         while not errand.has_ended_within(self._poll_s):
-            if was_given_up is not None and _answer(was_given_up):
-                raise GivenUpError(f"fusedcomm: rank {self.rank} stopped {what}, since another rank cannot attach")
             self._raise_if_lost(errand, what, needed)
+            if given_up is not None:
+                question = question or Errand(given_up)
+                if question.has_ended_within(self._poll_s):
+                    self._raise_if_given_up(question, what)
+                    question = None
             waited_s = time.monotonic() - began
             if waited_s >= self.stall_after_s and not has_said:
                 has_said = True
                 self._report_stall(what, needed, waited_s)
         try:
             return errand.result()
-        except (RuntimeError, dist.DistStoreError) as error:  # perhaps from the transport, which names no rank
-            lost = self._connections.lost()
-            if not lost or isinstance(error, PeerLostError):
-                raise
-            raise self._loss(lost, what) from error
+        except PeerLostError:
+            raise
+        except RuntimeError as error:  # perhaps from the transport, which names no rank
+            self._raise_cause(error, what)
 
-    def _raise_if_lost(self, errand: "_Errand", what: str, needed: Callable[[], Collection[int]] | None) -> None:
+    def _raise_if_given_up(self, question: Errand, what: str) -> None:
+        """question: has asked why another rank will not take part."""
+        try:
+            why = question.result()
+        except StoreError as error:
+            self._raise_cause(error, what)
+        if why:
+            raise GivenUpError(f"fusedcomm: rank {self.rank} stopped {what}, since {why}")
+
+    def _raise_cause(self, error: RuntimeError, what: str) -> NoReturn:
+        """Raises PeerLostError if a rank is lost, StoreError if the store has failed, else `error`."""
+        failure = self._store.failure(error, what) if isinstance(error, dist.DistNetworkError) else error
+        until = time.monotonic() + (_GRACE_S if isinstance(failure, StoreError) else 0.0)
+        while not (lost := self._connections.lost()) and time.monotonic() < until:
+            time.sleep(_FIRST_POLL_S)
+        if lost:
+            failure = self._loss(lost, what)
+        raise failure from (None if failure is error else error)
+
+    def _raise_if_lost(self, errand: Errand, what: str, needed: Callable[[], Collection[int]] | None) -> None:
         lost = self._connections.lost()
         if not lost or errand.has_ended_within(_GRACE_S):
             return
@@ -219,32 +236,6 @@ def warn_alone(text: str, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel)
 
 
-class _Errand:
-    """Runs a function on a daemon thread."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._value = function()
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="fc-errand", daemon=True)
-        self._thread.start()
-
-    def has_ended_within(self, seconds: float) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
 class _Connections:
     """Tells which connections of a group are lost. Only gloo can tell; `backend` None: none is ever lost."""
 
@@ -271,7 +262,7 @@ def _connections_of(process_group: groups.Group) -> _Connections:
 
 def _answer(function: Callable[[], T]) -> T | None:
     """Returns what `function` gets from the store; None if the store fails or does not answer within _ANSWER_S."""
-    errand = _Errand(function)
+    errand = Errand(function)
     if not errand.has_ended_within(_ANSWER_S):
         return None
     with suppress(RuntimeError):
@@ -279,6 +270,6 @@ def _answer(function: Callable[[], T]) -> T | None:
     return None
 
 
-def _text(store: dist.Store, key: str) -> str:
+def _text(store: BoundedStore, key: str) -> str:
     """The text of a key; empty if the key is not set."""
     return store.get(key).decode() if store.check([key]) else ""

@@ -16,7 +16,6 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
     Raises: `problem`, if there is one, once the other ranks have been told; and as :class:`Session`.
     """
     groups.refuse_unknown(group)
-    store = groups.private_store(group)
     timeout, stall_after_s = dist.default_pg_timeout, STALL_AFTER_S
     # As Session's record begins: a rank with a wire is told of the difference.
     record = {**agreement.versions(), "device": device.type, "world size": group.size(), "wire": OFF}
@@ -26,7 +25,8 @@ def agree_on_off(group: groups.Group, device: torch.device, local: LocalOptions,
         stall_after_s = choose_stall_after(local.stall_after, timeout.total_seconds())
     except ValueError as error:
         problem = problem or error
+    store = groups.private_store(group, timeout)
     peers = Peers(group, store, timeout, stall_after_s)
     peers.doing("attaching: comparing its configuration with the others'")
-    agreement.agree_to_attach(peers, dist.PrefixStore("plan", store), record, problem)
+    agreement.agree_to_attach(peers, store.under("plan"), record, problem)
     peers.doing("in training, with wire='off'")

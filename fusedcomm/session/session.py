@@ -18,7 +18,8 @@ from fusedcomm.devices.cpu import CpuPath
 from fusedcomm.devices.cuda import CudaPath
 from fusedcomm.native import _C
 from fusedcomm.ranks import agreement, groups, hosts
-from fusedcomm.ranks.peers import Peers, warn_alone
+from fusedcomm.ranks.bounded_store import BoundedStore
+from fusedcomm.ranks.peers import GivenUpError, Peers, warn_alone
 from fusedcomm.session import levels, plan
 from fusedcomm.session.parameters import NamedParameter, trainable
 from fusedcomm.session.stats import NonFinite, Stats, collect, nonfinite_rows
@@ -27,7 +28,7 @@ from fusedcomm.trace.recorder import Recorder
 T = TypeVar("T")
 
 _GIVEN_UP = "given up"
-"""Store key that a rank sets if it cannot attach. Ranks that are connecting then stop waiting for it."""
+"""Store key at which a rank says why it cannot attach. Ranks that are connecting then stop waiting for it."""
 
 _made: "weakref.WeakSet[Session]" = weakref.WeakSet()
 
@@ -82,13 +83,13 @@ class Session:
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.parameters = parameters
         self._num_gathered = self._num_beside = 0
-        self._gathered: dist.Store | None = None
+        self._gathered: BoundedStore | None = None
         if beside is None:
             path = self._agree_on_plan(announce, also_agree, problem)
         else:
             beside._num_beside += 1
             self.peers = beside.peers
-            self._store = dist.PrefixStore(f"beside/{beside._num_beside}", beside._store)
+            self._store = beside._store.under(f"beside/{beside._num_beside}")
             self._host_names = beside._host_names
             self.levels = levels.find(cfg, self._host_names)
         if self.rank == 0:
@@ -139,11 +140,11 @@ class Session:
         self, announce: bool, also_agree: dict | None, problem: Exception | None
     ) -> "CpuPath | CudaPath":
         """Returns this rank's path once the ranks have agreed. Sets the session's stores, peers and hosts."""
-        self._store = store = groups.private_store(self.process_group)
         # An error of this rank alone is published, because the other ranks would otherwise wait for this one.
         record, path, stall_after_s, timeout = {}, None, STALL_AFTER_S, dist.default_pg_timeout
         with contextlib.suppress(Exception):  # no backend for the device: check_backend says so below
             timeout = groups.group_timeout(self.process_group, self.device)
+        self._store = store = groups.private_store(self.process_group, timeout)
         try:
             if problem is not None:
                 raise problem
@@ -166,23 +167,23 @@ class Session:
     def _connect(self, path: "CpuPath | CudaPath", announce: bool) -> "_C.C10dTransport":
         if self.ranks_per_host > 1 and not path.has_two_levels:
             path = self._path(announce and self.rank == 0, two_levels=True)  # its kernels for two levels, too
-        store = groups.own_client(self._store)
+        self.native_device, self._transport = self._connect_path(path)
+        self._s_per_byte, self.codec = path.s_per_byte, path.codec
+        return self._connect_hosts()
 
+    def _connect_path(self, path: "CpuPath | CudaPath") -> tuple["_C.Device", "_C.C10dTransport"]:
         def connect() -> tuple["_C.Device", "_C.C10dTransport"]:
             with self._on_device():
-                return path.connect(self.process_group, self.device, store)
+                return path.connect(self.process_group, self.device, groups.own_client(self._store))
 
-        self.native_device, self._transport = self._while_connecting(connect)
-        self._s_per_byte = path.s_per_byte
-        self.codec = path.codec
-        return self._connect_hosts()
+        return self._while_connecting(connect)
 
     def _while_connecting(self, connect: Callable[[], T]) -> T:
         """Returns what `connect` returns. Raises if another rank is lost or says that it cannot attach."""
         return self.peers.call(
             connect,
             "connecting with the other ranks to attach",
-            was_given_up=lambda: self._store.check([_GIVEN_UP]),
+            given_up=lambda: self._store.get(_GIVEN_UP).decode() if self._store.check([_GIVEN_UP]) else "",
         )
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
@@ -194,7 +195,7 @@ class Session:
             self.native_device, self.codec = beside.native_device, beside.codec
         else:
             path = self._path(announce and self.rank == 0, two_levels=self.ranks_per_host > 1)
-            self.native_device, _ = path.connect(self.process_group, self.device, self._store)
+            self.native_device, _ = self._connect_path(path)
             self.codec = path.codec
         self._s_per_byte = beside._s_per_byte
         self._transport = beside._transport
@@ -210,14 +211,15 @@ class Session:
             return
         try:
             self.hook.watch(
-                store=dist.PrefixStore("watch", self._store),
+                store=self.store("watch"),
                 stall_after_s=self.peers.stall_after_s,
                 timeout_s=self.peers.timeout.total_seconds(),
+                store_port=groups.store_port(self.process_group),
                 store_text=groups.describe_store(self.process_group),
             )
         except (RuntimeError, NotImplementedError) as error:
             # A store written in Python need not have clone().
-            warn_alone(f"fusedcomm: stalls will not be reported: no connection to the store: {error}", stacklevel=6)
+            warn_alone(f"fusedcomm: stalls will not be reported: {error}", stacklevel=6)
             return
         self._is_watched = True
 
@@ -256,10 +258,10 @@ class Session:
         """The transport; if sums have two levels, with channels for both."""
         if self.ranks_per_host == 1:
             return self._transport
-        store = groups.own_client(self._store)
 
         def make_channels() -> groups.HostChannels:
             with self._on_device():
+                store = groups.own_client(self._store)
                 return groups.make_host_channels(self.process_group, self.device, store, self.hosts)
 
         channels = self._while_connecting(make_channels)
@@ -276,12 +278,12 @@ class Session:
             cross_gather=channels.cross_gather,
         )
 
-    def _agree(self, store: dist.Store, what: str, record: dict, problem: Exception | None) -> None:
+    def _agree(self, store: BoundedStore, what: str, record: dict, problem: Exception | None) -> None:
         """Compares the ranks' records, and raises this rank's `problem`, another rank's, or a difference of records."""
-        if problem is not None and what == "ready":
+        if problem is not None and what == "ready" and not isinstance(problem, GivenUpError):
             with contextlib.suppress(RuntimeError):  # the store has failed, too
-                self._store.set(_GIVEN_UP, "")
-        agreement.agree_to_attach(self.peers, dist.PrefixStore(what, store), record, problem)
+                self._store.set(_GIVEN_UP, f"rank {self.rank} cannot attach: {problem}".replace("fusedcomm: ", ""))
+        agreement.agree_to_attach(self.peers, store.under(what), record, problem)
 
     def _path(self, announce: bool, two_levels: bool | None = None) -> "CpuPath | CudaPath":
         """This rank's path. two_levels: whether it is prepared for sums on two levels. None: if the configuration needs
@@ -324,7 +326,7 @@ class Session:
 
     def store(self, name: str) -> dist.Store:
         """The part of this attachment's store that has this name."""
-        return dist.PrefixStore(name, self._store)
+        return self._store.under(name).native
 
     def stats(self) -> Stats:
         return collect(self.hook, self.world_size)
@@ -346,7 +348,7 @@ class Session:
             what: names the records in the store.
             call: the user's call that needs them, for reports.
         """
-        store = dist.PrefixStore(f"{what}/{self._num_gathered + 1}", self._store)
+        store = self._store.under(f"{what}/{self._num_gathered + 1}")
         with self.calling(call):
             everybodys = agreement.gather(self.peers, store, record, f"in {call}", self._is_watched)
         self._num_gathered += 1

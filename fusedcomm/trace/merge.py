@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import Peers
 from fusedcomm.trace import document as trace
 
@@ -213,7 +213,7 @@ def merge_files(paths: Sequence[Path], out: Path) -> dict:
 # ---- from all ranks
 
 
-def gather(peers: Peers, store: dist.Store, document: dict | None, problem: str) -> list[dict] | None:
+def gather(peers: Peers, store: BoundedStore, document: dict | None, problem: str) -> list[dict] | None:
     """Every rank's document on rank 0, in rank order. None on the other ranks, which wait for no rank.
 
     Args:

@@ -4,10 +4,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import nn
 
 from fusedcomm.native import _C
+from fusedcomm.ranks.bounded_store import BoundedStore
 from fusedcomm.ranks.peers import Peers, warn_alone
 from fusedcomm.trace import document as trace
 from fusedcomm.trace import merge as timeline
@@ -25,7 +25,7 @@ class Recorder:
     def __init__(
         self,
         hook: "_C.Synchroniser",
-        store: dist.Store,
+        store: BoundedStore,
         peers: Peers,
         place: tuple[int, int],
     ) -> None:
@@ -77,5 +77,5 @@ class Recorder:
         return trace.document(spans, of_model, self._peers.rank, self._peers.world_size, run, self._place)
 
     def _gather(self, document: dict | None, problem: str = "") -> list[dict] | None:
-        store = dist.PrefixStore(f"trace/{self._num_gathered}", self._store)
+        store = self._store.under(f"trace/{self._num_gathered}")
         return timeline.gather(self._peers, store, document, problem)

@@ -157,6 +157,21 @@ RollCall scene(const std::string& name) {
     call.unread.push_back(1);
     call.answers.erase(2);
     call.absent[2] = "process 1 on node";
+  } else if (name == "cut") {  // and rank 0's link drops a packet now and then
+    call.answers[1].unacked_ms = {{"10.0.0.3", 4'210}, {"10.0.0.1", 1'900}};
+    call.answers[2].unacked_ms = {{"10.0.0.2", 4'040}, {"127.0.0.1", 9'000}};
+    call.answers[1].unsent = {{"10.0.0.3", 950'000}};
+  } else if (name == "cut one way") {
+    call.answers[3].unacked_ms = {{"10.0.0.1", 6'000}};
+    call.answers[1] = at(12, 10, Stage::kPack);
+  } else if (name == "host down" || name == "full link" || name == "full link, late" || name == "neighbour heard") {
+    for (const int rank : {0, 1})
+      call.answers[rank].unacked_ms = {{"10.0.0.3", name == "host down" ? 6'100 + rank : 0}};
+    call.answers.erase(2);
+    call.absent[2] = "process 1 on node";
+    call.absent_own[2] = {"127.0.0.1", "10.0.0.3"};
+    if (name != "host down") call.heard_s = {{"10.0.0.3", name == "full link, late" ? 1.5 : 0.25}, {"127.0.0.1", 0}};
+    if (name == "neighbour heard") call.answers[3].own.insert("10.0.0.3");
   } else if (name == "over") {
     for (auto& [rank, state] : call.answers) state = at(12, 12);
   } else if (name != "network") {
@@ -226,9 +241,10 @@ auto decisions(const Conclusion& found) {
   std::vector<std::pair<int, Conclusion::Slow::How>> slow;
   for (const Conclusion::Slow& rank : found.slow) slow.emplace_back(rank.rank, rank.how);
   const Congestion pile = found.congestion.value_or(Congestion{});
-  return std::make_tuple(found.awaited ? found.awaited->num_ended : -1, found.failed, slow, places(found.at_work),
-                         places(found.waiting), found.reason, found.congestion.has_value(), pile.senders,
-                         pile.receivers, pile.unsent_nbytes, found.is_conclusive);
+  return std::make_tuple(found.awaited ? found.awaited->num_ended : -1, found.failed, found.missing.size(),
+                         found.cuts.size(), slow, places(found.at_work), places(found.waiting), found.reason,
+                         found.congestion.has_value(), pile.senders, pile.receivers, pile.unsent_nbytes,
+                         found.is_conclusive);
 }
 
 // Texts for people that could be mistaken for facts that fields hold; some are phrases of the reports.
@@ -277,6 +293,7 @@ void check_concern() {
       {Why::kFailed, idle, Concern::kNone},      {Why::kFailed, begun, Concern::kStall},
       {Why::kFailed, moves, Concern::kStall},    {Why::kFailed, stands, Concern::kStall},
       {Why::kFailed, failed, Concern::kStall},   {Why::kFailed, failed_moving, Concern::kStall},
+      {Why::kCut, idle, Concern::kNone},         {Why::kCut, begun, Concern::kStall},
   };
   for (const Case& a : cases) {
     for (const char* words : kWords) {
@@ -310,6 +327,7 @@ RankState with_every_field() {
   state.own = {"", "10.0.0.1", "fe80::1"};
   state.unsent = {{"10.0.0.2", kMaxConnectionNbytes}, {"fe80::2", 0}};
   state.per_s = {{"10.0.0.2", 3}};
+  state.unacked_ms = {{"10.0.0.3", 4}};
   state.failure = "";
   return state;
 }
@@ -321,7 +339,7 @@ Opening opening_with_every_field() {
 auto tied(const RankState& state) {
   return std::tie(state.num_handed, state.num_ended, state.last_step, state.idle_s, state.job, state.label, state.step,
                   state.num_chunks, state.waits_s, state.at, state.stage, state.chunk, state.stage_s, state.own,
-                  state.unsent, state.per_s, state.failure);
+                  state.unsent, state.per_s, state.unacked_ms, state.failure);
 }
 
 auto tied(const Opening& opening) {
@@ -404,7 +422,7 @@ void check_unreadable() {
   check_problem(sealed_problem(field("1") + field("abc") + field("d")),
                 "it goes on after its last field with \"1:d,\"");
   const std::string none = field("0"), infinite = field("9218868437227405312");
-  check_problem(problem_of<Opening>(sealed("call", none + field("3"))), "its field \"why\" is 3, not from 0 to 2");
+  check_problem(problem_of<Opening>(sealed("call", none + field("4"))), "its field \"why\" is 4, not from 0 to 3");
   check_problem(problem_of<Opening>(sealed("call", none + none + infinite)),
                 "its field \"stalled_s\" is not a finite number");
   const std::string to_own = none + none + none + none + none + none + none + none + none + none + none + none + none;

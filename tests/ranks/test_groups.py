@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 
 def timed(rank, world_size):
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    channels = groups.make_channels(group, cpu, groups.private_store(group))
+    channels = groups.make_channels(group, cpu, groups.private_store(group).native)
     return groups.time_link(channels.scatter)
 
 
@@ -53,7 +53,7 @@ from scripts import let_threads_be_late
 
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
 group, cpu = dist.group.WORLD, torch.device("cpu")
-channels = groups.make_channels(group, cpu, groups.private_store(group))
+channels = groups.make_channels(group, cpu, groups.private_store(group).native)
 let_threads_be_late()
 print(groups.time_link(channels.scatter))
 """
@@ -118,7 +118,7 @@ import torch, torch.distributed as dist
 from fusedcomm.ranks import groups
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
-channels = groups.make_channels(group, cpu, groups.private_store(group))
+channels = groups.make_channels(group, cpu, groups.private_store(group).native)
 print(f"s_per_byte={groups.time_link(channels.scatter)}", flush=True)
 dist.barrier()
 dist.destroy_process_group()

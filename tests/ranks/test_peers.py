@@ -1,8 +1,10 @@
 """Waits for other ranks outside of a step. A rank that dies is named on all others within seconds, with what it was
 last seen doing. A rank that is late is reported, and the wait goes on."""
 
+import ctypes
 import datetime
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -19,6 +21,7 @@ import fusedcomm
 from fusedcomm.config import Config, Feedback, LocalOptions
 from fusedcomm.devices import cpu
 from fusedcomm.ranks import peers
+from fusedcomm.ranks.bounded_store import BoundedStore, StoreError
 from fusedcomm.session import session
 
 STALL_AFTER_S = patient(2)
@@ -263,9 +266,10 @@ def waits_for_a_silent_store(rank, world_size):
             time.sleep(30 if self.is_silent else 0)
             return True
 
-    store = Silent()
-    waiting = peers.Peers(dist.group.WORLD, store, datetime.timedelta(seconds=HANG_S), stall_after_s=0.5)
-    store.is_silent = rank == 0
+    silent, timeout = Silent(), datetime.timedelta(seconds=HANG_S)
+    store = BoundedStore(silent, timeout, "a store that may be silent")
+    waiting = peers.Peers(dist.group.WORLD, store, timeout, stall_after_s=0.5)
+    silent.is_silent = rank == 0
     said = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -288,12 +292,28 @@ def test_that_the_store_is_silent_is_said(ranks):
     assert len(said) == 1 and "while testing" in said[0] and "the store does not answer" in said[0], said
 
 
+def test_a_request_to_a_silent_store_ends_and_its_error_says_which_store():
+    class Silent(dist.Store):
+        def check(self, keys) -> bool:
+            time.sleep(30)
+            return True
+
+    store = BoundedStore(Silent(), datetime.timedelta(seconds=0.2), "a store of a test")
+    with pytest.raises(StoreError) as caught:
+        store.under("here").check(["key"])
+    assert str(caught.value) == (
+        "fusedcomm: the process group's store failed (looking for 'key'): no answer within 0.2 s. It is a store of a "
+        "test. That process was killed, has left, is stopped or is cut off: look at its log, and restart the job"
+    )
+
+
 def leaves_after_its_part(rank, world_size):
     """Rank 1 provides its part and leaves. Rank 2 provides its part some time after rank 1 has left. Returns the result
     of the wait for both parts."""
     group = dist.group.WORLD
-    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
-    waiting = peers.Peers(group, store, datetime.timedelta(seconds=HANG_S), stall_after_s=HANG_S)
+    timeout = datetime.timedelta(seconds=HANG_S)
+    store = BoundedStore(dist.distributed_c10d._get_default_store(), timeout, "the group's store").under("test")
+    waiting = peers.Peers(group, store, timeout, stall_after_s=HANG_S)
     if rank == 1:
         store.set("part/1", "")
         die()
@@ -308,3 +328,37 @@ def leaves_after_its_part(rank, world_size):
 def test_a_rank_that_has_given_its_part_may_leave(ranks):
     outcome = ranks.outcomes(leaves_after_its_part, world_size=3, lost=1)
     assert [outcome[0], outcome[2]] == [("value", []), ("value", [])]
+
+
+def set_thread_stacks(nbytes: int) -> None:
+    """Gives every thread that this process starts from now on a stack of that size."""
+    libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    assert libc.pthread_attr_init(attributes) == 0
+    assert libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(nbytes)) == 0
+    assert libc.pthread_setattr_default_np(attributes) == 0
+
+
+def has_no_threads_left(rank, world_size):
+    """Rank 1 can start no thread, since there is no memory for its stack. Returns a rank's error and what caused it."""
+    ddp = DistributedDataParallel(Gradients(*SHAPES))
+    dist.barrier()
+    if rank == 1:
+        set_thread_stacks(1 << 48)
+    try:
+        fusedcomm.attach(ddp, wire="int8")
+    except RuntimeError as error:
+        return str(error), str(error.__cause__)
+    finally:
+        if rank == 1:
+            set_thread_stacks(8 << 20)
+        dist.barrier()  # a rank that has left would count as lost
+    return "", ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets glibc's default")
+def test_a_rank_that_can_start_no_thread_tells_the_others_so(ranks):
+    first, own, last = ranks.run(has_no_threads_left, world_size=3)
+    cause = "gloo's channel 'scatter' over 3 ranks, with 4 threads and one for each network device, could not be made: "
+    assert own[0].startswith(f"fusedcomm: {cause}") and "Resource temporarily unavailable" in own[0], own
+    for told in (first, last):
+        assert "rank 1 cannot attach: " in told[0] and cause in told[0], told

@@ -20,7 +20,7 @@ NBYTES, NUM_EXCHANGES = 40_003, 40
 
 def make_exchange(max_sending=0):
     group, cpu = dist.group.WORLD, torch.device("cpu")
-    channels = groups.make_channels(group, cpu, groups.private_store(group))
+    channels = groups.make_channels(group, cpu, groups.private_store(group).native)
     dist.barrier()  # a rank that is still connecting would mistake the end of a channel for a crash
     return _C.Exchange(channels.scatter, max_sending=max_sending)
 
@@ -217,7 +217,7 @@ from fusedcomm.ranks import groups
 from fusedcomm.native import _C
 dist.init_process_group("gloo")
 group, cpu = dist.group.WORLD, torch.device("cpu")
-exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group)).scatter, max_sending=0)
+exchange = _C.Exchange(groups.make_channels(group, cpu, groups.private_store(group).native).scatter, max_sending=0)
 send, receive = (torch.zeros({2 * MESSAGE_NBYTES}, dtype=torch.uint8) for _ in range(2))
 for _ in range(3):
     exchange.start(send=send, receive=receive).wait()

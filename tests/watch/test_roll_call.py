@@ -157,7 +157,7 @@ REPORTS = [
     (
         "late crawl",
         [
-            "rank 1 is slow: it took 1.8 s to answer, as if its process had been stopped",
+            "rank 1 is slow: it took 1.8 s to answer, while 1220 KB of what it sends had not left",
             f"they wait for the network, where {CRAWL}",
             f"ranks 0, 1, 2, 3 wait {WAITS}",
         ],
@@ -186,6 +186,54 @@ REPORTS = [
             f"ranks 0, 1, 2, 3 wait {WAITS}",
         ],
     ),
+    (
+        "cut",
+        [
+            "the link between rank 1 and rank 2 carries nothing: what rank 1 sent has not been acknowledged for 4.2 s, "
+            "and what rank 2 sent has not been acknowledged for 4.0 s",
+            "every rank answered and none is behind: they wait for the network",
+            f"ranks 0, 1, 2, 3 wait {WAITS}",
+        ],
+    ),
+    (
+        "cut one way",
+        [
+            "the link between rank 0 and rank 3 carries nothing: what rank 3 sent has not been acknowledged for 6.0 s",
+            "every rank answered and none is behind: they wait for the network",
+            f"rank 1 is busy {WAITS.replace('for the all-to-all', 'with the pack')}",
+            f"ranks 0, 2, 3 wait {WAITS}",
+        ],
+    ),
+    (
+        "host down",
+        [
+            "conclusive",
+            "rank 2 (process 1 on node) is missing: no answer within 2.0 s, and its host has not acknowledged for "
+            "6.1 s what was sent to it. That host is down or cut off",
+            f"ranks 0, 1, 3 wait {WAITS}",
+        ],
+    ),
+    (
+        # Not conclusive: the answer may still come.
+        "full link",
+        [
+            "rank 2 (process 1 on node) is slow: no answer within 2.0 s, but bytes from its host still arrive. Its "
+            "link may be full, so that its answer waits behind them",
+            f"ranks 0, 1, 3 wait {WAITS}",
+        ],
+    ),
+    *[
+        (
+            scene,
+            [
+                "conclusive",
+                "rank 2 (process 1 on node) is missing: no answer within 2.0 s. It is stopped, was killed, has left, "
+                "or is cut off",
+                f"ranks 0, 1, 3 wait {WAITS}",
+            ],
+        )
+        for scene in ("full link, late", "neighbour heard")
+    ],
     ("over", ["every rank answered, and none waits any more"]),
     (
         "pairs apart",

@@ -169,7 +169,7 @@ def slow(rank, world_size, victim, stall_after, folder, forged=None):
     comm = fusedcomm.attach(ddp, Config("bf16", sum="two-shot"), local=LocalOptions(stall_after=stall_after))
     if forged is not None and rank == 0:
         comm._session._store.set("watch/call/1", forged)
-        comm._session._store.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
+        comm._session._store.native.wait([f"watch/answer/1/{answering}" for answering in range(world_size)])
     gradients = [torch.full(shape, float(rank + 1)) for shape in SHAPES]
     synchronise(ddp, gradients, steps=3)
     log = folder / f"{rank}.log"

@@ -92,3 +92,99 @@ def test_a_link_that_crawls_is_named_although_its_bucket_moves(tmp_path, capsys)
         assert re.match(network + pile, found[0]), found
         # At a later roll call rank 2 may have sent everything, but no other rank may be named.
         assert all(re.match(f"{network}($|{pile})", text) for text in found[1:]), found
+
+
+CUT = """
+import datetime, os, re, subprocess, threading, time, torch, torch.distributed as dist, fusedcomm
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
+rank = dist.get_rank()
+log = f"{folder}/{{rank}}.log"
+os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+interface = os.environ["FUSEDCOMM_BENCH_INTERFACE"]
+own = subprocess.check_output(["ip", "-4", "-o", "address", "show", "dev", interface], text=True)
+addresses = [None] * 3
+dist.all_gather_object(addresses, re.search(r"inet ([0-9.]+)", own)[1])
+def neighbours(*what):
+    for peer in {peers}:
+        subprocess.run(["ip", "neigh", what[0], addresses[peer], *what[1:], "dev", interface], check=True)
+def heal():
+    while {words!r} not in open(log).read():
+        time.sleep(0.05)
+    neighbours("del")
+ddp = DistributedDataParallel(torch.nn.Linear(1000, 100))
+comm = fusedcomm.attach(ddp, wire="int8", local=fusedcomm.LocalOptions(stall_after=100), quiet=True)
+for step in range(4):
+    if step == 2 and rank == {victim}:  # what it sends to the peers goes to an address that nobody has
+        neighbours("replace", "lladdr", "02:00:00:00:00:63", "nud", "permanent")
+        threading.Thread(target=heal).start()
+    ddp(torch.ones(1, 1000)).sum().backward()
+print("rank", rank, "is through:", open(log).read().replace("\\n", "|"), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def reports_of_a_cut(tmp_path, capsys, victim: int, peers: list[int], words: str) -> list[str]:
+    """What each of three ranks has written to stderr. In step 2 what the victim sends to the peers is lost, until it
+    has itself reported these words. A line break is "|"."""
+    script = CUT.format(folder=tmp_path, victim=victim, peers=peers, words=words)
+    printed = printed_by(script, tmp_path, capsys, num_hosts=3)
+    return [re.search(rf"\[host{rank}\] rank {rank} is through: (.*)", printed)[1] for rank in range(3)]
+
+
+SECONDS = r"\d+\.\d s"
+
+
+@pytest.mark.full
+@needs_hosts
+def test_the_two_ends_of_a_cut_link_are_named_long_before_stall_after(tmp_path, capsys):
+    for report in reports_of_a_cut(tmp_path, capsys, 1, [2], "carries nothing"):
+        opened = r"where nothing has moved for [5-9]\.\d s and a host no longer acknowledges what it gets\|"
+        assert re.search(opened, report), report
+        assert re.search(
+            rf"the link between rank 1 and rank 2 carries nothing: what rank [12] sent has not been acknowledged for "
+            rf"{SECONDS}",
+            report,
+        ), report
+        assert "is missing" not in report and "is slow" not in report
+
+
+@pytest.mark.full
+@needs_hosts
+def test_a_host_that_is_cut_off_is_named_long_before_stall_after(tmp_path, capsys):
+    *others, cut_off = reports_of_a_cut(tmp_path, capsys, 2, [0, 1], "cannot call the roll")
+    assert "the store is silent" in cut_off
+    assert re.search(rf"\d+\.\d+\.\d+\.\d+ has not acknowledged for {SECONDS} what this rank sent", cut_off), cut_off
+    for report in others:
+        assert re.search(
+            rf"rank 2 \(process \d+ on host2\) is missing: no answer within {SECONDS}, and its host has not "
+            rf"acknowledged for {SECONDS} what was sent to it\. That host is down or cut off",
+            report,
+        ), report
+
+
+FULL_LINKS = """
+import os, subprocess, torch, torch.distributed as dist, fusedcomm
+from torch.nn.parallel import DistributedDataParallel
+os.dup2(1, 2)  # the test reads the warnings
+dist.init_process_group("gloo")
+ddp = DistributedDataParallel(torch.nn.Linear(1000, 500))
+comm = fusedcomm.attach(ddp, wire="bf16", local=fusedcomm.LocalOptions(stall_after=2), quiet=True)
+for step in range(3):
+    if step == 2:
+        line = ["dev", os.environ["FUSEDCOMM_BENCH_INTERFACE"], "root", *"tbf rate 1mbit burst 16kb latency 4s".split()]
+        subprocess.run(["tc", "qdisc", "replace", *line], check=True)
+    ddp(torch.ones(1, 1000)).sum().backward()
+print("rank", dist.get_rank(), "is through", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+@needs_hosts
+def test_ranks_whose_answers_wait_behind_gradients_are_not_called_missing(tmp_path, capsys):
+    printed = printed_by(FULL_LINKS, tmp_path, capsys, num_hosts=3)
+    assert printed.count("is through") == 3 and "fusedcomm: roll call" in printed
+    assert "is missing" not in printed and "as if its process had been stopped" not in printed, printed

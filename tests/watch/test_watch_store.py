@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import socket
 import tempfile
 import threading
@@ -11,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Gradients, stderr_to, synchronise
-from patience import patient
+from patience import HANG_S, patient
+from stores import group_over
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedcomm
 from fusedcomm.config import Config, LocalOptions
+from fusedcomm.ranks import groups, hosts
+from fusedcomm.session import session
 
 SHAPES = ((400, 300), (500, 600))
 
@@ -148,7 +152,7 @@ def held_back(rank, world_size, port, control, in_a_roll_call, silent_s):
         with stderr_to(log.name):
             if rank == 1:
                 if in_a_roll_call:
-                    comm._session._store.wait(["watch/answer/1/1"])
+                    comm._session._store.native.wait(["watch/answer/1/1"])
                 obey(control, b"h")
                 time.sleep(silent_s)
                 obey(control, b"g")
@@ -173,3 +177,116 @@ def test_a_store_that_is_silent_for_a_while_hides_nobody(ranks, proxy, in_a_roll
             assert "rank 1 is slow: it has not handed over bucket 0" in text, text
             assert text.count("the store is silent") in silences, text
         assert "is missing" not in text and "has lost the store" not in text, text
+
+
+# ---- the host of the store is gone
+
+# What attaching calls first after each moment.
+MOMENTS = {
+    "comparing": (hosts, "publish_name"),
+    "connecting": (groups, "own_client"),
+    "watching": (session.Session, "watch"),
+}
+# The group's timeout in these tests. A clone of a store whose host is gone tries to connect for that long.
+LONG_S = HANG_S / 4
+
+
+@contextlib.contextmanager
+def called_first(moment, function):
+    """Calls `function` once when attaching comes to the moment."""
+    place, name = MOMENTS[moment]
+    own = getattr(place, name)
+
+    def patched(*args):
+        setattr(place, name, own)
+        function()
+        return own(*args)
+
+    setattr(place, name, patched)
+    try:
+        yield
+    finally:
+        setattr(place, name, own)
+
+
+def attached_without_its_store(rank, world_size, port, control, moment):
+    """The store is cut off for good while ranks attach. Returns the error, "" if there is none, and the seconds until
+    then."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=LONG_S))
+    timeout = datetime.timedelta(seconds=LONG_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    ddp = DistributedDataParallel(Gradients(*SHAPES))
+    dist.barrier()
+
+    def cut() -> None:
+        dist.barrier()  # no rank needs the store to come this far
+        if rank == 0:
+            obey(control, b"0")
+        dist.barrier()
+
+    started, text = time.monotonic(), ""
+    with called_first(moment, cut):
+        try:
+            fusedcomm.attach(ddp, wire="int8")
+            synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
+        except RuntimeError as error:
+            text = f"{type(error).__name__}: {error}"
+    waited_s = time.monotonic() - started
+    dist.barrier()  # a rank that has left would count as lost
+    return text, waited_s
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_attaching_ends_soon_when_the_store_is_gone_and_says_which_store(ranks, proxy, moment):
+    for text, waited_s in ranks.run(attached_without_its_store, proxy.port, proxy.control, moment, world_size=2):
+        if moment == "watching":  # the ranks have agreed, and train without reports
+            assert text == ""
+        else:
+            assert text.startswith("StoreError: fusedcomm: the process group's store failed ("), text
+            assert f"a TCPStore at 127.0.0.1:{proxy.port}, hosted by rank 0 of the job" in text
+            assert "look at its log" in text and "\n" not in text
+        assert waited_s < LONG_S / 2
+
+
+def without_its_host(rank, world_size, moment):
+    """Rank 0, which hosts the store, ends at the moment of attaching, or after a step of DataParallel. Returns the
+    error and the seconds after which a rank had it."""
+    with group_over("tcp", rank, world_size, 0, datetime.timedelta(seconds=LONG_S)):
+        port = groups.store_port(dist.group.WORLD)
+
+        def end() -> None:
+            if rank == 0:
+                os._exit(1)
+            with contextlib.suppress(OSError):
+                while True:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    time.sleep(0.02)
+
+        started = time.monotonic()
+        try:
+            if moment in MOMENTS:
+                ddp = DistributedDataParallel(Gradients(*SHAPES))
+                with called_first(moment, end):
+                    fusedcomm.attach(ddp, wire="int8")
+                synchronise(ddp, [torch.ones(shape) for shape in SHAPES])
+            else:
+                model = fusedcomm.DataParallel(torch.nn.Linear(256, 256), wire="int8")
+                for step in range(4):
+                    if step == 2:
+                        end()
+                    model(torch.ones(8, 256)).sum().backward()
+        except RuntimeError as error:
+            return str(error), time.monotonic() - started
+        return "", time.monotonic() - started
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, "training"])
+def test_a_rank_that_dies_with_the_store_is_named_soon(ranks, moment):
+    outcome = ranks.outcomes(without_its_host, moment, world_size=3, lost=0)
+    for kind, value in outcome[1:]:
+        assert kind == "value", value
+        error, waited_s = value
+        # A wait for ranks names the lost rank; a request to the store names its host.
+        assert error.startswith("fusedcomm: ") and "rank 0" in error, error
+        assert waited_s < LONG_S / 2

@@ -1,6 +1,5 @@
 #include "frontends/reducer/problem.h"
 
-#include <exception>
 #include <mutex>
 #include <utility>
 
@@ -15,8 +14,7 @@ const std::string& problem_key() {
 }  // namespace
 
 void Problem::publish(const std::string& text) {
-  if (!courier()) return;
-  courier()->send(
+  courier().send(
       [text](c10d::Store& store) {
         if (!store.check({problem_key()})) store.set(problem_key(), text);
       },
@@ -24,14 +22,13 @@ void Problem::publish(const std::string& text) {
 }
 
 std::string Problem::read() {
-  if (!courier()) return "";
   // An errand that is late goes on, so it has its own text.
   struct Found {
     std::mutex mutex;
     std::string text;
   };
   const auto found = std::make_shared<Found>();
-  const auto unanswered = courier()->send(
+  const auto unanswered = courier().send(
       [found](c10d::Store& store) {
         if (!store.check({problem_key()})) return;
         std::string text = store.get_to_str(problem_key());
@@ -43,15 +40,9 @@ std::string Problem::read() {
   return unanswered ? "" : found->text;
 }
 
-Courier* Problem::courier() {
-  if (!has_tried_) {
-    has_tried_ = true;
-    try {
-      courier_ = std::make_unique<Courier>(store_->clone());
-    } catch (const std::exception&) {  // a store that was written in Python: others learn by the group's timeout
-    }
-  }
-  return courier_.get();
+Courier& Problem::courier() {
+  if (!courier_) courier_ = std::make_unique<Courier>(store_);
+  return *courier_;
 }
 
 }  // namespace fusedcomm

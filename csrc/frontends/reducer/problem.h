@@ -23,12 +23,12 @@ class Problem {
  private:
   static constexpr std::chrono::seconds kPatience{2};
 
-  // The thread that asks the store: made when it is first needed. Null if the store cannot be cloned.
-  Courier* courier();
+  // The thread that asks the store: made when it is first needed. If the store cannot be cloned, as one that was
+  // written in Python, its errands fail, and the others learn by the group's timeout.
+  Courier& courier();
 
   const StorePtr store_;
   std::unique_ptr<Courier> courier_;
-  bool has_tried_ = false;
 };
 
 }  // namespace fusedcomm

@@ -152,7 +152,7 @@ class _Bench:
         backend, on_cpu = team.group._get_backend(team.device), team.device.type == "cpu"
         self._plan = Config().plan_of_large_buckets(team.world_size)
         self._channels = {"all_reduce": [backend], "direct": [backend], "exchange": [backend]}
-        store = groups.private_store(team.group)
+        store = groups.private_store(team.group).native
         if on_cpu:
             # Both channels are kept: if one is destroyed while another rank still connects it, that rank sees a crash.
             self._own = own = groups.make_channels(team.group, team.device, store)

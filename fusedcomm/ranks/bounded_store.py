@@ -1,0 +1,107 @@
+"""A process group's store, every request to which ends."""
+
+import datetime
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class StoreError(RuntimeError):
+    """The process group's store has failed, or has not answered in time."""
+
+
+class Errand:
+    """Runs a function on a daemon thread; at once, on this thread, if the system has no thread left: a rank that lacks
+    threads has to tell the others so."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._value = function()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="fc-errand", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+            run()
+
+    def has_ended_within(self, seconds: float) -> bool:
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class BoundedStore:
+    """A store whose every request ends within `timeout`, and whose errors say which store has failed.
+
+    A request to a TCPStore blocks for as long as the process that hosts it is stopped or cut off. It is therefore made
+    on a thread of its own, which is left behind if there is no answer.
+
+    Args:
+        native: the store. Only code that may block, and is therefore not on the main thread, uses it directly.
+        about: what the store is and which process hosts it, as from :func:`fusedcomm.ranks.groups.describe_store`.
+
+    Every request raises StoreError if the store fails or does not answer.
+    """
+
+    def __init__(self, native: dist.Store, timeout: datetime.timedelta, about: str) -> None:
+        self.native = native
+        self._timeout, self._about = timeout, about
+
+    def under(self, prefix: str) -> "BoundedStore":
+        """The part of this store whose keys begin with `prefix`."""
+        return BoundedStore(dist.PrefixStore(prefix, self.native), self._timeout, self._about)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(lambda: self.native.set(key, value), f"setting {key!r}")
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda: self.native.get(key), f"reading {key!r}")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask(lambda: self.native.multi_get(list(keys)), f"reading {keys[0]!r} to {keys[-1]!r}")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(lambda: self.native.check(list(keys)), f"looking for {keys[0]!r}")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda: self.native.add(key, amount), f"adding to {key!r}")
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(lambda: self.native.delete_key(key), f"removing {key!r}")
+
+    def failure(self, error: Exception | str, asked: str) -> StoreError:
+        """The error of a request. asked: what was asked for; "reading 'key'" for example."""
+        reason = (str(error).splitlines() or [type(error).__name__])[0]  # torch's text continues with a backtrace
+        return StoreError(
+            f"fusedcomm: the process group's store failed ({asked}): {reason}. It is {self._about}. That process was "
+            "killed, has left, is stopped or is cut off: look at its log, and restart the job"
+        )
+
+    def _ask(self, request: Callable[[], T], asked: str) -> T:
+        errand = Errand(request)
+        limit_s = self._timeout.total_seconds()
+        if not errand.has_ended_within(limit_s):
+            raise self.failure(f"no answer within {limit_s:g} s", asked)
+        try:
+            return errand.result()
+        except NotImplementedError:  # a store need not have every request
+            raise
+        except RuntimeError as error:
+            raise self.failure(error, asked) from error
