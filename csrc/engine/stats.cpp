@@ -10,6 +10,10 @@ namespace {
 // Steps whose times are kept.
 constexpr size_t kNumRecentSteps = 512;
 
+// Buckets whose times wait for the last one of their pass. Where none is the last, as in Horovod's calls, no times are
+// taken, and the oldest are dropped.
+constexpr size_t kMaxUntimed = size_t{1} << 14;
+
 void push_recent(std::vector<float>* recent, int64_t num_steps, double value) {
   if (recent->size() < kNumRecentSteps) {
     recent->push_back(static_cast<float>(value));
@@ -36,6 +40,7 @@ void StatsKeeper::add(const EngineStats& bucket, StampPtr submitted, StampPtr do
   const bool is_last = bucket.num_steps != 0;
   untimed_.push_back({std::move(submitted), std::move(done), is_last});
   if (is_last) take_times();
+  if (untimed_.size() > kMaxUntimed) untimed_.pop_front();
 }
 
 EngineStats StatsKeeper::get() {
