@@ -41,7 +41,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 def test_there_are_commands_to_check():
-    assert {command.split()[0] for _, command in commands()} == {"plan", "probe", "timeline", "doctor"}
+    assert {command.split()[0] for _, command in commands()} == {"demo", "plan", "probe", "timeline", "doctor"}
 
 
 @pytest.mark.parametrize(("document", "command"), commands(), ids=str)

@@ -99,7 +99,7 @@ def written_in_python():
 @pytest.mark.parametrize(
     ("make_group", "words"),
     [
-        (written_in_python, "is a test_refusals.Wrapped, which torch.distributed did not make"),
+        (written_in_python, "is a test_ddp_refusals.Wrapped, which torch.distributed did not make"),
         (dist.new_group, "has been destroyed, or was not made by torch.distributed"),
     ],
     ids=["in Python", "destroyed"],
