@@ -2,7 +2,7 @@
 #
 #   make demo    train a small network under DDP and under each wire, and compare them      ARGS="--steps 50"
 #   make test    run the tests; those that need a GPU are skipped without one. Of a large matrix of cases a sample runs,
-#                in which every value appears. A quarter of an hour, two cores                ARGS="-k codec -x"
+#                in which every value appears. Half an hour, two cores                       ARGS="-k codec -x"
 #   make test-all    the same with every case: more than an hour
 #   make bench   run every benchmark in bench/: an hour; some minutes with ARGS=--quick     ARGS=--quick
 #   make gpu     on a machine with a CUDA GPU: build, run the tests that need one, and measure; twenty minutes at most.

@@ -1,6 +1,7 @@
 """What DataParallel refuses, and with which reason."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -72,6 +73,7 @@ def arguments(rank, world_size):
     kept = DistributedDataParallel(ddp_module)
     found["in ddp"] = error_of(lambda: wrapped(ddp_module))
     assert kept.module is ddp_module
+    gc.collect()  # a watch that outlives the test would wait for its store
     return found
 
 
@@ -121,7 +123,7 @@ def differing(rank, world_size):
     integers = Buffered(2)
     if is_odd:
         integers.counts = nn.Parameter(torch.zeros(5, dtype=torch.int64), requires_grad=False)
-    return {
+    found = {
         "shape": error_of(lambda: wrapped(second)),
         "dtype": error_of(lambda: wrapped(nn.Linear(2, 2, dtype=torch.float64 if is_odd else None))),
         "count": error_of(lambda: wrapped(more)),
@@ -134,6 +136,8 @@ def differing(rank, world_size):
         "static": error_of(lambda: wrapped(Mlp(), static_graph=is_odd)),
         "wire": error_of(lambda: wrapped(Mlp(), wire="bf16" if is_odd else "fp32")),
     }
+    gc.collect()  # a watch that outlives the test would wait for its store
+    return found
 
 
 def test_ranks_that_differ_are_named_on_every_rank(ranks):
