@@ -121,7 +121,7 @@ def test_a_checkout_that_hides_what_is_installed_is_named(tmp_path):
     # An editable install would find what the checkout lacks; a plain one does not.
     hide = "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]"
     done = run("-c", f"{hide}; sys.path.insert(0, sys.argv[1]); import fusedcomm; fusedcomm.attach", str(tmp_path))
-    said = f"the folder {tmp_path} holds a checkout of fusedcomm that has not been built, and hides the fusedcomm that is"
+    said = f"the folder {tmp_path} holds a checkout of fusedcomm that has not been built, and hides the"
     assert said in done.stderr and "Run from another folder" in done.stderr
 
 
