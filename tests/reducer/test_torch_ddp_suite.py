@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchs_ddp_tests
-from ranks import RankError, Ranks
+from ranks import RankError
 from sampling import few
 
 import fusedcomm
@@ -71,14 +71,6 @@ SLOW = ["test_ddp_uneven_inputs", "test_ddp_compile_static_graph"]
 RUN = [name for name in torchs_ddp_tests.names() if name not in NOT_HERE]
 
 
-@pytest.fixture(scope="module")
-def own_ranks():
-    """Ranks for this file alone: torch's test helpers change the process that imports them."""
-    pool = Ranks(2)
-    yield pool
-    pool.close()
-
-
 class DataParallel(fusedcomm.DataParallel):
     """With the wire that has DDP's bits."""
 
@@ -94,8 +86,8 @@ def ddp() -> type:
 
 
 @pytest.mark.parametrize("name", few(RUN, *(name for name in RUN[::6] if name not in SLOW)))
-def test_torchs_test_passes(own_ranks, name):
-    assert own_ranks.run(torchs_ddp_tests.run, name, data_parallel, world_size=2) == ["passed", "passed"]
+def test_torchs_test_passes(torchs_ranks, name):
+    assert torchs_ranks.run(torchs_ddp_tests.run, name, data_parallel, world_size=2) == ["passed", "passed"]
 
 
 @of_this_version
@@ -109,20 +101,20 @@ def test_the_lists_have_only_tests_that_torch_has():
 @of_this_version
 @pytest.mark.full
 @pytest.mark.parametrize("name", LISTED)
-def test_what_the_page_lists_passes_with_ddp_alone(own_ranks, name):
-    assert own_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2) == ["passed", "passed"]
+def test_what_the_page_lists_passes_with_ddp_alone(torchs_ranks, name):
+    assert torchs_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2) == ["passed", "passed"]
     with pytest.raises(RankError):
-        own_ranks.run(torchs_ddp_tests.run, name, data_parallel, world_size=2)
+        torchs_ranks.run(torchs_ddp_tests.run, name, data_parallel, world_size=2)
 
 
 @of_this_version
 @pytest.mark.parametrize("name", few(SKIPS, SKIPS[-1]))
-def test_torch_skips_what_the_list_says(own_ranks, name):
-    for outcome in own_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2):
+def test_torch_skips_what_the_list_says(torchs_ranks, name):
+    for outcome in torchs_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2):
         assert outcome.startswith("skipped: ")
 
 
 @pytest.mark.parametrize("name", few([*GPU, *GPU_TOO], GPU[0]))
-def test_what_needs_a_gpu_fails_with_ddp_too(own_ranks, name):
+def test_what_needs_a_gpu_fails_with_ddp_too(torchs_ranks, name):
     with pytest.raises(RankError):
-        own_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2)
+        torchs_ranks.run(torchs_ddp_tests.run, name, ddp, world_size=2)
